@@ -455,7 +455,7 @@ class HostClock(_Messages, Clock):
             lane = self.lanes[moment.lane]
             size = self.team.group_size(moment.lane)
             self.team.wait_until(lambda: len(starts) == size)
-            ticket.moment = replace(moment, time=moment.time + max(starts) - start)
+            ticket.moment = replace(moment, known=moment.time + max(starts) - start)
             lane.free = max(lane.free, ticket.moment.time)
         super().block(ticket)
 

@@ -231,6 +231,9 @@ class _Nothing:
     def made(self, tensors: Sequence[Tensor]) -> None:
         """See ``MemoryTracker``."""
 
+    def place_of(self, tensor: Tensor) -> None:
+        """See ``MemoryTracker``; all is on the device."""
+
 
 def check_clock(job: Job, found: dict[str, list[dict[str, float]]]) -> None:
     """Ranks that agree have to take the time of ``fe.simulate``.

@@ -29,9 +29,10 @@ from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
 from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
 from fsdp_engine.pretrained.weight_version import WeightVersion
+from fsdp_engine.runtime.activations import OffloadActivations
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine
+from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.units.adapter_layers import register_adapter_layers
@@ -56,9 +57,11 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
     "Offload",
+    "OffloadActivations",
     "Simulation",
     "SimulationError",
     "StrategyPlan",
+    "TwoWayLink",
     "WeightStream",
     "WeightVersion",
     "checkpoint_units",

@@ -33,6 +33,11 @@ def simulated(*, on_host: bool) -> Iterator[None]:
         _ON_HOST.pop()
 
 
+def is_simulated() -> bool:
+    """Whether this process simulates ranks: tensors have no memory."""
+    return bool(_ON_HOST)
+
+
 def simulates_host() -> bool:
     """Whether "fake" stands for gloo on CPUs."""
     return bool(_ON_HOST) and _ON_HOST[-1]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +19,12 @@ from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import Offload
+from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.offloaded_step import offload_state
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.activations import ActivationOffload
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.gradient_checks import GradientChecks
@@ -76,6 +79,7 @@ class Engine:
         policy: MixedPrecisionPolicy,
         timing: Timing,
         offload: Offload | None = None,
+        activations: ActivationOffload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
@@ -102,6 +106,8 @@ class Engine:
         self._is_unsharded = False
         self._mean_losses = MeanLosses(mesh, trainable)
         offloading = resources.offloading
+        used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
+        self._offloadings = list(dict.fromkeys(each for each in used if each is not None))
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
@@ -113,7 +119,7 @@ class Engine:
             timing,
             checks,
             self._mean_losses,
-            None if offloading is None or not offloading.moves("gradients") else offloading.wait,
+            [each for each in self._offloadings if each.moves("gradients")],
         )
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
@@ -138,8 +144,9 @@ class Engine:
             hook_delayed_gradients(self._scheduler, unit)
         self.offload = offload if offload is not None else Offload()
         if offloading is not None and not offloading.steps_on_host:
-            buffers = [[each.offloaded for each in unit.trainable] for unit in units]
-            offload_state(offloading, buffers)
+            for unit in self.units:
+                offload_state(offloading, unit.label, [each.offloaded for each in unit.trainable])
+        self._activations = activations
         self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -566,27 +573,48 @@ class Engine:
         Accumulated gradients are dropped. Every rank must call it, since all of them lost a
         microbatch.
         """
-        for error in self._lanes.drain():
+        ended = [self._lanes.drain(), *(each.drain() for each in self._offloadings)]
+        for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)
         self._hooks.reset()
         self._scheduler.reset()
+        if self._activations is not None:
+            self._activations.reset()
 
     def describe(self) -> Description:
-        """Returns the bytes that each unit holds and sends, and the last result of
-        :meth:`measure`; ``print`` shows a table."""
-        return describe_units(self.units, self.strategy, self.mesh, self.budget, self._measured)
+        """Returns the bytes that each unit holds and sends, those of offloaded state, and the last
+        result of :meth:`measure`; ``print`` shows a table."""
+        places = (HOST, DISK)
+        elsewhere = {place: held for place in places if (held := self.memory_bytes(place))}
+        return describe_units(
+            self.units, self.strategy, self.mesh, self.budget, self._measured, elsewhere
+        )
 
     @contextmanager
     def measure(self) -> Iterator[Measurement]:
-        """Context that measures how long compute waits for gathers and reductions, and the bytes
-        held: see :class:`~.runtime.measuring.Measurement`. :meth:`describe` shows the last one."""
+        """Context that measures how long compute waits for gathers, reductions and copies of
+        offloaded state, and the bytes held: see :class:`~.runtime.measuring.Measurement`.
+        :meth:`describe` shows the last one."""
         self._measured = Measurement(self._memory, self._scheduler)
-        with self._measured.noting(self._lanes, self._is_stepped_by) as measured:
+        lanes = [*self._lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
+        with self._measured.noting(lanes, self._is_stepped_by) as measured:
             yield measured
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes that the engine holds now on this rank, by role."""
-        return {role: count for role, count in self._memory.ledger.held.items() if count}
+    def memory_bytes(self, place: str = DEVICE) -> dict[str, int]:
+        """Bytes that the engine holds now on this rank, by role.
+
+        Args:
+            place: "device": where the engine computes. "host", "disk": those that ``offload`` keeps
+                there.
+
+        Raises:
+            ValueError: there is no such place.
+        """
+        if place not in PLACES:
+            raise ValueError(f"place: expected one of {PLACES}; found {place!r}")
+        memory = self._memory
+        held = memory.ledger.held if place == DEVICE else memory.elsewhere.get(place, Counter())
+        return {role: count for role, count in held.items() if count}
 
     @property
     def memory(self) -> Memory:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_engine.accelerator import is_accelerator
+from fsdp_engine.accelerator import is_accelerator, is_simulated, simulates_device
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 PLACES = (DEVICE, HOST, DISK)
@@ -31,6 +31,7 @@ class Offload:
             Those that are compute weights, and are kept full, stay on the device.
         gradients: reduced ones, which have to be sharded: the inner level is "optim_grads" or
             "optim_grads_params".
+        pin_memory: of the host. False: copies take longer, and the host waits for them.
         step_on: "host": optimizers step in host memory, where all of the above lie then, by code
             of the optimizer's own.
 
@@ -43,6 +44,7 @@ class Offload:
     main_weights: str = field(default=DEVICE, kw_only=True)
     gradients: str = field(default=DEVICE, kw_only=True)
     step_on: str = field(default=DEVICE, kw_only=True)
+    pin_memory: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -64,8 +66,9 @@ class Offload:
 
     @property
     def places(self) -> dict[str, str]:
-        """By role."""
-        return {role: getattr(self, role) for role in ROLES}
+        """By role, those that are not the device."""
+        found = {role: getattr(self, role) for role in ROLES}
+        return {role: place for role, place in found.items() if place != DEVICE}
 
     def check(self, device: torch.device, *, shards_gradients: bool) -> None:
         """Whether it can be had.
@@ -83,19 +86,22 @@ class Offload:
                 "offload.gradients: expected 'device', or the inner level optim_grads or "
                 f"optim_grads_params; found {self.gradients!r} with gradients that are not sharded"
             )
-        if is_accelerator(device) and (self.main_weights == HOST) != (self.gradients == HOST):
+        if _computes_elsewhere(device) and (self.main_weights == HOST) != (self.gradients == HOST):
             raise ValueError(
                 f"offload.gradients: expected {self.main_weights!r}, where main_weights lie, since "
                 f"torch wants a parameter and its .grad on one device; found {self.gradients!r}"
             )
         if DISK not in self.places.values():
             return
-        if is_accelerator(device):
+        if _computes_elsewhere(device):
+            name = "an accelerator" if simulates_device() else device.type
             role = next(role for role, place in self.places.items() if place == DISK)
             raise ValueError(
-                f"offload.{role}: expected 'host' for state of {device.type}; found 'disk', which "
-                "is for training on a CPU"
+                f"offload.{role}: expected 'host' for state of {name}; found 'disk', which is for "
+                "training on a CPU"
             )
+        if is_simulated():  # of another machine
+            return
         assert self.folder is not None
         if not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK | os.X_OK)):
             raise ValueError(
@@ -105,4 +111,9 @@ class Offload:
     def moves(self, role: str, device: torch.device) -> bool:
         """Whether ``role`` lies elsewhere than where ``device`` computes."""
         place = getattr(self, role)
-        return place == DISK or (place == HOST and is_accelerator(device))
+        return place == DISK or (place == HOST and _computes_elsewhere(device))
+
+
+def _computes_elsewhere(device: torch.device) -> bool:
+    """Whether ``device`` does not compute in host memory."""
+    return is_accelerator(device) or simulates_device()

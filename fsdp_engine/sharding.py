@@ -22,6 +22,12 @@ from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.memory import allocator
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.activations import (
+    Checkpointing,
+    OffloadActivations,
+    activations_of,
+    offload_activations,
+)
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
@@ -74,7 +80,7 @@ def shard(
     codec_rules: Iterable[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
     offload: Offload | None = None,
     plan: Chooses | None = None,
 ) -> Engine:
@@ -113,7 +119,8 @@ def shard(
         min_unit_size: default units of fewer elements are joined with their neighbours; 0: no
             unit is joined. None: [Note: Size of a unit] in ``units/assignment.py``.
         checkpointing: recompute the forward of blocks in backward; see
-            :func:`~fsdp_engine.checkpoint_units`.
+            :func:`~fsdp_engine.checkpoint_units`. "offload", or an :class:`OffloadActivations`:
+            the tensors that these blocks save for backward are in pinned host memory until then.
         offload: where state lies between its uses. None: on the device.
         plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks.
             It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,
@@ -195,7 +202,7 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
     offload: Offload | None = None,
     num_rows: int = 1,
     broadcast: bool = False,
@@ -223,6 +230,7 @@ def make_engine(
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
     holdings: Holdings | None = None
+    activations: OffloadActivations | None = None
     signature: list[str] = []
     error: Exception | None = None
     ranks: Ranks = data
@@ -247,6 +255,7 @@ def make_engine(
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
+        activations = activations_of(checkpointing)
         settings = PlanSettings(
             policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
         )
@@ -275,7 +284,7 @@ def make_engine(
     metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
-    if checkpointing:
+    if checkpointing is True:
         checkpoint_units(model, units)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
     communicators = EngineCommunicators(
@@ -287,7 +296,11 @@ def make_engine(
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
-    engine = Engine(model, made, communicators, resources, policy, timing, offload)
+    moves = None
+    if activations is not None:
+        memory, compute = resources.memory, resources.lanes.compute
+        moves = offload_activations(model, units, memory, compute, activations)
+    engine = Engine(model, made, communicators, resources, policy, timing, offload, moves)
     if start.is_empty and metas:
         engine.missing_values.mark_empty(metas)
     return engine

@@ -77,8 +77,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import TransientStorage, alias
-from fsdp_engine.memory.home import Homes
-from fsdp_engine.optim.offloaded_step import GradientHome
+from fsdp_engine.memory.home import HomePart, Homes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 # Zeroing this many bytes takes about as long as one more call.
@@ -148,22 +147,30 @@ class HomedShard:
             self.work = ShardedBuffer(spec.layout, at, depth, self.storage.view(0, (numel,)))
             self._bytes = self.work.tensor.view(torch.uint8)
 
-    def part_at(self, depth: int) -> GradientHome:
+    def part_at(self, depth: int) -> HomePart:
         """Where the part at ``depth`` lies."""
         part = self.buffer.narrow(depth)
-        return GradientHome(self.home, part.storage_offset() * part.itemsize, part.nbytes)
+        return HomePart(self.home, int(part.storage_offset()) * part.itemsize, part.nbytes)
 
     def add_bring(self, chain: Chain) -> None:
         """Add to ``chain``: bring it from home."""
         assert self._offloading is not None
-        label, reads, writes = f"bring gradients of {self._label}", [self.buffer.tensor], [self._bytes]
+        label, reads, writes = (
+            f"bring {self._label}",
+            [self.buffer.tensor],
+            [self._bytes],
+        )
         operation = partial(self.home.bring, self._bytes)
         chain.add(self._offloading.state_in, label, operation, reads=reads, writes=writes)
 
     def add_take(self, chain: Chain) -> None:
         """Add to ``chain``: write it home."""
         assert self._offloading is not None
-        label, reads, writes = f"take gradients of {self._label}", [self._bytes], [self.buffer.tensor]
+        label, reads, writes = (
+            f"return {self._label}",
+            [self._bytes],
+            [self.buffer.tensor],
+        )
         operation = partial(self.home.take, self._bytes)
         chain.add(self._offloading.state_out, label, operation, reads=reads, writes=writes)
 
@@ -342,7 +349,8 @@ class GradientMemory:
         self._staged: WriteBuffer | None = None
         self._homed: HomedShard | None = None
         self._homed_optim: HomedShard | None = None
-        if (homes := context.homes("gradients")) is not None:
+        offloading = context.offloading
+        if offloading is not None and (homes := offloading.gradients) is not None:
             self.is_resident = True
             self._homed = HomedShard(spec, context, spec.grad_depth, dtypes.main_grad, homes)
             if dtypes.optim_grad != dtypes.main_grad:
@@ -359,7 +367,7 @@ class GradientMemory:
         return self._comm is not None
 
     @property
-    def home(self) -> GradientHome | None:
+    def home(self) -> HomePart | None:
         """Where the optimizer's part lies; None: on the device."""
         homed = self._homed_optim or self._homed
         return None if homed is None else homed.part_at(self._spec.optim_depth)
@@ -382,7 +390,7 @@ class GradientMemory:
 
     @property
     def _transient(self) -> list[TransientStorage]:
-        """What is allocated from gradients' staging until their reduction is done."""
+        """Storages that are allocated from gradients' staging until their reduction is done."""
         homed = (each.storage for each in (self._homed, self._homed_optim) if each is not None)
         return [each for each in (self._staging, self._comm, *homed) if each is not None]
 
@@ -498,9 +506,7 @@ class GradientMemory:
                 self._homed_optim, spec.optim_depth, dtypes.optim_grad, storages, sent=False
             )
         # Views over transient memory are made while it is allocated.
-        added = [
-            each for each in (self._staging, self._comm) if each is not None and not each.filled
-        ]
+        added = [each for each in self._transient if not each.filled]
         for storage in added:
             storage.fill()
         if self._staging is not None:
@@ -738,7 +744,7 @@ class Gradients:
             self._memory.take(self._scale)
 
     @property
-    def home(self) -> GradientHome | None:
+    def home(self) -> HomePart | None:
         """Where the optimizer's part lies; None: on the device."""
         return self._memory.home
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ from fsdp_engine.codecs.tensor_hooks import plain_values
 from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
@@ -56,7 +58,6 @@ from fsdp_engine.flat_dtensor import (
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
-from fsdp_engine.optim.offloaded_step import OffloadedBuffer
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
 # Of their messages; buffers' own tags start above it.
@@ -96,6 +97,13 @@ def gathered(
 
 # Buffers' own tags; below it are those of messages outside the schedule.
 FIRST_TAG = 16
+
+
+class Allocation(Protocol):
+    """Where the tensors of a unit come from, and where they lie."""
+
+    memory: mem.Memory
+    offloading: Offloading | None
 
 
 class ParamAndGradBuffer:
@@ -167,6 +175,11 @@ class ParamAndGradBuffer:
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
+
+    @property
+    def offloading(self) -> Offloading | None:
+        """What moves its shards; None: they are on the device."""
+        return self._context.offloading
 
     @property
     def offloaded(self) -> OffloadedBuffer:
@@ -258,7 +271,7 @@ class ParamAndGradBuffer:
         codec: ParamCodec,
         *,
         are_reduced: bool,
-        memory: mem.Memory | None = None,
+        resources: Allocation | None = None,
     ) -> None:
         """Convert weights and gradients to ``kind``; values are rounded. Full and sharded
         parameters stay the same objects. No collective may be in flight. Not collective.
@@ -267,8 +280,8 @@ class ParamAndGradBuffer:
             kind: differs in dtypes alone.
             codec: of its own.
             are_reduced: gradients that users see are reduced.
-            memory: where those come from that have been on the meta device; they have no values
-                yet.
+            resources: with which those are allocated that have been on the meta device; they have
+                no values yet.
         """
         dtypes, before = kind.dtypes, gradients_of(self.sharded_params)
         grads = [
@@ -277,11 +290,13 @@ class ParamAndGradBuffer:
         clear_gradients(self.sharded_params)
         del before
         self.spec = replace(self.spec, kind=kind)
-        if memory is not None:
-            self._context = replace(self._context, memory=memory)
+        if resources is not None:
+            self._context = replace(
+                self._context, memory=resources.memory, offloading=resources.offloading
+            )
         weights = self.weights
         self.weights = Weights(self.spec, self._context, codec, self.full_params)
-        if memory is None:
+        if resources is None:
             self.weights.main.tensor.copy_(weights.main.tensor)
         weights.release()
         weights.give_back()
@@ -571,6 +586,8 @@ class ParamAndGradBuffer:
         for index, source in enumerate(values):
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
+        if self.weights.home is not None:
+            self.weights.home.flush()
 
     def _make_published(self, *, changed: bool = False) -> None:
         if self.grads is None:

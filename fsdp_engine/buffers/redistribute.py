@@ -31,7 +31,6 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.layout import Coordinate, Layout
 from fsdp_engine.memory.allocator import Memory, begin_together
-from fsdp_engine.memory.home import Homes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
@@ -134,10 +133,6 @@ class BufferContext:
     lanes: Lanes
     memory: Memory
     offloading: Offloading | None = None
-
-    def homes(self, role: str) -> Homes | None:
-        """Makes those of a role of :class:`~fsdp_engine.Offload`; None: it stays on the device."""
-        return None if self.offloading is None else self.offloading.homes(role)
 
 
 @dataclass(frozen=True)

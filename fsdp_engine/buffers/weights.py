@@ -471,11 +471,13 @@ class Weights:
         return Encoding(wire, storage, target, params)
 
     def _make_home(self) -> Home | None:
-        homes = self._context.homes("main_weights")
+        offloading = self._context.offloading
+        homes = None if offloading is None else offloading.main_weights
         if homes is None or not can_leave_device(self._spec.strategy, self.codec):
             return None
-        home = homes.make(self._numel(self._spec.optim_depth) * self._spec.kind.dtypes.main.itemsize)
-        assert self._context.offloading is not None
+        home = homes.make(
+            self._numel(self._spec.optim_depth) * self._spec.kind.dtypes.main.itemsize
+        )
         # The device may still read it when its engine is deleted.
         weakref.finalize(home, self._context.lanes.drain).atexit = False
         return home

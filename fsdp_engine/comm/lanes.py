@@ -11,7 +11,9 @@ its operation to the end. Of several tickets of one stream a lane waits for the 
 none of its own.
 
 Accelerators have a sixth lane, which encodes main weights for gathers, so that a cast does not wait
-for the all-gather of the previous unit. On CPU the host casts when it issues the gather.
+for the all-gather of the previous unit. On CPU the host casts when it issues the gather. Offloaded
+optimizer state, main weights and gradients have two lanes, one for each direction, and so have
+activations.
 
 An operation is a generator (``collectives.py``) that yields the works that must be done before it
 continues. On CUDA it runs through at submission, because its stream waits. On CPU it starts at
@@ -152,6 +154,7 @@ COMPUTE = "compute"
 LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
 COPY_IN = "copy in"
 STATE_LANES = ("state in", "state out")
+ACTIVATION_LANES = ("activations in", "activations out")
 
 # "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
 _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
@@ -298,8 +301,9 @@ _MOST_RECENT = 256
 
 _NOTHING = nullcontext()
 
-# Who makes lanes in place of make_lanes: see lanes_made_by.
+# Who makes lanes in place of make_lanes and make_state_lanes: see lanes_made_by.
 _MAKERS: list[Callable[[torch.device], Any]] = []
+_STATE_MAKERS: list[Callable[[torch.device], Any]] = []
 
 
 def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
@@ -327,22 +331,42 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
 
 def make_state_lanes(device: torch.device) -> tuple[Lane, Lane]:
     """Lanes on which state that lies elsewhere comes to ``device`` and returns."""
+    if _STATE_MAKERS:
+        made: tuple[Lane, Lane] = _STATE_MAKERS[-1](device)
+        return made
+    return _copy_lanes(device, STATE_LANES)
+
+
+def make_activation_lanes(device: torch.device) -> tuple[Lane, Lane]:
+    """Lanes on which activations are copied to ``device`` and from it."""
+    return _copy_lanes(device, ACTIVATION_LANES)
+
+
+def _copy_lanes(device: torch.device, names: tuple[str, str]) -> tuple[Lane, Lane]:
     if is_accelerator(device):
         stream = module_of(device).Stream
-        into, out = (DeviceLane(device, stream(device=device), name=name) for name in STATE_LANES)
+        into, out = (DeviceLane(device, stream(device=device), name=name) for name in names)
         return into, out
-    into_host, out_of_host = (HostLane(name=name) for name in STATE_LANES)
+    into_host, out_of_host = (HostLane(name=name) for name in names)
     return into_host, out_of_host
 
 
 @contextmanager
-def lanes_made_by(maker: Callable[[torch.device], Lanes]) -> Iterator[None]:
-    """Within it, engines get the lanes that ``maker`` makes: those of a simulation."""
+def lanes_made_by(
+    maker: Callable[[torch.device], Lanes],
+    state_maker: Callable[[torch.device], tuple[Lane, Lane]] | None = None,
+) -> Iterator[None]:
+    """Within it, engines get the lanes that ``maker`` makes, those of a simulation, and those of
+    offloaded state from ``state_maker``."""
     _MAKERS.append(maker)
+    state_makers = [] if state_maker is None else [state_maker]
+    _STATE_MAKERS.extend(state_makers)
     try:
         yield
     finally:
         _MAKERS.pop()
+        if state_makers:
+            _STATE_MAKERS.pop()
 
 
 class SideStream:
@@ -375,7 +399,7 @@ class SideStream:
 
 class GradientStream:
     """The stream on which the gradients of a backward are written, and on which compute waits for
-    their reductions.
+    their reductions; or the stream on which a block computes.
 
     Autograd runs each node on the stream of its forward, and the end of a backward on the caller's.
     Staging is allocated and freed on one stream, the one that was current as the backward began.

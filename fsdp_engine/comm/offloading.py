@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
+from torch import Tensor
+
+from fsdp_engine.accelerator import is_simulated
 from fsdp_engine.comm.lanes import Lane, make_state_lanes
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskThreads
-from fsdp_engine.memory.home import Homes
+from fsdp_engine.memory.home import DiskHomes, Home, HomePart, Homes
 from fsdp_engine.offload import DISK, ROLES, Offload
+
+# Of ledgers, by role of :class:`~fsdp_engine.Offload`.
+LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
+
+
+class OffloadedBuffer(NamedTuple):
+    """Homes of a buffer.
+
+    Attributes:
+        params: its sharded parameters.
+        main: the home of their slices; None: they are on the device.
+        gradients: the home of their gradients; None: they are on the device.
+    """
+
+    params: Sequence[Tensor]
+    main: Home | None
+    gradients: HomePart | None
 
 
 class Offloading:
@@ -30,23 +53,48 @@ class Offloading:
         self.compute = compute
         self.state_in, self.state_out = make_state_lanes(memory.device)
         self.steps_on_host = offload.step_on == "host"
-        disk = None
-        if DISK in offload.places.values():
-            assert offload.folder is not None
-            disk = Homes(Path(offload.folder), DiskThreads())
-        self._homes = {
-            role: disk if getattr(offload, role) == DISK and disk is not None else Homes()
-            for role in ROLES
-            if offload.moves(role, memory.device)
-        }
-
-    def homes(self, role: str) -> Homes | None:
-        """Makes those of a role of :class:`~fsdp_engine.Offload`; None: it stays on the device."""
-        return self._homes.get(role)
+        self._offload = offload
+        self._threads = DiskThreads()  # start with their first work
+        self._moved = {role for role in ROLES if offload.moves(role, memory.device)}
 
     def moves(self, role: str) -> bool:
         """Whether a role of :class:`~fsdp_engine.Offload` lies elsewhere."""
-        return role in self._homes
+        return role in self._moved
+
+    def homes(self, role: str) -> Homes:
+        """Returns what makes homes of a role that lies elsewhere: on a disk in a file of its own.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        place = self._offload.places[role]
+
+        def book(home: Home) -> None:
+            self.memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
+
+        if place != DISK or is_simulated():
+            return Homes(book, pinned=self._offload.pin_memory)
+        assert self._offload.folder is not None
+        return DiskHomes(book, Path(self._offload.folder), self._threads)
+
+    @cached_property
+    def main_weights(self) -> Homes | None:
+        """Makes homes of main weights; None: they stay on the device."""
+        return self.homes("main_weights") if self.moves("main_weights") else None
+
+    @cached_property
+    def gradients(self) -> Homes | None:
+        """Makes homes of gradients; None: they stay on the device."""
+        return self.homes("gradients") if self.moves("gradients") else None
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        """Those of copies to the device and from it."""
+        return self.state_in, self.state_out
+
+    def drain(self) -> list[Exception]:
+        """End all copies; what failed is returned, not raised."""
+        return [error for lane in self.lanes for error in lane.drain()]
 
     def wait(self) -> None:
         """Until all copies to homes are done.

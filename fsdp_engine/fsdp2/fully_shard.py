@@ -17,6 +17,7 @@ from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
 from fsdp_engine.fsdp2.param_group import WHAT, ParamGroup, UsageError, group_of, make_group
 from fsdp_engine.fsdp2.root_module import build_engine_on_first_call
 from fsdp_engine.memory import allocator
+from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import keeps_after_forward
 from fsdp_engine.strategies import Strategy
@@ -43,11 +44,11 @@ def engine_policy(policy: object) -> MixedPrecisionPolicy:
     )
 
 
-def check_offload(policy: object) -> None:
-    """Check that the policy offloads nothing.
+def engine_offload(policy: object) -> Offload:
+    """Convert an ``offload_policy`` of FSDP2: with ``CPUOffloadPolicy`` parameters, gradients and
+    optimizer state lie in host memory, where optimizers step.
 
     Raises:
-        NotImplementedError: the policy offloads state.
         TypeError: ``policy`` is not FSDP2's.
     """
     if not isinstance(policy, fsdp.OffloadPolicy):
@@ -55,12 +56,10 @@ def check_offload(policy: object) -> None:
             "offload_policy: expected a torch.distributed.fsdp.OffloadPolicy (fsdp_engine.fsdp2 "
             f"also exports it); found {policy!r}"
         )
-    if type(policy) is not fsdp.OffloadPolicy:
-        raise NotImplementedError(
-            f"offload_policy: expected OffloadPolicy(), since offloading is not supported; found "
-            f"{policy!r}. Main weights and optimizer state are sharded over the ranks of the mesh: "
-            "use more ranks, or outer_strategy='optim' on a 2-D mesh to shard them over both axes"
-        )
+    if not isinstance(policy, fsdp.CPUOffloadPolicy):
+        return Offload()
+    roles = dict.fromkeys(ROLES, HOST)
+    return Offload(**roles, step_on=HOST, pin_memory=policy.pin_memory)
 
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
@@ -94,7 +93,9 @@ def fully_shard(
             since the engine assigns elements to ranks itself.
         mp_policy: dtypes of this unit, and the dtypes to which its modules' inputs and outputs are
             cast.
-        offload_policy: ``OffloadPolicy()``; offloading is not supported.
+        offload_policy: ``CPUOffloadPolicy()``: the unit's sharded parameters, gradients and
+            optimizer state lie in host memory, and optimizers step there. On a CPU, where they are
+            anyway, it changes nothing.
         ignored_params: parameters that are not sharded.
         dp_mesh_dims: None.
         strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
@@ -121,10 +122,12 @@ def fully_shard(
             )
     data = DataMesh.create(mesh, what=WHAT)
     error: Exception | None = None
-    policy, keeps = None, False
+    policy, keeps, offload = None, False, Offload()
     try:
         policy = engine_policy(mp_policy if mp_policy is not None else fsdp.MixedPrecisionPolicy())
-        check_offload(offload_policy if offload_policy is not None else fsdp.OffloadPolicy())
+        offload = engine_offload(
+            offload_policy if offload_policy is not None else fsdp.OffloadPolicy()
+        )
         if dp_mesh_dims is not None:
             raise NotImplementedError(
                 "dp_mesh_dims: expected None; found other dimensions. Give the data-parallel part "
@@ -134,7 +137,7 @@ def fully_shard(
         _check_placements(shard_placement_fn, modules, ignored_params or (), data.inner.size)
     except Exception as caught:
         error = caught
-    group = make_group(modules, data, levels, policy, ignored_params or (), error)
+    group = make_group(modules, data, levels, policy, offload, ignored_params or (), error)
     group.unit.options.keeps_after_forward = keeps
     _move_buffers(group)
     for each in modules:

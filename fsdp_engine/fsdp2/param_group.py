@@ -29,14 +29,21 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import AssignedValues, Owner
 from fsdp_engine.runtime.conversion import kind_after
 from fsdp_engine.runtime.parameter_guard import watch
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
-from fsdp_engine.strategies import Strategy
-from fsdp_engine.units.build import EngineCommunicators, Resources, agree_on_plan, build_unit
+from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.units.build import (
+    EngineCommunicators,
+    Resources,
+    agree_on_plan,
+    build_unit,
+    check_homes,
+)
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
 from fsdp_engine.units.initial_values import OWN, Holdings, Start
 from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
@@ -164,6 +171,7 @@ class ParamGroup:
         communicators: the communicators of the unit's buffers.
         resources: lanes and memory, shared with other units on the device.
         settings: the settings of the unit's plan.
+        offload: where the unit's shards lie.
         engine: the unit's engine; None before the first forward.
         replaced: users' original parameters, which the unit's parameters replaced.
         values: handles assignments to the unit's parameters.
@@ -177,6 +185,7 @@ class ParamGroup:
     communicators: EngineCommunicators
     resources: Resources
     settings: PlanSettings
+    offload: Offload
     engine: Engine | None = None
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = field(default_factory=list)
     first_call_hooks: list[Any] = field(default_factory=list)
@@ -219,13 +228,13 @@ class ParamGroup:
         Args:
             dtype_of: maps the dtype of main weights to a new one. None: unchanged.
         """
-        resources = self.resources
+        resources = self.resources.with_offload(self.offload)
         resources.memory.begin_unit()
         for buffer in self.unit.buffers:
             dtype = buffer.kind.dtypes.main
             dtype = dtype if dtype_of is None else dtype_of(dtype)
             kind, codec = kind_after(buffer, dtype, self.settings.policy, resources.config)
-            buffer.convert(kind, codec, are_reduced=False, memory=resources.memory)
+            buffer.convert(kind, codec, are_reduced=False, resources=resources)
 
     def divide_gradients(self) -> None:
         """Set the divisor of the unit's buffers, if there is one."""
@@ -252,6 +261,7 @@ def make_group(
     mesh: DataMesh,
     levels: Strategy,
     policy: MixedPrecisionPolicy | None,
+    offload: Offload,
     ignored: Collection[nn.Parameter],
     error: Exception | None,
 ) -> ParamGroup:
@@ -262,6 +272,7 @@ def make_group(
         mesh: the ranks over which their parameters are sharded.
         levels: of both axes.
         policy: dtypes; None if there is an ``error``.
+        offload: where shards lie.
         ignored: parameters that are not sharded.
         error: an error of this rank, to be raised on all ranks.
 
@@ -288,7 +299,9 @@ def make_group(
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
         holdings = Holdings(plan, None, compare=mesh.size > 1)
-        signature = [f"{levels}, {policy}", *plan.signature()]
+        offload.check(mesh.device, shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
+        check_homes(plan, axis_plans, offload, mesh.device)
+        signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
     except Exception as caught:
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
@@ -311,12 +324,15 @@ def make_group(
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({start.tag})")
-    where = resources.on(torch.device("meta")) if plan.on_meta else resources
+    own = resources.with_offload(offload)
+    where = own.on(torch.device("meta")) if plan.on_meta else own
     buffers = build_unit(planned, communicators, where, Start())
     resources.next_tag = where.next_tag
     policy = settings.policy
     unit = Unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
-    group = ParamGroup(tuple(modules), unit, communicators, resources, settings, replaced=replaced)
+    group = ParamGroup(
+        tuple(modules), unit, communicators, resources, settings, offload, replaced=replaced
+    )
     for module in modules:
         vars(module)[_STATE] = group
         # torch's composable functions read the registry of a module.

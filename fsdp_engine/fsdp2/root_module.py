@@ -96,7 +96,8 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
         main = buffer.weights.main.tensor
         if main.is_meta:
             probe = fn(allocator.empty(0, main.dtype, main.device))
-            if probe.device.type == device.type:
+            # To the device, or to its place between uses, as FSDP2 wants it.
+            if probe.device.type == device.type or group.offload.moves("main_weights", device):
                 found[main.dtype] = probe.dtype
     return found
 

@@ -41,11 +41,13 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -187,6 +189,30 @@ def storage_keys(tensor: torch.Tensor) -> list[int]:
     return [tensor.untyped_storage()._cdata]
 
 
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """A tensor over ``storage``, which must have the memory, with a version counter of its own.
+
+    Args:
+        storage, dtype, device, shape, strides: of the tensor.
+        offset: in elements.
+    """
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    return tensor.set_(storage, offset, shape, strides)
+
+
+def forget_memory(tensor: torch.Tensor) -> None:
+    """Let ``tensor`` refer to no memory; it keeps the version counter that it shares."""
+    # An assignment to `data` replaces everything else.
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
 def begin_together(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors begin at one byte of one storage, also where that has no memory."""
     storages = (first.untyped_storage()._cdata, second.untyped_storage()._cdata)
@@ -224,6 +250,21 @@ class Pool(Protocol):
         ...
 
 
+# Called with memory at other places than the device: see watching_elsewhere.
+_WATCHING_ELSEWHERE: list[Callable[[torch.Tensor, str], None]] = []
+
+
+@contextmanager
+def watching_elsewhere(watch: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """Within it, ``watch`` is called with each tensor that is booked at another place than the
+    device, and the place."""
+    _WATCHING_ELSEWHERE.append(watch)
+    try:
+        yield
+    finally:
+        _WATCHING_ELSEWHERE.remove(watch)
+
+
 class Memory:
     """What one engine allocates on one device.
 
@@ -236,8 +277,10 @@ class Memory:
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
             an arena's, and those of ordinary memory in use; see [Note: Sources of a fill]).
+        elsewhere: bytes of offloaded state by place ("host", "disk") and role, not on ``device``.
         has_pool: communication buffers must all be there when the engine is made.
         arenas: by role.
+        transients: its transient storages, by their keys.
     """
 
     def __init__(
@@ -249,6 +292,7 @@ class Memory:
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
+        self.elsewhere: dict[str, Counter[str]] = {}
         # A device's own allocator keeps idle memory.
         self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
@@ -262,6 +306,9 @@ class Memory:
             for role in ("full", "staging"):
                 self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
         self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
+        # By `storage_keys`.
+        self._persistent: set[int] = set()
+        self.transients: WeakValueDictionary[int, TransientStorage] = WeakValueDictionary()
 
     def persistent(
         self, numel: int, dtype: torch.dtype, role: str, *, sent: bool = False
@@ -269,11 +316,28 @@ class Memory:
         """A zeroed 1-D tensor that lives as long as the engine; ``sent``: collectives use it."""
         self.ledger.add(role, numel * dtype.itemsize)
         with self._allocating(sent):
-            return zeros(numel, dtype, self.device)
+            tensor = zeros(numel, dtype, self.device)
+        self._persistent.update(storage_keys(tensor))
+        return tensor
 
     def give_back(self, tensor: torch.Tensor, role: str) -> None:
         """A persistent tensor is about to go."""
         self.ledger.add(role, -tensor.nbytes)
+        self._persistent.difference_update(storage_keys(tensor))
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in memory of this object, also while that is freed."""
+        keys = storage_keys(tensor)
+        return any(key in self._persistent or key in self.transients for key in keys)
+
+    def book_elsewhere(self, owner: object, place: str, role: str, tensor: torch.Tensor) -> None:
+        """Book memory at another place than the device ("host", "disk"), as long as ``owner`` is
+        alive."""
+        held = self.elsewhere.setdefault(place, Counter())
+        held[role] += tensor.nbytes
+        weakref.finalize(owner, held.subtract, {role: tensor.nbytes}).atexit = False
+        for watch in _WATCHING_ELSEWHERE:
+            watch(tensor, place)
 
     def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
         """A storage whose memory comes and goes; it starts without.
@@ -425,6 +489,7 @@ class TransientStorage:
         self.filled = False
         # Views can only be made over memory that is there: `view` fills and drains once.
         self._storage = empty_storage(memory.device)
+        memory.transients[self.key] = self
         serves = is_kept_idle and self.num_bytes
         self._arena = memory.arenas.get(role) if serves else None
         if self._arena is not None:
@@ -491,5 +556,7 @@ class TransientStorage:
             strides.append(step)
             step *= max(size, 1)
         assert offset + math.prod(shape) <= self.numel
-        tensor = torch.empty(0, dtype=self.dtype, device=self._memory.device)
-        return tensor.set_(self._storage, offset, shape, tuple(reversed(strides)))
+        device = self._memory.device
+        return tensor_over(
+            self._storage, self.dtype, device, offset, shape, tuple(reversed(strides))
+        )

@@ -37,8 +37,8 @@ from fsdp_engine.memory import allocator
 
 # Bytes of one call, and of a staging buffer: a thread gives its place to others between calls.
 _PIECE = 16 << 20
-# Direct access is in multiples of a block of the disk: 512 or 4096 bytes.
-_BLOCK = 4096
+# Direct access is in multiples of a block of the disk, 512 or 4096 bytes; mappings begin at pages.
+_BLOCK = mmap.ALLOCATIONGRANULARITY
 
 
 class _Staging(threading.local):
@@ -58,74 +58,117 @@ class _Staging(threading.local):
 _STAGING = _Staging()
 
 
-class DiskBlock:
-    """``num_bytes`` of a file in ``folder``, zeroed, not booked.
+class DiskFile:
+    """A file in ``folder``, for blocks of bytes. It is gone with the last of them.
 
     The file has no name: its space is free again as soon as this process ends, also by a kill, and
-    nothing of it can be mistaken for state by a later one. All of its space is taken at once.
+    nothing of it can be mistaken for state by a later one.
 
     Attributes:
-        bytes: the file as a tensor of bytes, 1-D, through the page cache.
-        is_direct: whether writes go past the page cache. See [Note: Direct writes].
+        number: its descriptor.
+        output: the descriptor for writes.
+        is_direct: whether they go past the page cache. See [Note: Direct writes].
 
     Raises:
-        OSError: the folder cannot be written, or has too little space; names both figures.
+        OSError: the folder cannot be written.
     """
 
-    def __init__(self, num_bytes: int, folder: Path) -> None:
-        self._file, name = tempfile.mkstemp(prefix="fsdp_engine-state-", dir=folder)
-        weakref.finalize(self, os.close, self._file)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._size = 0
+        self.number, name = tempfile.mkstemp(prefix="fsdp_engine-state-", dir=folder)
+        weakref.finalize(self, os.close, self.number)
         try:
             direct = _open_direct(name)
         finally:
             os.unlink(name)
         self.is_direct = direct is not None
-        self._output = self._file
+        self.output = self.number if direct is None else direct
         if direct is not None:
-            self._output = direct
             weakref.finalize(self, os.close, direct)
-        if not num_bytes:
-            self.bytes = allocator.empty(0, torch.uint8, "cpu")
-            return
+
+    def extend(self, num_bytes: int) -> int:
+        """Take space on the disk, at once. Returns where it begins.
+
+        Raises:
+            OSError: there is too little; names both figures.
+        """
+        start = self._size
         try:
-            os.posix_fallocate(self._file, 0, _in_blocks(num_bytes))
+            os.posix_fallocate(self.number, start, _in_blocks(num_bytes))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise OSError(
                 error.errno,
-                f"{folder}: expected {num_bytes} bytes for state; found "
-                f"{shutil.disk_usage(folder).free}",
+                f"{self._folder}: expected {num_bytes} bytes for state; found "
+                f"{shutil.disk_usage(self._folder).free}",
             ) from error
-        self.bytes = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
+        self._size += _in_blocks(num_bytes)
+        return start
+
+
+class DiskBlock:
+    """``num_bytes`` of ``file``, zeroed, not booked.
+
+    Attributes:
+        bytes: these as a tensor, 1-D, through the page cache.
+
+    Raises:
+        OSError: see :meth:`DiskFile.extend`.
+    """
+
+    def __init__(self, num_bytes: int, file: DiskFile) -> None:
+        self._file = file
+        self._num_bytes = num_bytes
+        if not num_bytes:
+            self.bytes = allocator.empty(0, torch.uint8, "cpu")
+            return
+        self._start = file.extend(num_bytes)
+        self._mapping = mmap.mmap(file.number, num_bytes, offset=self._start)
+        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def read(self, target: Tensor, start: int = 0) -> None:
         """Read bytes from ``start`` into ``target``, on the CPU. The page cache keeps none."""
         view, place = _memory_of(target), 0
         while place < len(view):
-            count = os.preadv(self._file, [view[place : place + _PIECE]], start + place)
+            at = self._start + start + place
+            count = os.preadv(self._file.number, [view[place : place + _PIECE]], at)
             if not count:
                 raise OSError(errno.EIO, f"expected {len(view)} bytes of state; found {place}")
             place += count
         self._forget()
 
     def write(self, source: Tensor) -> None:
-        """Write all bytes from ``source``, on the CPU, to the disk."""
+        """Write all bytes, from ``source``, on the CPU, to the disk."""
         for start in range(0, len(source), _PIECE):
             piece = source[start : start + _PIECE]
             _STAGING.bytes[: len(piece)].copy_(piece)
             num_bytes = _in_blocks(len(piece))
-            written = os.pwritev(self._output, [memoryview(_STAGING.memory)[:num_bytes]], start)
+            written = os.pwritev(
+                self._file.output,
+                [memoryview(_STAGING.memory)[:num_bytes]],
+                self._start + start,
+            )
             if written < num_bytes:
                 raise OSError(
                     errno.EIO, f"expected to write {num_bytes} bytes at {start}; found {written}"
                 )
-        if not self.is_direct:
-            os.fdatasync(self._file)
+        if not self._file.is_direct:
+            os.fdatasync(self._file.number)
+            self._forget()
+
+    def flush(self) -> None:
+        """Write changes through the mapping to the disk, and keep none of them in memory."""
+        if self._num_bytes:
+            self._mapping.flush()
             self._forget()
 
     def _forget(self) -> None:
-        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        if self._num_bytes:
+            self._mapping.madvise(mmap.MADV_DONTNEED)  # mapped pages would stay in the cache
+            place = self._start, self._num_bytes
+            os.posix_fadvise(self._file.number, *place, os.POSIX_FADV_DONTNEED)
 
 
 def _memory_of(tensor: Tensor) -> memoryview:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskThreads
+from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
 from fsdp_engine.memory.host_memory import HostBlock
 
 Steps = Iterator[Sequence[Any]]
@@ -32,12 +32,30 @@ class Home(Protocol):
         """The operation of a lane that copies ``work`` to the first bytes."""
         ...
 
+    def flush(self) -> None:
+        """Keep no changes of :attr:`bytes` in memory that is not the home's own."""
+        ...
+
+
+class HomePart(NamedTuple):
+    """A range of a home.
+
+    Attributes:
+        home: the whole.
+        first: first byte of the range.
+        num_bytes: of the range.
+    """
+
+    home: Home
+    first: int
+    num_bytes: int
+
 
 class HostHome(HostBlock):
-    """Pinned host memory, which the device copies."""
+    """Host memory, which the device copies."""
 
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes, pinned=True)
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        super().__init__(num_bytes, pinned=pinned)
         self.bytes.zero_()
 
     def bring(self, work: Tensor, start: int = 0) -> Steps:
@@ -50,12 +68,15 @@ class HostHome(HostBlock):
         self.bytes[: work.numel()].copy_(work, non_blocking=True)
         yield from ()
 
+    def flush(self) -> None:
+        """See :class:`Home`."""
+
 
 class DiskHome(DiskBlock):
-    """A file, which threads read and write."""
+    """Bytes of a file, which threads read and write."""
 
-    def __init__(self, num_bytes: int, folder: Path, threads: DiskThreads) -> None:
-        super().__init__(num_bytes, folder)
+    def __init__(self, num_bytes: int, file: DiskFile, threads: DiskThreads) -> None:
+        super().__init__(num_bytes, file)
         self._threads = threads
 
     def bring(self, work: Tensor, start: int = 0) -> Steps:
@@ -68,23 +89,47 @@ class DiskHome(DiskBlock):
 
 
 class Homes:
-    """Makes homes in one place.
+    """Makes homes in the host's memory.
 
     Args:
-        folder: of a local disk; None: the host's memory.
-        threads: that read and write the disk.
+        book: called with each.
+        pinned: whether the device copies by itself.
     """
 
-    def __init__(self, folder: Path | None = None, threads: DiskThreads | None = None) -> None:
-        self._folder = folder
-        self._threads = threads
+    def __init__(self, book: Callable[[Home], None], *, pinned: bool = True) -> None:
+        self._book = book
+        self._pinned = pinned
 
     def make(self, num_bytes: int) -> Home:
-        """A home of ``num_bytes``.
+        """Returns a home of ``num_bytes``.
 
         Raises:
             OSError: there is too little space on the disk; names both figures.
         """
-        if self._folder is None or self._threads is None:
-            return HostHome(num_bytes)
-        return DiskHome(num_bytes, self._folder, self._threads)
+        home = self._make(num_bytes)
+        self._book(home)
+        return home
+
+    def _make(self, num_bytes: int) -> Home:
+        return HostHome(num_bytes, pinned=self._pinned)
+
+
+class DiskHomes(Homes):
+    """Makes homes in one file.
+
+    Args:
+        book: called with each.
+        folder: of a local disk.
+        threads: that read and write it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, book: Callable[[Home], None], folder: Path, threads: DiskThreads) -> None:
+        super().__init__(book)
+        self._file = DiskFile(folder)
+        self._threads = threads
+
+    def _make(self, num_bytes: int) -> Home:
+        return DiskHome(num_bytes, self._file, self._threads)

@@ -32,7 +32,8 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from itertools import chain
+from itertools import chain, count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +42,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Ticket
-from fsdp_engine.comm.offloading import Offloading
+from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
-from fsdp_engine.memory.home import Home, Steps
+from fsdp_engine.memory.home import Home, Homes, Steps
 from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class, slice_of
 
@@ -65,54 +66,45 @@ def _slice_within(value: Tensor) -> Tensor:
     return slice_of(value) if isinstance(value, FlatDTensor) else value
 
 
-class GradientHome(NamedTuple):
-    """The home of a buffer's reduced gradients.
+class _Unit(NamedTuple):
+    """A unit whose parameters are stepped together.
 
     Attributes:
-        home: of the buffer's shard.
-        first: first byte of the optimizer's part.
-        num_bytes: of that part.
+        offload: of its engine.
+        name: for people.
+        number: of units that were offloaded before it.
     """
 
-    home: Home
-    first: int
-    num_bytes: int
-
-
-class OffloadedBuffer(NamedTuple):
-    """What lies elsewhere of a buffer.
-
-    Attributes:
-        params: its sharded parameters.
-        main: the home of their slices; None: they are on the device.
-        gradients: the home of theirs; None: they are on the device.
-    """
-
-    params: Sequence[Tensor]
-    main: Home | None
-    gradients: GradientHome | None
+    offload: Offloading
+    name: str
+    number: int
 
 
 class _Registered(NamedTuple):
-    """The offload of a parameter's engine, the number of its unit, and its buffer."""
+    """Where a parameter belongs."""
 
-    offload: Offloading
-    unit: int
+    unit: _Unit
     buffer: OffloadedBuffer
 
 
+_number = attrgetter("number")
 _OFFLOADS: MutableMapping[Tensor, _Registered] = WeakIdKeyDictionary()
+_NUMBERS = count()
 
 
-def offload_state(offload: Offloading, units: Sequence[Sequence[OffloadedBuffer]]) -> None:
-    """Optimizers step the parameters of these buffers, those of each unit together, with what
-    ``offload`` brings."""
-    for number, buffers in enumerate(units):
-        for buffer in buffers:
-            for param in buffer.params:
-                # Without the parameters, which are keys of weak references.
-                of_param = buffer._replace(params=())
-                _OFFLOADS[param] = _Registered(offload, number, of_param)
+def offload_state(offload: Offloading, name: str, buffers: Sequence[OffloadedBuffer]) -> None:
+    """Optimizers step the parameters of these buffers, a unit, with what ``offload`` brings.
+
+    Args:
+        offload: of the engine.
+        name: of the unit, for people.
+        buffers: those that are trainable.
+    """
+    unit = _Unit(offload, name, next(_NUMBERS))
+    for buffer in buffers:
+        of_param = buffer._replace(params=())  # whose keys are weak
+        for param in buffer.params:
+            _OFFLOADS[param] = _Registered(unit, of_param)
 
 
 def find_offload(optimizer: Optimizer) -> Offloading | None:
@@ -123,7 +115,7 @@ def find_offload(optimizer: Optimizer) -> Offloading | None:
     """
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     registered = [each for param in params if (each := _OFFLOADS.get(param)) is not None]
-    found = {id(each.offload): each.offload for each in registered}
+    found = {id(each.unit.offload): each.unit.offload for each in registered}
     if len(found) > 1:
         raise ValueError(
             f"optimizer: expected parameters of one engine, since their state lies on {len(found)} "
@@ -135,7 +127,7 @@ def find_offload(optimizer: Optimizer) -> Offloading | None:
 def is_offloaded(param: Tensor) -> bool:
     """Whether the state of ``param`` lies elsewhere between steps."""
     registered = _OFFLOADS.get(param)
-    return registered is not None and registered.offload.moves(STATE)
+    return registered is not None and registered.unit.offload.moves(STATE)
 
 
 def offloaded_step_of(optimizer: Optimizer) -> OffloadedStep | None:
@@ -205,11 +197,13 @@ class _Chunk:
     """State of a unit's parameters, and what else of them lies elsewhere.
 
     Args:
-        params: the parameters.
+        unit: of the parameters.
+        params: those of the optimizer.
         dtypes: of each parameter's state tensors, by key.
-        offload: brings it.
+        homes: makes that of the state; None: it stays on the device.
 
     Attributes:
+        unit: see the argument.
         slots: the parameters.
         slices: of those that are sharded.
         members: by number of a param group, its parameters that are stepped with this chunk.
@@ -219,12 +213,14 @@ class _Chunk:
 
     def __init__(
         self,
+        unit: _Unit,
         params: Sequence[Tensor],
         dtypes: Sequence[dict[Any, torch.dtype]],
-        offload: Offloading,
+        homes: Homes | None,
     ) -> None:
-        self._offload = offload
-        self._moves_state = (homes := offload.homes(STATE)) is not None
+        self.unit = unit
+        self._offload = offload = unit.offload
+        self._moves_state = homes is not None
         self._pieces: list[_Piece] = []
         self.members: dict[int, list[Tensor]] = {}
         places: list[dict[Any, tuple[int, torch.dtype]]] = []
@@ -280,7 +276,7 @@ class _Chunk:
         piece = self._piece_of.get(storage_keys(local)[0])
         if piece is None:
             return None
-        first = local.storage_offset() * local.itemsize - piece.first
+        first = int(local.storage_offset()) * local.itemsize - piece.first
         return self._view(self._bytes, piece.start + first, local.dtype, local)
 
     def _gradient(self, index: int, local: Tensor) -> Tensor:
@@ -311,6 +307,10 @@ class _Chunk:
         """Whether there is something to bring before the optimizer has state."""
         return len(self._pieces) > self._moves_state
 
+    def moves_state_of(self, slot: Slot) -> bool:
+        """Whether state of the parameter's shape lies elsewhere."""
+        return self._moves_state and slot.param.ndim > 0
+
     def check_home(self, place: int, key: Any) -> None:
         """Check that a state of a slot has a home.
 
@@ -318,7 +318,7 @@ class _Chunk:
             ValueError: it has none.
         """
         kept = self.kept[place]
-        if self._moves_state and key not in kept:
+        if self.moves_state_of(self.slots[place]) and key not in kept:
             raise ValueError(
                 f"offload.optimizer_state: expected the state {', '.join(map(str, kept))}, which a "
                 f"trial step has; found {key!r} as well. Make the optimizer with the "
@@ -352,7 +352,7 @@ class _Chunk:
         compute = self._offload.compute
         self.fill()
         self._brought = self._offload.state_in.submit(
-            "bring state",
+            f"bring {self.unit.name}",
             self._bring_pieces,
             after=[ticket for ticket in (compute.record(), self._taken) if ticket is not None],
         )
@@ -379,7 +379,7 @@ class _Chunk:
     def take(self) -> None:
         """The step of this chunk is submitted: begin to write its state home."""
         self._taken = self._offload.state_out.submit(
-            "take state home",
+            f"return {self.unit.name}",
             self._take_pieces,
             after=[self._offload.compute.record()],
         )
@@ -449,7 +449,7 @@ class OffloadedStep:
             )
         self._optimizer = weakref.ref(optimizer)
         self._offload = offload
-        self._moves_state = offload.moves(STATE)
+        self._homes = offload.homes(STATE) if offload.moves(STATE) else None
         slots = ("chunk_groups", "chunk_states")
         self._shadow_class = shadow_class(_ChunkShadow, optimizer, slots)
         self._function = method_of(type(optimizer), "step")
@@ -529,6 +529,7 @@ class OffloadedStep:
                 self._function(shadow, *arguments, **kwargs)
                 self._leave(optimizer, number, shadow)
             chunks[-1].leave()
+            self._offload.memory.release_idle()  # of chunks, which no backward would use
         except BaseException:
             self._abandon()
             raise
@@ -631,7 +632,7 @@ class OffloadedStep:
         chunk.fill()  # where there was no state before
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
-                self._keep(optimizer.state[slot.param], slot, found, kept, work)
+                self._keep(optimizer.state[slot.param], chunk, slot, found, kept, work)
         for key, value in shadow.chunk_states.items():
             if not isinstance(key, Tensor):
                 self._entries.setdefault(key, value)
@@ -639,9 +640,10 @@ class OffloadedStep:
                 self._others[key] = optimizer.state[key] = value
         chunk.take()
 
+    @staticmethod
     def _keep(
-        self,
         state: dict[Any, Any],
+        chunk: _Chunk,
         slot: Slot,
         found: dict[Any, Any],
         kept: dict[Any, Tensor],
@@ -661,7 +663,7 @@ class OffloadedStep:
                     work[key].copy_(value)
                 value = kept[key]
             elif isinstance(value, Tensor) and value.ndim and value.shape == slot.local.shape:
-                if not self._moves_state:
+                if not chunk.moves_state_of(slot):
                     before = state.get(key)
                     is_same = before is not None and _slice_within(before) is value
                     value = before if is_same else slot.to_flat(value)
@@ -702,28 +704,33 @@ class OffloadedStep:
         if [*map(len, groups)] == [*map(len, self._groups)] and all(a is b for a, b in pairs):
             return
         self._groups = groups
-        by_unit: dict[int, tuple[list[Tensor], list[dict[Any, torch.dtype]]]] = defaultdict(
+        by_unit: dict[_Unit, tuple[list[Tensor], list[dict[Any, torch.dtype]]]] = defaultdict(
             lambda: ([], [])
         )
         for group in optimizer.param_groups:
             trials: dict[torch.dtype, dict[Any, torch.dtype]] = {}
             for param in group["params"]:
-                if param not in _OFFLOADS or id(param) in self._slot_of or not param.ndim:
+                registered = _OFFLOADS.get(param)
+                if registered is None or id(param) in self._slot_of:
                     continue
-                if self._moves_state and param.dtype not in trials:
+                is_moved = registered.buffer.main or registered.buffer.gradients
+                if not (param.ndim or is_moved):
+                    continue
+                if self._homes is not None and param.dtype not in trials:
                     trials[param.dtype] = self._try(optimizer, group, param)
-                params, dtypes = by_unit[_OFFLOADS[param].unit]
+                params, dtypes = by_unit[registered.unit]
                 params.append(param)
-                dtypes.append(trials.get(param.dtype, {}))
-        for _, (params, dtypes) in sorted(by_unit.items()):
-            self._chunks.append(chunk := _Chunk(params, dtypes, self._offload))
+                dtypes.append(trials.get(param.dtype, {}) if param.ndim else {})
+        for unit in sorted(by_unit, key=_number):
+            chunk = _Chunk(unit, *by_unit[unit], self._homes)
+            self._chunks.append(chunk)
             self._slot_of |= {
                 id(slot.param): (chunk, place) for place, slot in enumerate(chunk.slots)
             }
             for slot, kept in zip(chunk.slots, chunk.kept, strict=True):
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
         if not self._chunks:  # parameters without an offload are stepped with the last one
-            self._chunks.append(_Chunk([], [], self._offload))
+            self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._homes))
         self._assign_members()
 
     def _refit(self, optimizer: Any) -> None:
@@ -741,7 +748,7 @@ class OffloadedStep:
                 continue
             self._offload.wait()
             self._chunks[number] = new = _Chunk(
-                [slot.param for slot in chunk.slots], dtypes, self._offload
+                chunk.unit, [slot.param for slot in chunk.slots], dtypes, self._homes
             )
             for place, (slot, kept) in enumerate(zip(new.slots, new.kept, strict=True)):
                 self._slot_of[id(slot.param)] = new, place
@@ -796,8 +803,10 @@ class OffloadedStep:
         states = self._entries_of(optimizer)
         for key, value in optimizer.state.get(like, {}).items():
             if isinstance(value, Tensor):
-                shape = _TRIAL_SHAPE if value.ndim else ()
-                value = allocator.zeros(shape, value.dtype, value.device)
+                if value.ndim:
+                    value = allocator.zeros(_TRIAL_SHAPE, value.dtype, value.device)
+                else:  # a constant, whose value a simulation knows
+                    value = torch.tensor(0, dtype=value.dtype, device=value.device)
             states[param][key] = value
         shadow = self._shadow(optimizer, [{**group, "params": [param]}], states)
         try:

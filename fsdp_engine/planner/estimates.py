@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
+from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
 from fsdp_engine.simulation.simulation_error import check_callable, check_count, check_type, listed
@@ -236,11 +237,13 @@ class Estimate:
         padding: elements of padding in flat buffers, over all ranks.
         weight_bytes: main weights and persistent compute weights, at rest.
         grad_bytes: gradients, from their first reduction until they are cleared.
-        optimizer_bytes: optimizer state at rest, with the padding of the weights.
+        optimizer_bytes: optimizer state at rest, with the padding of the weights; if it is
+            offloaded, the peak on the device, of two units.
         full_bytes: peak of full parameters, in addition to those at rest.
         staging_bytes: peak of full gradients before their reduction, in addition to those at rest.
         inner_traffic_bytes: sent along the inner axis per step.
         outer_traffic_bytes: sent along the outer axis per step.
+        elsewhere: bytes of offloaded state by place ("host", "disk").
     """
 
     strategy: Strategy
@@ -255,6 +258,7 @@ class Estimate:
     staging_bytes: int
     inner_traffic_bytes: int
     outer_traffic_bytes: int
+    elsewhere: dict[str, int] = field(default_factory=dict)
 
     @property
     def rest_bytes(self) -> int:
@@ -285,6 +289,7 @@ def estimate(
     num_microbatches: int = 1,
     num_units: int = 32,
     dtype: torch.dtype = torch.float32,
+    offload: Offload | None = None,
 ) -> Estimate:
     """Estimate the memory and traffic of one rank.
 
@@ -299,6 +304,7 @@ def estimate(
         num_microbatches: microbatches per step.
         num_units: for a number of elements: the number of equal units.
         dtype: for a number of elements: the parameters' own dtype.
+        offload: as for :func:`~fsdp_engine.sharding.shard`, on an accelerator.
 
     Raises:
         ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
@@ -313,6 +319,7 @@ def estimate(
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("config", config, DistributedDataParallelConfig),
         ("dtype", dtype, torch.dtype),
+        ("offload", offload, Offload),
     ):
         if value is not None:
             check_type(name, value, kind, f"a {kind.__name__}")
@@ -347,7 +354,18 @@ def estimate(
     others = [unit.numel for unit in footprints if unit.buffers]
     prefetched, staged = options.budgets(blocks, others)
     every = [each for unit in footprints for each in unit.buffers]
-    state = sum(each.held(Role.OPTIM) for each in every if each.buffer.trainable)
+    chunks = [
+        math.ceil(
+            optimizer_bytes_per_element
+            * unit.total(lambda each: each.held(Role.OPTIM) if each.buffer.trainable else 0)
+        )
+        for unit in footprints
+    ]
+    state, elsewhere = sum(chunks), {}
+    place = offload.places.get("optimizer_state") if offload is not None else None
+    if place is not None:
+        elsewhere[place] = state
+        state = sum(sorted(chunks)[-2:])
 
     def traffic(axis: Axis) -> int:
         return round(
@@ -366,11 +384,12 @@ def estimate(
         padding=sum(each.buffer.layout.padding for each in every),
         weight_bytes=sum(each.weight_bytes for each in every),
         grad_bytes=sum(each.grad_bytes for each in every),
-        optimizer_bytes=math.ceil(optimizer_bytes_per_element * state),
+        optimizer_bytes=state,
         full_bytes=peak_full_bytes(footprints, expected, prefetched),
         staging_bytes=peak_staging_bytes(footprints, expected, staged),
         inner_traffic_bytes=traffic(Axis.INNER),
         outer_traffic_bytes=traffic(Axis.OUTER),
+        elsewhere=elsewhere,
     )
 
 

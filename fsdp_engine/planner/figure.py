@@ -20,6 +20,7 @@ _TIME_COLOURS = {
     "compute": "#0072B2",
     "inner link": "#CC79A7",
     "outer link": "#D55E00",
+    "state copies": "#009E73",
     "host": "#999999",
 }
 _ROW_INCHES, _FADED = 0.28, 0.35
@@ -112,4 +113,5 @@ def _label(outcome: Outcome) -> str:
     candidate = outcome.candidate
     size = "" if candidate.microbatch_size is None else f", of {candidate.microbatch_size}"
     recompute = ", recompute" if candidate.checkpointing else ""
-    return f"{candidate.levels}, {candidate.ranks}{size}{recompute}"
+    offloaded = ", offload" if candidate.offloaded else ""
+    return f"{candidate.levels}, {candidate.ranks}{size}{recompute}{offloaded}"

@@ -1,14 +1,16 @@
-"""Candidates (mesh, strategy, activation checkpointing, microbatch size), and their outcomes:
-memory by kind, time, bytes sent."""
+"""Candidates (mesh, strategy, activation checkpointing, microbatch size, offload), and their
+outcomes: memory by kind, time, bytes sent."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fsdp_engine.comm.lanes import STATE_LANES
+from fsdp_engine.offload import Offload
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
@@ -28,6 +30,7 @@ class Candidate:
         strategy, outer_strategy: names of the levels.
         checkpointing: each unit's activations are recomputed in backward.
         microbatch_size: the argument of the batch function; None: the batch has one size.
+        offload: where state lies between its uses; None: on the device.
     """
 
     mesh: Mesh
@@ -35,6 +38,13 @@ class Candidate:
     outer_strategy: str
     checkpointing: bool
     microbatch_size: int | None = None
+    offload: Offload | None = None
+
+    @property
+    def offloaded(self) -> str:
+        """The offload as text: "optimizer state on the host"; empty if all is on the device."""
+        places = {} if self.offload is None else self.offload.places
+        return ", ".join(f"{name.replace('_', ' ')} on the {at}" for name, at in places.items())
 
     @property
     def levels(self) -> str:
@@ -53,6 +63,8 @@ class Candidate:
         if self.microbatch_size is not None:
             parts.append(f"microbatches of {self.microbatch_size}")
         parts.append("activation checkpointing" if self.checkpointing else "no checkpointing")
+        if self.offloaded:
+            parts.append(self.offloaded)
         return ", ".join(parts)
 
 
@@ -80,12 +92,15 @@ def check_meshes(meshes: Iterable[Sequence[int]], world_size: int) -> list[Mesh]
 
 
 def candidates(
-    meshes: Iterable[Mesh], checkpointing: Iterable[bool], microbatch_sizes: Iterable[int | None]
+    meshes: Iterable[Mesh],
+    checkpointing: Iterable[bool],
+    microbatch_sizes: Iterable[int | None],
+    offload: Offload | None = None,
 ) -> Iterator[Candidate]:
     """Every combination: four levels on one axis, ten pairs on two."""
     for size, recompute, mesh in itertools.product(microbatch_sizes, checkpointing, meshes):
         for pair in _pairs(mesh):
-            yield Candidate(mesh, pair.inner.name, pair.outer.name, recompute, size)
+            yield Candidate(mesh, pair.inner.name, pair.outer.name, recompute, size, offload)
 
 
 def _pairs(mesh: Mesh) -> list[Strategy]:
@@ -94,6 +109,8 @@ def _pairs(mesh: Mesh) -> list[Strategy]:
 
 ACTIVATIONS = KINDS[-1]
 AXES = ("inner", "outer")
+# Among exposed times: compute waits for copies of offloaded state.
+STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -139,7 +156,8 @@ class Times:
     Attributes:
         step: from the end of the previous step to the end of this one.
         compute: busy time of the compute lane.
-        exposed: time in which it waited for communication, by axis.
+        exposed: time in which it waited for communication, by axis, and for copies of offloaded
+            state ("state").
     """
 
     step: float
@@ -154,12 +172,16 @@ class Times:
 
     @property
     def exposed_sum(self) -> float:
-        """Total time in which compute waited for communication."""
+        """Total time in which compute waited for communication and copies."""
         return sum(self.exposed.values())
 
     def shares(self) -> dict[str, float]:
-        """Fractions of the step time: "compute", "inner link", "outer link", "host"."""
-        waits = {f"{axis} link": seconds for axis, seconds in self.exposed.items()}
+        """Fractions of the step time: "compute", "inner link", "outer link", "state copies",
+        "host"."""
+        waits = {
+            "state copies" if what == STATE else f"{what} link": seconds
+            for what, seconds in self.exposed.items()
+        }
         parts = {"compute": self.compute, **waits, "host": self.host}
         return {name: seconds / self.step for name, seconds in parts.items()}
 
@@ -175,6 +197,7 @@ class Outcome:
         lacking: bytes by which the known memory exceeds the limit; 0 if it does not.
         items: tokens or samples per step on all ranks.
         times: the step time; None if it is unknown.
+        elsewhere: bytes of offloaded state by place ("host", "disk"), beside ``memory``.
     """
 
     candidate: Candidate
@@ -183,6 +206,7 @@ class Outcome:
     lacking: float
     items: int = 0
     times: Times | None = None
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_simulation(
@@ -190,8 +214,9 @@ class Outcome:
     ) -> Outcome:
         """The result of a simulation, without its timeline."""
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
-        for each in found.exposed:
-            exposed[axis_of(each.lane)] += each.seconds
+        for lane, seconds in found.exposed_by_lane.items():
+            what = STATE if lane in STATE_LANES else axis_of(lane)
+            exposed[what] = exposed.get(what, 0.0) + seconds
         return cls(
             candidate,
             found.memory,
@@ -199,6 +224,7 @@ class Outcome:
             max(found.peak_bytes - memory, 0.0),
             items,
             Times(found.seconds, found.compute_seconds, exposed),
+            found.elsewhere,
         )
 
     @classmethod
@@ -212,7 +238,8 @@ class Outcome:
         }
         sent = {"inner": found.inner_traffic_bytes, "outer": found.outer_traffic_bytes}
         lacking = max(sum(held.values()) - memory, 0.0)
-        return cls(candidate, held, {axis: n for axis, n in sent.items() if n}, lacking)
+        sent = {axis: n for axis, n in sent.items() if n}
+        return cls(candidate, held, sent, lacking, elsewhere=found.elsewhere)
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> Outcome:
@@ -220,6 +247,8 @@ class Outcome:
         values = dict(content)
         candidate = dict(values.pop("candidate"))
         candidate["mesh"] = tuple(candidate["mesh"])
+        if candidate.get("offload") is not None:
+            candidate["offload"] = Offload(**candidate["offload"])
         times = values.pop("times")
         times = None if times is None else Times(**times)
         found = cls(Candidate(**candidate), **values, times=times)
@@ -236,7 +265,7 @@ class Outcome:
         candidate = self.candidate
         Strategy.from_names(candidate.strategy, candidate.outer_strategy)
         numbers = [self.lacking, self.items, *candidate.mesh, *self.memory.values()]
-        numbers += self.sent.values()
+        numbers += [*self.sent.values(), *self.elsewhere.values()]
         if self.times is not None:
             numbers += [self.times.step, self.times.compute, *self.times.exposed.values()]
         if not all(isinstance(each, int | float) for each in numbers):

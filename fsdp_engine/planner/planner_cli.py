@@ -25,6 +25,7 @@ from torch import nn
 
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.extras import naming_extra
+from fsdp_engine.offload import Offload
 from fsdp_engine.planner.command_inputs import (
     batch_shape,
     default_loss,
@@ -36,7 +37,7 @@ from fsdp_engine.planner.estimates import compare
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
-from fsdp_engine.planner.strategy_search import meta_model
+from fsdp_engine.planner.strategy_search import AUTO, meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.calibrate import calibrate
@@ -60,6 +61,15 @@ NOTHING_FITS, FIT_UNKNOWN = 3, 4
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(checkpoint_app, name="checkpoint")
+
+
+class Where(StrEnum):
+    """The place of optimizer state between steps."""
+
+    auto = "auto"
+    none = "none"
+    host = "host"
+    disk = "disk"
 
 
 class Recompute(StrEnum):
@@ -160,6 +170,16 @@ def plan(
         typer.Option(help="with --model: default units with fewer elements are joined; 0: none"),
     ] = None,
     num_units: Annotated[int, typer.Option(help="with --elements: number of equal units")] = 32,
+    offload: Annotated[
+        Where,
+        typer.Option(
+            help="optimizer state on the host or on a disk; auto: with --batch, on the host if "
+            "nothing fits without"
+        ),
+    ] = Where.auto,
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="with --offload disk: a folder of a local disk")
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="save a figure to this file")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="write the chosen step's timeline, for ui.perfetto.dev")
@@ -185,6 +205,11 @@ def plan(
     if formulas:
         _refuse(given, _OF_A_SIMULATION, "expected without --formulas; found with it")
     _check_outputs(figure, trace, save)
+    if (offload is Where.disk) != (offload_folder is not None):
+        raise typer.BadParameter(
+            "--offload-folder: expected with --offload disk; found "
+            f"--offload {offload} {'with' if offload_folder else 'without'} it"
+        )
     if memory is not None and not 0 < memory < float("inf"):
         raise typer.BadParameter(f"--memory: expected GiB, more than 0; found {memory}")
     policy = MixedPrecisionPolicy(
@@ -208,6 +233,7 @@ def plan(
                 optimizer_bytes_per_element=optimizer_bytes,
                 num_microbatches=microbatches,
                 num_units=num_units,
+                offload=_offload(offload, offload_folder),
                 **options,
             )
             print_whole(estimates_table(estimates, memory))
@@ -232,6 +258,7 @@ def plan(
             optimizer=None if optimizer is None else import_function(optimizer, "--optimizer"),
             formulas=formulas,
             progress=True,
+            offload=AUTO if offload is Where.auto else _offload(offload, offload_folder),
             **options,
         )
     except SimulationError as error:
@@ -246,6 +273,9 @@ def measure_machine(
     path: Annotated[Path, typer.Argument(help="JSON file for the figures")],
     threads: Annotated[int, typer.Option(help="threads of each rank on a CPU")] = 1,
     seconds: Annotated[float, typer.Option(help="measurement time of each figure")] = 1.0,
+    folder: Annotated[
+        Path | None, typer.Option(help="of a local disk, to measure that, too")
+    ] = None,
 ) -> None:
     """Measure this machine in half a minute, with the ranks of torchrun or two gloo ranks."""
     _check_writable(path, "path")
@@ -254,7 +284,9 @@ def measure_machine(
             "--threads, --seconds: expected 1 or more, and more than 0; found "
             f"{threads} and {seconds}"
         )
-    machine = calibrate(threads, seconds=seconds, verbose=True)
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise typer.BadParameter(f"--folder: expected a folder that can be written; found {folder}")
+    machine = calibrate(threads, seconds=seconds, verbose=True, folder=folder)
     if os.environ.get("RANK", "0") == "0":
         machine.save(path)
         print(path.read_text(), end="")
@@ -310,6 +342,13 @@ def _batch(spec: str, model: nn.Module, *, has_sizes: bool) -> Any:
     if has_sizes:
         return lambda size: example_inputs(model, (size, *shape[1:]))
     return example_inputs(model, shape)
+
+
+def _offload(where: Where, folder: Path | None) -> Offload | None:
+    """The ``offload`` argument of ``fe.shard``."""
+    if where in (Where.auto, Where.none):
+        return None
+    return Offload(optimizer_state=where.value, folder=None if folder is None else str(folder))
 
 
 def _sizes(text: str) -> list[int]:

@@ -21,6 +21,7 @@ _MIB, _GIB = 2**20, 2**30
 def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
     """A row for each outcome; those that do not fit are dim."""
     has_outer = any(len(each.candidate.mesh) == 2 for each in outcomes)
+    is_offloaded = any(each.candidate.offloaded for each in outcomes)
     has_sizes = len({each.candidate.microbatch_size for each in outcomes}) > 1
     unit = _GIB if max(each.peak_bytes for each in outcomes) >= 4 * _GIB else _MIB
     name = "GiB" if unit == _GIB else "MiB"
@@ -35,13 +36,17 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
             f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
             "step. ms: step time, and exposed communication. Ranks: outer x inner. Recompute: "
             "activation checkpointing."
+            + " Elsewhere: offloaded state of one rank, which each step copies."
+            * is_offloaded
         ),
         title_justify="left",
         caption_justify="left",
     )
-    for column in ("strategy", *("outer", "ranks") * has_outer, "recompute"):
+    texts = ("strategy", *("outer", "ranks") * has_outer, "recompute")
+    for column in (*texts, *("offloaded",) * is_offloaded):
         table.add_column(column, no_wrap=True)
     numbers = [*("size",) * has_sizes, *KINDS, "at most", "free"]
+    numbers += ["elsewhere"] * is_offloaded
     numbers += ["step", "exposed", f"{setting.item}/s"]
     numbers += ["sent inner", "sent outer"] if has_outer else ["sent"]
     for column in numbers:
@@ -52,6 +57,8 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         if has_outer:
             cells += [candidate.outer_strategy if len(candidate.mesh) == 2 else "", candidate.ranks]
         cells.append("blocks" if candidate.checkpointing else "no")
+        if is_offloaded:
+            cells.append(candidate.offloaded or "no")
         if has_sizes:
             cells.append(str(candidate.microbatch_size))
         counts = [*(each.memory.get(kind) for kind in KINDS), each.peak_bytes]
@@ -61,6 +68,8 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
             cells.append(_UNKNOWN)
         else:
             cells.append(free if each.fits else f"[red]{free}, {each.largest_kind}[/red]")
+        if is_offloaded:
+            cells.append(_in_units(sum(each.elsewhere.values()), unit))
         if each.times is None:
             cells += [_UNKNOWN] * 3
         else:
@@ -102,6 +111,7 @@ def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = No
         table.add_column("outer", no_wrap=True)
     columns = ["weights", "gradients", "optimizer", "at rest", "+ full", "+ staging", "at most"]
     columns += ["sent inner", "sent outer"] if has_outer else ["sent"]
+    columns += [f"on the {place}" for place in first.elsewhere]
     if memory_gib is not None:
         columns.append("left")
     for column in columns:
@@ -114,6 +124,7 @@ def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = No
         counts += [each.full_bytes, each.staging_bytes, each.peak_bytes, each.inner_traffic_bytes]
         if has_outer:
             counts.append(each.outer_traffic_bytes)
+        counts += each.elsewhere.values()
         cells += [format_bytes(count) for count in counts]
         if memory_gib is not None:
             left = memory_gib * 2**30 - each.peak_bytes

@@ -72,7 +72,14 @@ def _choice(setting: Setting, chosen: Outcome, times: Times) -> str:
     limit = format_bytes(setting.memory)
     rate = f"{format_count(chosen.rate)} {setting.item}/s"
     step = format_seconds(times.step)
-    return f"Use {chosen.candidate}: {step} per step, {rate}, at most {held} of {limit}."
+    text = f"Use {chosen.candidate}: {step} per step, {rate}, at most {held} of {limit}."
+    sharing = min(setting.ranks_per_node, setting.world_size)
+    for place, num_bytes in chosen.elsewhere.items():
+        text += (
+            f" Each node keeps {format_bytes(sharing * num_bytes)} on the {place}, "
+            f"{format_bytes(num_bytes)} of each rank."
+        )
+    return text
 
 
 def _next_faster(chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
@@ -102,10 +109,15 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
     names = {
         "inner link": f"the inner link ({_link(setting, chosen, inner=True)})",
         "outer link": f"the outer link ({_link(setting, chosen, inner=False)})",
+        "state copies": "copies of offloaded state",
         "host": "the host",
     }
-    listed = [f"{names[name]} {share:.0%}" for name, share in waits.items() if share >= _MIN_SHARE]
-    most = "compute" if shares["compute"] >= waits[worst] else names[worst]
+    listed = [
+        f"{names.get(name, name)} {share:.0%}"
+        for name, share in waits.items()
+        if share >= _MIN_SHARE
+    ]
+    most = "compute" if shares["compute"] >= waits[worst] else names.get(worst, worst)
     spent = ", ".join([f"compute takes {shares['compute']:.0%} of the step", *listed])
     end = "" if listed else ", and waits are negligible"
     return f"Bottleneck: {most}; {spent}{end}."
@@ -149,9 +161,12 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
         )
     else:
         lines.append(
-            "Possible changes: more ranks, or less state (another optimizer, lower precision). "
-            "Offloading to the host is not supported."
+            "Possible changes: more ranks, or less state (another optimizer, lower precision)."
         )
+    if any(each.candidate.offloaded for each in outcomes):
+        lines.append("Offloaded optimizer state is not enough.")
+    elif nearest.lacking <= nearest.memory.get("optimizer", 0):
+        lines.append("Optimizer state on the host (`offload`) may be enough.")
     return lines
 
 
@@ -197,8 +212,8 @@ class StrategyPlan:
         world_size: int | None = None,
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Arguments for ``fe.shard``: strategies, checkpointing, ``options``, and the sizes of the
-        mesh unless ``mesh`` is given.
+        """Arguments for ``fe.shard``: strategies, checkpointing, offload, ``options``, and the
+        sizes of the mesh unless ``mesh`` is given.
 
         Args:
             mesh: sizes of the job's axes. None: any.
@@ -228,6 +243,7 @@ class StrategyPlan:
         found = {
             **self.options,
             "checkpointing": candidate.checkpointing,
+            **({} if candidate.offload is None else {"offload": candidate.offload}),
             **{name: value for name, value in given.items() if value is not None},
             "strategy": candidate.strategy,
             "outer_strategy": candidate.outer_strategy,
@@ -258,7 +274,7 @@ class StrategyPlan:
         """Write the plan as JSON, without ``options``."""
         parts = ("setting", "outcomes", "trials")
         content = {name: _plain(getattr(self, name)) for name in parts}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        Path(path).write_text(json.dumps(content, indent=1, default=str) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> StrategyPlan:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.extras import naming_extra
+from fsdp_engine.offload import HOST, Offload
 from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.outcome import (
@@ -44,6 +45,12 @@ USABLE = 0.9
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 
+# As `offload`: only if nothing fits without. The offloads that are tried then, until some fit.
+AUTO = "auto"
+AUTO_OFFLOADS = (Offload(optimizer_state=HOST),)
+# Kinds of memory that they take off the device.
+_OFFLOADABLE = ("optimizer",)
+
 # Factor of the number of microbatches in a trial of the chosen candidate.
 _MORE_MICROBATCHES = 4
 
@@ -63,6 +70,7 @@ def plan(
     optimizer: MakeOptimizer | None = None,
     formulas: bool = False,
     progress: bool = False,
+    offload: Offload | str | None = AUTO,
     **options: Any,
 ) -> StrategyPlan:
     """Select a strategy: simulate a step of the model under each strategy, with fake tensors in
@@ -85,6 +93,8 @@ def plan(
         formulas: do not run the model; use formulas, without activations and times. Whether
             candidates fit is then unknown.
         progress: show a progress bar on stderr.
+        offload: of all candidates; None: all state is on the device. "auto": if no candidate fits,
+            those that might are tried again with optimizer state on the host.
         **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
             ``config``, ...
 
@@ -105,6 +115,8 @@ def plan(
     check_count("microbatches", microbatches, "at least 1")
     if memory is not None:
         check_memory(memory)
+    if offload is not None and offload != AUTO:
+        check_type("offload", offload, Offload, "an fe.Offload, 'auto' or None")
     if not isinstance(build, str):
         check_callable("build", build, "a function that returns a torch.nn.Module, or its name")
     for name, function in (("loss", loss), ("optimizer", optimizer)):
@@ -128,7 +140,8 @@ def plan(
     make = import_function(build, "build") if isinstance(build, str) else build
     model = meta_model(make)
     job = _Job(make, batch, world_size, where, microbatches, loss, optimizer, options)
-    every = list(candidates(sizes, recomputes, batch_sizes))
+    given = offload if isinstance(offload, Offload) else None
+    every = list(candidates(sizes, recomputes, batch_sizes, given))
     if not every:
         raise ValueError(
             "meshes, checkpointing, microbatch_sizes: expected at least one candidate; found none"
@@ -144,19 +157,51 @@ def plan(
         microbatches=microbatches,
     )
     why_unknown = _FORMULAS_ALONE if formulas else ""
+
+    def outcomes_of(tried: Sequence[Candidate]) -> list[Outcome]:
+        shown = _with_progress_bar(tried) if progress else tried
+        return [job.outcome(each, limit) for each in shown]
+
+    tries_more = offload == AUTO and where.host_runs_ahead and where.host_link is not None
+    more = AUTO_OFFLOADS if tries_more else ()
     if not formulas:
-        tried = _with_progress_bar(every) if progress else every
         try:
-            outcomes = sorted_outcomes([job.outcome(each, limit) for each in tried])
+            outcomes = sorted_outcomes(_with_offloads(outcomes_of(every), more, outcomes_of))
         except SimulationError as error:
             if not error.needs_values:
                 raise
             why_unknown = str(error)
     if why_unknown:
         setting = replace(setting, why_unknown=why_unknown)
-        return StrategyPlan(setting, _estimate_all(model, job, every, limit), options=options)
+
+        def estimates_of(tried: Sequence[Candidate]) -> list[Outcome]:
+            return _estimate_all(model, job, tried, limit)
+
+        outcomes = sorted_outcomes(_with_offloads(estimates_of(every), more, estimates_of))
+        return StrategyPlan(setting, outcomes, options=options)
     trials = job.trials(outcomes[0], limit) if outcomes[0].fits else ()
     return StrategyPlan(setting, outcomes, trials, options, job.simulate)
+
+
+def _with_offloads(
+    outcomes: list[Outcome],
+    offloads: Iterable[Offload],
+    outcomes_of: Callable[[Sequence[Candidate]], list[Outcome]],
+) -> list[Outcome]:
+    """Returns the outcomes; while none fits, also those of the candidates that might fit with an
+    offload."""
+    kept = list(outcomes)
+    for offload in offloads:
+        if any(each.fits is not False for each in outcomes):
+            break
+        might = [
+            replace(each.candidate, offload=offload)
+            for each in kept
+            if each.lacking <= sum(each.memory.get(kind, 0) for kind in _OFFLOADABLE)
+        ]
+        if might:
+            outcomes = outcomes + outcomes_of(might)
+    return outcomes
 
 
 @dataclass(frozen=True)
@@ -201,6 +246,7 @@ class _Job:
             strategy=candidate.strategy,
             outer_strategy=candidate.outer_strategy,
             checkpointing=candidate.checkpointing,
+            offload=candidate.offload,
             known=self.known,
             **self.options,
         )
@@ -291,7 +337,7 @@ def _doubled(inputs: Any) -> Any:
 
 def _estimate_all(
     model: nn.Module, job: _Job, every: Sequence[Candidate], limit: float
-) -> tuple[Outcome, ...]:
+) -> list[Outcome]:
     """Results of formulas, for the candidates that differ in their formulas."""
     known = ("units", "mp_policy", "config", "granule", "codec_rules", "min_unit_size")
     options = {name: value for name, value in job.options.items() if name in known}
@@ -306,7 +352,8 @@ def _estimate_all(
             strategy=each.strategy,
             outer_strategy=each.outer_strategy,
             num_microbatches=job.microbatches,
+            offload=each.offload if job.machine.host_runs_ahead else None,
             **options,
         )
         outcomes.append(Outcome.of_estimate(each, found, limit))
-    return sorted_outcomes(outcomes)
+    return outcomes

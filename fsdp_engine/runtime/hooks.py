@@ -67,6 +67,7 @@ from fsdp_engine.units.installing import holders
 
 _frames: Any = eval_frame
 _SKIP_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_SKIP_ONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 
 _functorch = torch._C._functorch
 _TransformType = _functorch.TransformType
@@ -82,6 +83,13 @@ def not_compiled(function: Any) -> Any:
     """
     function._torchdynamo_disable = True
     _frames.set_code_exec_strategy(function.__code__, _SKIP_ALL)
+    return function
+
+
+def compiled_within(function: Any) -> Any:
+    """As :func:`not_compiled`, but functions that ``function`` calls are compiled."""
+    function._torchdynamo_disable = True
+    _frames.set_code_exec_strategy(function.__code__, _SKIP_ONE)
     return function
 
 

@@ -53,6 +53,7 @@ import torch
 from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
+from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.config import StagingBudget, Timing
 from fsdp_engine.runtime.gather_rounds import GatherRounds
 from fsdp_engine.runtime.gradient_checks import GradientChecks
@@ -296,8 +297,7 @@ class Reductions:
         timing: how far a backward goes.
         checks: of gradients before they are sent; None: there are none.
         mean_losses: by whose numbers of samples reduced gradients are divided.
-        await_homes: waits until reduced gradients lie at homes in host memory; None: they lie on
-            the device.
+        offloadings: move reduced gradients to homes; none: they lie on the device.
 
     Attributes:
         stream: on which gradients are written and reductions waited for.
@@ -318,7 +318,7 @@ class Reductions:
         timing: Timing,
         checks: GradientChecks | None,
         mean_losses: MeanLosses,
-        await_homes: Callable[[], None] | None = None,
+        offloadings: Sequence[Offloading] = (),
     ) -> None:
         self._units = tuple(units)
         self._timing = timing
@@ -340,8 +340,8 @@ class Reductions:
         self._submitting_waits = not self._runs_ahead and any(
             min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
         )
-        self._await_homes = await_homes
-        leaves_pending = self._runs_ahead and await_homes is None
+        self._offloadings = offloadings
+        leaves_pending = self._runs_ahead and not offloadings
         self._wait_later = weakref.WeakMethod(self.wait) if leaves_pending else None
         # Of the backward and of the step; None between two of them.
         self._queue: ReductionQueue | None = None
@@ -528,8 +528,8 @@ class Reductions:
         if self._pending:
             with self.stream.entered():
                 self._pending.finish()
-            if self._await_homes is not None:
-                self._await_homes()
+            for each in self._offloadings:
+                each.wait()
         for buffer in self._buffers:
             buffer.reads.gradients.in_flight = None
 

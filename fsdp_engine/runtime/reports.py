@@ -1,4 +1,4 @@
-"""``engine.measure()``: the time that compute waits for communication, and memory; and
+"""``engine.measure()``: the time that compute waits for lanes, and memory; and
 ``engine.describe()``: a row for each unit.
 
 Outside of ``measure()`` nothing is measured. [Note: Waits of compute] in ``comm/lanes.py``
@@ -11,16 +11,25 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_engine.comm.lanes import COPY_IN, LANES, Lanes, WaitMeter, name_of_wait, unit_of
+from fsdp_engine.comm.lanes import (
+    COPY_IN,
+    LANES,
+    STATE_LANES,
+    Lane,
+    WaitMeter,
+    name_of_wait,
+    unit_of,
+)
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.allocator import Memory, Peak, begin_device_peak, device_peak
@@ -46,11 +55,12 @@ Steps = Callable[[torch.optim.Optimizer], bool]
 
 @dataclass(frozen=True)
 class Waited:
-    """Compute had nothing to do but to wait for communication.
+    """Compute had nothing to do but to wait for communication, or for copies of offloaded state.
 
     Attributes:
         unit: whose, by its label: "the root module" for the root.
-        lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce".
+        lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce", or
+            "state in", "state out".
         phase: of the program: "forward", "backward" or "step".
         seconds: how long, in all steps.
         count: in how many waits.
@@ -89,7 +99,7 @@ class Measurement:
         self._steps = 0
 
     @contextmanager
-    def noting(self, lanes: Lanes, is_own: Steps) -> Iterator[Measurement]:
+    def noting(self, lanes: Sequence[Lane], is_own: Steps) -> Iterator[Measurement]:
         """Within it, all is noted.
 
         Args:
@@ -104,14 +114,14 @@ class Measurement:
         ledger, meter, device = self._memory.ledger, self._meter, self._memory.device
         begin_device_peak(device)
         ledger.peaks = (*ledger.peaks, self._peak)
-        for lane in lanes.all:
+        for lane in lanes:
             lane.meters = (*lane.meters, meter)
         hook = register_optimizer_step_post_hook(stepped)
         try:
             yield self
         finally:
             hook.remove()
-            for lane in lanes.all:
+            for lane in lanes:
                 lane.meters = tuple(each for each in lane.meters if each is not meter)
             ledger.peaks = tuple(each for each in ledger.peaks if each is not self._peak)
             self._look()
@@ -143,7 +153,7 @@ class Measurement:
 
     @property
     def waited_seconds(self) -> float:
-        """What compute waited for communication, in all."""
+        """What compute waited for communication and copies, in all."""
         return sum(each.seconds for each in self.waited)
 
     @property
@@ -185,7 +195,9 @@ class Measurement:
             from rich.table import Table
 
         units = self.by_unit()
-        lanes = [lane for lane in (*LANES, COPY_IN) if any(lane in each for each in units.values())]
+        found = {lane for each in units.values() for lane in each}
+        known = (*LANES, COPY_IN, *STATE_LANES)
+        lanes = [*(lane for lane in known if lane in found), *sorted(found.difference(known))]
         table = Table(show_footer=True)
         table.add_column("waited for", footer="all", overflow="fold")
         for lane in lanes:
@@ -206,9 +218,10 @@ class Measurement:
     def _title(self) -> str:
         share = self.waited_seconds / self.seconds if self.seconds else 0.0
         of_step = f", {self._ms(self.seconds)} ms a step" if self.num_steps else ""
+        copies = any(each.lane in STATE_LANES for each in self.waited)
         text = (
             f"Measured: {self.num_steps} steps in {self.seconds:.3f} s{of_step}. Compute waited "
-            f"{share:.1%} of it for communication"
+            f"{share:.1%} of it for communication{' and copies of state' if copies else ''}"
         )
         if not self.waited:
             return f"{text}."
@@ -285,11 +298,13 @@ class Description:
         title: of the table.
         rows: of each unit.
         measured: by the latest ``engine.measure()``, a table of its own; None: there was none.
+        elsewhere: bytes of offloaded state on this rank by role, by place ("host", "disk").
     """
 
     title: str
     rows: tuple[UnitRow, ...]
     measured: Measurement | None = None
+    elsewhere: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         # Only here: training without tables needs no library for them.
@@ -312,8 +327,8 @@ class Description:
             ("gathers", "num_gathers", _count),
             ("reductions", "num_reductions", _count),
         )
-        for header, field, show in columns:
-            footer = "" if field in ("full_bytes", "staging_bytes") else show(getattr(total, field))
+        for header, name, show in columns:
+            footer = "" if name in ("full_bytes", "staging_bytes") else show(getattr(total, name))
             table.add_column(header, footer=footer, justify="right", no_wrap=True)
         for first, last, row in _runs(self.rows):
             name = row.name or "(root)"
@@ -322,6 +337,9 @@ class Description:
         text = io.StringIO()
         Console(file=text, width=132).print(table)
         described = text.getvalue().rstrip()
+        for place, held in self.elsewhere.items():
+            kinds = ", ".join(f"{role} {format_bytes(n)}" for role, n in held.items())
+            described += f"\nOn the {place}: {kinds}"
         return described if self.measured is None else f"{described}\n{self.measured}"
 
 
@@ -331,8 +349,9 @@ def describe_units(
     mesh: DataMesh,
     budget: int,
     measured: Measurement | None = None,
+    elsewhere: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> Description:
-    """Rows for ``units`` on this rank, and the latest measurement of them."""
+    """Rows for ``units`` on this rank, the latest measurement of them, and bytes elsewhere."""
     title = (
         f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
         f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
@@ -340,7 +359,7 @@ def describe_units(
     )
     expected = expect(units[0].modules[0], [unit.modules for unit in units])
     rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
-    return Description(title, tuple(rows), measured)
+    return Description(title, tuple(rows), measured, elsewhere)
 
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:

@@ -39,7 +39,8 @@ from fsdp_engine.comm.lanes import device_seconds
 from fsdp_engine.comm.mesh import DataMesh, MeshAxis
 from fsdp_engine.memory import allocator
 from fsdp_engine.simulation.kernels import Kernels
-from fsdp_engine.simulation.machine import Link, Machine
+from fsdp_engine.simulation.machine import Link, Machine, TwoWayLink
+from fsdp_engine.simulation.state_links import measure_disk, measure_host_link
 
 RANKS = 2
 _LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes, about those of a unit
@@ -55,7 +56,13 @@ _DTYPES = {
 }
 
 
-def calibrate(threads: int = 1, *, seconds: float = 1.0, verbose: bool = False) -> Machine:
+def calibrate(
+    threads: int = 1,
+    *,
+    seconds: float = 1.0,
+    verbose: bool = False,
+    folder: str | Path | None = None,
+) -> Machine:
     """Measure this machine.
 
     Under torchrun all ranks have to call this function, and all return the same machine: the link
@@ -66,23 +73,32 @@ def calibrate(threads: int = 1, *, seconds: float = 1.0, verbose: bool = False) 
         threads: of each rank on a CPU.
         seconds: measurement time of each figure.
         verbose: the first rank prints progress to stderr.
+        folder: of a local disk, which is measured, too. None: the disk remains unknown.
 
     Raises:
         ValueError: nodes have different numbers of ranks.
+        OSError: the folder cannot be written, or has too little space.
     """
     if dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        return _measure(threads, seconds, verbose)
+        return _measure(threads, seconds, verbose, folder)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "machine.json"
-        mp.spawn(_measure_spawned, (port, threads, seconds, verbose, str(path)), RANKS)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "machine.json"
+        arguments = (port, threads, seconds, verbose, folder, str(path))
+        mp.spawn(_measure_spawned, arguments, RANKS)
         return Machine.load(path)
 
 
 def _measure_spawned(
-    rank: int, port: int, threads: int, seconds: float, verbose: bool, path: str
+    rank: int,
+    port: int,
+    threads: int,
+    seconds: float,
+    verbose: bool,
+    folder: str | Path | None,
+    path: str,
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -92,12 +108,12 @@ def _measure_spawned(
         MASTER_PORT=str(port),
         CUDA_VISIBLE_DEVICES="",  # measure the CPU
     )
-    machine = _measure(threads, seconds, verbose)
+    machine = _measure(threads, seconds, verbose, folder)
     if rank == 0:
         machine.save(Path(path))
 
 
-def _measure(threads: int, seconds: float, verbose: bool) -> Machine:
+def _measure(threads: int, seconds: float, verbose: bool, folder: str | Path | None) -> Machine:
     is_guest = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_guest else int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
@@ -109,7 +125,7 @@ def _measure(threads: int, seconds: float, verbose: bool) -> Machine:
     mesh = DataMesh.create(None, num_instances=num_ranks // per_node, what="calibrate")
     if mesh.device.type == "cpu":
         torch.set_num_threads(threads)
-    meter = _Meter(mesh, threads, seconds, verbose)
+    meter = _Meter(mesh, threads, seconds, verbose, folder)
     machine = meter.measure()
     meter.agree(0.0)  # a barrier
     if not is_guest:
@@ -125,9 +141,18 @@ class _Meter:
         threads: of each rank on a CPU.
         seconds: measurement time of each figure.
         verbose: print progress.
+        folder: of a disk.
     """
 
-    def __init__(self, mesh: DataMesh, threads: int, seconds: float, verbose: bool) -> None:
+    def __init__(
+        self,
+        mesh: DataMesh,
+        threads: int,
+        seconds: float,
+        verbose: bool,
+        folder: str | Path | None = None,
+    ) -> None:
+        self._folder = folder
         self._mesh = mesh
         self._device = mesh.device
         self._threads = threads
@@ -171,6 +196,15 @@ class _Meter:
         alone = Link(processor.memory_bandwidth / 2, 0.0)  # for a single rank
         within = self._link("within a node", self._mesh.inner) or alone
         between = self._link("between nodes", self._mesh.outer) or within
+        host_link = disk = None
+        if not on_host:
+            self._say("link to the host's memory")
+            host_link = measure_host_link(self._device, self._seconds, self.agree)
+            self._say_link(host_link)
+        if self._folder is not None:
+            self._say(f"disk of {self._folder}")
+            disk = measure_disk(Path(self._folder), self._seconds, self.agree)
+            self._say_link(disk)
         return Machine(
             f"this machine, {nodes * ranks} {kind}" if nodes == 1 else f"{nodes} x {ranks} {kind}",
             processor,
@@ -179,6 +213,8 @@ class _Meter:
             ranks_per_node=ranks,
             host_seconds=host,
             host_runs_ahead=not on_host,
+            host_link=host_link,
+            disk=disk,
         )
 
     def _memory_bytes(self, ranks: int) -> float:
@@ -289,6 +325,10 @@ class _Meter:
         """The maximum over all ranks."""
         found = allocator.zeros(1, torch.float64, self._device).fill_(value)
         return float(all_reduce_(found, self._mesh.control_group, "max"))
+
+    def _say_link(self, link: TwoWayLink) -> None:
+        into, out, both = (each / 1e9 for each in (link.into, link.out, link.both))
+        self._say(f"  {into:,.2f} GB/s in, {out:,.2f} GB/s out, {both:,.2f} GB/s both at once")
 
     def _say(self, text: str) -> None:
         if self._prints:

@@ -13,6 +13,9 @@ On a machine where the host computes, both clocks are the same. Lanes are then F
 next submission or wait on its lane, and waiting for it blocks the host. The host runs the part
 after its communication (sums, casts) when the operation is waited for, and its scratch memory is
 held until then. Memory therefore does not depend on the duration of communication.
+
+Copies of offloaded state run on the state lanes, and share the link to the host or to the disk
+(``copies.py``).
 """
 
 from __future__ import annotations
@@ -20,13 +23,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.lanes import COMPUTE, COPY_IN, LANES, Lanes, Meter, Operation, Steps, unit_of
+from fsdp_engine.comm.lanes import (
+    COMPUTE,
+    COPY_IN,
+    LANES,
+    STATE_LANES,
+    Lanes,
+    Meter,
+    Operation,
+    Steps,
+    unit_of,
+)
+from fsdp_engine.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.simulation.machine import Machine
 
 HOST = "host"
@@ -45,12 +59,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Exposed:
-    """A wait of compute for communication.
+    """A wait of compute for communication, or for copies of offloaded state.
 
     Attributes:
-        unit: the unit whose communication compute waited for.
+        unit: the unit whose communication or copy compute waited for.
         phase: "forward", "backward" or "step".
-        lane: the lane of the communication.
+        lane: its lane.
         seconds: duration of the wait.
         start: start of the wait, on the time axis of spans.
     """
@@ -68,15 +82,22 @@ class Moment:
     dependencies. (Waiting for the cast of a gathered tensor is attributed to the gather.)
 
     Attributes:
-        time: seconds since the start of the simulation.
+        known: seconds since the start of the simulation, without those of ``copy``.
         label, lane: of the longest operation.
         seconds: its duration.
+        copy: the operation ends with this copy, whose end later copies may move.
     """
 
-    time: float
+    known: float
     label: str
     lane: str
     seconds: float = 0.0
+    copy: Copy | None = None
+
+    @property
+    def time(self) -> float:
+        """Seconds since the start of the simulation."""
+        return self.known if self.copy is None else max(self.known, self.copy.end)
 
 
 class SimulatedTicket:
@@ -125,17 +146,26 @@ class SimulatedLane:
     """A lane that advances in simulated time; see :class:`~fsdp_engine.comm.lanes.Lane`.
 
     Attributes:
-        free: the time at which all submitted operations are complete.
+        end: of the last operation.
         runs_ahead, meters: see :class:`~fsdp_engine.comm.lanes.Lane`.
     """
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock = clock
         self.name = name
-        self.free = 0.0
+        self.end = Moment(0.0, name, name)
         self.runs_ahead = clock.machine.host_runs_ahead
         self.meters: tuple[Meter, ...] = ()  # empty: the clock records exposed communication
         self._waiting: deque[SimulatedTicket] = deque()
+
+    @property
+    def free(self) -> float:
+        """The time at which all submitted operations are complete."""
+        return self.end.time
+
+    @free.setter
+    def free(self, time: float) -> None:
+        self.end = Moment(time, self.name, self.name)
 
     def submit(
         self,
@@ -204,16 +234,21 @@ class SimulatedLane:
 @dataclass
 class _Work:
     """The operation that runs: seconds so far of its communication, of its computation, and of the
-    delay of compute."""
+    delay of compute; and its copies of offloaded state."""
 
     lane: SimulatedLane
     sending: float = 0.0
     computed: float = 0.0
     stolen: float = 0.0
+    copies: list[tuple[str, Direction, float]] = field(default_factory=list)
 
 
 class Clock:
     """The simulated time of one rank, with a record of operations. See [Note: Two clocks].
+
+    Args:
+        machine: the machine.
+        num_ranks: of the job.
 
     Attributes:
         host: the host's time.
@@ -221,20 +256,25 @@ class Clock:
         spans: operations in the order of their submission.
         exposed: waits of compute for communication.
         sent_bytes: bytes sent on lanes, by axis.
+        copied_bytes: bytes copied on lanes, by lane.
         memory_changed: called when the engine has allocated or freed memory.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, num_ranks: int = 1) -> None:
         self.machine = machine
+        self._num_ranks = num_ranks
         self.host = 0.0
         self.phase = "build"
         self.spans: list[Span] = []
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
+        self.copied_bytes: dict[str, float] = {}
         self.memory_changed: Callable[[], None] = lambda: None
         # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
         self.lanes = {name: SimulatedLane(self, name) for name in names}
+        self._queues: dict[str, CopyQueues] = {}
+        self._copies: list[tuple[int, Copy]] = []  # of spans, by number
         self._compute = self.lanes[COMPUTE]
         # The dependency of compute's next operation, and the phase in which it was added.
         self._awaited: SimulatedTicket | None = None
@@ -247,6 +287,20 @@ class Clock:
         """The lanes of an engine."""
         del device
         return Lanes(*self.lanes.values())
+
+    def make_state_lanes(self, device: torch.device) -> tuple[SimulatedLane, SimulatedLane]:
+        """The lanes of an engine's offloaded state."""
+        del device
+        into, out = (SimulatedLane(self, name) for name in STATE_LANES)
+        return into, out
+
+    def restart(self) -> None:
+        """Forget the record of operations."""
+        self.spans.clear()
+        self.exposed.clear()
+        self.sent_bytes.clear()
+        self.copied_bytes.clear()
+        self._copies.clear()
 
     @property
     def lane_at_work(self) -> str | None:
@@ -288,6 +342,27 @@ class Clock:
             axis = axis_of(self._work.lane.name)
             self.sent_bytes[axis] = self.sent_bytes.get(axis, 0.0) + num_bytes
 
+    def copy(self, place: str, direction: Direction, num_bytes: float) -> None:
+        """Copy between the device and another place on the lane whose operation runs, or, outside
+        of lanes, on compute's.
+
+        Args:
+            place: "host" or "disk".
+            direction: from the device's point of view.
+            num_bytes: of the copy.
+        """
+        link = self.machine.link_to_state(place, self._num_ranks)
+        if place not in self._queues:
+            self._queues[place] = CopyQueues(link)
+        if self._work is None:
+            rate = link.into if direction is Direction.INTO else link.out
+            self.compute("copy", link.latency + num_bytes / rate)
+            return
+        self.call()
+        name = self._work.lane.name
+        self._work.copies.append((place, direction, num_bytes))
+        self.copied_bytes[name] = self.copied_bytes.get(name, 0.0) + num_bytes
+
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
     ) -> Moment:
@@ -307,6 +382,8 @@ class Clock:
             # The host runs the computation itself; only communication is asynchronous.
             self._host_computes(computed)
             start, seconds = max(start, self.host), seconds - computed
+        if work.copies:
+            return self._run_copies(lane, label, start, seconds, work.copies)
         lane.free = max(start + seconds, self.host) if seconds else start
         if seconds:
             self.spans.append(Span(lane.name, label, self.phase, start, lane.free))
@@ -316,6 +393,26 @@ class Clock:
         if last is not None and last.time >= start and last.seconds > seconds:
             return Moment(lane.free, last.label, last.lane, last.seconds)
         return Moment(lane.free, label, lane.name, seconds)
+
+    def _run_copies(
+        self,
+        lane: SimulatedLane,
+        label: str,
+        start: float,
+        seconds: float,
+        copies: Sequence[tuple[str, Direction, float]],
+    ) -> Moment:
+        """Run an operation's copies after ``seconds`` of its computation; returns its end."""
+        ready = max(start + seconds, self.host)
+        for queues in self._queues.values():
+            queues.forget(self.host)
+        for place, direction, num_bytes in copies:
+            copy = self._queues[place].add(direction, ready, num_bytes)
+            ready = copy.end
+            self._copies.append((len(self.spans), copy))
+            self.spans.append(Span(lane.name, label, self.phase, copy.start, copy.end))
+        lane.end = Moment(0.0, label, lane.name, copy.end - copy.start, copy)
+        return lane.end
 
     def take_rest(self) -> Steps | None:
         """The rest of the last operation, after its communication; None if there is none. Its
@@ -363,6 +460,8 @@ class Clock:
     def finish(self) -> float:
         """Wait for all operations and dependencies of compute, and return the time."""
         self._compute.free = self._settle()
+        for number, copy in self._copies:
+            self.spans[number] = replace(self.spans[number], start=copy.start, end=copy.end)
         return self._compute.free
 
     def _settle(self) -> float:

@@ -36,6 +36,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp_engine.offload import HOST
 from fsdp_engine.simulation.simulation_error import read_json
 
 _DTYPES = {
@@ -82,6 +83,49 @@ class Link:
     def seconds(self, num_bytes: float, num_hops: int) -> float:
         """Seconds for ``num_bytes`` that a rank sends in ``num_hops`` successive hops."""
         return num_bytes / self.rate + num_hops * self.latency
+
+
+@dataclass(frozen=True)
+class TwoWayLink:
+    """The link of one rank to a place of offloaded state: host memory, or a disk.
+
+    Attributes:
+        into: bytes per second to where the state is used (from the host; reads), with nothing on
+            the other direction.
+        out: bytes per second back (to the host; writes), with nothing on the other direction.
+        both: bytes per second of both directions together, while both are busy: the sum of both, if
+            they do not share anything.
+        latency: seconds of a copy, independent of its size.
+
+    Raises:
+        ValueError: a figure is out of range.
+    """
+
+    into: float
+    out: float
+    both: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_rate("into", self.into)
+        _check_rate("out", self.out)
+        _check_rate("both", self.both)
+        if self.both > self.into + self.out:
+            raise ValueError(
+                f"both: expected at most the sum of into and out, {self.into + self.out}; "
+                f"found {self.both}"
+            )
+        _check_seconds("latency", self.latency)
+
+    def within(self, bandwidth: float) -> TwoWayLink:
+        """Returns the link at whose end there are only ``bandwidth`` bytes per second."""
+        into, out = min(self.into, bandwidth), min(self.out, bandwidth)
+        return TwoWayLink(into, out, min(self.both, bandwidth, into + out), self.latency)
+
+    def least_seconds(self, into_bytes: float, out_bytes: float) -> float:
+        """The time that copies of so many bytes take at least, if they overlap fully."""
+        both = (into_bytes + out_bytes) / self.both
+        return max(into_bytes / self.into, out_bytes / self.out, both)
 
 
 @dataclass(frozen=True)
@@ -175,6 +219,11 @@ class Machine:
         host_seconds: host time per operation.
         host_runs_ahead: the host issues work to a device asynchronously. False: the host computes
             itself, and its time is the compute lane's.
+        host_link: from one rank's device to its pinned host memory. None: unknown.
+        disk: one rank's share of its node's local disks. None: unknown.
+        host_memory_bandwidth: bytes per second of a node's host memory, reads and writes together,
+            that its ranks share while they copy. None: it limits no copies, or ``host_link`` was
+            measured while all ranks copied.
 
     Raises:
         ValueError: a figure is out of range.
@@ -187,6 +236,9 @@ class Machine:
     ranks_per_node: int
     host_seconds: float = 0.0
     host_runs_ahead: bool = True
+    host_link: TwoWayLink | None = None
+    disk: TwoWayLink | None = None
+    host_memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         per_node = self.ranks_per_node
@@ -197,6 +249,13 @@ class Machine:
             raise ValueError(f"name: expected a string; found {self.name!r}")
         if not isinstance(self.host_runs_ahead, bool):
             raise ValueError(f"host_runs_ahead: expected a bool; found {self.host_runs_ahead!r}")
+        for name in ("host_link", "disk"):
+            if not isinstance(getattr(self, name), TwoWayLink | None):
+                raise ValueError(
+                    f"{name}: expected a TwoWayLink or None; found {getattr(self, name)!r}"
+                )
+        if self.host_memory_bandwidth is not None:
+            _check_rate("host_memory_bandwidth", self.host_memory_bandwidth)
 
     def link(self, num_ranks: int, stride: int) -> Link:
         """Returns the effective link of a ring collective over ``num_ranks`` ranks with a stride of
@@ -219,6 +278,25 @@ class Machine:
     def link_to(self, distance: int) -> Link:
         """Returns the link from the first rank of a node to the rank ``distance`` after it."""
         return self.within_node if distance < self.ranks_per_node else self.between_nodes
+
+    def link_to_state(self, place: str, num_ranks: int) -> TwoWayLink:
+        """Returns the link of one of ``num_ranks`` ranks to state at a place ("host", "disk").
+
+        Raises:
+            ValueError: its figures are unknown.
+        """
+        link = self.host_link if place == HOST else self.disk
+        if link is None:
+            name = "host_link" if place == HOST else "disk"
+            raise ValueError(
+                f"machine: expected {name}, since state is offloaded to the {place}; found None "
+                f"for {self.name!r}. Use dataclasses.replace(machine, {name}=fe.TwoWayLink(...)), "
+                "or calibrate it"
+            )
+        if place == HOST and self.host_memory_bandwidth is not None:
+            sharing = min(num_ranks, self.ranks_per_node)
+            return link.within(self.host_memory_bandwidth / sharing)
+        return link
 
     def save(self, path: Path) -> None:
         """Write the machine as JSON."""
@@ -262,6 +340,9 @@ class Machine:
         try:
             processor = content.pop("processor")
             flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
+            for name in ("host_link", "disk"):  # files of before have none
+                if content.get(name) is not None:
+                    content[name] = TwoWayLink(**content[name])
             return cls(
                 processor=Processor(flops, **processor),
                 within_node=Link(**content.pop("within_node")),
@@ -309,8 +390,22 @@ _FLOPS, _MEMORY, _NVLINK, _NETWORK = 0.70, 0.90, 0.80, 0.90
 # operation, from Python through autograd to the launch.
 _KERNEL, _NVLINK_HOP, _NETWORK_HOP, _HOST = 3e-6, 2e-6, 6e-6, 8e-6
 
+# Copies between pinned host memory and a device over PCIe 5 x16. Measured, H200 VM: 55 GB/s one
+# way, 46 both ways, pinning 0.42 s/GiB. Assumptions: PCIe 4 has half of it; the latency of a copy.
+_COPY = 10e-6
+_PCIE_5 = TwoWayLink(55e9, 55e9, 2 * 46e9, _COPY)
+_PCIE_4 = TwoWayLink(27.5e9, 27.5e9, 2 * 23e9, _COPY)
+# All GPUs of a node share its host memory; programs achieve 80 % of its peak, an assumption.
+_HOST_MEMORY = 0.80
+# One NVMe drive of PCIe 4 for each GPU, as in the DGX data sheets; rates as in data sheets of such
+# drives, 6.5 GB/s reads and 3.5 GB/s writes. That both together reach 6.5 is an assumption.
+_NVME = TwoWayLink(6.5e9, 3.5e9, 6.5e9, 1e-4)
+
 # 400 Gb/s: one ConnectX-7 port for each GPU, as in the DGX H100 and B200 data sheets.
 _PORT = Link(50e9, _NETWORK_HOP, _NETWORK)
+
+# Host memory: "NVIDIA DGX H100/H200" data sheet, two Xeon 8480C, each with 8 channels of DDR5-4800.
+_DGX_H100_MEMORY = 2 * 8 * 4800e6 * 8 * _HOST_MEMORY
 
 # "NVIDIA H100 Tensor Core GPU" data sheet, SXM column; figures with sparsity are halved: 1,979
 # TFLOPS bf16, 3,958 fp8; fp32 without tensor cores, torch's default, 67. 80 GB, 3.35 TB/s. NVLink
@@ -329,6 +424,9 @@ H100 = Machine(
     _PORT,
     ranks_per_node=8,
     host_seconds=_HOST,
+    host_link=_PCIE_5,
+    disk=_NVME,
+    host_memory_bandwidth=_DGX_H100_MEMORY,
 )
 
 # "NVIDIA H200 Tensor Core GPU" data sheet, SXM column: the same chip with 141 GB at 4.8 TB/s.
@@ -339,11 +437,14 @@ H200 = Machine(
     _PORT,
     ranks_per_node=8,
     host_seconds=_HOST,
+    host_link=_PCIE_5,
+    disk=_NVME,
+    host_memory_bandwidth=_DGX_H100_MEMORY,
 )
 
 # "NVIDIA DGX B200" data sheet and "NVIDIA Blackwell architecture" brief, for one of eight GPUs,
 # without sparsity: 4.5 PFLOPS fp8, half of it bf16; fp32 80 TFLOPS. 180 GB, 8 TB/s. NVLink 5, 1.8
-# TB/s in both directions.
+# TB/s in both directions. Host memory: two Xeon 8570, each with 8 channels of DDR5-5600.
 B200 = Machine(
     "8 x B200 a node, 400 Gb/s a GPU",
     Processor(
@@ -364,11 +465,14 @@ B200 = Machine(
     _PORT,
     ranks_per_node=8,
     host_seconds=_HOST,
+    host_link=_PCIE_5,
+    disk=_NVME,
+    host_memory_bandwidth=2 * 8 * 5600e6 * 8 * _HOST_MEMORY,
 )
 
 # "NVIDIA A100 Tensor Core GPU" data sheet, SXM 80 GB column: 312 TFLOPS bf16, 19.5 fp32 and fp64.
 # 2,039 GB/s. NVLink 3 600 GB/s, both directions. 200 Gb/s: one ConnectX-6 port for each GPU, as in
-# the DGX A100 data sheet.
+# the DGX A100 data sheet, whose two EPYC 7742 have 8 channels of DDR4-3200 each.
 A100 = Machine(
     "8 x A100 SXM 80 GB a node, 200 Gb/s a GPU",
     Processor(
@@ -388,6 +492,9 @@ A100 = Machine(
     Link(25e9, _NETWORK_HOP, _NETWORK),
     ranks_per_node=8,
     host_seconds=_HOST,
+    host_link=_PCIE_4,
+    disk=_NVME,
+    host_memory_bandwidth=2 * 8 * 3200e6 * 8 * _HOST_MEMORY,
 )
 
 PRESETS = {"a100": A100, "h100": H100, "h200": H200, "b200": B200}

@@ -5,10 +5,13 @@ Every storage that an operation returns is tracked until it is freed, and has a 
     weights       main and compute weights, the model's own buffers, and other storages that exist
                   when the engine has been constructed
     gradients     accumulated gradients, from a unit's first reduction until they are cleared
-    optimizer     storages that the optimizer's construction or its steps have allocated
+    optimizer     storages that the optimizer's construction or its steps have allocated, and chunks
+                  of offloaded state on the device
     transient     full parameters and gradients in flight, and their idle memory
     activations   all others: inputs, saved tensors, temporaries, and gradients until the engine
                   has copied them
+
+Memory at other places, the homes of offloaded state, has no kind, and is counted by place.
 
 Operations also return tensors over memory in the engine's ledger. Weights in the ledger are
 allocated by operations, and are subtracted from the storages of operations. Other memory in the
@@ -53,10 +56,13 @@ class MemoryTracker:
 
     Attributes:
         peak: bytes by kind at the time of the largest sum since :meth:`restart`.
+        elsewhere: current bytes at other places than the device, by place.
     """
 
     def __init__(self) -> None:
         self.peak: dict[str, int] = {}
+        self.elsewhere: dict[str, int] = {}
+        self._places: dict[int, str] = {}  # of storages that are not on the device
         self._held: Callable[[], Mapping[str, int]] = dict
         self._sizes: dict[int, int] = {}  # of storages by their address
         self._storages: dict[int, weakref.ref[Any]] = {}
@@ -94,6 +100,20 @@ class MemoryTracker:
         if grew:
             self.sample()
 
+    def moved(self, tensor: Tensor, place: str) -> None:
+        """The memory of a tensor that was just made is not on the device."""
+        key = tensor.untyped_storage()._cdata
+        size = self._sizes[key]
+        self._made[self._kinds[key]] -= size
+        self._kinds[key] = self._places[key] = place
+        self.elsewhere[place] = self.elsewhere.get(place, 0) + size
+
+    def place_of(self, tensor: Tensor) -> str | None:
+        """The place of a tensor that is not on the device, else None."""
+        if not self._places:
+            return None
+        return self._places.get(tensor.untyped_storage()._cdata)
+
     def known(self) -> set[int]:
         """Keys of the current storages, for :meth:`settle`."""
         return set(self._sizes)
@@ -130,7 +150,8 @@ class MemoryTracker:
 
     def _gone(self, key: int, _: object) -> None:
         del self._storages[key]
-        self._made[self._kinds.pop(key)] -= self._sizes.pop(key)
+        counts = self.elsewhere if self._places.pop(key, None) is not None else self._made
+        counts[self._kinds.pop(key)] -= self._sizes.pop(key)
 
 
 _PAGE = 4096

@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.clock import Clock, axis_of
+from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.machine import Link, Machine
 from fsdp_engine.simulation.memory_tracker import MemoryTracker, as_returned
 
@@ -289,6 +290,7 @@ def _tensor_of(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTens
 
 
 _aten = torch.ops.aten
+_COPY = _aten.copy_.default
 
 # Operations that read only the rows that they return.
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
@@ -387,6 +389,8 @@ class Operations(TorchDispatchMode):
     def _operation(
         self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
     ) -> None:
+        if func is _COPY and self._copies_state(args):
+            return
         if recipe is None:
             seconds = self._seconds(func, args, kwargs, out)
         elif recipe in self._seconds_by:
@@ -400,6 +404,18 @@ class Operations(TorchDispatchMode):
         results = (out,) if type(out) is FakeTensor else _tensors(out)
         self._memory.made(results)
 
+    def _copies_state(self, args: Any) -> bool:
+        """Whether a copy is one between the device and another place; if so, it is done."""
+        target, source = args[0], args[1]
+        places = [self._memory.place_of(each) for each in (target, source)]
+        if places[0] == places[1]:
+            return False
+        direction = Direction.INTO if places[0] is None else Direction.OUT
+        place = places[1] if places[0] is None else places[0]
+        assert place is not None
+        self._clock.copy(place, direction, _num_bytes(source))
+        return True
+
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
         """Device time of the operation; None if it only takes host time."""
         packet = func._overloadpacket
@@ -408,6 +424,7 @@ class Operations(TorchDispatchMode):
             return None
         operands = [] if name in _LOOKUPS else _tensors((args, kwargs))
         num_bytes = sum(_num_bytes(each) for each in (*operands, *_tensors(out)))
+        num_bytes += _written_bytes(func, args, kwargs)
         if name in _LOOKUPS:
             num_bytes *= 2
         flops = 0
@@ -484,6 +501,22 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
+
+
+def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that an operation writes into arguments that it does not return: those of fused and
+    ``foreach`` steps of optimizers. Without a gradient scaler they only read gradients."""
+    schema = func._schema
+    if schema.returns or not schema.is_mutable:
+        return 0
+    named = zip((each.name for each in schema.arguments), args, strict=False)
+    given = {**dict(named), **kwargs}
+    return sum(
+        _num_bytes(tensor)
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write and each.name != "grads"
+        for tensor in _tensors(given.get(each.name))
+    )
 
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:

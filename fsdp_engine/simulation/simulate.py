@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ from fsdp_engine.comm.lanes import COMPUTE, lanes_made_by, name_of_wait
 from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
-from fsdp_engine.memory.allocator import empty_like
+from fsdp_engine.memory.allocator import empty_like, watching_elsewhere
+from fsdp_engine.offload import HOST, Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
@@ -45,6 +46,7 @@ from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import MemoryTracker
 from fsdp_engine.simulation.operations import OperationCache, Operations
 from fsdp_engine.simulation.simulation_error import (
+    NEEDS_VALUES,
     as_simulation_error,
     check_callable,
     check_count,
@@ -215,11 +217,13 @@ class Simulation:
         machine: the simulated machine.
         seconds: from the end of the previous step to the end of this one.
         spans: operations of each lane.
-        exposed: waits of compute for communication.
+        exposed: waits of compute for communication, and for copies of offloaded state.
         memory: by kind, at the peak.
         sent_bytes: bytes that a rank sends, by axis ("inner", "outer").
         budget: elements in the engine's prefetch window.
         staging_budget: the engine's limit on gradients in flight.
+        elsewhere: bytes of offloaded state by place ("host", "disk"), beside ``memory``.
+        copied_bytes: bytes of it that a rank copies, by lane.
     """
 
     title: str
@@ -231,6 +235,8 @@ class Simulation:
     sent_bytes: dict[str, float]
     budget: int
     staging_budget: StagingBudget
+    elsewhere: dict[str, int] = field(default_factory=dict)
+    copied_bytes: dict[str, float] = field(default_factory=dict)
 
     @property
     def compute_seconds(self) -> float:
@@ -245,8 +251,16 @@ class Simulation:
 
     @property
     def exposed_seconds(self) -> float:
-        """Total time in which compute waited for communication."""
+        """Total time in which compute waited for communication and copies."""
         return sum(each.seconds for each in self.exposed)
+
+    @property
+    def exposed_by_lane(self) -> dict[str, float]:
+        """The same by lane."""
+        sums: dict[str, float] = {}
+        for each in self.exposed:
+            sums[each.lane] = sums.get(each.lane, 0.0) + each.seconds
+        return sums
 
     @property
     def peak_bytes(self) -> int:
@@ -284,6 +298,7 @@ class Simulation:
         kinds = ", ".join(f"{kind} {_gib(n)}" for kind, n in self.memory.items() if n)
         size = _gib(self.machine.processor.memory_bytes)
         lines.append(f"memory      {_gib(self.peak_bytes)} of {size} at most: {kinds}")
+        lines += [f"{place:<12}{_gib(n)} of state" for place, n in self.elsewhere.items()]
         return "\n".join(lines)
 
     def _worst(self) -> str:
@@ -359,7 +374,7 @@ def simulate(
         known: a cache of operations, which this simulation extends. Sharing one saves time if there
             are many simulations. None: a new one.
         **options: of :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``,
-            ``units``, ``mp_policy``, ``config``, ...
+            ``units``, ``mp_policy``, ``config``, ``offload``, ...
 
     Raises:
         SimulationError: the model, the loss or the optimizer cannot run with fake tensors (for
@@ -368,7 +383,8 @@ def simulate(
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
             argument has another type.
         ValueError: ``mesh`` does not have ``world_size`` ranks, there is no microbatch, the config
-            enables checks of gradients' values, no parameter requires grad, or there is no loss
+            enables checks of gradients' values, the machine's link to offloaded state is
+            unknown, no parameter requires grad, or there is no loss
             that requires grad.
     """
     check_count("world_size", world_size, "1 rank or more")
@@ -395,12 +411,14 @@ def simulate(
             "config: expected no checks of gradients, since they have no values; found "
             "check_for_nan_in_grad or check_for_large_grads"
         )
-    clock, memory = Clock(machine), MemoryTracker()
+    _check_links(machine, options.get("offload"), world_size)
+    clock, memory = Clock(machine, world_size), MemoryTracker()
     clock.memory_changed = memory.sample
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         simulated_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
-        lanes_made_by(clock.make_lanes),
+        lanes_made_by(clock.make_lanes, clock.make_state_lanes),
+        watching_elsewhere(memory.moved),
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
     ):
@@ -411,7 +429,7 @@ def simulate(
         memory.watch(lambda: _held_bytes(engine))
         with as_simulation_error("making the optimizer"):
             trained = (optimizer or _adamw)(model.parameters())
-        shard_optimizer(trained)
+        _shard_optimizer(trained)
         memory.settle("optimizer")
         with as_simulation_error("making the batch"):
             inputs = to_fake(batch() if callable(batch) else batch, fake)
@@ -421,9 +439,7 @@ def simulate(
         for _ in range(STEPS):
             start = clock.finish()
             memory.restart()
-            clock.spans.clear()
-            clock.exposed.clear()
-            clock.sent_bytes.clear()
+            clock.restart()
             step.run(clock, memory)
         seconds = clock.finish() - start
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
@@ -433,8 +449,39 @@ def simulate(
     exposed = tuple(replace(each, start=each.start - start) for each in clock.exposed)
     peak = dict(memory.peak)
     budgets = (engine.budget, engine.staging_budget)
-    sent = dict(clock.sent_bytes)
-    return Simulation(title, machine, seconds, spans, exposed, peak, sent, *budgets)
+    sent, copied = dict(clock.sent_bytes), dict(clock.copied_bytes)
+    elsewhere = {place: n for place, n in memory.elsewhere.items() if n}
+    return Simulation(
+        title, machine, seconds, spans, exposed, peak, sent, *budgets, elsewhere, copied
+    )
+
+
+def _shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Call ``shard_optimizer``, whose trial steps for offloaded state may read values.
+
+    Raises:
+        SimulationError: they do.
+        ValueError: see :func:`~fsdp_engine.optim.shard_optimizer`.
+    """
+    try:
+        shard_optimizer(optimizer)
+    except ValueError as error:
+        if isinstance(error.__cause__, NEEDS_VALUES):
+            with as_simulation_error("the optimizer's step"):
+                raise error.__cause__ from None
+        raise
+
+
+def _check_links(machine: Machine, offload: object, num_ranks: int) -> None:
+    """Check that the machine's links to offloaded state are known.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if isinstance(offload, Offload):
+        for place in sorted(set(offload.places.values())):
+            if machine.host_runs_ahead == (place == HOST):
+                machine.link_to_state(place, num_ranks)
 
 
 class _Step:

@@ -110,7 +110,7 @@ _READS = (
     "and tensors of a simulation have no values"
 )
 
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 # torch logs a traceback of exceptions that it also raises.
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -161,7 +161,7 @@ def as_simulation_error(phase: str) -> Iterator[None]:
             phase,
             _reason(error),
             _place(error.__traceback__),
-            needs_values=isinstance(error, _NEEDS_VALUES),
+            needs_values=isinstance(error, NEEDS_VALUES),
         ) from error
     finally:
         _TORCH_LOG.disabled = was_quiet

@@ -118,9 +118,10 @@ class Resources:
         self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
+        self._offloadings: dict[Offload, Offloading] = {}
         self.offloading: Offloading | None = None
-        if offload is not None and any(offload.moves(role, mesh.device) for role in ROLES):
-            self.offloading = Offloading(offload, self.memory, self.lanes.compute)
+        if offload is not None:
+            self.offloading = self.with_offload(offload).offloading
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
@@ -129,6 +130,17 @@ class Resources:
             return self
         other = copy(self)
         other.memory, other.pool, other.offloading = Memory(device), None, None
+        return other
+
+    def with_offload(self, offload: Offload) -> Resources:
+        """The same, for units whose shards lie where ``offload`` says."""
+        if not any(offload.moves(role, self.memory.device) for role in ROLES):
+            return self
+        other = copy(self)
+        if offload not in self._offloadings:
+            made = Offloading(offload, self.memory, self.lanes.compute)
+            self._offloadings[offload] = made
+        other.offloading = self._offloadings[offload]
         return other
 
     def take_tag(self) -> int:
@@ -207,7 +219,7 @@ def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: tor
                 raise ValueError(
                     f"offload.main_weights: expected main weights of {unit.label} that are no part "
                     "of compute weights on the device: the level optim_grads_params, or another "
-                    f"param_dtype; found {strategy} and {part.kind.dtypes}"
+                    f"param_dtype; found {strategy} with both in {part.kind.dtypes.main}"
                 )
 
 

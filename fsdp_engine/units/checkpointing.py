@@ -64,6 +64,22 @@ def checkpoint_units(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
+    blocks = find_blocks(model, units)
+    for module in blocks.values():
+        if not isinstance(vars(module).get("forward"), CheckpointedForward):
+            # What users have set themselves is run, too.
+            module.forward = CheckpointedForward(module, vars(module).get("forward"))
+    return tuple(blocks)
+
+
+def find_blocks(
+    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None
+) -> dict[str, nn.Module]:
+    """Returns the modules that :func:`checkpoint_units` checkpoints by name, in module order.
+
+    Args:
+        model, units: see there.
+    """
     chosen: dict[str, nn.Module] = {}
     for unit in find_units(model, units, collect_records(model)):
         loose = {id(module) for module in unit.loose}
@@ -75,14 +91,10 @@ def checkpoint_units(
         id(inner) for each in chosen.values() for inner in each.modules() if inner is not each
     }
     outermost = {name: module for name, module in chosen.items() if id(module) not in inside}
-    for module in outermost.values():
-        if not isinstance(vars(module).get("forward"), CheckpointedForward):
-            # What users have set themselves is run, too.
-            module.forward = CheckpointedForward(module, vars(module).get("forward"))
-    return tuple(sorted(outermost, key=lambda name: places[id(outermost[name])]))
+    return dict(sorted(outermost.items(), key=lambda item: places[id(item[1])]))
 
 
-class CheckpointedForward:
+class WrappedForward:
     """In place of a module's ``forward``. A copied or unpickled module has one of its own.
 
     Args:
@@ -96,7 +108,7 @@ class CheckpointedForward:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward without checkpointing."""
+        """The forward that it wraps."""
         if self._own is not None:
             return self._own
         forward: Callable[..., Any] = type(self._module).forward.__get__(self._module)
@@ -105,6 +117,10 @@ class CheckpointedForward:
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original)
+
+
+class CheckpointedForward(WrappedForward):
+    """A forward that backward runs again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

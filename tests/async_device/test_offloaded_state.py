@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
+from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.memory.home import HostHome
 from fsdp_engine.optim import offloaded_step
+from fsdp_engine.simulation import state_links
 from tests.async_device import device as on
 from tests.async_device.scene import (
     Job,
@@ -24,13 +27,14 @@ from tests.async_device.scene import (
     compare,
     differences,
     on_device,
+    random_delays,
     state_of,
     train,
     train_with,
 )
 from tests.models import Transformer, token_batch
 from tests.optim.optimizers import MAKERS, counting_chunks
-from tests.pairs import EVERY_PAIR
+from tests.pairs import EVERY_PAIR, PAIRS
 from tests.pool import Ranks, on_ranks
 
 LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -99,6 +103,31 @@ def test_state_is_pinned_on_the_host_and_a_step_does_not_wait_for_it(level: str)
 
 
 @on_ranks(1)
+def test_waits_of_compute_for_copies_of_state_are_measured() -> None:
+    model = Transformer(3)
+    engine = fe.shard(model.to(on.NAME), strategy="optim_grads_params", **dict(HOST))
+    optimizer = make_adamw(model.parameters())
+    assert set(engine.memory_bytes("host")) == {"optimizer"}
+    batch = on_device(token_batch(4, 0), engine.mesh.device)
+    model(*batch).backward()
+    optimizer.step()  # makes the state
+    optimizer.zero_grad()
+    model(*batch).backward()
+    with on.delays(copy=2e-2), engine.measure() as measured:
+        optimizer.step()
+    assert {each.phase for each in measured.waited} == {"step"}
+    units = {unit.label for unit in engine.units if unit.buffers}
+    for lane in ("state in", "state out"):
+        assert {each.unit for each in measured.waited if each.lane == lane} == units
+    assert {each.lane for each in measured.waited} == {"state in", "state out"}
+    assert sum(each.seconds for each in measured.waited) > 0
+    assert "state out" in str(measured)
+    del optimizer
+    gc.collect()
+    assert engine.memory_bytes("host") == {}
+
+
+@on_ranks(1)
 def test_state_that_a_constructor_makes_goes_home() -> None:
     model = Transformer(2).to(on.NAME)
     fe.shard(model, strategy="optim", min_unit_size=0, **dict(HOST))
@@ -114,7 +143,7 @@ def test_a_deleted_optimizer_waits_for_copies_into_its_memory() -> None:
     model = Transformer(2).to(on.NAME)
     engine = fe.shard(model, strategy="optim", min_unit_size=0, **dict(HOST))
     optimizer = make_adamw(model.parameters())
-    lane: Any = offloaded_step._OFFLOADS[next(model.parameters())][0].state_out
+    lane: Any = offloaded_step._OFFLOADS[next(model.parameters())].unit.offload.state_out
     batch = on_device(token_batch(4, 0), engine.mesh.device)
     with on.delays(copy=0.2):
         model(*batch).backward()
@@ -122,6 +151,137 @@ def test_a_deleted_optimizer_waits_for_copies_into_its_memory() -> None:
         assert not lane._target().query()
         del optimizer
         assert lane._target().query()
+
+
+# Main weights and gradients there, too.
+
+EVERYTHING = dict.fromkeys(("optimizer_state", "main_weights", "gradients"), "host")
+WEIGHTS = {**EVERYTHING, "optimizer_state": "device"}
+KINDS = {
+    "weights and gradients": fe.Offload(**WEIGHTS),
+    "everything": fe.Offload(**EVERYTHING),
+    "stepped there": fe.Offload(**EVERYTHING, step_on="host"),
+}
+BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FULL = ("optim_grads_params", "no_shard")
+# Pairs whose main weights are no part of compute weights.
+FP32_PAIRS = [FULL, ("optim_grads_params", "optim_grads_params")]
+BF16_PAIRS = [pair for pair in PAIRS if pair[0].startswith("optim_grads")]
+
+
+def everything(kind: str, pair: tuple[str, str], **options: Any) -> Job:
+    given = job(pair, sizes=(1, 2))
+    policy = {} if pair in FP32_PAIRS else {"mp_policy": BF16}
+    shard = {"offload": KINDS[kind], **policy, **options}
+    return dataclasses.replace(given, options=tuple(shard.items()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("inner", "outer"), BF16_PAIRS)
+@on_ranks(2)
+def test_weights_and_gradients_on_the_host_train_as_on_the_cpu(
+    inner: str, outer: str, kind: str
+) -> None:
+    for seed in range(2):
+        with counting_chunks() as counts:
+            assert not compare(everything(kind, (inner, outer)), seed=seed)
+        assert max(counts) == (0 if kind == "stepped there" else 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_microbatches_add_to_gradients_on_the_host(kind: str) -> None:
+    """The CPU adds in another order: compared with the device."""
+    given = dataclasses.replace(everything(kind, FULL), num_micro=3)
+    expected = train(dataclasses.replace(given, options=()), on.NAME)
+    with random_delays(1):
+        assert not differences(train(given, on.NAME), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_parameters_and_gradients_are_pinned_and_nothing_is_held(kind: str) -> None:
+    model = Transformer(3)
+    engine = fe.shard(model.to(on.NAME), min_unit_size=0, offload=KINDS[kind])
+    optimizer = make_adamw(model.parameters())
+    batch = on_device(token_batch(4, 0), engine.mesh.device)
+    for _ in range(2):
+        model(*batch).backward()
+        assert not engine.memory_bytes()
+        for param in model.parameters():
+            assert param.device.type == param.grad.device.type == "cpu"
+            assert param.local.is_pinned()
+            assert param.grad.local.is_pinned()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert set(engine.memory_bytes("host")) >= {"main", "grad"}
+    assert torch.isfinite(engine.clip_grad_norm_(1.0))
+
+
+@on_ranks(2)
+def test_what_users_do_to_parameters_on_the_host_is_ordered() -> None:
+    """Reads after steps, and changes while the device still gathers."""
+    results = []
+    for device_type in ("cpu", on.NAME):
+        torch.manual_seed(1)
+        given = everything("everything", FULL)
+        engine = given.shard(given.make_model(), device_type)
+        model: Any = engine.model
+        optimizer = make_adamw(model.parameters())
+        batch = on_device(token_batch(4, 0), engine.mesh.device)
+        found = []
+        with on.delays(copy=5e-3, compute=1e-3):
+            for number in range(3):
+                model(*batch).backward()
+                optimizer.step()
+                found += [param.detach().clone() for param in model.parameters()]
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    loss = model(*batch)
+                    for param in model.parameters():
+                        param.mul_(1.0 + number / 16)
+                found += [loss.cpu(), *(param.full_tensor() for param in model.parameters())]
+                model.load_state_dict(engine.full_state_dict())
+        results.append([getattr(each, "local", each).cpu() for each in found])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("offload", "level", "problem"),
+    [
+        ({"main_weights": "host"}, FULL[0], "offload.gradients: expected 'host', where main_w"),
+        ({"gradients": "host"}, FULL[0], "offload.gradients: expected 'device', where main_w"),
+        (
+            WEIGHTS,
+            "optim_grads",
+            "offload.main_weights: expected main weights of .* found .optim_grads, no_shard.",
+        ),
+        ({"main_weights": "disk", "folder": "/tmp"}, FULL[0], "expected 'host' for state of def"),
+    ],
+)
+@on_ranks(1)
+def test_places_that_cannot_be_are_refused(
+    offload: dict[str, str], level: str, problem: str
+) -> None:
+    model = Transformer(2).to(on.NAME)
+    with pytest.raises(ValueError, match=problem):
+        fe.shard(model, strategy=level, offload=fe.Offload(**offload))  # type: ignore[arg-type]
+    fe.shard(model)
+
+
+@pytest.mark.parametrize("left_out", ["bring", "take", "wait"])
+@on_ranks(1)
+def test_without_a_copy_or_a_wait_of_weights_training_is_wrong(left_out: str) -> None:
+    """The control of the others: they would notice."""
+    given = dataclasses.replace(everything("stepped there", FULL), sizes=(1,))
+    expected = train(given, "cpu")
+    with pytest.MonkeyPatch.context() as patch, on.delays(copy=2e-2):
+        if left_out == "wait":
+            patch.setattr(Offloading, "wait", lambda self: None)
+        else:
+            patch.setattr(HostHome, left_out, lambda self, *args: iter(()))
+        assert differences(train(given, on.NAME), expected)
 
 
 def prepare(level: str, device_type: str, seed: int = 1) -> tuple[fe.Engine, Any]:
@@ -192,3 +352,17 @@ def test_without_a_wait_or_a_copy_training_is_wrong(left_out: str) -> None:
         else:
             patch.setattr(HostHome, "take", lambda self, work: iter(()))
         assert differences(train(given, on.NAME), expected)
+
+
+@on_ranks(1)
+def test_the_link_to_the_host_is_measured() -> None:
+    device = torch.device(on.NAME, 0)
+    delay = 2e-3  # of each copy, also of a small one
+    with pytest.MonkeyPatch.context() as patch, on.delays(copy=delay):
+        patch.setattr(state_links, "_LARGE_ON_DEVICE", 2**20)
+        found = state_links.measure_host_link(device, 0.02, lambda value: value)
+    assert found.latency >= delay / 2
+    for rate in (found.into, found.out):
+        assert 0 < rate <= 2 * 2**20 / delay
+    assert found.both > 0
+    assert found.both <= found.into + found.out

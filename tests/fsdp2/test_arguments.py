@@ -30,10 +30,6 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any]]] = {
         ValueError,
         {"reshard_after_forward": True, "strategy": "optim"},
     ),
-    "offload_policy: .* offloading is not supported": (
-        NotImplementedError,
-        {"offload_policy": fsdp.CPUOffloadPolicy()},
-    ),
     "offload_policy: expected a torch": (TypeError, {"offload_policy": "cpu"}),
     "mp_policy: expected a torch": (TypeError, {"mp_policy": fe.MixedPrecisionPolicy()}),
     "strategy: expected one of": (ValueError, {"strategy": "zero3"}),

@@ -24,12 +24,14 @@ from fsdp_engine.simulation.calibrate import calibrate
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,
+    WIDTH,
     Model,
     assert_same,
     make_batches,
     make_model,
     make_sgd,
     process_group,
+    requested_bytes,
     train_sharded,
 )
 from tests.pool import Ranks
@@ -259,6 +261,34 @@ def test_optimizer_state_on_the_host_trains_as_on_the_device(mesh: DeviceMesh, l
         assert torch.equal(found[1][1][name], value), name
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_activations_on_the_host_train_as_on_the_device_in_less_memory(
+    mesh: DeviceMesh, level: str
+) -> None:
+    rows = 4096
+    # Inputs of the norm and of the three layers behind it, of which two are four times as wide.
+    saved_by_a_block = 10 * 4 * rows * WIDTH
+    found, peaks = [], []
+    for checkpointing in (False, fe.OffloadActivations(in_flight=0)):
+        model = make_model()
+        engine = fe.shard(
+            model, mesh=mesh, strategy=level, checkpointing=checkpointing, min_unit_size=0
+        )
+        optimizer = fe.shard_optimizer(make_sgd(model))
+        first, *rest = make_batches(4, rows)
+        losses = steps(model, optimizer, [first])
+        torch.cuda.reset_peak_memory_stats()
+        before = requested_bytes("current")
+        losses += steps(model, optimizer, rest)
+        peaks.append(requested_bytes("peak") - before)
+        found.append((losses, engine.full_state_dict()))
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(found[1][1][name], value), name
+    # Of four blocks one is held; a second one is a margin for workspaces of kernels.
+    assert peaks[1] <= peaks[0] - 2 * saved_by_a_block
+
+
 # Checkpoints.
 
 
@@ -317,6 +347,10 @@ def test_calibrate_measures_the_device_and_its_links(mesh: DeviceMesh) -> None:
     assert machine.processor.memory_bytes == torch.cuda.mem_get_info()[1]
     flops = machine.processor.matrix_flops
     assert flops[torch.bfloat16] > 1.5 * flops[torch.float32] > 0
+    link = machine.host_link
+    assert link is not None
+    for rate in (link.into, link.out, link.both):  # PCIe or NVLink-C2C
+        assert 1e9 < rate < 1e12
 
 
 # Programs.

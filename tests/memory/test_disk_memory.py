@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_engine.memory import disk_memory
-from fsdp_engine.memory.disk_memory import DiskBlock
+from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile
 
 PIECE = disk_memory._PIECE
 
@@ -43,9 +43,12 @@ def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def test_reads_return_what_was_written_also_through_the_mapping(
     size: int, access: str, tmp_path: Path
 ) -> None:
-    block = DiskBlock(size, tmp_path)
-    assert block.is_direct == (access == "direct")
+    file = DiskFile(tmp_path)
+    before, block, behind = (DiskBlock(each, file) for each in (5, size, 5))
+    assert file.is_direct == (access == "direct")
     assert not os.listdir(tmp_path)
+    before.bytes.fill_(3)
+    behind.bytes.fill_(4)
     found = torch.empty(size + 64, dtype=torch.uint8)[64:]
     block.read(found.fill_(1))
     assert not found.any()
@@ -58,11 +61,15 @@ def test_reads_return_what_was_written_also_through_the_mapping(
         block.bytes.add_(1)
         block.read(found)
         assert torch.equal(found, content + 1), number
+        block.read(found[size // 2 :], size // 2)
+        assert torch.equal(found, content + 1), number
     assert block.bytes.numel() == size
+    assert before.bytes.eq(3).all()
+    assert behind.bytes.eq(4).all()
 
 
 def test_a_block_of_no_bytes_reads_and_writes_nothing(tmp_path: Path) -> None:
-    block = DiskBlock(0, tmp_path)
+    block = DiskBlock(0, DiskFile(tmp_path))
     block.write(block.bytes)
     block.read(block.bytes)
     assert not block.bytes.numel()
@@ -71,7 +78,7 @@ def test_a_block_of_no_bytes_reads_and_writes_nothing(tmp_path: Path) -> None:
 def test_a_short_write_is_an_error(
     access: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = DiskBlock(PIECE, tmp_path)
+    block = DiskBlock(PIECE, DiskFile(tmp_path))
     monkeypatch.setattr(os, "pwritev", lambda *args: 4096)
     with pytest.raises(OSError, match=rf"expected to write {PIECE} bytes at 0; found 4096"):
         block.write(torch.zeros(PIECE, dtype=torch.uint8))
@@ -79,7 +86,7 @@ def test_a_short_write_is_an_error(
 
 def test_files_are_closed_with_their_block(access: str, tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
-    block = DiskBlock(4096, tmp_path)
+    block = DiskBlock(4096, DiskFile(tmp_path))
     assert len(os.listdir("/proc/self/fd")) > len(before)
     del block
     assert os.listdir("/proc/self/fd") == before

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_engine.memory.allocator import Ledger
+from fsdp_engine.memory.allocator import TransientStorage
 from fsdp_engine.optim import offloaded_step
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -66,16 +66,20 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def counting_chunks() -> Iterator[list[int]]:
-    """How many chunks were on the device after each change of the ledger."""
+    """How many chunks were on the device after each change."""
     counts = [0]
-    add = Ledger.add
 
-    def counted(self: Ledger, role: str, num_bytes: int) -> None:
-        add(self, role, num_bytes)
-        if role == offloaded_step.ROLE and num_bytes:
-            counts.append(counts[-1] + (1 if num_bytes > 0 else -1))
+    def counted(method: Callable[[TransientStorage], None]) -> Callable[[TransientStorage], None]:
+        def call(self: TransientStorage) -> None:
+            before = self.filled
+            method(self)
+            if self._role == offloaded_step.ROLE and self.num_bytes and before != self.filled:
+                counts.append(counts[-1] + self.filled - before)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ledger, "add", counted)
+        for name in ("fill", "drain"):
+            patch.setattr(TransientStorage, name, counted(getattr(TransientStorage, name)))
         yield counts
     assert counts[-1] == 0

@@ -229,6 +229,21 @@ def test_sizes_optimizer_and_loss_may_be_named(folder: Path) -> None:
     assert {row[5] for row in table} == {"0"}  # SGD has no state
 
 
+def test_state_on_the_host_is_shown_with_its_bytes(folder: Path) -> None:
+    output = run(f"{COUNTING} --offload host --recompute off --save plan.json")
+    table = cells(output)
+    assert {row[2] for row in table} == {"optimizer state on the host"}
+    assert "optimizer state on the host: " in output
+    assert "Each node keeps" in output
+    planning = fe.StrategyPlan.load(folder / "plan.json")
+    assert planning.best["offload"] == fe.Offload(optimizer_state="host")
+    estimates = run("plan --elements 8e9 --world 64 --dtype bf16 --offload host")
+    kept = cells(run("plan --elements 8e9 --world 64 --dtype bf16 --offload none"))
+    for row, before in zip(cells(estimates), kept, strict=True):
+        assert row[-1] == before[3]
+    assert cells(estimates)[0][3] == "3.7 GiB"  # of two units of 32
+
+
 def test_a_config_of_transformers_needs_no_code(folder: Path) -> None:
     (folder / "llama").mkdir()
     (folder / "llama" / "config.json").write_text(json.dumps(LLAMA))
@@ -289,6 +304,10 @@ BAD: list[tuple[str, str]] = [
             ("--formulas --trace a.json", "--trace: expected without --formulas"),
             ("--formulas --recompute on", "--recompute: expected without --formulas"),
             ("--machine binary.json", "binary.json: expected a machine as"),
+            ("--offload disk", "--offload-folder: expected with --offload disk; found"),
+            ("--offload-folder .", "expected with --offload disk; found --offload auto with it"),
+            ("--offload disk --offload-folder .", "expected 'host' for state of an accelerator"),
+            ("--offload tape", "Invalid value for '--offload'"),
         )
     ),
     ("--world 8 --elements 1 --machine a100", "--machine: expected with --batch; found without"),
@@ -304,6 +323,12 @@ BAD: list[tuple[str, str]] = [
         "min_unit_size: expected 0 or more elements",
     ),
 ]
+
+
+def test_a_folder_that_cannot_be_measured_is_an_error(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", "machine.json", "--folder", "nowhere"])
+    assert result.exit_code == 2
+    assert "--folder: expected a folder that can be written; found" in result.output
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)

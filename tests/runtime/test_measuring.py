@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm import lanes
-from fsdp_engine.comm.lanes import LANES, name_of_wait
+from fsdp_engine.comm.lanes import LANES, STATE_LANES, name_of_wait
+from fsdp_engine.memory.disk_memory import DiskBlock
 from fsdp_engine.runtime.reports import Measurement
 from tests.models import DIM, Mlp, Regression, vector_batch
 from tests.pool import on_few_ranks, on_ranks
@@ -278,3 +280,44 @@ def calls_of(action: Callable[[], None]) -> Counter[tuple[str, str]]:
     finally:
         sys.setprofile(None)
     return calls
+
+
+@on_ranks(2)
+def test_waits_for_a_slow_disk_are_those_of_the_state_lanes() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        offload = fe.Offload(optimizer_state="disk", folder=folder)
+        _, engine, step = sharded("optim_grads_params", offload=offload)
+        step()
+        units = {unit.label for unit in engine.units if unit.buffers}
+        held = engine.memory_bytes("disk")["optimizer"]
+        numel = sum(param.to_local().numel() for param in engine.model.parameters())
+        assert 8 * numel <= held < 8 * numel + 1024 * len(units)
+        assert f"On the disk: optimizer {held / 2**10:.1f} KiB" in str(engine.describe())
+        assert engine.memory_bytes("host") == {}
+        read = DiskBlock.read
+
+        def read_late(self: DiskBlock, target: torch.Tensor, start: int) -> None:
+            time.sleep(LATE_SECONDS / 4)
+            read(self, target, start)
+
+        with pytest.MonkeyPatch.context() as patch, engine.measure() as measured:
+            patch.setattr(DiskBlock, "read", read_late)
+            step()
+        by_unit = measured.by_unit()
+        for lane in STATE_LANES:
+            assert {unit for unit, lanes in by_unit.items() if lane in lanes} == units
+        assert sum(each["state in"] for each in by_unit.values()) > 0
+        assert {each.lane for each in measured.waited} <= {*LANES[1:], *STATE_LANES}
+        assert {e.phase for e in measured.waited if e.lane in STATE_LANES} == {"step"}
+        text = str(engine.describe())
+        assert "for communication and copies of state" in text
+        assert "state in" in text
+        assert not any(lane.meters for lane in (*engine._lanes.all, *engine._offloadings[0].lanes))
+
+
+@on_ranks(1)
+def test_memory_of_an_unknown_place_is_an_error() -> None:
+    engine = fe.shard(Stack(), min_unit_size=0)
+    assert engine.memory_bytes("device") == engine.memory_bytes()
+    with pytest.raises(ValueError, match=r"place: expected one of .*'host'.*; found 'tape'"):
+        engine.memory_bytes("tape")

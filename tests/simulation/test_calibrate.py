@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,10 +19,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import fsdp_engine as fe
+from fsdp_engine.memory import disk_memory
 from fsdp_engine.simulation import calibrate as calibrate_module
 from fsdp_engine.simulation import kernels as kernels_module
+from fsdp_engine.simulation import state_links
+from fsdp_engine.simulation.copies import CopyQueues, Direction
 from fsdp_engine.simulation.kernels import Kernels
-from fsdp_engine.simulation.machine import Link, Machine, Processor
+from fsdp_engine.simulation.machine import Link, Machine, Processor, TwoWayLink
 from tests.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -119,8 +124,12 @@ def few(function: Any) -> Any:
 @on_ranks(4)
 @few
 def test_ranks_measure_together_and_nodes_apart() -> None:
-    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
-        machine = fe.simulation.calibrate.calibrate(seconds=0.02)
+    with (
+        patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}),
+        patch.object(state_links, "_LARGE_ON_DISK", 2**20),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        machine = fe.simulation.calibrate.calibrate(seconds=0.02, folder=folder)
     everybody: list[Any] = [None] * 4
     dist.all_gather_object(everybody, machine)
     assert everybody == [machine] * 4
@@ -140,11 +149,66 @@ def test_ranks_measure_together_and_nodes_apart() -> None:
         assert 1e6 < link.bandwidth < 1e12
         assert 0 <= link.latency < 1
         assert 0 < link.processor_share <= 1
+    assert machine.host_link is None  # of a device
+    assert machine.disk is not None
+    for rate in (machine.disk.into, machine.disk.out, machine.disk.both):
+        assert 1e5 < rate < 1e12
+    assert 0 < machine.disk.latency < 1
     with (
         patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "3"}),
         pytest.raises(ValueError, match="same number of ranks on each node; found 4 ranks, 3"),
     ):
         fe.simulation.calibrate.calibrate(seconds=0.02)
+
+
+def test_two_ranks_that_are_started_measure_the_given_folder(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    def spawn(function: Any, arguments: tuple[Any, ...], num_ranks: int) -> None:
+        given.append(arguments)
+        machine_of(HOST).save(Path(arguments[-1]))
+
+    with patch.object(calibrate_module.mp, "spawn", spawn):
+        calibrate_module.calibrate(folder=tmp_path)
+    assert given[0][-2] == tmp_path
+
+
+def test_both_directions_are_measured_as_they_are_simulated() -> None:
+    # Copies that begin together end as the clock says, for the figures that are found for them.
+    for link in (
+        TwoWayLink(10.0, 10.0, 12.0, 0.5),
+        TwoWayLink(10.0, 4.0, 14.0, 0.5),
+        TwoWayLink(6.0, 9.0, 6.0, 0.5),
+    ):
+        alone = [
+            CopyQueues(link).add(way, 0.0, 90.0).end - link.latency
+            for way in (Direction.INTO, Direction.OUT)
+        ]
+        queues = CopyQueues(link)
+        ends = [queues.add(way, 0.0, 90.0) for way in (Direction.INTO, Direction.OUT)]
+        both = max(each.end for each in ends) - link.latency
+        found = state_links.link_of(90, alone[0], alone[1], both, link.latency)
+        assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(link))
+
+
+def test_a_slow_disk_is_measured_as_slow(tmp_path: Path) -> None:
+    rates = {"read": 8e6, "write": 4e6}
+
+    def slow(name: str) -> Any:
+        call = getattr(disk_memory.DiskBlock, name)
+
+        def late(self: Any, tensor: torch.Tensor) -> None:
+            call(self, tensor)
+            time.sleep(tensor.nbytes / rates[name])
+
+        return patch.object(disk_memory.DiskBlock, name, late)
+
+    with slow("read"), slow("write"), patch.object(state_links, "_LARGE_ON_DISK", 2**18):
+        found = state_links.measure_disk(tmp_path, 0.02, lambda value: value)
+    # At least half of a copy's time is attributed to its bytes.
+    assert 0 < found.into <= 2 * rates["read"]
+    assert 0 < found.out <= 2 * rates["write"]
+    assert 0 < found.both <= found.into + found.out
 
 
 @few

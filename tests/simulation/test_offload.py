@@ -1,0 +1,302 @@
+"""Offloaded state in simulations: seconds, bytes and memory against formulas by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.comm.lanes import STATE_LANES
+from fsdp_engine.simulation.clock import Clock, SimulatedLane
+from fsdp_engine.simulation.copies import CopyQueues, Direction
+from fsdp_engine.simulation.machine import Link, Machine, Processor, TwoWayLink
+from tests.pool import Ranks
+
+F32 = torch.float32
+HOST = fe.Offload(optimizer_state="host")
+DISK = fe.Offload(optimizer_state="disk", folder="/no/such/folder")
+WIDTH, BLOCKS, RANKS = 256, 5, 4
+# Of AdamW's state of a block on a rank.
+CHUNK = 8 * WIDTH * WIDTH // RANKS
+ALONE, BOTH = 1e6, 1.5e6
+
+
+def machine(**changes: Any) -> Machine:
+    """Only copies of state take time."""
+    free = Link(math.inf, 0.0)
+    made = Machine(
+        "a machine that only copies",
+        Processor({F32: math.inf}, math.inf, 1e12),
+        free,
+        free,
+        ranks_per_node=8,
+        host_link=TwoWayLink(ALONE, ALONE, BOTH),
+        disk=TwoWayLink(2 * ALONE, ALONE, BOTH),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+class Blocks(nn.Sequential):
+    """Linears without bias, a unit each."""
+
+    def __init__(self, num: int = BLOCKS) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(num)))
+
+
+def simulated(where: Machine, offload: fe.Offload | None, **options: Any) -> fe.Simulation:
+    batch = torch.zeros(2, WIDTH)
+    given = {"min_unit_size": 0, "offload": offload, "batch": batch, **options}
+    return fe.simulate(Blocks, RANKS, machine=where, **given)
+
+
+def test_a_step_takes_its_copies_of_which_two_overlap() -> None:
+    found = simulated(machine(), HOST)
+    # The first chunk in and the last one out are alone; in between one returns while the next but
+    # one comes. The second comes after the first, while that one returns.
+    shared = CHUNK / (BOTH / 2)
+    expected = 2 * CHUNK / ALONE + (BLOCKS - 1) * shared
+    assert found.seconds == pytest.approx(expected)
+    assert found.copied_bytes == dict.fromkeys(STATE_LANES, BLOCKS * CHUNK)
+    assert found.elsewhere == {"host": BLOCKS * CHUNK}
+    assert found.exposed_seconds == pytest.approx(expected)
+    assert set(found.exposed_by_lane) == set(STATE_LANES)
+    assert {each.phase for each in found.exposed} == {"step"}
+    busy = found.message_seconds
+    assert busy["state in"] == pytest.approx(CHUNK / ALONE + (BLOCKS - 1) * shared)
+    assert busy["state out"] == pytest.approx(CHUNK / ALONE + (BLOCKS - 1) * shared)
+    bound = found.machine.link_to_state("host", RANKS).least_seconds(*found.copied_bytes.values())
+    assert bound == pytest.approx(BLOCKS * shared)
+    names = {event["name"] for event in found.trace()["traceEvents"]}
+    assert names >= {"bring 0", "return 4", "state in of 0", "state out of 4"}
+    assert "host        " in str(found)
+    assert "state out" in str(found)
+
+
+def test_without_offload_nothing_is_copied() -> None:
+    for offload in (None, fe.Offload()):
+        found = simulated(machine(host_link=None, disk=None), offload)
+        assert found.seconds == 0
+        assert (found.copied_bytes, found.elsewhere) == ({}, {})
+        assert found.memory["optimizer"] >= BLOCKS * CHUNK
+
+
+def test_the_step_of_a_chunk_takes_28_bytes_of_each_element_beside_a_copy() -> None:
+    stepping = 0.3 * CHUNK / ALONE
+    elements = CHUNK / 8
+    processor = Processor({F32: math.inf}, 28 * elements / stepping, 1e12)
+    there = simulated(machine(processor=processor), HOST)
+    here = simulated(machine(processor=processor), None)
+    spans = [each for each in here.spans if each.label == "_fused_adamw_"]
+    steps = sum(each.end - each.start for each in spans)
+    assert steps == pytest.approx(BLOCKS * stepping, rel=1e-4)
+    # While a chunk is stepped the next one comes alone, then both are busy until it has come, then
+    # the stepped one returns alone, as much later as its step took.
+    shared = (CHUNK - stepping * ALONE) / (BOTH / 2)
+    chunk = stepping + shared + stepping
+    expected = CHUNK / ALONE + (BLOCKS - 1) * chunk + stepping + CHUNK / ALONE
+    assert there.seconds == pytest.approx(here.seconds - steps + expected, rel=1e-4)
+
+
+def test_a_foreach_step_takes_the_bytes_that_it_reads_and_writes() -> None:
+    bandwidth = 1e9
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, foreach=True)
+
+    where = machine(processor=Processor({F32: math.inf}, bandwidth, 1e12))
+    found = simulated(where, None, optimizer=sgd)
+    (span,) = (each for each in found.spans if each.label == "_foreach_add_")
+    elements = BLOCKS * CHUNK / 8
+    assert span.end - span.start == pytest.approx(3 * 4 * elements / bandwidth)
+
+
+def test_ranks_of_a_node_share_its_memory() -> None:
+    shared = machine(host_memory_bandwidth=RANKS * ALONE / 2)
+    link = shared.link_to_state("host", RANKS)
+    assert link == TwoWayLink(ALONE / 2, ALONE / 2, ALONE / 2)
+    assert shared.link_to_state("host", 1) == shared.host_link
+    found = simulated(shared, HOST)
+    assert found.seconds == pytest.approx(2 * BLOCKS * CHUNK / (ALONE / 2))
+
+
+def test_a_disk_is_read_and_written_beside_a_host_that_computes() -> None:
+    found = simulated(machine(host_runs_ahead=False), DISK)
+    shared = BOTH / (3 * ALONE)
+    both_in, both_out = 2 * ALONE * shared, ALONE * shared
+    first = CHUNK / (2 * ALONE)
+    # While one is written the next is read, in less time; then it is written alone.
+    overlap = CHUNK / both_in
+    rest = (CHUNK - overlap * both_out) / ALONE
+    expected = first + (BLOCKS - 1) * (overlap + rest) + CHUNK / ALONE
+    assert found.seconds == pytest.approx(expected)
+    assert found.elsewhere == {"disk": BLOCKS * CHUNK}
+    assert set(found.exposed_by_lane) == set(STATE_LANES)
+
+
+def test_the_device_holds_two_chunks_of_state_at_most() -> None:
+    def peak(offload: fe.Offload | None) -> dict[str, int]:
+        # An identity loss without activations to speak of: the peak is in the step.
+        return simulated(machine(), offload, batch=torch.zeros(1, WIDTH)).memory
+
+    kept, offloaded = peak(None), peak(HOST)
+    assert kept["optimizer"] >= BLOCKS * CHUNK
+    assert offloaded["optimizer"] <= 2 * CHUNK + 64 * BLOCKS
+    assert offloaded["weights"] == kept["weights"]
+
+
+def peak_of_a_real_run(level: str) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        offload = fe.Offload(optimizer_state="disk", folder=folder)
+        model = Blocks()
+        engine = fe.shard(model, strategy=level, offload=offload, min_unit_size=0)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        fe.shard_optimizer(optimizer)
+        for _ in range(2):
+            engine.peak_memory_bytes(reset=True)
+            model(torch.ones(1, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = engine.peak_memory_bytes()
+        return {"chunks": peak["optimizer"], "disk": engine.memory_bytes("disk")["optimizer"]}
+
+
+@pytest.mark.parametrize(("level", "size"), [("no_shard", 1), ("no_shard", 2)])
+def test_simulated_memory_of_chunks_is_the_ledger_of_a_real_run(
+    ranks: Ranks, level: str, size: int
+) -> None:
+    # A level that has its peak in the step.
+    (real, *_) = ranks.run(peak_of_a_real_run, level, world_size=size)
+    found = fe.simulate(
+        Blocks,
+        size,
+        batch=torch.ones(1, WIDTH),
+        machine=machine(host_runs_ahead=False),
+        strategy=level,
+        offload=DISK,
+        min_unit_size=0,
+    )
+    counters = 4 * BLOCKS  # how often each parameter was stepped
+    assert found.memory["optimizer"] - counters == real["chunks"]
+    assert found.elsewhere["disk"] == real["disk"]
+
+
+def test_a_disk_is_refused_for_a_device() -> None:
+    with pytest.raises(ValueError, match=r"optimizer_state: expected 'host'.*accelerator"):
+        simulated(machine(), DISK)
+
+
+@pytest.mark.parametrize(("place", "field"), [(HOST, "host_link"), (DISK, "disk")])
+def test_a_machine_without_figures_of_the_link_is_an_error(place: fe.Offload, field: str) -> None:
+    where = machine(host_link=None, disk=None, host_runs_ahead=place is HOST)
+    with pytest.raises(ValueError, match=rf"machine: expected {field}.*calibrate"):
+        simulated(where, place)
+
+
+def test_two_directions_share_what_both_reach_together() -> None:
+    queues = CopyQueues(TwoWayLink(10.0, 10.0, 12.0, latency=1.0))
+    into = queues.add(Direction.INTO, 0.0, 100.0)
+    assert (into.start, into.end) == (0.0, 11.0)
+    out = queues.add(Direction.OUT, 5.0, 60.0)  # from 6 on; 50 of 100 have come
+    assert (out.start, out.end) == pytest.approx((5.0, 15.0 + 1 / 3))
+    assert into.end == pytest.approx(6.0 + 50 / 6)
+    behind = queues.add(Direction.INTO, 0.0, 10.0)
+    assert behind.start == pytest.approx(into.end)
+    # Bytes of `out` alone from the end of `into` on, for one second of latency.
+    left = 60.0 - 6.0 * (into.end - 6.0) - 10.0
+    assert left == pytest.approx(0.0)
+    assert behind.end == pytest.approx(into.end + 2.0)
+    queues.forget(20.0)
+    assert queues.add(Direction.INTO, 20.0, 10.0).end == pytest.approx(22.0)
+
+
+def test_links_without_a_limit_take_the_latency_alone() -> None:
+    queues = CopyQueues(TwoWayLink(math.inf, math.inf, math.inf, latency=0.5))
+    assert queues.add(Direction.INTO, 0.0, 100.0).end == 0.5
+    assert queues.add(Direction.OUT, 0.25, 100.0).end == 0.75
+    assert queues.add(Direction.INTO, 0.0, 0.0).end == 1.0
+
+
+def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None:
+    clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
+    into, out = clock.make_state_lanes(torch.device("cpu"))
+
+    def submit(lane: SimulatedLane, direction: Direction) -> Any:
+        def copy() -> Any:
+            clock.copy("host", direction, 100.0)
+            yield from ()
+
+        return lane.submit("bring one", copy)
+
+    first = submit(into, Direction.INTO)
+    assert first.time == pytest.approx(10.0)
+    second = submit(out, Direction.OUT)
+    assert (first.time, second.time) == pytest.approx((20.0, 20.0))
+    clock.lanes["compute"].wait(first)
+    assert clock.finish() == pytest.approx(20.0)
+    assert [(each.lane, each.seconds) for each in clock.exposed] == [("state in", 20.0)]
+    assert [(each.start, each.end) for each in clock.spans] == [(0.0, 20.0), (0.0, 20.0)]
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad", "RMSprop"])
+def test_any_elementwise_optimizer_is_simulated(name: str) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        found: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=0.1, **options)
+        return found
+
+    bytes_of = {"Adam": 8, "SGD": 4, "Adagrad": 4, "RMSprop": 4}[name]
+    found = simulated(machine(), HOST, optimizer=make)
+    assert found.elsewhere == {"host": bytes_of * BLOCKS * WIDTH * WIDTH // RANKS}
+    assert found.copied_bytes["state in"] == found.elsewhere["host"]
+
+
+def test_an_optimizer_that_reads_values_is_an_error_that_says_so() -> None:
+    with pytest.raises(fe.SimulationError, match=r"the optimizer's step failed.*reads a value"):
+        simulated(machine(), HOST, optimizer=torch.optim.ASGD)
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_every_level_copies_its_slice(level: str) -> None:
+    found = simulated(machine(), HOST, strategy=level, mesh=(2, 2), outer_strategy="no_shard")
+    share = 1 if level == "no_shard" else 2
+    assert found.elsewhere == {"host": 8 * BLOCKS * WIDTH * WIDTH // share}
+
+
+def test_machines_with_links_to_state_are_saved_and_those_without_are_read(tmp_path: Any) -> None:
+    path = tmp_path / "machine.json"
+    for where in (machine(host_memory_bandwidth=1e9), machine(disk=None), fe.H100):
+        where.save(path)
+        assert Machine.load(path) == where
+    content = json.loads(path.read_text())
+    for field in ("host_link", "disk", "host_memory_bandwidth"):
+        del content[field]
+    path.write_text(json.dumps(content))
+    assert Machine.load(path).host_link is None
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ((0.0, 1.0, 1.0), "into: expected a number larger than 0"),
+        ((1.0, -1.0, 1.0), "out: expected a number larger than 0"),
+        ((1.0, 1.0, 3.0), "both: expected at most the sum"),
+        ((1.0, 1.0, 1.0, -1.0), "latency: expected 0 or a larger number"),
+    ],
+)
+def test_links_that_cannot_be_are_errors(figures: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TwoWayLink(*figures)
+
+
+def test_machine_fields_are_checked() -> None:
+    with pytest.raises(ValueError, match="disk: expected a TwoWayLink or None; found 3"):
+        machine(disk=3)
+    with pytest.raises(ValueError, match="host_memory_bandwidth: expected a number larger"):
+        machine(host_memory_bandwidth=0)
