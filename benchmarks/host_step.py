@@ -92,7 +92,7 @@ def share_state(optimizer: Any, params: list[Any], states: list[dict[str, Any]])
         optimizer.state[param] = {**state, "step": step}
 
 
-def all_steps(num_elements: float) -> tuple[dict[str, Callable[[], object]], int, Any]:
+def all_steps(num_elements: float) -> tuple[dict[str, Any], int, Any]:
     """The step of each optimizer, over the same memory; the number of elements; the model."""
     model, _ = build(num_elements)
     params: list[Any] = list(model.parameters())
@@ -113,7 +113,7 @@ def all_steps(num_elements: float) -> tuple[dict[str, Callable[[], object]], int
     for one, slice_, state in zip(each, slices, plain_states, strict=True):
         share_state(one, [slice_], [state])
 
-    steps: dict[str, Callable[[], object]] = {
+    steps: dict[str, Any] = {
         OURS: ours.step,
         OURS_DEFAULT: default.step,
         PLAIN: plain.step,
@@ -128,10 +128,10 @@ def all_steps(num_elements: float) -> tuple[dict[str, Callable[[], object]], int
     return steps, sum(slice_.numel() for slice_ in slices), model
 
 
-def streams() -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
+def streams() -> tuple[dict[str, Any], dict[str, int]]:
     """Operations that only move bytes, and how many they move."""
     a, b, c = (torch.ones(STREAM_ELEMENTS) for _ in range(3))
-    steps: dict[str, Callable[[], object]] = {
+    steps: dict[str, Any] = {
         "copy": lambda: a.copy_(b),
         "triad": lambda: torch.add(b, c, alpha=1.5, out=a),
         "scale in place": lambda: c.mul_(1.0),

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -44,16 +45,20 @@ SHARE = 0.85
 HEAD = 64  # width of an attention head
 
 
+def offloaded_roles() -> set[str]:
+    """Those of the roles that this release can offload."""
+    return {field.name for field in dataclasses.fields(fe.Offload)} & ROLE_BYTES.keys()
+
+
 def offload(folder: Path) -> fe.Offload:
     """Everything that can lie on disk does."""
-    fields = {field.name for field in dataclasses.fields(fe.Offload)}
-    return fe.Offload(folder=folder, **dict.fromkeys(fields & ROLE_BYTES.keys(), "disk"))
+    places: dict[str, Any] = dict.fromkeys(offloaded_roles(), "disk")
+    return fe.Offload(folder=folder, **places)
 
 
 def bytes_on_disk(num_elements: int) -> int:
     """Of a model's state, as the above has it."""
-    fields = {field.name for field in dataclasses.fields(fe.Offload)}
-    return num_elements * sum(ROLE_BYTES[role] for role in fields & ROLE_BYTES.keys())
+    return num_elements * sum(ROLE_BYTES[role] for role in offloaded_roles())
 
 
 class PeakMemory:
@@ -194,9 +199,9 @@ def largest(memory: int, disk: int, folder: Path, sequence_length: int, data: Pa
 def describe(job: Job, memory: int) -> str:
     """The model, and where its bytes are."""
     config, count = job.config, job.num_elements
-    fields = {field.name for field in dataclasses.fields(fe.Offload)}
+    on_disk = offloaded_roles()
     places = [
-        f"  {role}: {size * count / GIB:.2f} GiB {'on disk' if role in fields else 'in memory'}"
+        f"  {role}: {size * count / GIB:.2f} GiB {'on disk' if role in on_disk else 'in memory'}"
         for role, size in ROLE_BYTES.items()
     ]
     total = sum(ROLE_BYTES.values()) * count

@@ -829,8 +829,8 @@ class OffloadedStep:
                 found = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
                 raise ValueError(
                     f"optimizer: expected state in tensors of the parameter's shape or of one "
-                    f"element, or in numbers, since it lies elsewhere between steps (offload.optimizer_state); "
-                    f"found {key!r} of {found} after a step of {type(optimizer).__name__} on a "
+                    "element, or in numbers, since it lies elsewhere between steps "
+                    f"(offload.optimizer_state); found {key!r} of {found} after a step of {type(optimizer).__name__} on a "
                     f"parameter of shape {_TRIAL_SHAPE}"
                 )
         return {

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
+from tests.pool import Ranks
 from tests.programs import optimizer_catalogue as catalogue
 from tests.programs.packages import TORCHTITAN
 
