@@ -830,8 +830,8 @@ class OffloadedStep:
                 raise ValueError(
                     f"optimizer: expected state in tensors of the parameter's shape or of one "
                     "element, or in numbers, since it lies elsewhere between steps "
-                    f"(offload.optimizer_state); found {key!r} of {found} after a step of {type(optimizer).__name__} on a "
-                    f"parameter of shape {_TRIAL_SHAPE}"
+                    f"(offload.optimizer_state); found {key!r} of {found} after a step of "
+                    f"{type(optimizer).__name__} on a parameter of shape {_TRIAL_SHAPE}"
                 )
         return {
             key: value.dtype
