@@ -19,9 +19,10 @@ kernel with the first use::
 torchao's ``CPUOffloadOptimizer`` asserts an accelerator. On its host it calls a fused AdamW for
 each parameter: that is measured.
 
-*ranks*: 1 to 8 ranks share ``RANKS_ELEMENTS`` at level 3. Each rank has one thread, as torchrun
-sets it, or as many as there are cores, as torch does without torchrun; state is in memory or on
-disk. Seconds are until the last rank has stepped.
+*ranks*: 1 to 8 ranks share ``RANKS_ELEMENTS`` at level 3, with AdamW's fused or default step and
+state in memory or on disk. Each rank has one thread, as torchrun sets it; or as many as there are
+cores, by ``OMP_NUM_THREADS``; or as many as the engine leaves where no number is set. Seconds are
+until the last rank has stepped. Each section takes some minutes.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ BYTES_HELD = 16
 BYTES_MOVED = 28
 LIMIT = 1.15
 RANKS = (1, 2, 4, 8)
-RANKS_ELEMENTS = 100e6
+RANKS_ELEMENTS = 20e6
 STREAM_ELEMENTS = 64 << 20  # of each of three arrays
 OURS, OURS_DEFAULT = "engine, fused", "engine, default"
 PLAIN, PLAIN_EACH = "torch, fused", "torch, fused, one optimizer for each parameter"
 DEEPSPEED = "DeepSpeedCPUAdam"
-IN_MEMORY, ON_DISK = "in memory", "on disk"
-ONE_THREAD, ALL_CORES = "one thread", "all cores"
+IN_MEMORY, DEFAULT, ON_DISK = "fused, in memory", "default, in memory", "fused, on disk"
+ONE_THREAD, ALL_CORES, SHARED = "one thread", "all cores", "set by the engine"
 
 
 def build(num_elements: float, offload: fe.Offload | None = None) -> tuple[nn.Module, fe.Engine]:
@@ -91,7 +92,7 @@ def share_state(optimizer: Any, params: list[Any], states: list[dict[str, Any]])
         optimizer.state[param] = {**state, "step": step}
 
 
-def all_steps(num_elements: float) -> tuple[dict[str, Callable[[], Any]], int, Any]:
+def all_steps(num_elements: float) -> tuple[dict[str, Any], int, Any]:
     """The step of each optimizer, over the same memory; the number of elements; the model."""
     model, _ = build(num_elements)
     params: list[Any] = list(model.parameters())
@@ -112,7 +113,7 @@ def all_steps(num_elements: float) -> tuple[dict[str, Callable[[], Any]], int, A
     for one, slice_, state in zip(each, slices, plain_states, strict=True):
         share_state(one, [slice_], [state])
 
-    steps: dict[str, Callable[[], Any]] = {
+    steps: dict[str, Any] = {
         OURS: ours.step,
         OURS_DEFAULT: default.step,
         PLAIN: plain.step,
@@ -127,10 +128,10 @@ def all_steps(num_elements: float) -> tuple[dict[str, Callable[[], Any]], int, A
     return steps, sum(slice_.numel() for slice_ in slices), model
 
 
-def streams() -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
+def streams() -> tuple[dict[str, Any], dict[str, int]]:
     """Operations that only move bytes, and how many they move."""
     a, b, c = (torch.ones(STREAM_ELEMENTS) for _ in range(3))
-    steps: dict[str, Callable[[], Any]] = {
+    steps: dict[str, Any] = {
         "copy": lambda: a.copy_(b),
         "triad": lambda: torch.add(b, c, alpha=1.5, out=a),
         "scale in place": lambda: c.mul_(1.0),
@@ -174,9 +175,10 @@ def rank_times(rounds: int, folder: str) -> dict[str, list[float]]:
     steps: dict[str, Callable[[], None]] = {}
     kept = []
     disk = fe.Offload(optimizer_state="disk", folder=folder)
-    for name, offload in ((IN_MEMORY, None), (ON_DISK, disk)):
+    for name, offload in ((IN_MEMORY, None), (DEFAULT, None), (ON_DISK, disk)):
         model, _ = build(RANKS_ELEMENTS, offload)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+        fused = True if name != DEFAULT else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
         fe.shard_optimizer(optimizer)
         kept.append(model)
 
@@ -185,26 +187,30 @@ def rank_times(rounds: int, folder: str) -> dict[str, list[float]]:
             dist.barrier()
 
         steps[name] = step
-    return harness.interleave(steps, rounds)
+    return harness.interleave(steps, rounds, warmup=1)
 
 
 @contextmanager
-def omp_threads(num_threads: int) -> Iterator[None]:
+def omp_threads(num_threads: int | None) -> Iterator[None]:
     """Every OpenMP runtime of processes that start within has so many threads."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    before = os.environ.pop("OMP_NUM_THREADS", None)
+    if num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
         yield
     finally:
-        del os.environ["OMP_NUM_THREADS"]
+        os.environ.pop("OMP_NUM_THREADS", None)
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def in_ranks(num_ranks: int, num_threads: int, function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function`` returns on rank 0, with so many threads on each rank."""
+def in_ranks(
+    num_ranks: int, num_threads: int | None, function: Callable[..., Any], *args: Any
+) -> Any:
+    """What ``function`` returns on rank 0, with so many threads on each rank; None: no number is
+    set, and torch takes all cores."""
     with omp_threads(num_threads):
-        set_up = partial(use_threads, num_threads)
+        set_up = partial(use_threads, num_threads or os.cpu_count() or 1)
         return harness.run_ranks(function, num_ranks, *args, set_up=set_up)
 
 
@@ -228,10 +234,10 @@ def show(results: dict[str, Any]) -> None:
     if found := results.get("ranks"):
         rows = [
             [state, threads, *(harness.show_ratio(found[threads][str(n)][state]) for n in RANKS)]
-            for state in (IN_MEMORY, ON_DISK)
-            for threads in (ONE_THREAD, ALL_CORES)
+            for state in (IN_MEMORY, DEFAULT, ON_DISK)
+            for threads in (ONE_THREAD, ALL_CORES, SHARED)
         ]
-        columns = ["state", "of a rank", *(f"{n} ranks" for n in RANKS)]
+        columns = ["AdamW, state", "threads of a rank", *(f"{n} ranks" for n in RANKS)]
         harness.print_table(f"{RANKS_ELEMENTS / 1e6:.0f}M elements, seconds", columns, rows)
 
 
@@ -261,6 +267,7 @@ def main() -> None:
     if "ranks" in options.sections:
         cores = os.cpu_count() or 1
         results["ranks"] = {
+            "elements": RANKS_ELEMENTS,
             "load before": os.getloadavg()[0],
             **{
                 name: {
@@ -272,7 +279,7 @@ def main() -> None:
                     }
                     for n in RANKS
                 }
-                for name, threads in ((ONE_THREAD, 1), (ALL_CORES, cores))
+                for name, threads in ((ONE_THREAD, 1), (ALL_CORES, cores), (SHARED, None))
             },
         }
     show(results)

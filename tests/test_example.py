@@ -7,6 +7,7 @@ import json
 import math
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 import corpus
 import plots
 import progress
+import train_largest
 from corpus import BatchPlan
 from curve import Curve, HeldOutRecord, StepRecord, memory_in_use
 from gpt import GPT, GPTConfig
@@ -416,6 +418,60 @@ def train(folder: Path, out: str, num_ranks: int, *arguments: str) -> dict[str, 
 
 def losses(run: dict[str, Any]) -> list[float]:
     return [record["loss"] for record in run["steps"]]
+
+
+class TestLargest:
+    def test_the_width_follows_the_memory(self) -> None:
+        widths = [train_largest.width_for(memory << 20) for memory in (1, 200, 2000, 20000, 10**7)]
+        assert widths == [64, 256, 512, 2048, 4096]
+        for memory in (200, 2000, 20000):
+            width = train_largest.width_for(memory << 20)
+            four_blocks = 4 * 12 * width**2 * sum(train_largest.ROLE_BYTES.values())
+            assert four_blocks <= (memory << 20) / 4 < 4 * four_blocks
+
+    def test_the_description_has_the_bytes_of_each_role(self, tmp_path: Path) -> None:
+        job = train_largest.Job(train_largest.config_of(64, 2, 16), tmp_path, 1)
+        with torch.device("meta"):
+            count = sum(param.numel() for param in GPT(job.config).parameters())
+        text = train_largest.describe(job, memory=8 * count)
+        assert f"GPT of {count:,} parameters: 2 blocks of width 64" in text
+        assert "optimizer_state: 0.00 GiB on disk" in text
+        assert "2.00 times the memory" in text
+        assert train_largest.bytes_on_disk(count) == count * sum(
+            size
+            for role, size in train_largest.ROLE_BYTES.items()
+            if getattr(train_largest.offload(tmp_path), role) == "disk"
+        )
+
+    @pytest.mark.thorough
+    def test_a_model_with_more_bytes_than_the_memory_trains(
+        self, texts: Path, tmp_path: Path
+    ) -> None:
+        printed = train_the_largest(texts, tmp_path, "--memory", "0.2", "--disk", "0.5")
+        found = re.search(r"together ([\d.]+) GiB, ([\d.]+) times the memory", printed)
+        assert found is not None, printed
+        assert float(found[2]) > 1.5
+        first, *_, last = map(float, re.findall(r"loss ([\d.]+)", printed))
+        assert last < first - 0.5
+        peak = re.search(r"at most ([\d.]+) GiB in memory, of 0.200", printed)
+        assert peak is not None, printed
+        assert float(peak[1]) < 0.2
+
+    @pytest.mark.thorough
+    def test_too_little_memory_is_an_error(self, texts: Path, tmp_path: Path) -> None:
+        with pytest.raises(subprocess.CalledProcessError) as caught:
+            train_the_largest(texts, tmp_path, "--memory", "0.001")
+        assert re.search(r"--memory: expected at least \d+ bytes in memory", caught.value.stderr)
+
+
+def train_the_largest(texts: Path, folder: Path, *arguments: str) -> str:
+    """What the example prints."""
+    command = [sys.executable, str(ROOT / "examples" / "train_largest.py")]
+    command += ["--data", str(texts / "texts"), "--folder", str(folder), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=300
+    ).stdout
 
 
 @pytest.mark.thorough

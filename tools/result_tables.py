@@ -311,6 +311,61 @@ def local_checkpoints() -> str:
     return with_machine(table(["seconds", "`/dev/shm`", "disk"], rows) + note, "local_checkpoints")
 
 
+def host_step() -> str:
+    """Steps in the memory of a CPU beside its bandwidth."""
+    found = results("host_step")["step"]
+    steps = list(dict.fromkeys(name for each in found.values() for name in each["of the bound"]))
+    rows = [
+        [
+            name,
+            *(
+                spread(each[key][name]) if name in each["of the bound"] else "-"
+                for each in found.values()
+                for key in ("seconds", "of the bound")
+            ),
+        ]
+        for name in steps
+    ]
+    columns = [""]
+    for threads in found:
+        plural = "thread" if threads == "1" else "threads"
+        columns += [f"seconds, {threads} {plural}", "x the bound"]
+    worst = max(each["of the bound"]["engine, fused"]["median"] for each in found.values())
+    rates = "; ".join(
+        ", ".join(f"{name} {rate['median']:.0f}" for name, rate in each["GB/s"].items())
+        for each in found.values()
+    )
+    count = next(iter(found.values()))["elements"]
+    loads = ", ".join(f"{each['load before']:.1f}" for each in found.values())
+    note = (
+        f"\n\nAdamW on {count / 1e6:.0f}M fp32 elements in 100 matrices, one rank, level 3; all "
+        "on the same memory. The bound is 28 bytes of an element over the largest bandwidth: GB/s "
+        f"are {rates}. Engine, fused: {worst:.2f}, {against(worst, 1.15)}. torchao's "
+        "`CPUOffloadOptimizer` needs an accelerator; on its host it calls one fused AdamW for each "
+        f"parameter. Load before: {loads}."
+    )
+    return with_machine(table(columns, rows) + note, "host_step")
+
+
+def host_threads() -> str:
+    """Steps of several ranks on the cores of one host, by threads of a rank."""
+    found = results("host_step")["ranks"]
+    ways = [name for name, value in found.items() if isinstance(value, dict)]
+    counts = list(found[ways[0]])
+    rows = [
+        [state, way, *(spread(found[way][count][state], 3) for count in counts)]
+        for state in found[ways[0]][counts[0]]
+        for way in ways
+    ]
+    columns = ["AdamW, state", "threads of a rank"]
+    columns += [f"{count} rank{'s' * (count != '1')}" for count in counts]
+    note = (
+        f"\n\nSeconds until the last rank has stepped; {found['elements'] / 1e6:.0f}M elements of "
+        f"all ranks, level 3. Load before: {found['load before']:.1f}."
+    )
+    return with_machine(table(columns, rows) + note, "host_step")
+
+
 def offload_rates() -> str:
     """Rates of a disk by way of access, of which ``DiskBlock`` takes one each."""
     found = results("offload")["rates"]
@@ -1190,6 +1245,8 @@ TABLES: tuple[Callable[[], str], ...] = (
     nan_check,
     uneven_batches,
     local_checkpoints,
+    host_step,
+    host_threads,
     offload_rates,
     offload_step,
     offload_memory,

@@ -6,7 +6,7 @@ A *chunk* is the memory on the device of all that lies elsewhere of a unit's par
 state, and of the shards of main weights and of gradients of the unit's buffers. Each of these is
 copied from a *home*, pinned host memory or a range of a file. The home of state is made with the
 optimizer, those of shards with their buffers. Which tensors a state has, and their dtypes, is known
-from two trial steps on a parameter of three zeros with the hyperparameters of each group.
+from two trial steps on a parameter of 4,099 zeros with the hyperparameters of each group.
 
 The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
 hyperparameters. The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow
@@ -60,8 +60,9 @@ ROLE = "optimizer"
 STATE = "optimizer_state"
 # State tensors begin at multiples of so many bytes.
 _ALIGNMENT = 64
-# An unusual shape: state of it is state of each element.
-_TRIAL_SHAPE = (3,)
+# An unusual shape: state of it is state of each element. It has more elements than the vectors that
+# some optimizers exempt from quantisation (4096).
+_TRIAL_SHAPE = (4099,)
 
 
 def _slice_within(value: Tensor) -> Tensor:
@@ -657,6 +658,11 @@ class OffloadedStep:
             del state[key]
         for key, value in found.items():
             if key in work and isinstance(value, Tensor):
+                if value.dtype != work[key].dtype:
+                    raise RuntimeError(
+                        f"offload.optimizer_state: expected the state {key!r} in "
+                        f"{work[key].dtype}, which a trial step has; found {value.dtype}"
+                    )
                 if value is not work[key]:
                     work[key].copy_(value)
                 value = kept[key]
@@ -822,13 +828,14 @@ class OffloadedStep:
             ) from error
         for key, value in states[param].items():
             is_tensor = isinstance(value, Tensor)
-            if value.ndim and value.shape != _TRIAL_SHAPE if is_tensor else not _is_plain(value):
+            is_odd = value.numel() != 1 and value.shape != _TRIAL_SHAPE if is_tensor else False
+            if is_odd or not (is_tensor or _is_plain(value)):
                 found = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
                 raise ValueError(
-                    f"optimizer: expected state in tensors of the parameter's shape or of (), or "
-                    f"in numbers, since it lies elsewhere between steps (offload.optimizer_state); "
-                    f"found {key!r} of {found} after a step of {type(optimizer).__name__} on a "
-                    f"parameter of shape {_TRIAL_SHAPE}"
+                    f"optimizer: expected state in tensors of the parameter's shape or of one "
+                    "element, or in numbers, since it lies elsewhere between steps "
+                    f"(offload.optimizer_state); found {key!r} of {found} after a step of "
+                    f"{type(optimizer).__name__} on a parameter of shape {_TRIAL_SHAPE}"
                 )
         return {
             key: value.dtype

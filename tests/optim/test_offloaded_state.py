@@ -229,6 +229,30 @@ def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(
         fe.shard_optimizer(Keeping(model.parameters(), state), elementwise=True)
 
 
+class Rounding(torch.optim.SGD):
+    """Rounds its state after two steps."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.num_steps += 1
+        for param in self.param_groups[0]["params"]:
+            if self.num_steps > 2:
+                self.state[param]["momentum_buffer"] = self.state[param]["momentum_buffer"].half()
+
+
+def test_state_that_a_later_step_makes_in_another_dtype_is_an_error(tmp_path: Path) -> None:
+    model = Transformer()
+    engine = fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
+    optimizer = Rounding(model.parameters(), lr=0.1, momentum=0.9)
+    fe.shard_optimizer(optimizer, elementwise=True)
+    for number in (0, 1):
+        step(model, engine, optimizer, number)
+    with pytest.raises(RuntimeError, match=r"'momentum_buffer' in torch.float32.*torch.float16"):
+        step(model, engine, optimizer, 3)
+
+
 class Remembering(torch.optim.Optimizer):
     """Sets the state of a parameter that has none, and keeps some of no parameter."""
 
