@@ -492,10 +492,10 @@ def offload_memory() -> str:
     note = (
         f"\n\nA rank of two, above its memory before the model is built: GPT of "
         f"{elements / 1e6:.0f}M parameters, level 3, fp32. Weights, gradients and state take "
-        f"{needs / MIB:,.0f} MiB of a rank, {found['factor']:.2f} times the cap (`RLIMIT_DATA`; the "
-        f"goal is 3{'' if found['factor'] >= 3 else ', **missed**'}). The peak of the engine's "
-        f"ledger is {ledger / MIB:,.0f} MiB; activations, stacks of threads and buffers of gloo are "
-        "not booked in it. "
+        f"{needs / MIB:,.0f} MiB of a rank, {found['factor']:.2f} times the cap (`RLIMIT_DATA`; "
+        f"the goal is 3{'' if found['factor'] >= 3 else ', **missed**'}). The peak of the engine's "
+        f"ledger is {ledger / MIB:,.0f} MiB; activations, stacks of threads and buffers of gloo "
+        "are not booked in it. "
         "glibc's `MALLOC_MMAP_THRESHOLD_` is 1 MiB."
     )
     return with_machine(table(columns, rows) + note, "offload")

@@ -21,8 +21,9 @@ A closure is called once, before the first.
     state out            o0      o1      o2      o3
 
 Weights return with the state; gradients do not. The host waits for the last copies of weights,
-since users read parameters at their homes. The memory of a chunk on the device comes from the allocator as it comes in, and goes when it is
-written back: chunk k + 1 is allocated when chunk k - 1 is gone, so there are never more than two.
+since users read parameters at their homes. The memory of a chunk on the device comes from the
+allocator as it comes in, and goes when it is written back: chunk k + 1 is allocated when chunk
+k - 1 is gone, so there are never more than two.
 
 Between steps ``optimizer.state`` holds FlatDTensors over homes: checkpoints read and write these.
 Values that are replaced, by loading or by the user, are noticed by identity, and copied home with

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.accelerator import is_accelerator
@@ -47,7 +47,7 @@ from fsdp_engine.units.initial_values import (
     broadcast_buffers,
     decide,
 )
-from fsdp_engine.units.installing import watch_reads
+from fsdp_engine.units.installing import install_where_complete, watch_reads
 from fsdp_engine.units.materialize import ModuleTree, materialize, materialize_buffers
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
 
@@ -249,6 +249,7 @@ def build_units(
     device = communicators.data.mesh.device
     units: list[list[ParamAndGradBuffer]] = []
     tree = ModuleTree(plan.root) if plan.on_meta else None
+    built: dict[tuple[int, str], Tensor] = {}
     for index, planned in enumerate(plan.units):
         if tree is not None:
             records = [
@@ -264,6 +265,7 @@ def build_units(
             except Exception as caught:
                 error = error or caught
         units.append(build_unit(planned, communicators, resources, start))
+        install_where_complete(units[-1], built)
     root = plan.root
     has_values = not start.whole or communicators.data.mesh.is_first
     try:
@@ -322,7 +324,6 @@ def build_unit(
     for buffer in buffers:
         for record in buffer.records:
             _OWNED.update(module for module, _ in record.owners)
-            # The user's own tensor goes now, so that one unit at a time is held twice.
             del record.param
     return buffers
 

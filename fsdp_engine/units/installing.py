@@ -44,6 +44,28 @@ def install_into(
         list_flat_weights(module)
 
 
+def install_where_complete(
+    buffers: Sequence[ParamAndGradBuffer], built: dict[tuple[int, str], Tensor]
+) -> None:
+    """Put the sharded parameters of a unit that was built into the modules, in place of full ones,
+    so that one unit at a time is held twice. A module of which another unit has parameters that
+    have no values yet keeps full ones: it will give itself values once more.
+
+    Args:
+        buffers: of the unit.
+        built: sharded parameters of units before, by module and attribute; those of this one are
+            added.
+    """
+    for buffer in buffers:
+        for record, sharded in zip(buffer.records, buffer.sharded_params, strict=True):
+            built.update({(id(owner), attribute): sharded for owner, attribute in record.owners})
+    for module in holders(buffers):
+        tensors: dict[str, Any] = module._parameters
+        if not any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
+            for name in tensors:
+                tensors[name] = built.get((id(module), name), tensors[name])
+
+
 class WatchedParameters(dict[str, Any]):
     """A module's parameters, of which some may be read without a call of the module.
 

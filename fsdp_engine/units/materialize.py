@@ -339,7 +339,9 @@ InitWeights = Callable[[nn.Module], Any] | None
 
 def _reset_module(module: nn.Module, names: list[str], init_weights: InitWeights) -> None:
     own = {**module._parameters, **module._buffers}
-    floats = {name: t for name in names if (t := own[name]) is not None and t.is_floating_point()}
+    # A parameter that another unit has may still be on the meta device.
+    real = {name: t for name in names if (t := own[name]) is not None and not t.is_meta}
+    floats = {name: tensor for name, tensor in real.items() if tensor.is_floating_point()}
     for tensor in floats.values():
         tensor.fill_(torch.nan)
     reset = getattr(module, "reset_parameters", None)
