@@ -40,7 +40,7 @@ GIB = 2**30
 # Bytes of an element: fp32, and AdamW's two moments.
 ROLE_BYTES = {"main_weights": 4, "gradients": 4, "optimizer_state": 8}
 PROBES = (4, 24)  # blocks
-# Of what is free, and of the memory that may be used: runs differ by some percent.
+# Of the free space, and of the memory that may be used: runs differ by some percent.
 SHARE = 0.85
 HEAD = 64  # width of an attention head
 
@@ -90,7 +90,7 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """A model to train for some steps.
 
     Attributes:
         config: of the model.
@@ -216,8 +216,8 @@ def describe(job: Job, memory: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--memory", type=float, help="GiB (default: what is free)")
-    parser.add_argument("--disk", type=float, help="GiB (default: what is free in the folder)")
+    parser.add_argument("--memory", type=float, help="GiB (default: all that is free)")
+    parser.add_argument("--disk", type=float, help="GiB (default: all free space of the folder)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sequence-length", type=int, default=128)
