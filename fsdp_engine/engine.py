@@ -137,21 +137,28 @@ class Engine:
             lambda: self._scheduler.is_at_rest,
             self._reductions.wait,
             self._reductions.are_reduced,
+            self._offload_state,
         ).watch(model)
         for unit in self.units:
             hook_recomputation(self._scheduler, unit)
             hook_gradients(self._scheduler, unit)
             hook_delayed_gradients(self._scheduler, unit)
         self.offload = offload if offload is not None else Offload()
-        if offloading is not None and not offloading.steps_on_host:
-            for unit in self.units:
-                offload_state(offloading, unit.label, [each.offloaded for each in unit.trainable])
+        self._offloading = offloading
+        for unit in self.units:
+            self._offload_state(unit)
         self._activations = activations
         self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
         add_step_listener(self)
+
+    def _offload_state(self, unit: Unit) -> None:
+        """Optimizers step ``unit`` from where its state lies now."""
+        offloading = self._offloading
+        if offloading is not None and not offloading.steps_on_host:
+            offload_state(offloading, unit.label, [each.offloaded for each in unit.trainable])
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:

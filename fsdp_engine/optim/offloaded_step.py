@@ -211,6 +211,7 @@ class _Chunk:
         unit: see the argument.
         slots: the parameters.
         slices: of those that are sharded.
+        dtypes: see the argument.
         members: by number of a param group, its parameters that are stepped with this chunk.
         kept: views of home by slot and key, as ``optimizer.state`` has them.
         work: the same on the device.
@@ -224,6 +225,7 @@ class _Chunk:
         homes: Homes | None,
     ) -> None:
         self.unit = unit
+        self.dtypes = list(dtypes)
         self._offload = offload = unit.offload
         self._moves_state = homes is not None
         self._pieces: list[_Piece] = []
@@ -726,14 +728,15 @@ class OffloadedStep:
                 params, dtypes = by_unit[registered.unit]
                 params.append(param)
                 dtypes.append(trials.get(param.dtype, {}) if param.ndim else {})
+        numbers = {chunk.unit: number for number, chunk in enumerate(self._chunks)}
         for unit in sorted(by_unit, key=_number):
-            chunk = _Chunk(unit, *by_unit[unit], self._homes)
-            self._chunks.append(chunk)
-            self._slot_of |= {
-                id(slot.param): (chunk, place) for place, slot in enumerate(chunk.slots)
-            }
-            for slot, kept in zip(chunk.slots, chunk.kept, strict=True):
-                self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
+            params, dtypes = by_unit[unit]
+            number = numbers.get(unit, len(self._chunks))
+            # Two chunks of one home would each return what the other has stepped.
+            for chunk in self._chunks[number : number + 1]:
+                params = [*(slot.param for slot in chunk.slots), *params]
+                dtypes = [*chunk.dtypes, *dtypes]
+            self._make_chunk(optimizer, number, unit, params, dtypes)
         if not self._chunks:  # parameters without an offload are stepped with the last one
             self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._homes))
         self._assign_members()
@@ -744,21 +747,31 @@ class OffloadedStep:
         for number, chunk in enumerate(self._chunks):
             dtypes = [
                 {
-                    key: getattr(optimizer.state.get(slot.param, {}).get(key), "dtype", home.dtype)
-                    for key, home in kept.items()
+                    key: getattr(optimizer.state.get(slot.param, {}).get(key), "dtype", dtype)
+                    for key, dtype in known.items()
                 }
-                for slot, kept in zip(chunk.slots, chunk.kept, strict=True)
+                for slot, known in zip(chunk.slots, chunk.dtypes, strict=True)
             ]
-            if dtypes == [{key: home.dtype for key, home in kept.items()} for kept in chunk.kept]:
-                continue
-            self._offload.wait()
-            self._chunks[number] = new = _Chunk(
-                chunk.unit, [slot.param for slot in chunk.slots], dtypes, self._homes
-            )
-            for place, (slot, kept) in enumerate(zip(new.slots, new.kept, strict=True)):
-                self._slot_of[id(slot.param)] = new, place
-                self._send_home(optimizer.state, slot, kept)
-            self._assign_members()
+            if dtypes != chunk.dtypes:
+                params = [slot.param for slot in chunk.slots]
+                self._make_chunk(optimizer, number, chunk.unit, params, dtypes)
+                self._assign_members()
+
+    def _make_chunk(
+        self,
+        optimizer: Any,
+        number: int,
+        unit: _Unit,
+        params: Sequence[Tensor],
+        dtypes: Sequence[dict[Any, torch.dtype]],
+    ) -> None:
+        """Make the chunk of that number, or make it anew; state that there is goes home."""
+        self._offload.wait()
+        chunk = _Chunk(unit, params, dtypes, self._homes)
+        self._chunks[number : number + 1] = [chunk]
+        for place, (slot, kept) in enumerate(zip(chunk.slots, chunk.kept, strict=True)):
+            self._slot_of[id(slot.param)] = chunk, place
+            self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
 
     def _assign_members(self) -> None:
         """Set which parameters of a group are stepped with which chunk."""

@@ -66,6 +66,7 @@ class Conversions:
         wait: on return no communication is pending.
         are_reduced: whether the published gradients of a unit are reduced; None: some are
             accumulated that are not.
+        converted: called with each unit that was converted.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Conversions:
         is_at_rest: Callable[[], bool],
         wait: Callable[[], None],
         are_reduced: Callable[[Unit], bool | None],
+        converted: Callable[[Unit], object],
     ) -> None:
         self._units = units
         self._communicators = communicators
@@ -83,6 +85,7 @@ class Conversions:
         self._is_at_rest = is_at_rest
         self._wait = wait
         self._are_reduced = are_reduced
+        self._converted = converted
         self._is_running = False
 
     def watch(self, model: nn.Module) -> None:
@@ -125,6 +128,7 @@ class Conversions:
             unit.release()
             for buffer, kind, codec in found:
                 buffer.convert(kind, codec, are_reduced=bool(self._are_reduced(unit)))
+            self._converted(unit)
 
     def _check_rest(self) -> None:
         found = ""

@@ -243,6 +243,44 @@ def test_frozen_units_and_those_of_two_optimizers_train_as_in_memory(tmp_path: P
     assert_same(found[1], found[0])
 
 
+def convert(model: Any) -> Any:
+    model.blocks[0].double()
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def add_parameters_later(model: Any) -> Any:
+    params = list(model.parameters())
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(params[:3], lr=1e-2))
+    model(*token_batch(4, 9)).backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": params[5:]})
+    return optimizer
+
+
+@pytest.mark.parametrize("roles", COMBINATIONS, ids="+".join)
+@pytest.mark.parametrize("begin", [convert, add_parameters_later])
+def test_parameters_change_before_they_are_trained(
+    begin: Callable[[Any], Any], roles: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path, roles)):
+        torch.manual_seed(0)
+        model = Transformer()
+        model.blocks[0].register_forward_hook(lambda *args: args[2].float())
+        model.blocks[0].register_forward_pre_hook(
+            lambda module, args: args[0].to(module.up.weight.dtype)
+        )
+        engine = fe.shard(model, offload=offload, min_unit_size=0)
+        optimizer = fe.shard_optimizer(begin(model))
+        for number in range(3):
+            model(*token_batch(4, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [(key, "", each) for key, each in engine.full_state_dict().items()]
+        found.append([*weights, *values(optimizer)])
+    assert_same(found[1], found[0])
+
+
 def test_fp8_weights_are_encoded_from_the_disk(tmp_path: Path) -> None:
     for level in ("optim_grads", "optim_grads_params"):
         roles = all_roles(level)
