@@ -158,7 +158,12 @@ class Engine:
         """Optimizers step ``unit`` from where its state lies now."""
         offloading = self._offloading
         if offloading is not None and not offloading.steps_on_host:
-            offload_state(offloading, unit.label, [each.offloaded for each in unit.trainable])
+            sizes = [
+                sum(each.weights.main.tensor.numel() for each in u.trainable) for u in self.units
+            ]
+            mean = sum(sizes) // max(sum(map(bool, sizes)), 1)
+            buffers = [each.offloaded for each in unit.trainable]
+            offload_state(offloading, unit.label, buffers, mean)
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:

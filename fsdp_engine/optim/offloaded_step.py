@@ -97,18 +97,29 @@ _OFFLOADS: MutableMapping[Tensor, _Registered] = WeakIdKeyDictionary()
 _NUMBERS = count()
 
 
-def offload_state(offload: Offloading, name: str, buffers: Sequence[OffloadedBuffer]) -> None:
+def offload_state(
+    offload: Offloading, name: str, buffers: Sequence[OffloadedBuffer], num_elements: int
+) -> None:
     """Optimizers step the parameters of these buffers, a unit, with what ``offload`` brings.
+
+    Copies of the first and of the last chunk hide behind nothing, so a large unit (an embedding and
+    a head) becomes several chunks, of whole parameters. Shards at one home are one chunk.
 
     Args:
         offload: of the engine.
         name: of the unit, for people.
         buffers: those that are trainable.
+        num_elements: of a rank's slices, at most in a chunk of several parameters.
     """
-    unit = _Unit(offload, name, next(_NUMBERS))
+    is_divided = not any(buffer.main or buffer.gradients for buffer in buffers)
+    unit, size = _Unit(offload, name, next(_NUMBERS)), 0
     for buffer in buffers:
         of_param = buffer._replace(params=())  # whose keys are weak
         for param in buffer.params:
+            numel = _slice_within(param).numel()
+            if is_divided and size and size + numel > num_elements:
+                unit, size = _Unit(offload, name, next(_NUMBERS)), 0
+            size += numel
             _OFFLOADS[param] = _Registered(unit, of_param)
 
 
