@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fsdp_engine.comm.lanes import STATE_LANES
+from fsdp_engine.comm.lanes import COPY_IN, STATE_LANES
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
@@ -214,8 +214,11 @@ class Outcome:
     ) -> Outcome:
         """The result of a simulation, without its timeline."""
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
+        offload = candidate.offload
+        brings_weights = offload is not None and "main_weights" in offload.places
+        copying = (*STATE_LANES, *(COPY_IN,) * brings_weights)
         for lane, seconds in found.exposed_by_lane.items():
-            what = STATE if lane in STATE_LANES else axis_of(lane)
+            what = STATE if lane in copying else axis_of(lane)
             exposed[what] = exposed.get(what, 0.0) + seconds
         return cls(
             candidate,
