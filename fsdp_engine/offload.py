@@ -81,16 +81,9 @@ class Offload:
             ValueError: no file can be made in the folder; an accelerator's state would go to a
                 disk; or gradients are not sharded.
         """
-        if self.gradients != DEVICE and not shards_gradients:
-            raise ValueError(
-                "offload.gradients: expected 'device', or the inner level optim_grads or "
-                f"optim_grads_params; found {self.gradients!r} with gradients that are not sharded"
-            )
-        if _computes_elsewhere(device) and (self.main_weights == HOST) != (self.gradients == HOST):
-            raise ValueError(
-                f"offload.gradients: expected {self.main_weights!r}, where main_weights lie, since "
-                f"torch wants a parameter and its .grad on one device; found {self.gradients!r}"
-            )
+        self.check_levels(shards_gradients=shards_gradients)
+        if _computes_elsewhere(device):
+            self.check_pair()
         if DISK not in self.places.values():
             return
         if _computes_elsewhere(device):
@@ -106,6 +99,33 @@ class Offload:
         if not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK | os.X_OK)):
             raise ValueError(
                 f"offload.folder: expected a folder that can be written; found {self.folder}"
+            )
+
+    def check_levels(self, *, shards_gradients: bool) -> None:
+        """Whether it can be had at a level.
+
+        Args:
+            shards_gradients: whether the inner level does.
+
+        Raises:
+            ValueError: gradients are not sharded.
+        """
+        if self.gradients != DEVICE and not shards_gradients:
+            raise ValueError(
+                "offload.gradients: expected 'device', or the inner level optim_grads or "
+                f"optim_grads_params; found {self.gradients!r} with gradients that are not sharded"
+            )
+
+    def check_pair(self) -> None:
+        """Whether an accelerator's weights and gradients lie at one place.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if (self.main_weights == HOST) != (self.gradients == HOST):
+            raise ValueError(
+                f"offload.gradients: expected {self.main_weights!r}, where main_weights lie, since "
+                f"torch wants a parameter and its .grad on one device; found {self.gradients!r}"
             )
 
     def moves(self, role: str, device: torch.device) -> bool:

@@ -17,6 +17,9 @@ Worked example, 8e9 elements in 32 units on 64 ranks, bf16 with fp32 main weight
 AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and temporarily the bf16 weights of two
 units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
 
+Offloaded state is counted as on an accelerator: at its homes, and on the device as chunks of two
+units in the step, as what is reduced before it goes home, and as what is encoded for a gather.
+
 ``buffers/weights.py`` and ``gradients.py`` determine which tensors a buffer has at rest and
 temporarily; ``scheduler.py`` and ``reductions.py`` determine how many temporary ones exist at a
 time. This file counts the same bytes without allocating; ``tests/planner/test_estimates.py``
@@ -26,6 +29,7 @@ compares both.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,11 +37,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fsdp_engine.buffers.weights import can_leave_device
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
-from fsdp_engine.offload import Offload
+from fsdp_engine.offload import HOST, Offload
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
 from fsdp_engine.simulation.simulation_error import check_callable, check_count, check_type, listed
@@ -67,11 +72,13 @@ class Footprint:
         buffer: the buffer.
         strategy: the levels.
         sizes: ranks on each axis.
+        offload: says where its state lies.
     """
 
     buffer: BufferPlan
     strategy: Strategy
     sizes: AxisSizes
+    offload: Offload
 
     def held(self, role: Role) -> int:
         """Elements of ``role`` at rest."""
@@ -85,10 +92,63 @@ class Footprint:
         return self.strategy.depth(Role.PARAM) > 0
 
     @property
+    def _main_leaves(self) -> bool:
+        """Whether main weights lie elsewhere."""
+        leaves = "main_weights" in self.offload.places
+        return leaves and can_leave_device(self.strategy, self.buffer.codec)
+
+    @property
+    def _grads_leave(self) -> bool:
+        return self.buffer.trainable and "gradients" in self.offload.places
+
+    @property
+    def _is_cast_by_host(self) -> bool:
+        """Whether compute weights lie elsewhere, beside main weights."""
+        codec = self.buffer.codec
+        encodes = codec.is_identity or codec.encodes_once or codec.decodes
+        refreshes = self.strategy.depth(Role.OPTIM) > self.strategy.depth(Role.PARAM)
+        is_on_host = self._main_leaves and self.offload.main_weights == HOST
+        return is_on_host and not encodes and not refreshes
+
+    @property
+    def _main_bytes(self) -> int:
+        return self.held(Role.OPTIM) * self.buffer.dtypes.main.itemsize
+
+    @property
+    def elsewhere(self) -> dict[str, int]:
+        """Bytes of weights and gradients at homes, by place."""
+        places, found = self.offload.places, Counter[str]()
+        if self._main_leaves:
+            found[places["main_weights"]] += self._main_bytes
+            if self._is_cast_by_host:
+                wire = self.held(Role.PARAM) * self.buffer.codec.wire_dtype.itemsize
+                found[places["main_weights"]] += wire
+        if self._grads_leave:
+            found[places["gradients"]] += self._reduced_bytes
+        return dict(found)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of weights and gradients that come from homes to the device to be stepped."""
+        if not self.buffer.trainable or self.offload.step_on == HOST:
+            return 0
+        dtypes = self.buffer.dtypes
+        grads = self.held(Role.OPTIM) * dtypes.optim_grad.itemsize
+        return self._main_bytes * self._main_leaves + grads * self._grads_leave
+
+    @property
+    def brought_bytes(self) -> int:
+        """Main weights from homes, while they are encoded for a gather."""
+        brings = self._main_leaves and not self.buffer.codec.is_identity
+        return self._main_bytes if brings and not self._is_cast_by_host else 0
+
+    @property
     def weight_bytes(self) -> int:
         """Main weights and persistent compute weights, at rest."""
         codec, dtypes = self.buffer.codec, self.buffer.dtypes
-        total = 0 if codec.is_identity else self.held(Role.OPTIM) * dtypes.main.itemsize
+        if self._main_leaves and codec.is_identity:
+            return 0
+        total = 0 if codec.is_identity or self._main_leaves else self._main_bytes
         if codec.decodes and not self._reshards:
             return total + self.buffer.layout.numel * dtypes.compute.itemsize
         refreshes = self.strategy.depth(Role.OPTIM) > self.strategy.depth(Role.PARAM)
@@ -109,8 +169,11 @@ class Footprint:
     @property
     def grad_bytes(self) -> int:
         """Gradients at rest."""
-        if not self.buffer.trainable:
-            return 0
+        return self._reduced_bytes if self.buffer.trainable and not self._grads_leave else 0
+
+    @property
+    def _reduced_bytes(self) -> int:
+        """Accumulated gradients, and the optimizer's shard in another dtype."""
         dtypes = self.buffer.dtypes
         kept = self.held(Role.GRAD) * dtypes.main_grad.itemsize
         if dtypes.optim_grad != dtypes.main_grad:
@@ -126,7 +189,8 @@ class Footprint:
 
     @property
     def staging_bytes(self) -> int:
-        """Full gradients in flight, and the converted copy for the last reduction."""
+        """Full gradients in flight, the converted copy for the last reduction, and the result that
+        goes home."""
         if not self.buffer.trainable:
             return 0
         dtypes, depth = self.buffer.dtypes, self.strategy.depth(Role.GRAD)
@@ -134,7 +198,7 @@ class Footprint:
         reduces_last = any(self.sizes[axis] > 1 for axis in AXIS_BELOW_DEPTH[depth:])
         if reduces_last and dtypes.comm != dtypes.main_grad:
             elements += self.held(Role.GRAD)
-        return elements * dtypes.comm.itemsize
+        return elements * dtypes.comm.itemsize + self._reduced_bytes * self._grads_leave
 
     def traffic_bytes(self, axis: Axis, num_microbatches: int, num_gathers: int) -> float:
         """Bytes sent along ``axis`` per step. Along the outer axis the inner shard is sent, if
@@ -199,10 +263,16 @@ class UnitFootprint:
 
 
 def peak_full_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: int) -> int:
-    """Peak bytes of full parameters: of a unit, of enclosing units, and of prefetched ones."""
+    """Peak bytes of full parameters: of a unit, of enclosing units, and of prefetched ones; with
+    what they are encoded from, if that is brought from a home. Units that are not gathered are
+    encoded together, before the first of them computes."""
     sizes = [unit.total(lambda each: each.full_bytes) for unit in units]
+    brought = [unit.total(lambda each: each.brought_bytes) for unit in units]
+    if not any(sizes):
+        return sum(brought)
     elements = [unit.numel if size else 0 for unit, size in zip(units, sizes, strict=True)]
     moments = full_moments(expected, elements, budget)
+    sizes = [sum(pair) for pair in zip(sizes, brought, strict=True)]
     return max((sum(sizes[index] for index in moment) for moment in moments), default=0)
 
 
@@ -237,8 +307,8 @@ class Estimate:
         padding: elements of padding in flat buffers, over all ranks.
         weight_bytes: main weights and persistent compute weights, at rest.
         grad_bytes: gradients, from their first reduction until they are cleared.
-        optimizer_bytes: optimizer state at rest, with the padding of the weights; if it is
-            offloaded, the peak on the device, of two units.
+        optimizer_bytes: optimizer state at rest, with the padding of the weights; of what is
+            offloaded, the peak on the device in the step, of two units.
         full_bytes: peak of full parameters, in addition to those at rest.
         staging_bytes: peak of full gradients before their reduction, in addition to those at rest.
         inner_traffic_bytes: sent along the inner axis per step.
@@ -307,8 +377,10 @@ def estimate(
         offload: as for :func:`~fsdp_engine.sharding.shard`, on an accelerator.
 
     Raises:
+        OffloadLevelError: the levels do not allow ``offload``; a ``ValueError``.
         ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
-            strategy is unknown, or ``units`` or ``granule`` are invalid for ``shard()``.
+            strategy is unknown, or ``units``, ``granule`` or ``offload`` are invalid for
+            ``shard()``.
         TypeError: ``model`` is neither a module nor a number.
     """
     sizes = _axis_sizes(world_size, outer_size)
@@ -343,9 +415,12 @@ def estimate(
         expected = Expected(order, order[::-1], [set() for _ in planned])
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
+    where = offload or Offload()
+    where.check_pair()
+    _check_levels(where, levels, planned)
     footprints = [
         UnitFootprint(
-            tuple(Footprint(buffer, levels, sizes) for buffer in unit.buffers),
+            tuple(Footprint(buffer, levels, sizes, where) for buffer in unit.buffers),
             unit.is_loose,
         )
         for unit in planned
@@ -354,18 +429,23 @@ def estimate(
     others = [unit.numel for unit in footprints if unit.buffers]
     prefetched, staged = options.budgets(blocks, others)
     every = [each for unit in footprints for each in unit.buffers]
-    chunks = [
+    states = [
         math.ceil(
             optimizer_bytes_per_element
             * unit.total(lambda each: each.held(Role.OPTIM) if each.buffer.trainable else 0)
         )
         for unit in footprints
     ]
-    state, elsewhere = sum(chunks), {}
-    place = offload.places.get("optimizer_state") if offload is not None else None
+    elsewhere: Counter[str] = Counter()
+    for each in every:
+        elsewhere.update(each.elsewhere)
+    chunks = [unit.total(lambda each: each.chunk_bytes) for unit in footprints]
+    at_rest, place = sum(states), where.places.get("optimizer_state")
     if place is not None:
-        elsewhere[place] = state
-        state = sum(sorted(chunks)[-2:])
+        elsewhere[place] += at_rest
+        at_rest = 0
+        if where.step_on != HOST:
+            chunks = [sum(pair) for pair in zip(chunks, states, strict=True)]
 
     def traffic(axis: Axis) -> int:
         return round(
@@ -384,35 +464,66 @@ def estimate(
         padding=sum(each.buffer.layout.padding for each in every),
         weight_bytes=sum(each.weight_bytes for each in every),
         grad_bytes=sum(each.grad_bytes for each in every),
-        optimizer_bytes=state,
+        optimizer_bytes=at_rest + sum(sorted(chunks)[-2:]),
         full_bytes=peak_full_bytes(footprints, expected, prefetched),
         staging_bytes=peak_staging_bytes(footprints, expected, staged),
         inner_traffic_bytes=traffic(Axis.INNER),
         outer_traffic_bytes=traffic(Axis.OUTER),
-        elsewhere=elsewhere,
+        elsewhere={place: count for place, count in elsewhere.items() if count},
     )
 
 
 def compare(
     model: nn.Module | float, *, world_size: int, outer_size: int = 1, **options: Any
 ) -> tuple[Estimate, ...]:
-    """Estimates for each of the ten pairs of levels, or of the four levels on one axis.
+    """Estimates for each of the ten pairs of levels, or of the four levels on one axis, without
+    those that do not allow ``offload``.
 
     Args:
         model, world_size, outer_size, options: as for :func:`estimate`, without strategies.
+
+    Raises:
+        OffloadLevelError: no level allows it.
+        ValueError, TypeError: see :func:`estimate`.
     """
     pairs = [s for s in ALL_STRATEGIES if outer_size > 1 or not s.shards(Role.OPTIM, Axis.OUTER)]
-    return tuple(
-        estimate(
-            model,
-            world_size=world_size,
-            outer_size=outer_size,
-            strategy=pair.inner.name,
-            outer_strategy=pair.outer.name,
-            **options,
-        )
-        for pair in pairs
-    )
+    found: list[Estimate] = []
+    refused: OffloadLevelError | None = None
+    for pair in pairs:
+        options["strategy"], options["outer_strategy"] = pair.inner.name, pair.outer.name
+        try:
+            each = estimate(model, world_size=world_size, outer_size=outer_size, **options)
+        except OffloadLevelError as error:
+            refused = error
+            continue
+        found.append(each)
+    if not found and refused is not None:
+        raise refused
+    return tuple(found)
+
+
+class OffloadLevelError(ValueError):
+    """A level does not allow an offload on an accelerator."""
+
+
+def _check_levels(offload: Offload, levels: Strategy, units: Sequence[_Unit]) -> None:
+    """Like ``Offload.check`` and ``check_homes`` of ``units/build.py``.
+
+    Raises:
+        OffloadLevelError: the levels do not allow it.
+    """
+    try:
+        offload.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
+    except ValueError as error:
+        raise OffloadLevelError(str(error)) from error
+    for buffer in (each for unit in units for each in unit.buffers):
+        leaves = offload.main_weights != HOST or can_leave_device(levels, buffer.codec)
+        if buffer.trainable and not leaves:
+            raise OffloadLevelError(
+                "offload.main_weights: expected main weights that are no part of compute weights "
+                "on the device: the level optim_grads_params, or another param_dtype; found "
+                f"{levels} with both in {buffer.dtypes.main}"
+            )
 
 
 def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fsdp_engine.comm.lanes import STATE_LANES
-from fsdp_engine.offload import Offload
+from fsdp_engine.comm.lanes import COPY_IN, STATE_LANES
+from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
@@ -19,6 +19,13 @@ from fsdp_engine.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 
 Mesh = tuple[int, ...]
+
+# Kinds of memory that are taken off the device, by role of an offload.
+KIND_OF_OFFLOADED = {
+    "optimizer_state": "optimizer",
+    "main_weights": "weights",
+    "gradients": "gradients",
+}
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,18 @@ class Candidate:
 
     @property
     def offloaded(self) -> str:
-        """The offload as text: "optimizer state on the host"; empty if all is on the device."""
-        places = {} if self.offload is None else self.offload.places
-        return ", ".join(f"{name.replace('_', ' ')} on the {at}" for name, at in places.items())
+        """The offload as text: "optimizer state on the host", "everything on the host"; empty if
+        all is on the device."""
+        if self.offload is None:
+            return ""
+        names: dict[str, list[str]] = {}
+        for role, place in self.offload.places.items():
+            names.setdefault(place, []).append(role.replace("_", " "))
+        texts = [
+            f"{'everything' if len(each) == len(ROLES) else ' and '.join(each)} on the {place}"
+            for place, each in names.items()
+        ]
+        return ", ".join([*texts, *["stepped there"] * (self.offload.step_on == HOST)])
 
     @property
     def levels(self) -> str:
@@ -214,8 +230,11 @@ class Outcome:
     ) -> Outcome:
         """The result of a simulation, without its timeline."""
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
+        offload = candidate.offload
+        brings_weights = offload is not None and "main_weights" in offload.places
+        copying = (*STATE_LANES, *(COPY_IN,) * brings_weights)
         for lane, seconds in found.exposed_by_lane.items():
-            what = STATE if lane in STATE_LANES else axis_of(lane)
+            what = STATE if lane in copying else axis_of(lane)
             exposed[what] = exposed.get(what, 0.0) + seconds
         return cls(
             candidate,

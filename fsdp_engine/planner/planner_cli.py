@@ -37,7 +37,7 @@ from fsdp_engine.planner.estimates import compare
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
-from fsdp_engine.planner.strategy_search import AUTO, meta_model
+from fsdp_engine.planner.strategy_search import AUTO, EVERYTHING, meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.calibrate import calibrate
@@ -64,11 +64,13 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 
 class Where(StrEnum):
-    """The place of optimizer state between steps."""
+    """The place of optimizer state between steps; everything: also of main weights and gradients,
+    on the host."""
 
     auto = "auto"
     none = "none"
     host = "host"
+    everything = "everything"
     disk = "disk"
 
 
@@ -173,8 +175,9 @@ def plan(
     offload: Annotated[
         Where,
         typer.Option(
-            help="optimizer state on the host or on a disk; auto: with --batch, on the host if "
-            "nothing fits without"
+            help="optimizer state on the host or on a disk; everything: also main weights and "
+            "gradients on the host; auto: with --batch, the first of none, host and everything "
+            "with which something fits"
         ),
     ] = Where.auto,
     offload_folder: Annotated[
@@ -348,6 +351,8 @@ def _offload(where: Where, folder: Path | None) -> Offload | None:
     """The ``offload`` argument of ``fe.shard``."""
     if where in (Where.auto, Where.none):
         return None
+    if where is Where.everything:
+        return EVERYTHING
     return Offload(optimizer_state=where.value, folder=None if folder is None else str(folder))
 
 

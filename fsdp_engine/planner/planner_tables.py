@@ -112,7 +112,8 @@ def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = No
         table.add_column("outer", no_wrap=True)
     columns = ["weights", "gradients", "optimizer", "at rest", "+ full", "+ staging", "at most"]
     columns += ["sent inner", "sent outer"] if has_outer else ["sent"]
-    columns += [f"on the {place}" for place in first.elsewhere]
+    places = list(dict.fromkeys(place for each in estimates for place in each.elsewhere))
+    columns += [f"on the {place}" for place in places]
     if memory_gib is not None:
         columns.append("left")
     for column in columns:
@@ -125,7 +126,7 @@ def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = No
         counts += [each.full_bytes, each.staging_bytes, each.peak_bytes, each.inner_traffic_bytes]
         if has_outer:
             counts.append(each.outer_traffic_bytes)
-        counts += each.elsewhere.values()
+        counts += [each.elsewhere.get(place, 0) for place in places]
         cells += [format_bytes(count) for count in counts]
         if memory_gib is not None:
             left = memory_gib * 2**30 - each.peak_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
+    KIND_OF_OFFLOADED,
     Candidate,
     Mesh,
     Outcome,
@@ -136,7 +137,13 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
         lines.append(
             f"With {trial.change}: {trial.speedup:.2f} times the {setting.item}/s; {fits}."
         )
-    if times.shares()["host"] >= 2 * _MIN_SHARE:
+    is_slow = times.shares()["host"] >= 2 * _MIN_SHARE
+    if is_slow and "main_weights" in _offloaded_roles(chosen.candidate):
+        lines.append(
+            "The host works on weights in its memory once a step, and compute waits: more "
+            "microbatches make steps rarer."
+        )
+    elif is_slow:
         lines.append(
             "The host issues work too slowly: larger microbatches, fewer and larger operations "
             "(torch.compile) or CUDA graphs help."
@@ -163,11 +170,21 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
         lines.append(
             "Possible changes: more ranks, or less state (another optimizer, lower precision)."
         )
-    if any(each.candidate.offloaded for each in outcomes):
+    tried = {role for each in outcomes for role in _offloaded_roles(each.candidate)}
+    known = [nearest.memory.get(kind, 0) for kind in KIND_OF_OFFLOADED.values()]
+    if tried == KIND_OF_OFFLOADED.keys():
+        lines.append("Everything on the host is not enough.")
+    elif tried:
         lines.append("Offloaded optimizer state is not enough.")
-    elif nearest.lacking <= nearest.memory.get("optimizer", 0):
+    elif nearest.lacking <= known[0]:
         lines.append("Optimizer state on the host (`offload`) may be enough.")
+    elif nearest.lacking <= sum(known):
+        lines.append("Main weights, gradients and optimizer state on the host may be enough.")
     return lines
+
+
+def _offloaded_roles(candidate: Candidate) -> Iterable[str]:
+    return () if candidate.offload is None else candidate.offload.places
 
 
 @dataclass(frozen=True)

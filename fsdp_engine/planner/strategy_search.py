@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.offload import HOST, Offload
 from fsdp_engine.planner.command_inputs import import_function
-from fsdp_engine.planner.estimates import estimate
+from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.outcome import (
+    KIND_OF_OFFLOADED,
     Candidate,
     Outcome,
     Setting,
@@ -45,11 +46,11 @@ USABLE = 0.9
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 
+# Everything that can be on the host.
+EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
 # As `offload`: only if nothing fits without. The offloads that are tried then, until some fit.
 AUTO = "auto"
-AUTO_OFFLOADS = (Offload(optimizer_state=HOST),)
-# Kinds of memory that they take off the device.
-_OFFLOADABLE = ("optimizer",)
+AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
 
 # Factor of the number of microbatches in a trial of the chosen candidate.
 _MORE_MICROBATCHES = 4
@@ -93,8 +94,10 @@ def plan(
         formulas: do not run the model; use formulas, without activations and times. Whether
             candidates fit is then unknown.
         progress: show a progress bar on stderr.
-        offload: of all candidates; None: all state is on the device. "auto": if no candidate fits,
-            those that might are tried again with optimizer state on the host.
+        offload: of all candidates, without those whose levels do not allow it; None: all state is
+            on the device. "auto": if no candidate fits, those that might are tried again with
+            optimizer state on the host; and if none fits then, with main weights and gradients
+            there, too.
         **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
             ``config``, ...
 
@@ -146,6 +149,10 @@ def plan(
         raise ValueError(
             "meshes, checkpointing, microbatch_sizes: expected at least one candidate; found none"
         )
+    last = every[-1]
+    every = _allowed(model, job, every)
+    if not every:
+        _estimate(model, job, last)  # raises
     setting = Setting(
         model=type(model).__name__,
         num_elements=sum(param.numel() for param in model.parameters()),
@@ -163,10 +170,17 @@ def plan(
         return [job.outcome(each, limit) for each in shown]
 
     tries_more = offload == AUTO and where.host_runs_ahead and where.host_link is not None
-    more = AUTO_OFFLOADS if tries_more else ()
+    more: tuple[Offload, ...] = AUTO_OFFLOADS if tries_more else ()
+    if where.host_memory_bandwidth is None:  # which the host needs to cast main weights
+        more = tuple(each for each in more if each.main_weights != HOST)
+
+    def allowed(tried: Sequence[Candidate]) -> list[Candidate]:
+        return _allowed(model, job, tried)
+
     if not formulas:
         try:
-            outcomes = sorted_outcomes(_with_offloads(outcomes_of(every), more, outcomes_of))
+            found = _with_offloads(outcomes_of(every), more, allowed, outcomes_of)
+            outcomes = sorted_outcomes(found)
         except SimulationError as error:
             if not error.needs_values:
                 raise
@@ -177,7 +191,8 @@ def plan(
         def estimates_of(tried: Sequence[Candidate]) -> list[Outcome]:
             return _estimate_all(model, job, tried, limit)
 
-        outcomes = sorted_outcomes(_with_offloads(estimates_of(every), more, estimates_of))
+        found = _with_offloads(estimates_of(every), more, allowed, estimates_of)
+        outcomes = sorted_outcomes(found)
         return StrategyPlan(setting, outcomes, options=options)
     trials = job.trials(outcomes[0], limit) if outcomes[0].fits else ()
     return StrategyPlan(setting, outcomes, trials, options, job.simulate)
@@ -186,6 +201,7 @@ def plan(
 def _with_offloads(
     outcomes: list[Outcome],
     offloads: Iterable[Offload],
+    allowed: Callable[[Sequence[Candidate]], list[Candidate]],
     outcomes_of: Callable[[Sequence[Candidate]], list[Outcome]],
 ) -> list[Outcome]:
     """Returns the outcomes; while none fits, also those of the candidates that might fit with an
@@ -194,11 +210,14 @@ def _with_offloads(
     for offload in offloads:
         if any(each.fits is not False for each in outcomes):
             break
-        might = [
-            replace(each.candidate, offload=offload)
-            for each in kept
-            if each.lacking <= sum(each.memory.get(kind, 0) for kind in _OFFLOADABLE)
-        ]
+        kinds = [KIND_OF_OFFLOADED[role] for role in offload.places]
+        might = allowed(
+            [
+                replace(each.candidate, offload=offload)
+                for each in kept
+                if each.lacking <= sum(each.memory.get(kind, 0) for kind in kinds)
+            ]
+        )
         if might:
             outcomes = outcomes + outcomes_of(might)
     return outcomes
@@ -339,21 +358,45 @@ def _estimate_all(
     model: nn.Module, job: _Job, every: Sequence[Candidate], limit: float
 ) -> list[Outcome]:
     """Results of formulas, for the candidates that differ in their formulas."""
+    return [
+        Outcome.of_estimate(each, _estimate(model, job, each), limit)
+        for each in dict.fromkeys(map(_in_formulas, every))
+    ]
+
+
+def _in_formulas(candidate: Candidate) -> Candidate:
+    """The candidate without what formulas do not know."""
+    return replace(candidate, checkpointing=False, microbatch_size=None)
+
+
+def _estimate(model: nn.Module, job: _Job, candidate: Candidate) -> Estimate:
     known = ("units", "mp_policy", "config", "granule", "codec_rules", "min_unit_size")
     options = {name: value for name, value in job.options.items() if name in known}
-    outcomes = []
-    for each in dict.fromkeys(
-        replace(each, checkpointing=False, microbatch_size=None) for each in every
-    ):
-        found = estimate(
-            model,
-            world_size=job.world_size,
-            outer_size=each.mesh[0] if len(each.mesh) == 2 else 1,
-            strategy=each.strategy,
-            outer_strategy=each.outer_strategy,
-            num_microbatches=job.microbatches,
-            offload=each.offload if job.machine.host_runs_ahead else None,
-            **options,
-        )
-        outcomes.append(Outcome.of_estimate(each, found, limit))
-    return outcomes
+    return estimate(
+        model,
+        world_size=job.world_size,
+        outer_size=candidate.mesh[0] if len(candidate.mesh) == 2 else 1,
+        strategy=candidate.strategy,
+        outer_strategy=candidate.outer_strategy,
+        num_microbatches=job.microbatches,
+        offload=candidate.offload if job.machine.host_runs_ahead else None,
+        **options,
+    )
+
+
+def _allowed(model: nn.Module, job: _Job, tried: Sequence[Candidate]) -> list[Candidate]:
+    """Those whose levels allow their offload."""
+
+    @functools.cache
+    def is_allowed(candidate: Candidate) -> bool:
+        try:
+            _estimate(model, job, candidate)
+        except OffloadLevelError:
+            return False
+        return True
+
+    def may_be_refused(candidate: Candidate) -> bool:
+        places = {} if candidate.offload is None else candidate.offload.places
+        return bool(places.keys() - {"optimizer_state"})
+
+    return [each for each in tried if not may_be_refused(each) or is_allowed(_in_formulas(each))]

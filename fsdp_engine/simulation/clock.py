@@ -14,8 +14,10 @@ next submission or wait on its lane, and waiting for it blocks the host. The hos
 after its communication (sums, casts) when the operation is waited for, and its scratch memory is
 held until then. Memory therefore does not depend on the duration of communication.
 
-Copies of offloaded state run on the state lanes, and share the link to the host or to the disk
-(``copies.py``).
+Copies of offloaded state run on the state lanes, those of main weights for gathers on the lane that
+encodes them, and share the link to the host or to the disk (``copies.py``). What the host computes
+on offloaded state, while it issues work to a device, takes its memory's bandwidth and time of its
+own clock, as a row of the timeline ("host work").
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from fsdp_engine.comm.lanes import (
 from fsdp_engine.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.simulation.machine import Machine
 
-HOST = "host"
+# In the timeline: computation on the host of a device.
+HOST_WORK = "host work"
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Moment:
         known: seconds since the start of the simulation, without those of ``copy``.
         label, lane: of the longest operation.
         seconds: its duration.
-        copy: the operation ends with this copy, whose end later copies may move.
+        copy: a copy of the operation, whose end later copies may move.
+        after_copy: seconds from its end to the operation's.
     """
 
     known: float
@@ -93,11 +97,14 @@ class Moment:
     lane: str
     seconds: float = 0.0
     copy: Copy | None = None
+    after_copy: float = 0.0
 
     @property
     def time(self) -> float:
         """Seconds since the start of the simulation."""
-        return self.known if self.copy is None else max(self.known, self.copy.end)
+        if self.copy is None:
+            return self.known
+        return max(self.known, self.copy.end + self.after_copy)
 
 
 class SimulatedTicket:
@@ -225,22 +232,26 @@ class SimulatedLane:
         self._clock.memory_changed()
 
     def drain(self) -> list[RuntimeError]:
-        """See :class:`~fsdp_engine.comm.lanes.Lane`."""
+        """See :class:`~fsdp_engine.comm.lanes.Lane`. The host waits, if it runs ahead."""
         while self._waiting:
             self._waiting.popleft().begin()
+        if self.runs_ahead:
+            self._clock.block_host(self)
         return []
 
 
 @dataclass
 class _Work:
     """The operation that runs: seconds so far of its communication, of its computation, and of the
-    delay of compute; and its copies of offloaded state."""
+    delay of compute; the host's time at the end of what the host of a device computed for it; and
+    its copies of offloaded state, each with the operation's seconds before it."""
 
     lane: SimulatedLane
     sending: float = 0.0
     computed: float = 0.0
     stolen: float = 0.0
-    copies: list[tuple[str, Direction, float]] = field(default_factory=list)
+    hosted: float = 0.0
+    copies: list[tuple[str, Direction, float, float]] = field(default_factory=list)
 
 
 class Clock:
@@ -326,6 +337,16 @@ class Clock:
         if seconds:
             self.spans.append(Span(COMPUTE, label, self.phase, start, self._compute.free))
 
+    def compute_on_host(self, label: str, num_bytes: float) -> None:
+        """The host of a device reads and writes ``num_bytes`` of its own memory, at once."""
+        self.call()
+        start = self.host
+        self.host += num_bytes / self.machine.host_rate(self._num_ranks)
+        if self._work is not None:
+            self._work.hosted = self.host
+        if self.host > start:
+            self.spans.append(Span(HOST_WORK, label, self.phase, start, self.host))
+
     def send(self, num_bytes: float, seconds: float, of_compute: float = 0.0) -> None:
         """Run communication of ``seconds`` on the lane whose operation runs. Of
         communication outside of lanes, which is small, only the host time is counted.
@@ -360,7 +381,10 @@ class Clock:
             return
         self.call()
         name = self._work.lane.name
-        self._work.copies.append((place, direction, num_bytes))
+        # Where the host computes, it has when the copy begins.
+        before = self._work.sending
+        before += self._work.computed if self.machine.host_runs_ahead else 0.0
+        self._work.copies.append((place, direction, num_bytes, before))
         self.copied_bytes[name] = self.copied_bytes.get(name, 0.0) + num_bytes
 
     def run(
@@ -382,6 +406,7 @@ class Clock:
             # The host runs the computation itself; only communication is asynchronous.
             self._host_computes(computed)
             start, seconds = max(start, self.host), seconds - computed
+        start = max(start, work.hosted)
         if work.copies:
             return self._run_copies(lane, label, start, seconds, work.copies)
         lane.free = max(start + seconds, self.host) if seconds else start
@@ -400,18 +425,21 @@ class Clock:
         label: str,
         start: float,
         seconds: float,
-        copies: Sequence[tuple[str, Direction, float]],
+        copies: Sequence[tuple[str, Direction, float, float]],
     ) -> Moment:
-        """Run an operation's copies after ``seconds`` of its computation; returns its end."""
-        ready = max(start + seconds, self.host)
+        """Run an operation's copies between ``seconds`` of other work; returns its end."""
+        ready, done = max(start, self.host), 0.0
         for queues in self._queues.values():
             queues.forget(self.host)
-        for place, direction, num_bytes in copies:
-            copy = self._queues[place].add(direction, ready, num_bytes)
-            ready = copy.end
+        for place, direction, num_bytes, before in copies:
+            copy = self._queues[place].add(direction, ready + before - done, num_bytes)
+            ready, done = copy.end, before
             self._copies.append((len(self.spans), copy))
             self.spans.append(Span(lane.name, label, self.phase, copy.start, copy.end))
-        lane.end = Moment(0.0, label, lane.name, copy.end - copy.start, copy)
+        rest = seconds - done
+        if rest:
+            self.spans.append(Span(lane.name, label, self.phase, copy.end, copy.end + rest))
+        lane.end = Moment(0.0, label, lane.name, copy.end + rest - copy.start, copy, rest)
         return lane.end
 
     def take_rest(self) -> Steps | None:
@@ -447,9 +475,15 @@ class Clock:
     def block(self, ticket: SimulatedTicket) -> None:
         """Make the host wait for ``ticket``, if the host computes."""
         ticket.begin_in_turn()
-        self._note_exposed(ticket, self.host, self.phase)
+        self._note_exposed(ticket.moment, self.host, self.phase)
         self.host = self._compute.free = max(self.host, ticket.time)
         ticket.finish()
+
+    def block_host(self, lane: SimulatedLane) -> None:
+        """Make the host of a device wait for all operations submitted to ``lane``. Compute, whose
+        work it issues, waits as well."""
+        self._note_exposed(lane.end, max(self.host, self._compute.free), self.phase)
+        self.host = self.reached(lane)
 
     def reached(self, lane: SimulatedLane) -> float:
         """The time at which all operations submitted to ``lane`` are complete."""
@@ -470,7 +504,7 @@ class Clock:
         ticket, self._awaited = self._awaited, None
         if ticket is None:
             return ready
-        self._note_exposed(ticket, ready, self._awaited_in)
+        self._note_exposed(ticket.moment, ready, self._awaited_in)
         return max(ready, ticket.time)
 
     def _take_from_compute(self, seconds: float) -> None:
@@ -480,8 +514,7 @@ class Clock:
             self.host = self._compute.free
         self.spans.append(Span(COMPUTE, "moving data", self.phase, start, start + seconds))
 
-    def _note_exposed(self, ticket: SimulatedTicket, ready: float, phase: str) -> None:
-        due = ticket.moment
+    def _note_exposed(self, due: Moment, ready: float, phase: str) -> None:
         if due.time > ready and due.lane != COMPUTE:
             name = unit_of(due.label)
             self.exposed.append(Exposed(name, phase, due.lane, due.time - ready, ready))

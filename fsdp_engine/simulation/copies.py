@@ -6,9 +6,12 @@ that is less than 1.
 
 A copy is added when the simulated host submits it, which may be before or after copies that run at
 the same time are known. A later copy therefore moves the ends of earlier ones that overlap with it.
-Operations that were already simulated to start at an earlier end do not move. In the engine's
-schedule of offloaded state there are none: compute waits for a chunk's copies only when the copies
-beside them have been submitted.
+Operations that were already simulated to start at an earlier end do not move. In the optimizer's
+step there are none: compute waits for a chunk's copies only when the copies beside them have been
+submitted. In backward there are, if the copy for a gather takes longer than the unit before it
+computes: that unit's gradients, whose copy is submitted later, lengthen it, and the gather has been
+simulated to start up to that much early. Delays do not add up, since the next copy in its direction
+starts at the true end.
 """
 
 from __future__ import annotations

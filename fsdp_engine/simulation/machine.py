@@ -222,8 +222,9 @@ class Machine:
         host_link: from one rank's device to its pinned host memory. None: unknown.
         disk: one rank's share of its node's local disks. None: unknown.
         host_memory_bandwidth: bytes per second of a node's host memory, reads and writes together,
-            that its ranks share while they copy. None: it limits no copies, or ``host_link`` was
-            measured while all ranks copied.
+            that its ranks share while they copy, or compute on offloaded state. None: it limits no
+            copies, or ``host_link`` was measured while all ranks copied; and such computation
+            cannot be simulated.
 
     Raises:
         ValueError: a figure is out of range.
@@ -294,9 +295,23 @@ class Machine:
                 "or calibrate it"
             )
         if place == HOST and self.host_memory_bandwidth is not None:
-            sharing = min(num_ranks, self.ranks_per_node)
-            return link.within(self.host_memory_bandwidth / sharing)
+            return link.within(self.host_rate(num_ranks))
         return link
+
+    def host_rate(self, num_ranks: int) -> float:
+        """Bytes per second that each of ``num_ranks`` ranks reads and writes of the host's memory,
+        while all do.
+
+        Raises:
+            ValueError: the figure is unknown.
+        """
+        if self.host_memory_bandwidth is None:
+            raise ValueError(
+                "machine: expected host_memory_bandwidth, since the host casts offloaded main "
+                f"weights, or steps; found None for {self.name!r}. Use "
+                "dataclasses.replace(machine, host_memory_bandwidth=...)"
+            )
+        return self.host_memory_bandwidth / min(num_ranks, self.ranks_per_node)
 
     def save(self, path: Path) -> None:
         """Write the machine as JSON."""

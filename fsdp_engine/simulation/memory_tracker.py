@@ -114,6 +114,11 @@ class MemoryTracker:
             return None
         return self._places.get(tensor.untyped_storage()._cdata)
 
+    @property
+    def has_places(self) -> bool:
+        """Whether there is memory that is not on the device."""
+        return bool(self._places)
+
     def known(self) -> set[int]:
         """Keys of the current storages, for :meth:`settle`."""
         return set(self._sizes)

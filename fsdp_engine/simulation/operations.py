@@ -46,6 +46,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp_engine.offload import HOST
 from fsdp_engine.simulation.clock import Clock, axis_of
 from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.machine import Link, Machine
@@ -389,8 +390,12 @@ class Operations(TorchDispatchMode):
     def _operation(
         self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
     ) -> None:
-        if func is _COPY and self._copies_state(args):
-            return
+        if self._memory.has_places:
+            if func is _COPY and self._copies_state(args):
+                return
+            if self._clock.machine.host_runs_ahead and self._is_on_host(args):
+                self._operation_on_host(func, args, kwargs, out)
+                return
         if recipe is None:
             seconds = self._seconds(func, args, kwargs, out)
         elif recipe in self._seconds_by:
@@ -416,17 +421,38 @@ class Operations(TorchDispatchMode):
         self._clock.copy(place, direction, _num_bytes(source))
         return True
 
+    def _is_on_host(self, args: Any) -> bool:
+        """Whether an operation's tensors lie at homes in host memory, so that the host of a device
+        computes it. Tensors of a list lie at one place."""
+        for each in args:
+            if isinstance(each, list | tuple) and each:
+                each = each[0]
+            if isinstance(each, Tensor) and self._memory.place_of(each) == HOST:
+                return True
+        return False
+
+    def _operation_on_host(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Run an operation on the host of a device; its new results lie there."""
+        if func is _COPY:  # reads no target
+            num_bytes: int | None = sum(map(_num_bytes, args[:2]))
+        else:
+            num_bytes = _accessed_bytes(func, args, kwargs, out)
+        if num_bytes is None:
+            self._clock.call()
+        else:
+            self._clock.compute_on_host(func._overloadpacket.__name__, num_bytes)
+        results = _tensors(out)
+        self._memory.made(results)
+        for each in results:
+            if self._memory.place_of(each) is None:
+                self._memory.moved(each, HOST)
+
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
         """Device time of the operation; None if it only takes host time."""
         packet = func._overloadpacket
-        name = packet.__name__
-        if func.is_view or name in _NOTHING:
+        num_bytes = _accessed_bytes(func, args, kwargs, out)
+        if num_bytes is None:
             return None
-        operands = [] if name in _LOOKUPS else _tensors((args, kwargs))
-        num_bytes = sum(_num_bytes(each) for each in (*operands, *_tensors(out)))
-        num_bytes += _written_bytes(func, args, kwargs)
-        if name in _LOOKUPS:
-            num_bytes *= 2
         flops = 0
         formula: Any = flop_counter.flop_registry.get(packet)
         if packet in _MORE_FLOPS:
@@ -501,6 +527,17 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
+
+
+def _accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """Bytes that an operation reads and writes; None if it only takes host time."""
+    name = func._overloadpacket.__name__
+    if func.is_view or name in _NOTHING:
+        return None
+    operands = [] if name in _LOOKUPS else _tensors((args, kwargs))
+    num_bytes = sum(_num_bytes(each) for each in (*operands, *_tensors(out)))
+    num_bytes += _written_bytes(func, args, kwargs)
+    return 2 * num_bytes if name in _LOOKUPS else num_bytes
 
 
 def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:

@@ -473,7 +473,7 @@ def _shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_links(machine: Machine, offload: object, num_ranks: int) -> None:
-    """Check that the machine's links to offloaded state are known.
+    """Check that the machine's figures for offloaded state are known.
 
     Raises:
         ValueError: they are not.
@@ -482,6 +482,8 @@ def _check_links(machine: Machine, offload: object, num_ranks: int) -> None:
         for place in sorted(set(offload.places.values())):
             if machine.host_runs_ahead == (place == HOST):
                 machine.link_to_state(place, num_ranks)
+        if machine.host_runs_ahead and offload.main_weights == HOST:
+            machine.host_rate(num_ranks)
 
 
 class _Step:

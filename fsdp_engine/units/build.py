@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
@@ -210,7 +209,7 @@ def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: tor
         ValueError: trainable main weights of a unit would stay on the accelerator, and their
             gradients would not.
     """
-    if offload.main_weights != HOST or not is_accelerator(device):
+    if offload.main_weights != HOST or not offload.moves("main_weights", device):
         return
     for unit in plan.units:
         for part in unit.buffers:

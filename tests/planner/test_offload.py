@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import STATE_LANES
-from fsdp_engine.planner.estimates import estimate
+from fsdp_engine.comm.lanes import COPY_IN, STATE_LANES
+from fsdp_engine.offload import ROLES
+from fsdp_engine.planner.estimates import Estimate, compare, estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import Outcome
+from fsdp_engine.planner.strategy_search import EVERYTHING
+from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.terminal import format_bytes
+from tests.models import Transformer, token_batch
 from tests.pool import Ranks
 
 WORLD, WIDTH, BLOCKS = 4, 256, 6
@@ -209,3 +217,247 @@ def test_an_estimate_is_at_most_the_simulation_of_chunks() -> None:
     simulated = fe.simulate(build, WORLD, batch=batch(), offload=HOST, min_unit_size=0)
     assert simulated.elsewhere == found.elsewhere
     assert simulated.memory["optimizer"] <= found.optimizer_bytes + 64
+
+
+POLICIES = {
+    "fp32": fe.MixedPrecisionPolicy(),
+    "bf16": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+}
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+SHARDED = ("main_weights", "gradients")
+
+
+def shards_gradients(level: str) -> bool:
+    return level in LEVELS[2:]
+
+
+class Linears(nn.Sequential):
+    """Blocks without padding."""
+
+    def __init__(self) -> None:
+        blocks = [nn.Sequential(nn.Linear(32, 32, bias=False)) for _ in range(4)]
+        super().__init__(*blocks)
+
+
+def compare_with_ledgers(roles: tuple[str, ...], every: bool) -> list[str]:
+    """Every difference between an estimate and the ledger of an engine with these on a disk."""
+    size = dist.get_world_size()
+    meshes = [(1, size)] if size == 1 else [(1, size), (size, 1)]
+    outer_levels = ("no_shard", "optim", "optim_grads_params") if every else ("optim",)
+    lines = []
+    for mesh, name, level, outer in itertools.product(meshes, POLICIES, LEVELS, outer_levels):
+        if "gradients" in roles and not shards_gradients(level):
+            continue
+        if LEVELS.index(outer) > LEVELS.index(level) or (mesh[0] == 1 and outer != outer_levels[0]):
+            continue
+        case = f"{mesh}, {name}, {level}, {outer}, {roles}"
+        # A model with padding and an optimizer without state, and the other way round.
+        lines += [f"{case}: {each}" for each in differences(mesh, name, level, outer, roles, 0)]
+        lines += [f"{case}: {each}" for each in differences(mesh, name, level, outer, roles, 8)]
+    return lines
+
+
+def differences(
+    mesh: tuple[int, int],
+    policy: str,
+    level: str,
+    outer: str,
+    roles: tuple[str, ...],
+    bytes_per_element: int,
+) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        offload = fe.Offload(**dict.fromkeys(roles, "disk"), folder=folder)
+        options: dict[str, Any] = {
+            "mp_policy": POLICIES[policy],
+            "offload": offload,
+            "min_unit_size": 0,
+        }
+        model: nn.Module = Linears() if bytes_per_element else Transformer(4, tied=True)
+        inputs = (torch.ones(2, 32),) if bytes_per_element else token_batch(2, 1)
+        planned = estimate(
+            model,
+            world_size=math.prod(mesh),
+            outer_size=mesh[0],
+            strategy=level,
+            outer_strategy=outer,
+            optimizer_bytes_per_element=bytes_per_element,
+            **options,
+        )
+        axes = init_device_mesh("cpu", mesh, mesh_dim_names=("outer", "inner"))
+        engine = fe.shard(model, axes, level, outer, **options)
+        optimizer = (
+            torch.optim.AdamW(model.parameters())
+            if bytes_per_element
+            else torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        fe.shard_optimizer(optimizer)
+        for _ in range(2):
+            engine.peak_memory_bytes(reset=True)
+            model(*inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held, peak = engine.memory_bytes(), engine.peak_memory_bytes()
+        there = sum(engine.memory_bytes("disk").values())
+    on_device = 0 if "optimizer_state" in roles else bytes_per_element * held_elements(planned)
+    found = {
+        "weight_bytes": held.get("main", 0) + held.get("model", 0),
+        "grad_bytes": peak.get("grad", 0),
+        "full_bytes": peak.get("full", 0),
+        "staging_bytes": peak.get("staging", 0),
+        "optimizer_bytes": peak.get("optimizer", 0) + on_device,  # torch makes that on the device
+        "elsewhere": {"disk": there} if there else {},
+    }
+    return [
+        f"{key} is {count}, planned {getattr(planned, key)}"
+        for key, count in found.items()
+        if count != getattr(planned, key)
+    ]
+
+
+def held_elements(planned: Estimate) -> int:
+    share = 1.0
+    for axis, size in ((Axis.INNER, planned.inner_size), (Axis.OUTER, planned.outer_size)):
+        share *= planned.strategy.level(axis).fraction(Role.OPTIM, size)
+    return round(planned.num_elements * share)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("roles", [ROLES[1:2], ROLES[2:], ROLES], ids="+".join)
+@pytest.mark.parametrize(
+    "every",
+    [
+        pytest.param(False, id="few"),
+        pytest.param(True, id="all", marks=[pytest.mark.thorough, pytest.mark.timeout(300)]),
+    ],
+)
+def test_an_estimate_is_the_ledger_of_an_engine_with_state_on_a_disk(
+    ranks: Ranks, roles: tuple[str, ...], size: int, every: bool
+) -> None:
+    results = ranks.run(compare_with_ledgers, roles, every, world_size=size)
+    assert not any(results), "\n".join(results[0][:10])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("step_on", ["device", "host"])
+def test_an_estimate_is_the_simulation_of_what_lies_on_the_host(
+    level: str, policy: str, step_on: str
+) -> None:
+    offload = fe.Offload("host", main_weights="host", gradients="host", step_on=step_on)
+    options: dict[str, Any] = {
+        "offload": offload,
+        "mp_policy": POLICIES[policy],
+        "strategy": level,
+        "min_unit_size": 0,
+    }
+
+    def simulated() -> fe.Simulation:
+        return fe.simulate(Linears, 4, batch=torch.ones(1, 32), **options)
+
+    refused = "" if shards_gradients(level) else r"offload\.gradients: expected 'device'"
+    if (level, policy) == ("optim_grads", "fp32"):
+        refused = r"offload\.main_weights: expected main weights .* no part of compute weights"
+    if refused:
+        for refuses in (lambda: estimate(Linears(), world_size=4, **options), simulated):
+            with pytest.raises(ValueError, match=refused):
+                refuses()
+        return
+    planned, found = estimate(Linears(), world_size=4, **options), simulated()
+    assert found.elsewhere == planned.elsewhere
+    counters = 4 * 4
+    assert found.memory["optimizer"] <= planned.optimizer_bytes + counters
+    assert (planned.optimizer_bytes == 0) == (step_on == "host")
+
+
+def test_weights_alone_on_the_host_are_no_estimate() -> None:
+    with pytest.raises(ValueError, match=r"offload\.gradients: expected 'host', where main"):
+        estimate(1e9, world_size=8, offload=fe.Offload(main_weights="host"))
+
+
+def test_levels_that_do_not_allow_it_are_left_out() -> None:
+    options: dict[str, Any] = {"world_size": 8, "offload": EVERYTHING}
+    assert [each.strategy.inner.name for each in compare(8e9, **options)] == [LEVELS[-1]]
+    found = compare(8e9, mp_policy=POLICIES["bf16"], **options)
+    assert [each.strategy.inner.name for each in found] == list(LEVELS[2:])
+    found = compare(8e9, outer_size=2, **options)
+    pairs = [(each.strategy.inner.name, each.strategy.outer.name) for each in found]
+    assert pairs == [(LEVELS[-1], "no_shard"), (LEVELS[-1], LEVELS[-1])]
+
+
+@functools.cache
+def limit_of_everything() -> float:
+    """Bytes that some candidate needs at most with everything on the host, and none with state
+    alone there."""
+    state, everything = (
+        min(each.peak_bytes for each in planned(offload).outcomes) for offload in (HOST, EVERYTHING)
+    )
+    assert everything < 0.9 * state
+    return (state + everything) / 2
+
+
+def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
+    planning = planned("auto", limit_of_everything())
+    assert planning.chosen is not None
+    assert planning.chosen.candidate.offload == EVERYTHING
+    tried = [each.candidate for each in planning.outcomes if each.candidate.offload == EVERYTHING]
+    assert {each.strategy for each in tried} == {LEVELS[-1]}
+    assert any(each.candidate.offload == HOST for each in planning.outcomes)
+    assert all(each.lacking for each in planning.outcomes if each.candidate.offload != EVERYTHING)
+    assert planning.best["offload"] == EVERYTHING
+    text = str(planning)
+    assert "everything on the host" in text
+    assert "Each node keeps" in text
+    times = planning.chosen.times
+    assert times is not None
+    assert times.exposed["state"] > 0
+
+
+def test_everything_on_the_host_is_not_tried_without_the_figure_of_its_memory() -> None:
+    where = replace(MACHINE, host_memory_bandwidth=None)
+    planning = planned("auto", limit_of_everything(), machine=where)
+    assert planning.chosen is None
+    assert {each.candidate.offload for each in planning.outcomes} == {None, HOST}
+    assert "Offloaded optimizer state is not enough." in str(planning)
+
+
+def test_the_text_says_what_of_it_may_help() -> None:
+    kept = planned(None, limit_of_everything())
+    assert "Main weights, gradients and optimizer state on the host may be enough." in str(kept)
+    assert "Everything on the host is not enough." in str(planned(EVERYTHING, 1024.0))
+
+
+def test_waits_for_brought_weights_are_copies_of_state() -> None:
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    slow = replace(MACHINE, host_link=fe.TwoWayLink(1e8, 1e8, 1e8))
+    planning = planned(EVERYTHING, machine=slow, mp_policy=policy)
+    assert {each.candidate.strategy for each in planning.outcomes} == set(LEVELS[2:])
+    chosen = planning.chosen
+    assert chosen is not None
+    found = fe.simulate(
+        build,
+        WORLD,
+        mesh=chosen.candidate.mesh,
+        batch=batch(),
+        machine=slow,
+        strategy=chosen.candidate.strategy,
+        outer_strategy=chosen.candidate.outer_strategy,
+        offload=EVERYTHING,
+        mp_policy=policy,
+        min_unit_size=0,
+    )
+    waits = sum(found.exposed_by_lane.get(lane, 0.0) for lane in (COPY_IN, *STATE_LANES))
+    assert found.exposed_by_lane[COPY_IN] > 0
+    assert chosen.times is not None
+    assert chosen.times.exposed["state"] == pytest.approx(waits)
+
+
+def test_a_plan_whose_levels_all_refuse_an_offload_says_why() -> None:
+    no_axis = planned(EVERYTHING, mp_policy=POLICIES["bf16"], meshes=[(1, WORLD)])
+    assert {each.candidate.strategy for each in no_axis.outcomes} == set(LEVELS[2:])
+
+
+def test_the_host_that_steps_is_named() -> None:
+    stepped = replace(EVERYTHING, step_on="host")
+    planning = planned(stepped)
+    assert planning.chosen is not None
+    assert planning.chosen.candidate.offloaded == "everything on the host, stepped there"

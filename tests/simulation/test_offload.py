@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import STATE_LANES
+from fsdp_engine.offload import ROLES
 from fsdp_engine.simulation.clock import Clock, SimulatedLane
 from fsdp_engine.simulation.copies import CopyQueues, Direction
 from fsdp_engine.simulation.machine import Link, Machine, Processor, TwoWayLink
@@ -126,6 +128,115 @@ def test_ranks_of_a_node_share_its_memory() -> None:
     assert found.seconds == pytest.approx(2 * BLOCKS * CHUNK / (ALONE / 2))
 
 
+# Bytes of a block's fp32 weights, or gradients, of a rank.
+SHARD = CHUNK // 2
+# Relative to a copy alone, the time of one beside a copy in the other direction.
+BESIDE = 2 * ALONE / BOTH
+FORWARD = BLOCKS  # copies for gathers, one after the other
+# The last block is still gathered. Four more gathers beside gradients, and the last gradients.
+BACKWARD = (BLOCKS - 1) * BESIDE + 1
+# By block state (2), weights and gradients come, and state and weights return beside the next one.
+STEP = 4 + (BLOCKS - 1) * (3 * BESIDE + 1) + 3
+
+
+def all_on_host(step_on: str = "device") -> fe.Offload:
+    return fe.Offload("host", main_weights="host", gradients="host", step_on=step_on)
+
+
+def with_host_rate(rate: float) -> Machine:
+    """Each rank reads and writes so many bytes of the host's memory in a second."""
+    return machine(host_memory_bandwidth=RANKS * rate)
+
+
+def test_weights_come_for_gathers_and_gradients_return_beside_them() -> None:
+    found = simulated(with_host_rate(1e12), all_on_host())
+    alone = SHARD / ALONE
+    assert found.seconds == pytest.approx((FORWARD + BACKWARD + STEP) * alone)
+    gathers = 2 * BLOCKS - 1
+    assert found.copied_bytes == {
+        "copy in": gathers * SHARD,
+        "state in": 4 * BLOCKS * SHARD,
+        "state out": BLOCKS * SHARD + 3 * BLOCKS * SHARD,
+    }
+    assert found.elsewhere == {"host": 4 * BLOCKS * SHARD}
+    assert found.exposed_seconds == pytest.approx(found.seconds)
+    assert set(found.exposed_by_lane) == {"copy in", *STATE_LANES}
+    busy = found.message_seconds["copy in"]
+    assert busy == pytest.approx((BLOCKS + (BLOCKS - 1) * BESIDE) * alone)
+
+
+def test_gradients_of_another_microbatch_are_added_to_what_is_brought() -> None:
+    found = simulated(with_host_rate(1e12), all_on_host(), microbatches=2)
+    # Into the device: weights and earlier gradients in turns, from the gather of the last block but
+    # one; each return runs beside the next gather, the last but one beside the first gradients.
+    again = (BLOCKS - 1) * BESIDE + 2 + (BLOCKS - 2) + 1
+    alone = SHARD / ALONE
+    assert found.seconds == pytest.approx((2 * FORWARD + BACKWARD + again + STEP) * alone)
+    assert found.copied_bytes["state in"] == (4 + 1) * BLOCKS * SHARD
+    assert found.copied_bytes["state out"] == (3 + 2) * BLOCKS * SHARD
+
+
+def test_a_step_on_the_host_takes_28_bytes_of_each_element_while_the_device_waits() -> None:
+    rate = 2 * ALONE
+    found = simulated(with_host_rate(rate), all_on_host("host"))
+    counters = 4 * BLOCKS  # how often each parameter was stepped
+    stepping = (28 * BLOCKS * SHARD / 4 + counters) / rate
+    assert found.seconds == pytest.approx((FORWARD + BACKWARD) * SHARD / ALONE + stepping)
+    assert found.message_seconds["host work"] == pytest.approx(stepping)
+    assert found.exposed_seconds == pytest.approx(found.seconds - stepping)
+    assert found.copied_bytes["state out"] == BLOCKS * SHARD
+    assert "state in" not in found.copied_bytes
+    # Weights, gradients and two states, which torch makes where weights are.
+    assert found.elsewhere == {"host": 4 * BLOCKS * SHARD}
+    assert found.memory["optimizer"] <= counters
+    assert found.memory["weights"] == 0
+
+
+@pytest.mark.parametrize("step_on", ["device", "host"])
+def test_the_host_casts_weights_for_gathers_once_a_step(step_on: str) -> None:
+    rate = ALONE
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = simulated(with_host_rate(rate), all_on_host(step_on), mp_policy=policy, microbatches=2)
+    casts = [each for each in found.spans if (each.lane, each.label) == ("host work", "copy_")]
+    seconds = (4 + 2) * SHARD / 4 / rate
+    assert [each.end - each.start for each in casts] == pytest.approx(BLOCKS * [seconds])
+    copy = SHARD / 2 / ALONE
+    assert seconds > copy
+    # The host casts one block after the other; the last one's copy follows.
+    first = [each for each in found.spans if (each.lane, each.phase) == ("copy in", "forward")]
+    assert first[BLOCKS - 1].end == pytest.approx(BLOCKS * seconds + copy)
+    sent = SHARD // 2
+    assert found.elsewhere == {"host": BLOCKS * (4 * SHARD + sent)}
+
+
+@pytest.mark.parametrize("step_on", ["device", "host"])
+def test_work_of_the_host_without_the_figure_of_its_memory_is_an_error(step_on: str) -> None:
+    with pytest.raises(ValueError, match=r"machine: expected host_memory_bandwidth"):
+        simulated(machine(), all_on_host(step_on))
+
+
+def test_work_of_an_operation_follows_its_copy() -> None:
+    clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
+    gather, out = clock.lanes["inner gather"], clock.make_state_lanes(torch.device("cpu"))[1]
+
+    def bring_and_send() -> Any:
+        clock.send(0.0, 2.0)
+        clock.copy("host", Direction.INTO, 100.0)
+        clock.send(0.0, 3.0)
+        yield from ()
+
+    def take() -> Any:
+        clock.send(0.0, 4.0)
+        clock.copy("host", Direction.OUT, 10.0)
+        yield from ()
+
+    ticket = gather.submit("all-gather of one", bring_and_send)
+    assert ticket.time == pytest.approx(2.0 + 10.0 + 3.0)
+    out.submit("return one", take)  # half the rate from 4 on, for 2 seconds
+    assert ticket.time == pytest.approx(2.0 + 11.0 + 3.0)
+    assert gather.free == ticket.time
+
+
 def test_a_disk_is_read_and_written_beside_a_host_that_computes() -> None:
     found = simulated(machine(host_runs_ahead=False), DISK)
     shared = BOTH / (3 * ALONE)
@@ -151,9 +262,13 @@ def test_the_device_holds_two_chunks_of_state_at_most() -> None:
     assert offloaded["weights"] == kept["weights"]
 
 
-def peak_of_a_real_run(level: str) -> dict[str, int]:
+def on_disk(roles: Sequence[str], folder: str = "/no/such/folder") -> fe.Offload:
+    return fe.Offload(**dict.fromkeys(roles, "disk"), folder=folder)
+
+
+def peak_of_a_real_run(level: str, roles: Sequence[str]) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
-        offload = fe.Offload(optimizer_state="disk", folder=folder)
+        offload = on_disk(roles, folder)
         model = Blocks()
         engine = fe.shard(model, strategy=level, offload=offload, min_unit_size=0)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -164,22 +279,29 @@ def peak_of_a_real_run(level: str) -> dict[str, int]:
             optimizer.step()
             optimizer.zero_grad()
         peak = engine.peak_memory_bytes()
-        return {"chunks": peak["optimizer"], "disk": engine.memory_bytes("disk")["optimizer"]}
+        return {"chunks": peak["optimizer"], "disk": sum(engine.memory_bytes("disk").values())}
 
 
-@pytest.mark.parametrize(("level", "size"), [("no_shard", 1), ("no_shard", 2)])
+@pytest.mark.parametrize(
+    ("level", "size", "roles"),
+    [
+        ("no_shard", 1, ROLES[:1]),
+        ("no_shard", 2, ROLES[:1]),
+        ("optim_grads_params", 1, ROLES),
+    ],
+)
 def test_simulated_memory_of_chunks_is_the_ledger_of_a_real_run(
-    ranks: Ranks, level: str, size: int
+    ranks: Ranks, level: str, size: int, roles: Sequence[str]
 ) -> None:
-    # A level that has its peak in the step.
-    (real, *_) = ranks.run(peak_of_a_real_run, level, world_size=size)
+    # Their peak is in the step.
+    (real, *_) = ranks.run(peak_of_a_real_run, level, roles, world_size=size)
     found = fe.simulate(
         Blocks,
         size,
         batch=torch.ones(1, WIDTH),
         machine=machine(host_runs_ahead=False),
         strategy=level,
-        offload=DISK,
+        offload=on_disk(roles),
         min_unit_size=0,
     )
     counters = 4 * BLOCKS  # how often each parameter was stepped
