@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
@@ -121,8 +122,17 @@ class Engine:
             self._mean_losses,
             [each for each in self._offloadings if each.moves("gradients")],
         )
+        # Gathers read memory of the host, where users may change it.
+        is_read = is_accelerator(mesh.device) and any(each.weights.home for each in self.buffers)
+        self._end_gathers = self._lanes.drain_gathers if is_read else None
         self._scheduler = Scheduler(
-            self.units, self._memory, self.budget, self._reductions, timing, expected
+            self.units,
+            self._memory,
+            self.budget,
+            self._reductions,
+            timing,
+            expected,
+            self._end_gathers,
         )
         self._guard = ParameterGuard(model, self.units)
         self._hooks = ModelHooks(self.units, self._scheduler, self._guard.check, self)
@@ -668,6 +678,8 @@ class Engine:
         self._reductions.check_step(param for group in groups for param in group["params"])
         if self._scheduler.in_rounds and self._is_stepped_by(optimizer):
             self._scheduler.await_ranks()  # others may gather these weights
+        if self._end_gathers is not None and self._is_stepped_by(optimizer):
+            self._end_gathers()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer: main weights count as changed."""

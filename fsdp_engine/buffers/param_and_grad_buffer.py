@@ -168,8 +168,7 @@ class ParamAndGradBuffer:
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
         self.reads = ParameterAccess(self.full_params, names, self.hooks)
-        if self.weights.home is not None and is_accelerator(context.memory.device):
-            self.reads.on_change = context.lanes.drain  # gathers read the home
+        self._watch_changes()
         self._make_published()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
@@ -300,6 +299,7 @@ class ParamAndGradBuffer:
             self.weights.main.tensor.copy_(weights.main.tensor)
         weights.release()
         weights.give_back()
+        self._watch_changes()
         if self.grads is not None:
             divisor = self.grads.divisor
             self.grads.abandon()
@@ -588,6 +588,10 @@ class ParamAndGradBuffer:
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
         if self.weights.home is not None:
             self.weights.home.flush()
+
+    def _watch_changes(self) -> None:
+        if self.weights.home is not None and is_accelerator(self._context.memory.device):
+            self.reads.on_change = self._context.lanes.drain  # gathers read the home
 
     def _make_published(self, *, changed: bool = False) -> None:
         if self.grads is None:

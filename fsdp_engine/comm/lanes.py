@@ -256,6 +256,16 @@ class Lanes:
         compute, *others = self.all
         return [error for lane in (*others, compute) for error in lane.drain()]
 
+    def drain_gathers(self) -> None:
+        """End all gathers.
+
+        Raises:
+            RuntimeError, ValueError: one failed.
+        """
+        for lane in dict.fromkeys((self.encode, self.inner_gather, self.outer_gather)):
+            for error in lane.drain():
+                raise error
+
     def gather(self, axis: Axis) -> Lane:
         """The lane for gathers along ``axis``."""
         return self.inner_gather if axis is Axis.INNER else self.outer_gather

@@ -67,10 +67,10 @@ class Offloading:
         Raises:
             OSError: the folder cannot be written.
         """
-        place = self._offload.places[role]
+        place, memory = self._offload.places[role], self.memory
 
         def book(home: Home) -> None:
-            self.memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
+            memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
 
         if place != DISK or is_simulated():
             return Homes(book, pinned=self._offload.pin_memory)

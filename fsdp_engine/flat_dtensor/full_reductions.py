@@ -39,6 +39,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp_engine.accelerator import current_accelerator, module_of
 from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
@@ -426,6 +427,9 @@ def equal(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
 def unscale(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
     """``_amp_foreach_non_finite_check_and_unscale_``, with ``found_inf`` reduced over the ranks."""
     grads, found_inf, inverse_scale = args
+    device = current_accelerator() if inverse_scale.device.type == "cpu" else None
+    if device is not None:  # GradScaler copies its scale to gradients on the host without a wait
+        module_of(device).current_stream(device).synchronize()
     func([t._local_tensor if isinstance(t, cls) else t for t in grads], found_inf, inverse_scale)
     for groups in {t._flat.groups: None for t in grads if isinstance(t, cls)}:
         reduce_over(found_inf, groups, "max")

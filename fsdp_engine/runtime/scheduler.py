@@ -16,7 +16,7 @@ entered; the rest is issued when forward ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -185,6 +185,8 @@ class Scheduler:
         reductions: called when the gradients of a unit are complete.
         timing: when changed weights are gathered.
         expected: the order in which units are expected to be used first.
+        end_gathers: called after a forward without autograd, behind which weights may be changed;
+            None: nothing has to be done.
 
     Attributes:
         microbatch: to which forwards and backwards belong: see ``microbatches.py``.
@@ -199,8 +201,10 @@ class Scheduler:
         reductions: Reductions,
         timing: Timing,
         expected: Expected,
+        end_gathers: Callable[[], object] | None = None,
     ) -> None:
         self.units = tuple(units)
+        self._end_gathers = end_gathers
         self.reductions = reductions
         self.microbatch: Hashable | None = None
         self.inputs_only = False
@@ -334,6 +338,8 @@ class Scheduler:
                 # Units that this rank did not enter must not read main weights that the next
                 # optimizer step writes.
                 unit.wait()
+        if self._end_gathers is not None and not torch.is_grad_enabled():
+            self._end_gathers()
         if outermost is self.units[0]:
             self._record.end_forward()
             if self._rounds is None:

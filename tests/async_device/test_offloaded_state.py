@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdp_engine as fe
 from fsdp_engine.comm.offloading import Offloading
@@ -247,6 +248,62 @@ def test_what_users_do_to_parameters_on_the_host_is_ordered() -> None:
         assert torch.equal(one, other)
 
 
+def change_data(params: list[Any], optimizer: Any) -> None:
+    for param in params:
+        param.data.mul_(1.5)
+
+
+def change_slices(params: list[Any], optimizer: Any) -> None:
+    for param in params:
+        (param.to_local() if isinstance(param, fe.FlatDTensor) else param).mul_(1.5)
+
+
+def change_lists(params: list[Any], optimizer: Any) -> None:
+    torch._foreach_mul_(params, 1.5)
+
+
+def step_late(params: list[Any], optimizer: Any) -> None:
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [change_data, change_slices, change_lists, step_late])
+@on_ranks(1)
+def test_a_change_waits_for_what_an_evaluation_reads(change: Any, kind: str) -> None:
+    results = []
+    for options in ((), (("offload", KINDS[kind]),)):
+        torch.manual_seed(1)
+        given = dataclasses.replace(job(FULL, sizes=(1,)), options=options)
+        engine = given.shard(given.make_model(), on.NAME)
+        model: Any = engine.model
+        optimizer = make_adamw(model.parameters())
+        batch = on_device(token_batch(4, 0), engine.mesh.device)
+        model(*batch).backward()
+        with on.delays(copy=1e-2, compute=1e-3), torch.no_grad():
+            loss = model(*batch)
+            change(list(model.parameters()), optimizer)
+            results.append([loss.cpu(), model(*batch).cpu()])
+    assert torch.equal(torch.stack(results[1]), torch.stack(results[0]))
+
+
+@on_ranks(1)
+def test_a_step_waits_for_a_forward_without_a_backward() -> None:
+    results = []
+    for options in ((), (("offload", KINDS["stepped there"]),)):
+        torch.manual_seed(1)
+        given = dataclasses.replace(job(FULL, sizes=(1,)), options=options)
+        engine = given.shard(given.make_model(), on.NAME)
+        model: Any = engine.model
+        optimizer = make_adamw(model.parameters())
+        batch = on_device(token_batch(4, 0), engine.mesh.device)
+        model(*batch).backward()
+        with on.delays(copy=1e-2, compute=1e-3):
+            loss = model(*batch)
+            optimizer.step()
+            results.append(loss.detach().cpu())
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(
     ("offload", "level", "problem"),
     [
@@ -303,6 +360,27 @@ def test_a_step_on_the_stream_of_a_lane_is_the_same(lane: int) -> None:
             result = train_with(engine, optimizer, data)
         found.append(result)
     assert not differences(found[1], found[0])
+
+
+@on_ranks(1)
+def test_a_scale_of_the_device_divides_gradients_on_the_host() -> None:
+    """torch sends it there, and does not wait."""
+    found = []
+    for device_type in ("cpu", on.NAME):
+        torch.manual_seed(1)
+        given = dataclasses.replace(everything("stepped there", FULL), sizes=(1,))
+        engine = given.shard(given.make_model(), device_type)
+        model: Any = engine.model
+        optimizer = make_adamw(model.parameters())
+        scaler = torch.amp.GradScaler(device_type, init_scale=256.0)
+        batch = on_device(token_batch(4, 0), engine.mesh.device)
+        with sdpa_kernel(SDPBackend.MATH):
+            scaler.scale(model(*batch)).backward()
+        with on.delays(copy=1e-2):
+            scaler.unscale_(optimizer)
+            found.append([param.grad.local.clone() for param in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def prepare(level: str, device_type: str, seed: int = 1) -> tuple[fe.Engine, Any]:

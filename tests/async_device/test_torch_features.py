@@ -140,6 +140,29 @@ def test_fsdp2s_offload_trains_as_torchs(offloads: str, on_meta: bool) -> None:
 
 
 @on_ranks(2)
+def test_a_change_of_what_was_on_the_meta_device_waits_for_gathers() -> None:
+    found = []
+    for on_meta in (False, True):
+        with torch.device("meta" if on_meta else on.DEVICE):
+            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        mesh = dist.init_device_mesh(on.NAME, (2,))
+        fsdp2.fully_shard(model, mesh=mesh, offload_policy=fsdp.CPUOffloadPolicy())
+        if on_meta:
+            model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.constant_(param, 0.5)
+        x = torch.ones(2, 4).to(on.DEVICE)
+        model(x)
+        with on.delays(copy=2e-2):
+            output = model(x)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2.0)
+        found.append(output.detach().cpu())
+    assert torch.equal(*found)
+
+
+@on_ranks(2)
 def test_memory_of_fsdp2s_offload_is_not_pinned_where_it_shall_not_be() -> None:
     model, optimizer = offloaded(fsdp2, "all", pins=False)
     programs.train(model, optimizer, range(2))

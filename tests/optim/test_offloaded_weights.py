@@ -5,6 +5,7 @@ to parameters and gradients, checkpoints, errors. (``test_offloaded_state.py`` h
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -325,6 +326,29 @@ def test_a_checkpoint_loads_on_other_ranks_with_another_offload(
     found = ranks.run(load, str(tmp_path), place[1], "optim_grads", world_size=1)[0]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+# What is freed.
+
+
+def state_files() -> set[str]:
+    """Those that this process has open."""
+    folder = "/proc/self/fd"
+    links = [os.path.join(folder, number) for number in os.listdir(folder)]
+    found = {os.readlink(link) for link in links if os.path.lexists(link)}
+    return {name for name in found if "fsdp_engine-state" in name}
+
+
+def test_files_go_with_their_engine(tmp_path: Path) -> None:
+    gc.collect()
+    gc.collect()
+    before = state_files()
+    model, engine, optimizer = make(FULL, "AdamW", on_disk(tmp_path, ROLES))
+    step(model, engine, optimizer, 0)
+    assert len(state_files() - before) == len(ROLES)
+    del model, engine, optimizer
+    gc.collect()
+    assert state_files() <= before
 
 
 # Errors.
