@@ -168,12 +168,15 @@ class Engine:
         """Optimizers step ``unit`` from where its state lies now."""
         offloading = self._offloading
         if offloading is not None and not offloading.steps_on_host:
-            sizes = [
-                sum(each.weights.main.tensor.numel() for each in u.trainable) for u in self.units
-            ]
-            mean = sum(sizes) // max(sum(map(bool, sizes)), 1)
             buffers = [each.offloaded for each in unit.trainable]
-            offload_state(offloading, unit.label, buffers, mean)
+            offload_state(offloading, unit.label, buffers, self._elements_of_a_unit)
+
+    @cached_property
+    def _elements_of_a_unit(self) -> int:
+        """Of this rank's slices of trainable parameters, in the mean."""
+        units = [unit for unit in self.units if unit.trainable]
+        slices = (each.weights.main.tensor.numel() for unit in units for each in unit.trainable)
+        return sum(slices) // max(len(units), 1)
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:
