@@ -102,7 +102,7 @@ def offload_state(
 ) -> None:
     """Optimizers step the parameters of these buffers, a unit, with what ``offload`` brings.
 
-    Copies of the first and of the last chunk hide behind nothing, so a large unit (an embedding and
+    While the first and the last chunk are copied nothing else is, so a large unit (an embedding and
     a head) becomes several chunks, of whole parameters. Shards at one home are one chunk.
 
     Args:
@@ -226,6 +226,7 @@ class _Chunk:
         members: by number of a param group, its parameters that are stepped with this chunk.
         kept: views of home by slot and key, as ``optimizer.state`` has them.
         work: the same on the device.
+        num_bytes: on the device.
     """
 
     def __init__(
@@ -261,6 +262,7 @@ class _Chunk:
                 stop = size + grads.num_bytes
                 size = self._add(_Piece(grads.home, grads.first, size, stop, returns=False))
         self._piece_of = {storage_keys(piece.home.bytes)[0]: piece for piece in self._pieces}
+        self.num_bytes = size
         self._storage = offload.memory.transient(size, torch.uint8, ROLE)
         with self._storage.while_filled():
             self._bytes = self._storage.view(0, (size,))
@@ -421,6 +423,14 @@ def _is_plain(value: Any) -> bool:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _in_order(chunks: Sequence[_Chunk]) -> list[_Chunk]:
+    """The order in which chunks are stepped: neighbours have like sizes, since one is brought while
+    the other returns; the first and the last, during whose copies nothing else is copied, are the
+    smallest."""
+    by_size = sorted(chunks, key=attrgetter("num_bytes"))
+    return [*by_size[::2], *reversed(by_size[1::2])]
 
 
 def _unique(buffers: Iterable[OffloadedBuffer]) -> list[OffloadedBuffer]:
@@ -748,6 +758,7 @@ class OffloadedStep:
                 params = [*(slot.param for slot in chunk.slots), *params]
                 dtypes = [*chunk.dtypes, *dtypes]
             self._make_chunk(optimizer, number, unit, params, dtypes)
+        self._chunks = _in_order(self._chunks)
         if not self._chunks:  # parameters without an offload are stepped with the last one
             self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._homes))
         self._assign_members()
