@@ -169,14 +169,14 @@ class Engine:
         offloading = self._offloading
         if offloading is not None and not offloading.steps_on_host:
             buffers = [each.offloaded for each in unit.trainable]
-            offload_state(offloading, unit.label, buffers, self._elements_of_a_unit)
+            offload_state(offloading, unit.label, buffers, self._elements_of_a_chunk)
 
     @cached_property
-    def _elements_of_a_unit(self) -> int:
-        """Of this rank's slices of trainable parameters, in the mean."""
+    def _elements_of_a_chunk(self) -> int:
+        """Of this rank's slices of trainable parameters, half of what a unit has in the mean."""
         units = [unit for unit in self.units if unit.trainable]
         slices = (each.weights.main.tensor.numel() for unit in units for each in unit.trainable)
-        return sum(slices) // max(len(units), 1)
+        return sum(slices) // max(2 * len(units), 1)
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:
