@@ -1,19 +1,22 @@
-"""Optimizer state on the host, on the simulated clock of H100 machines, beside formulas.
+"""State on the host, on the simulated clock of H100 machines, beside formulas.
 
     python benchmarks/offload_clock.py
 
 Llama 3 8B and 70B on 8 and 64 ranks: level 3, bf16 compute with fp32 main weights and gradients,
-AdamW, 4,096 tokens a rank, activation checkpointing. Each is simulated with the state on the device
-and on the host, on two machines: ``fe.H100``, whose eight GPUs share the memory of their node, and
-the same with PCIe alone.
+AdamW, 4,096 tokens a rank, activation checkpointing. Each is simulated with the optimizer's state
+on the device and on the host, and with main weights and gradients there, too, stepped on the device
+and on the host; on two machines: ``fe.H100``, whose eight GPUs share the memory of their node, and
+the same whose copies are bound by PCIe alone.
 
-The *bound* is the time that the copies' bytes take at least, both directions at once. The *step* of
-the optimizer is from the end of backward to the last copy: the rest of the simulated step with the
-state on the device, subtracted from the one with it on the host.
+The *bound* of optimizer state is the time that the copies' bytes take at least, both directions at
+once. The *step* of the optimizer is from the end of backward to the last copy: the rest of the
+simulated step with the state on the device, subtracted from the one with it on the host. The bound
+of everything on the host is a whole step's (:func:`everything`).
 
 Steps of FSDP2's CPUOffloadPolicy and of DeepSpeed's ZeRO-Offload are formulas (:func:`fsdp2`,
-:func:`zero_offload`): times that they cannot go below with all overlap that they have. They hold
-more on the host than this engine with ``optimizer_state="host"``, and less on the device.
+:func:`zero_offload`): times that they cannot go below with all overlap that they have. They have
+everything on the host, and step there. Work on the host has one assumption in all of them, and in
+the simulation: it is bound by the host's memory alone.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from simulated import Llama, LlamaShape
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COMPUTE
+from fsdp_engine.planner.strategy_search import EVERYTHING
 from fsdp_engine.simulation.machine import TwoWayLink
 
 SHAPES = {
@@ -38,12 +42,34 @@ SHAPES = {
 }
 RANKS = (8, 64)
 TOKENS = 4096
+
+
+class OfPcieAlone(fe.Machine):
+    """A machine whose copies are not bound by the host's memory; the host's own work is."""
+
+    def link_to_state(self, place: str, num_ranks: int) -> TwoWayLink:
+        """That of one rank alone."""
+        return super().link_to_state(place, 1)
+
+
 MACHINES = {
     "eight GPUs share the node's memory": fe.H100,
-    "PCIe alone": dataclasses.replace(fe.H100, host_memory_bandwidth=None),
+    "PCIe alone": OfPcieAlone(
+        **{each.name: getattr(fe.H100, each.name) for each in dataclasses.fields(fe.H100)}
+    ),
+}
+OFFLOADS = {
+    "state on the device": fe.Offload(),
+    "state on the host": fe.Offload(optimizer_state="host"),
+    "everything on the host": EVERYTHING,
+    "everything on the host, stepped there": dataclasses.replace(EVERYTHING, step_on="host"),
 }
 # A step of AdamW in fp32 reads weights, gradients and two states, and writes all but gradients.
 ADAMW_BYTES = 4 * 4 + 3 * 4
+# Those that come to the device for a step there, and return.
+STEPPED_IN, STEPPED_OUT = 4 * 4, 3 * 4
+# The host casts weights from fp32 to bf16.
+CAST_BYTES = 4 + 2
 
 
 def host_step(elements: float, ranks: int, num_bytes: int = ADAMW_BYTES) -> float:
@@ -93,6 +119,27 @@ def zero_offload(elements: float, ranks: int, model: float, link: TwoWayLink) ->
     return max(model, down) + max(host_step(elements, ranks), up)
 
 
+def everything(
+    elements: float, ranks: int, model: float, link: TwoWayLink, gathered: float, step_on: str
+) -> float:
+    """Seconds of a step of this engine with everything on the host, at least, with the assumptions
+    of :func:`fsdp2`.
+
+    The host casts weights to bf16 once, which come for each gather; reduced gradients in fp32 go to
+    the host. A step on the device waits for copies; one on the host is bound by its memory.
+
+    Args:
+        elements, ranks, model, link: see :func:`fsdp2`.
+        gathered: bytes that come for gathers.
+        step_on: "device" or "host".
+    """
+    copies = link.least_seconds(gathered, 4 * elements)
+    before = max(model, copies, host_step(elements, ranks, CAST_BYTES))
+    if step_on == "host":
+        return before + host_step(elements, ranks)
+    return before + link.least_seconds(STEPPED_IN * elements, STEPPED_OUT * elements)
+
+
 def step_seconds(found: fe.Simulation) -> float:
     """Busy time of compute in the optimizer's step."""
     spans = (each for each in found.spans if (each.lane, each.phase) == (COMPUTE, "step"))
@@ -113,22 +160,23 @@ def run() -> dict[str, Any]:
         for ranks in RANKS:
             for where, machine in MACHINES.items():
                 link = machine.link_to_state("host", ranks)
-                there, here = (
-                    fe.simulate(
+                found = {
+                    key: fe.simulate(
                         partial(Llama, shape),
                         ranks,
                         batch=(tokens, tokens),
                         machine=machine,
                         mp_policy=policy,
                         checkpointing=True,
-                        offload=fe.Offload(optimizer_state=place),
+                        offload=offload,
                     )
-                    for place in ("host", "device")
-                )
+                    for key, offload in OFFLOADS.items()
+                }
+                here, there = found["state on the device"], found["state on the host"]
                 model = here.seconds - step_seconds(here)
                 bound = link.least_seconds(*there.copied_bytes.values())
                 elements = num_elements / ranks
-                row = {
+                row: dict[str, Any] = {
                     "elements of a rank": elements,
                     "link": dataclasses.asdict(link),
                     "seconds, state on the device": here.seconds,
@@ -146,6 +194,20 @@ def run() -> dict[str, Any]:
                     "FSDP2 at least": fsdp2(elements, ranks, model, link),
                     "ZeRO-Offload at least": zero_offload(elements, ranks, model, link),
                 }
+                for key, offload in list(OFFLOADS.items())[2:]:
+                    each = found[key]
+                    gathered = each.copied_bytes["copy in"]
+                    row[key] = {
+                        "seconds": each.seconds,
+                        "at least": everything(
+                            elements, ranks, model, link, gathered, offload.step_on
+                        ),
+                        "copied bytes": each.copied_bytes,
+                        "exposed": each.exposed_by_lane,
+                        "busy": each.message_seconds,
+                        "peak bytes": each.peak_bytes,
+                        "bytes on the host": each.elsewhere["host"],
+                    }
                 record.setdefault(name, {}).setdefault(str(ranks), {})[where] = row
                 rows.append(
                     [
@@ -162,10 +224,15 @@ def run() -> dict[str, Any]:
                                 "ZeRO-Offload at least",
                             )
                         ),
+                        *(
+                            f"{row[key]['seconds']:.3f} ({row[key]['at least']:.3f})"
+                            for key in list(OFFLOADS)[2:]
+                        ),
                     ]
                 )
                 print(rows[-1], flush=True)
     columns = ["model, ranks", "device", "host", "optimizer", "bound", "ratio", "FSDP2", "ZeRO"]
+    columns += ["everything (bound)", "stepped there"]
     harness.print_table("Seconds of a step on simulated H100s", columns, rows)
     return record
 

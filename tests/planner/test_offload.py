@@ -392,7 +392,7 @@ def limit_of_everything() -> float:
         min(each.peak_bytes for each in planned(offload).outcomes) for offload in (HOST, EVERYTHING)
     )
     assert everything < 0.9 * state
-    return (state + everything) / 2
+    return state - 1
 
 
 def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
@@ -421,7 +421,8 @@ def test_everything_on_the_host_is_not_tried_without_the_figure_of_its_memory() 
 
 
 def test_the_text_says_what_of_it_may_help() -> None:
-    kept = planned(None, limit_of_everything())
+    least = min(each.peak_bytes for each in planned(EVERYTHING).outcomes)
+    kept = planned(None, least)
     assert "Main weights, gradients and optimizer state on the host may be enough." in str(kept)
     assert "Everything on the host is not enough." in str(planned(EVERYTHING, 1024.0))
 
@@ -449,11 +450,6 @@ def test_waits_for_brought_weights_are_copies_of_state() -> None:
     assert found.exposed_by_lane[COPY_IN] > 0
     assert chosen.times is not None
     assert chosen.times.exposed["state"] == pytest.approx(waits)
-
-
-def test_a_plan_whose_levels_all_refuse_an_offload_says_why() -> None:
-    no_axis = planned(EVERYTHING, mp_policy=POLICIES["bf16"], meshes=[(1, WORLD)])
-    assert {each.candidate.strategy for each in no_axis.outcomes} == set(LEVELS[2:])
 
 
 def test_the_host_that_steps_is_named() -> None:
