@@ -337,9 +337,12 @@ class ActivationOffload:
         kwargs: dict[str, Any],
     ) -> Any:
         """Returns the result of ``function``, a forward of the block ``module``."""
-        if not torch.is_grad_enabled() or in_backward():
+        if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        self._end_backward()  # one that an exception has ended
+        # A checkpoint that recomputes must not see more tensors than in forward.
+        is_recomputed = in_backward()
+        if not is_recomputed:
+            self._end_backward()  # one that an exception has ended
         saved: list[_Saved] = []
 
         def pack(tensor: Tensor) -> _Saved:
@@ -349,7 +352,8 @@ class ActivationOffload:
         try:
             with saved_tensors_hooks(pack, self._unpack):
                 output = function(*args, **kwargs)
-            self._move(_Call(number, self._memory.device), module, saved)
+            if not is_recomputed:
+                self._move(_Call(number, self._memory.device), module, saved)
         finally:
             saved.clear()  # autograd keeps `pack`
         return output

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.runtime.activations import ActivationOffload
@@ -94,6 +95,29 @@ def test_forwards_on_other_streams_than_the_caller_s_are_the_same() -> None:
             streams.clear()
             with random_delays(seed, 1e-3):
                 assert not differences(train(given, on.NAME), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(1)
+def test_a_checkpoint_of_more_than_a_block_recomputes(use_reentrant: bool) -> None:
+    given = job(("optim_grads_params", "no_shard"), sizes=(1,))
+    expected = train(given, "cpu")
+
+    def logits(model: Any, tokens: Tensor) -> Tensor:
+        x = model.embedding(tokens)
+        x = checkpoint(nn.Sequential(*model.blocks[:3]), x, use_reentrant=use_reentrant)
+
+        def end(x: Tensor) -> Tensor:
+            found: Tensor = model.head(model.norm(model.blocks[3](x)))
+            return found
+
+        found: Tensor = checkpoint(end, x, use_reentrant=use_reentrant)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transformer, "logits", logits)
+        with random_delays(1, 1e-3):
+            assert not differences(train(given, on.NAME), expected)
 
 
 # ---- The host ------------------------------------------------------------------------------------
