@@ -173,10 +173,11 @@ class Engine:
 
     @cached_property
     def _elements_of_a_chunk(self) -> int:
-        """Of this rank's slices of trainable parameters, half of what a unit has in the mean."""
+        """Of this rank's slices of trainable parameters, those of a unit in the mean. (With half of
+        them a simulated step of 8B on 64 H100s copies 5 % longer: copies are short then.)"""
         units = [unit for unit in self.units if unit.trainable]
         slices = (each.weights.main.tensor.numel() for unit in units for each in unit.trainable)
-        return sum(slices) // max(2 * len(units), 1)
+        return sum(slices) // max(len(units), 1)
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:
