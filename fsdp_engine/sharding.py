@@ -20,6 +20,7 @@ from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.memory import allocator
+from fsdp_engine.memory.disk_memory import DiskFile
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import (
@@ -38,6 +39,7 @@ from fsdp_engine.units.build import (
     build_units,
     check_homes,
     owned_within,
+    take_files,
 )
 from fsdp_engine.units.checkpointing import checkpoint_units
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
@@ -230,6 +232,7 @@ def make_engine(
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
     holdings: Holdings | None = None
+    files: dict[str, DiskFile] = {}
     activations: OffloadActivations | None = None
     signature: list[str] = []
     error: Exception | None = None
@@ -262,6 +265,7 @@ def make_engine(
         plan = make_plan(model, units, settings)
         if offload is not None:
             check_homes(plan, axis_plans, offload, data.device)
+            files = take_files(plan, axis_plans, offload, data, experts)
         choose_written(plan.records, data, ranks)
         compare = data.size > 1 and initial_values != FIRST and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
@@ -290,7 +294,7 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    resources = Resources(data, config, offload)
+    resources = Resources(data, config, offload, files)
     built = build_units(plan, communicators, resources, start)
     made = [
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)

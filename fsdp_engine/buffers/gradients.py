@@ -115,6 +115,16 @@ class WriteBuffer:
             torch._foreach_zero_(self.padding)
 
 
+def homed_shards(spec: BufferSpec) -> list[tuple[int, torch.dtype]]:
+    """Depths and dtypes of the shards of gradients that lie at homes: accumulated ones, and, where
+    their dtype is another, those that the optimizer reads."""
+    dtypes = spec.kind.dtypes
+    shards = [(spec.grad_depth, dtypes.main_grad)]
+    if dtypes.optim_grad != dtypes.main_grad:
+        shards.append((spec.optim_depth, dtypes.optim_grad))
+    return shards
+
+
 class HomedShard:
     """A shard of gradients that lies at a home, and the transient memory in which it is reduced.
 
@@ -352,10 +362,8 @@ class GradientMemory:
         offloading = context.offloading
         if offloading is not None and (homes := offloading.gradients) is not None:
             self.is_resident = True
-            self._homed = HomedShard(spec, context, spec.grad_depth, dtypes.main_grad, homes)
-            if dtypes.optim_grad != dtypes.main_grad:
-                depth, dtype = spec.optim_depth, dtypes.optim_grad
-                self._homed_optim = HomedShard(spec, context, depth, dtype, homes)
+            shards = (HomedShard(spec, context, *each, homes) for each in homed_shards(spec))
+            self._homed, self._homed_optim, *_ = (*shards, None)
         self._comm: TransientStorage | None = None
         if dtypes.comm != dtypes.main_grad and last_axes:
             self._comm = memory.transient(self._numel(spec.grad_depth), dtypes.comm, "staging")

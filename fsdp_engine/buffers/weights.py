@@ -483,9 +483,7 @@ class Weights:
         homes = None if offloading is None else offloading.main_weights
         if homes is None or not can_leave_device(self._spec.strategy, self.codec):
             return None
-        home = homes.make(
-            self._numel(self._spec.optim_depth) * self._spec.kind.dtypes.main.itemsize
-        )
+        home = homes.make(bytes_of_main(self._spec, self._at))
         # The device may still read it when its engine is deleted.
         weakref.finalize(home, self._context.lanes.drain).atexit = False
         return home
@@ -598,6 +596,12 @@ class Weights:
         axes = AXIS_BELOW_DEPTH[: self._spec.optim_depth]
         comms = [self._context.mesh_communicators.comms[axis].gather for axis in axes]
         return [comm.group for comm in comms if comm is not None]
+
+
+def bytes_of_main(spec: BufferSpec, at: Coordinate) -> int:
+    """Bytes of main weights on the rank at ``at``."""
+    start, stop = spec.layout.range(spec.optim_depth, at)
+    return (stop - start) * spec.kind.dtypes.main.itemsize
 
 
 def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_engine.accelerator import is_simulated
 from fsdp_engine.comm.lanes import Lane, make_state_lanes
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.memory.disk_memory import DiskThreads
+from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads
 from fsdp_engine.memory.home import DiskHomes, Home, HomePart, Homes
 from fsdp_engine.offload import DISK, ROLES, Offload
 
@@ -41,6 +41,7 @@ class Offloading:
         offload: says where state lies.
         memory: of the engine, on its device.
         compute: the engine's lane.
+        files: by role, those that there are already.
 
     Attributes:
         memory, compute: see the arguments.
@@ -48,12 +49,15 @@ class Offloading:
         steps_on_host: optimizers step where state lies.
     """
 
-    def __init__(self, offload: Offload, memory: Memory, compute: Lane) -> None:
+    def __init__(
+        self, offload: Offload, memory: Memory, compute: Lane, files: Mapping[str, DiskFile]
+    ) -> None:
         self.memory = memory
         self.compute = compute
         self.state_in, self.state_out = make_state_lanes(memory.device)
         self.steps_on_host = offload.step_on == "host"
         self._offload = offload
+        self._files = dict(files)
         self._threads = DiskThreads()  # start with their first work
         self._moved = {role for role in ROLES if offload.moves(role, memory.device)}
 
@@ -75,7 +79,8 @@ class Offloading:
         if place != DISK or is_simulated():
             return Homes(book, pinned=self._offload.pin_memory)
         assert self._offload.folder is not None
-        return DiskHomes(book, Path(self._offload.folder), self._threads)
+        file = self._files.pop(role, None) or DiskFile(Path(self._offload.folder))
+        return DiskHomes(book, file, self._threads)
 
     @cached_property
     def main_weights(self) -> Homes | None:

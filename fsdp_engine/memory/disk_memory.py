@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -94,8 +94,22 @@ class DiskFile:
             OSError: there is too little; names both figures.
         """
         start = self._size
+        self._take(num_bytes)
+        self._size += _in_blocks(num_bytes)
+        return start
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Take space on the disk for these calls of :meth:`extend`.
+
+        Raises:
+            OSError: there is too little; names both figures.
+        """
+        if total := sum(map(_in_blocks, sizes)):
+            self._take(total)
+
+    def _take(self, num_bytes: int) -> None:
         try:
-            os.posix_fallocate(self.number, start, _in_blocks(num_bytes))
+            os.posix_fallocate(self.number, self._size, _in_blocks(num_bytes))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -104,8 +118,6 @@ class DiskFile:
                 f"{self._folder}: expected {num_bytes} bytes for state; found "
                 f"{shutil.disk_usage(self._folder).free}",
             ) from error
-        self._size += _in_blocks(num_bytes)
-        return start
 
 
 class DiskBlock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -119,16 +118,13 @@ class DiskHomes(Homes):
 
     Args:
         book: called with each.
-        folder: of a local disk.
+        file: which.
         threads: that read and write it.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
 
-    def __init__(self, book: Callable[[Home], None], folder: Path, threads: DiskThreads) -> None:
+    def __init__(self, book: Callable[[Home], None], file: DiskFile, threads: DiskThreads) -> None:
         super().__init__(book)
-        self._file = DiskFile(folder)
+        self._file = file
         self._threads = threads
 
     def _make(self, num_bytes: int) -> Home:

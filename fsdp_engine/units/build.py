@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.accelerator import is_simulated
+from fsdp_engine.buffers.gradients import homed_shards
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
-from fsdp_engine.buffers.weights import can_leave_device
+from fsdp_engine.buffers.weights import bytes_of_main, can_leave_device
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
@@ -37,7 +40,8 @@ from fsdp_engine.comm.nccl_pool import NcclPool
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import HOST, ROLES, Offload
+from fsdp_engine.memory.disk_memory import DiskFile
+from fsdp_engine.offload import DISK, HOST, ROLES, Offload
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.initial_values import (
     EMPTY,
@@ -111,8 +115,10 @@ class Resources:
         mesh: DataMesh,
         config: DistributedDataParallelConfig,
         offload: Offload | None = None,
+        files: Mapping[str, DiskFile] | None = None,
     ) -> None:
         self.config = config
+        self._files = {} if files is None else files
         symmetric = not config.disable_symmetric_registration
         self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
@@ -137,7 +143,7 @@ class Resources:
             return self
         other = copy(self)
         if offload not in self._offloadings:
-            made = Offloading(offload, self.memory, self.lanes.compute)
+            made = Offloading(offload, self.memory, self.lanes.compute, self._files)
             self._offloadings[offload] = made
         other.offloading = self._offloadings[offload]
         return other
@@ -220,6 +226,36 @@ def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: tor
                     "of compute weights on the device: the level optim_grads_params, or another "
                     f"param_dtype; found {strategy} with both in {part.kind.dtypes.main}"
                 )
+
+
+def take_files(
+    plan: Plan, axis_plans: AxisPlans, offload: Offload, data: DataMesh, experts: DataMesh | None
+) -> dict[str, DiskFile]:
+    """Files for main weights and gradients on a disk, by role, with the space that building takes:
+    a rank that finds too little says so before others build.
+
+    Raises:
+        OSError: there is too little, or the folder cannot be written.
+    """
+    sizes: dict[str, list[int]] = {
+        role: [] for role in ("main_weights", "gradients") if offload.places.get(role) == DISK
+    }
+    if not sizes or is_simulated():
+        return {}
+    for part in (part for unit in plan.units for part in unit.buffers):
+        strategy = axis_plans.of(part.kind).strategy
+        spec = BufferSpec("", part.layout, part.kind, strategy, 0)
+        at = (experts if part.kind.is_expert and experts is not None else data).coordinate
+        if "main_weights" in sizes and can_leave_device(strategy, part.make_codec()):
+            sizes["main_weights"].append(bytes_of_main(spec, at))
+        for depth, dtype in homed_shards(spec) if part.kind.requires_grad else ():
+            start, stop = part.layout.range(depth, at)
+            sizes.get("gradients", []).append((stop - start) * dtype.itemsize)
+    assert offload.folder is not None
+    files = {role: DiskFile(Path(offload.folder)) for role in sizes}
+    for role, file in files.items():
+        file.reserve(sizes[role])
+    return files
 
 
 def build_units(

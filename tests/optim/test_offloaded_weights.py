@@ -8,6 +8,7 @@ import errno
 import gc
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,46 @@ def test_a_disk_that_is_too_small_is_an_error_of_shard(
     with pytest.raises(OSError, match=r"expected \d+ bytes for state; found \d+"):
         fe.shard(Transformer(), offload=on_disk(tmp_path, ROLES))
     assert not os.listdir(tmp_path)
+
+
+def shard_where_one_disk_is_full(folder: str) -> str:
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = Transformer()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises((OSError, RuntimeError, ValueError)) as caught:
+            fe.shard(model, offload=on_disk(folder, ROLES))
+    assert all(type(param) is torch.nn.Parameter for param in model.parameters())
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(shard_where_one_disk_is_full, str(tmp_path), world_size=2):
+        assert re.search(r"expected \d+ bytes for state; found \d+", found)
+
+
+@pytest.mark.parametrize("roles", [ROLES, ROLES[1:2], ROLES[2:]], ids="+".join)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_space_is_taken_before_anything_is_built(
+    level: str, policy: str, roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: dict[int, list[int]] = {}
+    fallocate = os.posix_fallocate
+
+    def note(number: int, start: int, num_bytes: int) -> None:
+        ends.setdefault(number, []).append(start + num_bytes)
+        fallocate(number, start, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", note)
+    options: Any = {"min_unit_size": 0, "mp_policy": POLICIES[policy]}
+    engine = fe.shard(Transformer(), strategy=level, offload=on_disk(tmp_path, roles), **options)
+    assert engine.memory_bytes("disk") or not ends
+    for taken in ends.values():
+        assert taken[0] == taken[-1] == max(taken)
 
 
 def test_bad_arguments_are_named(tmp_path: Path) -> None:
