@@ -142,15 +142,15 @@ class HomedShard:
         dtype: torch.dtype,
         homes: Homes,
     ) -> None:
+        assert context.offloading is not None
         self._label = spec.label
-        self._offloading = context.offloading
+        self._into, self._out = context.offloading.lanes
         at = context.mesh_communicators.mesh.coordinate
         start, stop = spec.layout.range(depth, at)
         numel = stop - start
         self.home = homes.make(numel * dtype.itemsize)
-        assert self._offloading is not None
         # The device may still write into it when its engine is deleted.
-        weakref.finalize(self.home, self._offloading.state_out.drain).atexit = False
+        weakref.finalize(self.home, self._out.drain).atexit = False
         self.buffer = ShardedBuffer(spec.layout, at, depth, alias(self.home.bytes.view(dtype)))
         self.storage = context.memory.transient(numel, dtype, "staging")
         with self.storage.while_filled():
@@ -164,25 +164,17 @@ class HomedShard:
 
     def add_bring(self, chain: Chain) -> None:
         """Add to ``chain``: bring it from home."""
-        assert self._offloading is not None
-        label, reads, writes = (
-            f"bring {self._label}",
-            [self.buffer.tensor],
-            [self._bytes],
+        bring, reads, writes = (
+            partial(self.home.bring, self._bytes),
+            self.buffer.tensor,
+            self._bytes,
         )
-        operation = partial(self.home.bring, self._bytes)
-        chain.add(self._offloading.state_in, label, operation, reads=reads, writes=writes)
+        chain.add(self._into, f"bring {self._label}", bring, reads=[reads], writes=[writes])
 
     def add_take(self, chain: Chain) -> None:
         """Add to ``chain``: write it home."""
-        assert self._offloading is not None
-        label, reads, writes = (
-            f"return {self._label}",
-            [self._bytes],
-            [self.buffer.tensor],
-        )
-        operation = partial(self.home.take, self._bytes)
-        chain.add(self._offloading.state_out, label, operation, reads=reads, writes=writes)
+        take, reads, writes = partial(self.home.take, self._bytes), self._bytes, self.buffer.tensor
+        chain.add(self._out, f"return {self._label}", take, reads=[reads], writes=[writes])
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Home(Protocol):
         ...
 
     def take(self, work: Tensor) -> Steps:
-        """The operation of a lane that copies ``work`` to the first bytes."""
+        """The operation of a lane that copies ``work``, as long as the home, to it."""
         ...
 
     def flush(self) -> None:
