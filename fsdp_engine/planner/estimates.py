@@ -18,7 +18,8 @@ AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and temporarily the 
 units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
 
 Offloaded state is counted as on an accelerator: at its homes, and on the device as chunks of two
-units in the step, as what is reduced before it goes home, and as what is encoded for a gather.
+units in the step, as gradients that are reduced before they go home, and as main weights that come
+to be encoded for a gather.
 
 ``buffers/weights.py`` and ``gradients.py`` determine which tensors a buffer has at rest and
 temporarily; ``scheduler.py`` and ``reductions.py`` determine how many temporary ones exist at a
@@ -307,8 +308,8 @@ class Estimate:
         padding: elements of padding in flat buffers, over all ranks.
         weight_bytes: main weights and persistent compute weights, at rest.
         grad_bytes: gradients, from their first reduction until they are cleared.
-        optimizer_bytes: optimizer state at rest, with the padding of the weights; of what is
-            offloaded, the peak on the device in the step, of two units.
+        optimizer_bytes: optimizer state at rest, with the padding of the weights; and the peak of
+            offloaded state, weights and gradients on the device in the step, of two units.
         full_bytes: peak of full parameters, in addition to those at rest.
         staging_bytes: peak of full gradients before their reduction, in addition to those at rest.
         inner_traffic_bytes: sent along the inner axis per step.

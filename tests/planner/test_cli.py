@@ -244,6 +244,20 @@ def test_state_on_the_host_is_shown_with_its_bytes(folder: Path) -> None:
     assert cells(estimates)[0][3] == "3.7 GiB"  # of two units of 32
 
 
+def test_everything_on_the_host_is_shown_for_levels_that_allow_it(folder: Path) -> None:
+    output = run(f"{COUNTING} --offload everything --dtype bf16 --recompute off --save plan.json")
+    table = cells(output)
+    assert {row[2] for row in table} == {"everything on the host"}
+    assert {row[0] for row in table} == {"optim_grads", "optim_grads_params"}
+    everything = fe.Offload(optimizer_state="host", main_weights="host", gradients="host")
+    assert fe.StrategyPlan.load(folder / "plan.json").best["offload"] == everything
+    (row,) = cells(run("plan --elements 8e9 --world 64 --offload everything"))
+    gib = 8e9 / 64 / 2**30
+    # Nothing at rest, chunks of two of 32 units, and all 16 bytes of an element elsewhere.
+    assert row[:4] == ["optim_grads_params", "0 B", "0 B", f"{gib * 1024:.1f} MiB"]
+    assert row[-1] == f"{16 * gib:.1f} GiB"
+
+
 def test_a_config_of_transformers_needs_no_code(folder: Path) -> None:
     (folder / "llama").mkdir()
     (folder / "llama" / "config.json").write_text(json.dumps(LLAMA))
