@@ -19,6 +19,8 @@ from fsdp_engine.comm.stall_monitor import machine
 
 # By which users set the number of threads.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# Another number since is the user's.
+_AT_IMPORT = torch.get_num_threads()
 
 
 def _cores() -> list[int]:
@@ -44,12 +46,14 @@ def announce_rank() -> None:
 
 def share_cores() -> None:
     """Let torch use this rank's share of the cores, after all ranks have called
-    :func:`announce_rank`. A number of threads in the environment is left as it is."""
+    :func:`announce_rank`. A number of threads in the environment, or set by
+    ``torch.set_num_threads`` after this package was imported, is left as it is."""
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     num_ranks, num_cores = _get_default_store().add(_key(), 0), len(_cores())
     share, found = max(1, num_cores // num_ranks), torch.get_num_threads()
-    if found <= share or any(name in os.environ for name in _VARIABLES):
+    is_set = found != _AT_IMPORT or any(name in os.environ for name in _VARIABLES)
+    if found <= share or is_set:
         return
     torch.set_num_threads(share)
     if dist.get_rank() == 0:

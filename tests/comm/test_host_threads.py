@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
+from fsdp_engine.comm import host_threads
 from tests.models import Transformer
 from tests.pool import Ranks
 
@@ -16,7 +18,9 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 TOO_MANY = 8 * (os.cpu_count() or 1)
 
 
-def shard_with_many_threads(variable: str, has_own_core: bool) -> tuple[int, list[str], int]:
+def shard_with_many_threads(
+    variable: str, has_own_core: bool, is_default: bool = True
+) -> tuple[int, list[str], int]:
     """The number of threads and warnings after ``shard``; cores that this rank may use."""
     environment = {name: os.environ.pop(name, None) for name in VARIABLES}
     cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
@@ -26,8 +30,10 @@ def shard_with_many_threads(variable: str, has_own_core: bool) -> tuple[int, lis
         if has_own_core:
             os.sched_setaffinity(0, {sorted(cores)[dist.get_rank()]})
         torch.set_num_threads(TOO_MANY)
-        with warnings.catch_warnings(record=True) as caught:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            if is_default:
+                patch.setattr(host_threads, "_AT_IMPORT", TOO_MANY)
             fe.shard(Transformer(), strategy="optim")
         messages = [str(each.message) for each in caught if "get_num_threads" in str(each.message)]
         return torch.get_num_threads(), messages, len(os.sched_getaffinity(0))
@@ -56,6 +62,11 @@ def test_a_number_in_the_environment_stays(ranks: Ranks) -> None:
     for variable in VARIABLES:
         found = ranks.run(shard_with_many_threads, variable, False, world_size=2)
         assert [each[:2] for each in found] == [(TOO_MANY, [])] * 2
+
+
+def test_a_number_that_the_user_has_set_stays(ranks: Ranks) -> None:
+    found = ranks.run(shard_with_many_threads, "", False, False, world_size=2)
+    assert [each[:2] for each in found] == [(TOO_MANY, [])] * 2
 
 
 def test_ranks_with_cores_of_their_own_share_none(ranks: Ranks) -> None:
