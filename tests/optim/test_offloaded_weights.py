@@ -329,7 +329,7 @@ def test_a_checkpoint_loads_on_other_ranks_with_another_offload(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-# What is freed.
+# Files.
 
 
 def state_files() -> set[str]:
