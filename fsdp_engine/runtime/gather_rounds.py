@@ -42,6 +42,8 @@ Lanes on CPU are driven by the host. An operation of two axes continues only whe
 for it, which a rank that blocks in a vote does not do. So there each rank waits, before the next
 round, for the gathers of the last one, and for reductions that all ranks have submitted. And with
 two axes to submit a reduction is to wait for the one before: all ranks submit each in one round.
+Weights in a file are read before they are sent, when their rank waits for them, which ranks do in
+different orders: there they wait for each gather before they submit the next one.
 """
 
 from __future__ import annotations
@@ -105,6 +107,9 @@ class GatherRounds:
         self._units = units
         self._num_reductions = num_reductions
         self._drive = drive
+        self._reads_files = drive is not None and any(
+            each.weights.home is not None for unit in units for each in unit.buffers
+        )
         group = ranks.message_group
         number = 0
         if group is not None:
@@ -323,6 +328,8 @@ class GatherRounds:
             return
         # Of two encodings of weights ranks can need either.
         unit.gather(BOTH if unit.split_buffers else FORWARD)
+        if self._reads_files:
+            unit.wait()
         self._last_round.append(unit)
         (self._ahead if is_own else self._for_others).append(unit)
 

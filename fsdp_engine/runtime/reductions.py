@@ -336,9 +336,13 @@ class Reductions:
         self.rounds: GatherRounds | None = None
         self.across_replicas: ReplicaReduction | None = None
         self._runs_ahead = lanes.compute.runs_ahead
-        # For the first axis of the reduction before it: see HostLane.submit.
-        self._submitting_waits = not self._runs_ahead and any(
-            min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
+        # For the first axis of the reduction before it, or for all of it, whose result is to be
+        # written home: see HostLane.submit.
+        self._submitting_waits = not self._runs_ahead and (
+            bool(offloadings)
+            or any(
+                min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
+            )
         )
         self._offloadings = offloadings
         leaves_pending = self._runs_ahead and not offloadings

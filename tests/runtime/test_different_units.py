@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from different_modules import PATTERNS
 from different_modules import loss_of as example_loss
+from fsdp_engine.offload import ROLES
 from fsdp_engine.runtime.gather_rounds import to_gather
 from fsdp_engine.runtime.unit import Unit
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
+from tests.optim.offloaded import on_disk
 from tests.pairs import PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.training import mesh_of
@@ -191,11 +195,20 @@ def differs(case: Case, shape: tuple[int, ...], pair: tuple[str, str]) -> None:
     model, options = Maze(), case.options
     config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=options["budget"])
     outer = pair[1] if len(shape) > 1 else None
-    engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units=UNITS, config=config)
+    engine = fe.shard(
+        model,
+        mesh_of(*shape),
+        pair[0],
+        outer,
+        units=UNITS,
+        config=config,
+        offload=options.get("offload"),
+    )
     if options["keeps"]:
         for unit in engine.units[2::3]:
             unit.options.keeps_after_forward = unit.options.keeps_after_backward = True
     optimizer = reference.sgd([param for param in model.parameters() if param.requires_grad])
+    fe.shard_optimizer(optimizer)
     each = options["context"]
     around_all = engine.together() if each == "all of training" else nullcontext()
     around = nullcontext if each == "all of training" else engine.together
@@ -227,6 +240,26 @@ def differs(case: Case, shape: tuple[int, ...], pair: tuple[str, str]) -> None:
             optimizer.zero_grad()
     state = engine.full_state_dict()
     assert sorted(state) == sorted(alone.state_dict())
+
+
+def check_on_disk(folder: str, roles: Sequence[str], shape: tuple[int, ...]) -> list[str | None]:
+    offload = on_disk(folder, roles)
+    draws = [random.Random(seed) for seed in range(4)]
+    cases = [draw_case(draw, dist.get_world_size()) for draw in draws]
+    pair = ("optim_grads_params", "no_shard" if len(shape) == 1 else "optim_grads_params")
+    return [
+        check(replace(case, options={**case.options, "offload": offload}), shape, pair)
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("roles", [ROLES[1:2], ROLES[2:], ROLES], ids="+".join)
+def test_weights_and_gradients_come_from_files(
+    ranks: Ranks, roles: Sequence[str], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    found = ranks.run(check_on_disk, str(tmp_path), roles, shape, world_size=math.prod(shape))
+    assert not any(error for errors in found for error in errors), found
 
 
 class Stops(nn.Module):
