@@ -251,10 +251,8 @@ def make_engine(
             )
         if config.nccl_ub:
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
-        if offload is not None:
-            if not isinstance(offload, Offload):
-                raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
-            offload.check(data.device, shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
+        if offload is not None and not isinstance(offload, Offload):
+            raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")

@@ -354,11 +354,16 @@ class GradientMemory:
         offloading = context.offloading
         if offloading is not None and (homes := offloading.gradients) is not None:
             self.is_resident = True
-            shards = (HomedShard(spec, context, *each, homes) for each in homed_shards(spec))
-            self._homed, self._homed_optim, *_ = (*shards, None)
+            made = (HomedShard(spec, context, *each, homes) for each in homed_shards(spec))
+            self._homed, self._homed_optim, *_ = (*made, None)
         self._comm: TransientStorage | None = None
         if dtypes.comm != dtypes.main_grad and last_axes:
             self._comm = memory.transient(self._numel(spec.grad_depth), dtypes.comm, "staging")
+        shards = (self._homed, self._homed_optim)
+        self._homed_storages = [each.storage for each in shards if each is not None]
+        # Allocated from gradients' staging until their reduction is done.
+        own = [each for each in (self._staging, self._comm) if each is not None]
+        self._transient = [*own, *self._homed_storages]
         self.tensors: GradientTensors | None = None
 
     @property
@@ -387,12 +392,6 @@ class GradientMemory:
     def transient_bytes(self) -> int:
         """Bytes of the staging and the communication buffer while they are allocated."""
         return sum(each.num_bytes for each in self._transient)
-
-    @property
-    def _transient(self) -> list[TransientStorage]:
-        """Storages that are allocated from gradients' staging until their reduction is done."""
-        homed = (each.storage for each in (self._homed, self._homed_optim) if each is not None)
-        return [each for each in (self._staging, self._comm, *homed) if each is not None]
 
     def take(self, scale: GradientScale, *, zero: bool = False) -> GradientTensors:
         """Returns tensors for a step; allocates their memory unless it is allocated.
@@ -465,9 +464,8 @@ class GradientMemory:
     def allocate_homed(self) -> bool:
         """Allocate the memory in which gradients that lie at a home are reduced; returns whether
         there is any."""
-        homed = [each.storage for each in (self._homed, self._homed_optim) if each is not None]
-        self._allocate(homed)
-        return bool(homed)
+        self._allocate(self._homed_storages)
+        return bool(self._homed_storages)
 
     def free_transient(self) -> None:
         """Free the staging and the communication buffer; compute is done with them."""

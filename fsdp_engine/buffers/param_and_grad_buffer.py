@@ -591,7 +591,7 @@ class ParamAndGradBuffer:
 
     def _watch_changes(self) -> None:
         if self.weights.home is not None and is_accelerator(self._context.memory.device):
-            self.reads.on_change = self._context.lanes.drain  # gathers read the home
+            self.reads.on_change = self._context.lanes.drain_gathers  # which read the home
 
     def _make_published(self, *, changed: bool = False) -> None:
         if self.grads is None:

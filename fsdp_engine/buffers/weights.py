@@ -493,12 +493,7 @@ class Weights:
         spec, codec, offloading = self._spec, self.codec, self._context.offloading
         if self.home is None or codec.is_identity:
             return self.home
-        is_cast = not (codec.encodes_once or codec.decodes)
-        if (
-            not is_cast
-            or not isinstance(self.home, HostHome)
-            or spec.optim_depth > spec.param_depth
-        ):
+        if not (isinstance(self.home, HostHome) and is_cast_at_home(spec.strategy, codec)):
             return None
         assert offloading is not None
         assert offloading.main_weights is not None
@@ -609,6 +604,33 @@ def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
     if codec.is_identity:
         return strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM) > 0
     return not codec.needs_whole_line and codec.num_encodings == 1
+
+
+def check_leaves_device(
+    strategy: Strategy, codec: ParamCodec, main: torch.dtype, of: str = ""
+) -> None:
+    """Check that trainable main weights can lie in host memory beside an accelerator.
+
+    Args:
+        main: their dtype.
+        of: "of" and their unit, for the error.
+
+    Raises:
+        ValueError: they would stay on the accelerator, and their gradients would not.
+    """
+    if not can_leave_device(strategy, codec):
+        named = f" {of}" if of else ""
+        raise ValueError(
+            f"offload.main_weights: expected main weights{named} that are no part of compute "
+            "weights on the device: the level optim_grads_params, or another param_dtype; found "
+            f"{strategy} with both in {main}"
+        )
+
+
+def is_cast_at_home(strategy: Strategy, codec: ParamCodec) -> bool:
+    """Whether compute weights lie at a home in host memory, too, beside main weights there."""
+    encodes = codec.is_identity or codec.encodes_once or codec.decodes
+    return not encodes and strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM)
 
 
 def encoded(spec: BufferSpec, codec: ParamCodec, main: ShardedBuffer) -> Gather:

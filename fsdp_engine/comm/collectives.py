@@ -264,8 +264,9 @@ def all_reduce_(
 def _served(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
     """``tensor``; where it lies in host memory, and the group's backend (NCCL) serves the
     accelerator alone, a copy there, which is copied back."""
-    device = current_accelerator()
-    if tensor.device.type != "cpu" or device is None or name_of_backend(group, tensor.device):
+    is_served = tensor.device.type != "cpu" or name_of_backend(group, tensor.device)
+    device = None if is_served else current_accelerator()
+    if device is None:
         yield tensor
         return
     sent = tensor.to(device)

@@ -14,7 +14,7 @@ from fsdp_engine.comm.lanes import Lane, make_state_lanes
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads
 from fsdp_engine.memory.home import DiskHomes, Home, HomePart, Homes
-from fsdp_engine.offload import DISK, ROLES, Offload
+from fsdp_engine.offload import DISK, HOST, ROLES, Offload
 
 # Of ledgers, by role of :class:`~fsdp_engine.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
@@ -55,7 +55,7 @@ class Offloading:
         self.memory = memory
         self.compute = compute
         self.state_in, self.state_out = make_state_lanes(memory.device)
-        self.steps_on_host = offload.step_on == "host"
+        self.steps_on_host = offload.step_on == HOST
         self._offload = offload
         self._files = dict(files)
         self._threads = DiskThreads()  # start with their first work

@@ -36,7 +36,7 @@ from fsdp_engine.runtime.conversion import kind_after
 from fsdp_engine.runtime.parameter_guard import watch
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
-from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.build import (
     EngineCommunicators,
     Resources,
@@ -299,7 +299,6 @@ def make_group(
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
         holdings = Holdings(plan, None, compare=mesh.size > 1)
-        offload.check(mesh.device, shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
         check_homes(plan, axis_plans, offload, mesh.device)
         signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
     except Exception as caught:

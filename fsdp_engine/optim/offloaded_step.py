@@ -227,6 +227,7 @@ class _Chunk:
         kept: views of home by slot and key, as ``optimizer.state`` has them.
         work: the same on the device.
         num_bytes: on the device.
+        returns_weights: whether main weights are among its bytes.
     """
 
     def __init__(
@@ -255,7 +256,9 @@ class _Chunk:
             # The device may still write into it when its optimizer is deleted.
             weakref.finalize(home, offload.state_out.drain).atexit = False
             self._pieces.append(_Piece(home, 0, 0, size, returns=True))
-        for buffer in _unique(_OFFLOADS[param].buffer for param in params if param in _OFFLOADS):
+        buffers = _unique(_OFFLOADS[param].buffer for param in params if param in _OFFLOADS)
+        self.returns_weights = any(buffer.main is not None for buffer in buffers)
+        for buffer in buffers:
             if (main := buffer.main) is not None:
                 size = self._add(_Piece(main, 0, size, size + len(main.bytes), returns=True))
             if (grads := buffer.gradients) is not None:
@@ -575,7 +578,7 @@ class OffloadedStep:
         self._attributes.clear()
         self._entries.clear()
         self._others.clear()
-        if any(isinstance(slot, _WorkSlot) for chunk in self._chunks for slot in chunk.slots):
+        if any(chunk.returns_weights for chunk in self._chunks):
             self._offload.wait()  # users may look at parameters, which lie at home
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(
@@ -639,9 +642,11 @@ class OffloadedStep:
         if work is not None and value is kept:
             return work
         local = slot.to_local(key, value)[1]
-        if isinstance(local, Tensor) and local.ndim:
-            return local.to(slot.local.device) if work is None else work.copy_(local)
-        return local if work is None or not isinstance(local, Tensor) else work.copy_(local)
+        if not isinstance(local, Tensor):
+            return local
+        if work is not None:
+            return work.copy_(local)
+        return local.to(slot.local.device) if local.ndim else local
 
     @torch.no_grad()
     def _leave(self, optimizer: Any, number: int, shadow: Any) -> None:
@@ -691,16 +696,14 @@ class OffloadedStep:
                     work[key].copy_(value)
                 value = kept[key]
             elif isinstance(value, Tensor) and value.ndim and value.shape == slot.local.shape:
-                if not chunk.moves_state_of(slot):
-                    before = state.get(key)
-                    is_same = before is not None and _slice_within(before) is value
-                    value = before if is_same else slot.to_flat(value)
-                    state[key] = value
-                    continue
-                raise RuntimeError(
-                    f"offload.optimizer_state: expected the state {', '.join(map(str, work))}, "
-                    f"which a trial step has; found {key!r} as well after a step"
-                )
+                if chunk.moves_state_of(slot):
+                    raise RuntimeError(
+                        f"offload.optimizer_state: expected the state {', '.join(map(str, work))}, "
+                        f"which a trial step has; found {key!r} as well after a step"
+                    )
+                before = state.get(key)
+                is_same = before is not None and _slice_within(before) is value
+                value = before if is_same else slot.to_flat(value)
             if state.get(key, found) is not value:
                 state[key] = value
 
@@ -712,8 +715,7 @@ class OffloadedStep:
 
     def _abandon(self) -> None:
         """A step failed: nothing of it stays on the device. Its error is the one to be raised."""
-        self._offload.state_in.drain()
-        self._offload.state_out.drain()
+        self._offload.drain()
         for chunk in self._chunks:
             chunk.slices.clear_gradients()
             chunk.abandon()

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp_engine.buffers.weights import can_leave_device
+from fsdp_engine.buffers.weights import can_leave_device, check_leaves_device, is_cast_at_home
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.layout import Layout
@@ -105,11 +105,8 @@ class Footprint:
     @property
     def _is_cast_by_host(self) -> bool:
         """Whether compute weights lie elsewhere, beside main weights."""
-        codec = self.buffer.codec
-        encodes = codec.is_identity or codec.encodes_once or codec.decodes
-        refreshes = self.strategy.depth(Role.OPTIM) > self.strategy.depth(Role.PARAM)
         is_on_host = self._main_leaves and self.offload.main_weights == HOST
-        return is_on_host and not encodes and not refreshes
+        return is_on_host and is_cast_at_home(self.strategy, self.buffer.codec)
 
     @property
     def _main_bytes(self) -> int:
@@ -513,18 +510,13 @@ def _check_levels(offload: Offload, levels: Strategy, units: Sequence[_Unit]) ->
     Raises:
         OffloadLevelError: the levels do not allow it.
     """
+    buffers = [each for unit in units for each in unit.buffers if each.trainable]
     try:
         offload.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
+        for buffer in buffers if offload.main_weights == HOST else ():
+            check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
     except ValueError as error:
         raise OffloadLevelError(str(error)) from error
-    for buffer in (each for unit in units for each in unit.buffers):
-        leaves = offload.main_weights != HOST or can_leave_device(levels, buffer.codec)
-        if buffer.trainable and not leaves:
-            raise OffloadLevelError(
-                "offload.main_weights: expected main weights that are no part of compute weights "
-                "on the device: the level optim_grads_params, or another param_dtype; found "
-                f"{levels} with both in {buffer.dtypes.main}"
-            )
 
 
 def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:

@@ -1,6 +1,6 @@
 """Measures the links to offloaded state for ``calibrate``: pinned host memory, and a disk.
 
-Copies are those of the engine (``HostBlock``, ``DiskBlock``), of all ranks at once: each direction
+Copies are those of the engine (``HostHome``, ``DiskBlock``), of all ranks at once: each direction
 alone, then both. With rates a >= b of the two directions alone, copies of N bytes each that begin
 together take
 
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from fsdp_engine.comm.lanes import Steps, device_seconds, make_lanes, make_state_lanes
+from fsdp_engine.comm.lanes import device_seconds, make_lanes, make_state_lanes
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
-from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.memory.home import HostHome
 from fsdp_engine.simulation.machine import TwoWayLink
 
 Agree = Callable[[float], float]
@@ -45,16 +45,13 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
     compute = make_lanes(device).compute
     state_in, state_out = make_state_lanes(device)
     num_bytes = _LARGE_ON_DEVICE
-    hosts = [HostBlock(num_bytes, pinned=True).bytes for _ in range(2)]
+    homes = [HostHome(num_bytes, pinned=True) for _ in range(2)]
+    hosts = [home.bytes for home in homes]
     there = [allocator.zeros(num_bytes, torch.uint8, device) for _ in range(2)]
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> Steps:
-        target.copy_(source, non_blocking=True)
-        yield from ()
 
     def both() -> None:
         begin = [compute.record()]
-        into, out = partial(copy, there[0], hosts[0]), partial(copy, hosts[1], there[1])
+        into, out = partial(homes[0].bring, there[0]), partial(homes[1].take, there[1])
         compute.wait(
             state_in.submit("bring", into, after=begin),
             state_out.submit("return", out, after=begin),

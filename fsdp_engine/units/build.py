@@ -30,7 +30,7 @@ from fsdp_engine.buffers.gradients import homed_shards
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
-from fsdp_engine.buffers.weights import bytes_of_main, can_leave_device
+from fsdp_engine.buffers.weights import bytes_of_main, can_leave_device, check_leaves_device
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
@@ -209,23 +209,20 @@ def agree_on_plan(
 
 
 def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: torch.device) -> None:
-    """Whether weights, gradients and state can lie where optimizers step.
+    """Check that weights, gradients and state of ``plan`` can lie where ``offload`` says.
 
     Raises:
-        ValueError: trainable main weights of a unit would stay on the accelerator, and their
-            gradients would not.
+        ValueError: see :meth:`.Offload.check`, :func:`~.buffers.weights.check_leaves_device`.
     """
+    shards_gradients = axis_plans.data.strategy.shards(Role.GRAD, Axis.INNER)
+    offload.check(device, shards_gradients=shards_gradients)
     if offload.main_weights != HOST or not offload.moves("main_weights", device):
         return
     for unit in plan.units:
         for part in unit.buffers:
-            strategy = axis_plans.of(part.kind).strategy
-            if part.kind.requires_grad and not can_leave_device(strategy, part.make_codec()):
-                raise ValueError(
-                    f"offload.main_weights: expected main weights of {unit.label} that are no part "
-                    "of compute weights on the device: the level optim_grads_params, or another "
-                    f"param_dtype; found {strategy} with both in {part.kind.dtypes.main}"
-                )
+            if part.kind.requires_grad:
+                strategy, main = axis_plans.of(part.kind).strategy, part.kind.dtypes.main
+                check_leaves_device(strategy, part.make_codec(), main, f"of {unit.label}")
 
 
 def take_files(

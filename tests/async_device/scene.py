@@ -109,6 +109,23 @@ def train_with(
     )
 
 
+def step_by_step(
+    engine: fe.Engine, optimizer: torch.optim.Optimizer, num_steps: int = 4
+) -> Callable[[int], None]:
+    """Returns a function that trains a step, of a number below ``num_steps``, on token batches that
+    are on the device already; the host reads nothing."""
+    device = engine.mesh.device
+    batches = [on_device(token_batch(4, seed), device) for seed in range(num_steps)]
+    model: Any = engine.model
+
+    def step(number: int) -> None:
+        model(*batches[number]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def weights_of(engine: fe.Engine) -> dict[str, Tensor]:
     """Full parameters, on the CPU; a collective."""
     state = engine.full_state_dict()

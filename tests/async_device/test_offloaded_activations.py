@@ -20,11 +20,11 @@ from tests.async_device.scene import (
     Job,
     compare,
     differences,
-    on_device,
     random_delays,
+    step_by_step,
     train,
 )
-from tests.models import Transformer, token_batch
+from tests.models import Transformer
 from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
 
@@ -129,13 +129,7 @@ def test_activations_are_pinned_on_the_host_which_does_not_wait_for_them(level: 
     model = transformer()
     engine = fe.shard(model.to(on.NAME), strategy=level, min_unit_size=0, **dict(options()))
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
-    batches = [on_device(token_batch(4, seed), engine.mesh.device) for seed in range(4)]
-
-    def step(number: int) -> None:
-        model(*batches[number]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = step_by_step(engine, optimizer)
     for number in range(2):
         step(number)
     moves = engine._activations

@@ -30,6 +30,7 @@ from tests.async_device.scene import (
     on_device,
     random_delays,
     state_of,
+    step_by_step,
     train,
     train_with,
 )
@@ -81,13 +82,7 @@ def test_state_is_pinned_on_the_host_and_a_step_does_not_wait_for_it(level: str)
     model = Transformer(3)
     engine = fe.shard(model.to(on.NAME), strategy=level, min_unit_size=0, **dict(HOST))
     optimizer = make_adamw(model.parameters())
-    batches = [on_device(token_batch(4, seed), engine.mesh.device) for seed in range(4)]
-
-    def step(number: int) -> None:
-        model(*batches[number]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = step_by_step(engine, optimizer)
     for number in range(2):
         step(number)
     with on.delays(copy=5e-3), on.count_host_syncs() as syncs:
@@ -266,19 +261,25 @@ def step_late(params: list[Any], optimizer: Any) -> None:
     optimizer.step()
 
 
+def after_a_backward(options: Any) -> tuple[Any, torch.optim.Optimizer, tuple[Tensor, ...]]:
+    """A model with gradients, its optimizer and the batch."""
+    torch.manual_seed(1)
+    given = dataclasses.replace(job(FULL, sizes=(1,)), options=options)
+    engine = given.shard(given.make_model(), on.NAME)
+    model: Any = engine.model
+    optimizer = make_adamw(model.parameters())
+    batch = on_device(token_batch(4, 0), engine.mesh.device)
+    model(*batch).backward()
+    return model, optimizer, batch
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [change_data, change_slices, change_lists, step_late])
 @on_ranks(1)
 def test_a_change_waits_for_what_an_evaluation_reads(change: Any, kind: str) -> None:
     results = []
     for options in ((), (("offload", KINDS[kind]),)):
-        torch.manual_seed(1)
-        given = dataclasses.replace(job(FULL, sizes=(1,)), options=options)
-        engine = given.shard(given.make_model(), on.NAME)
-        model: Any = engine.model
-        optimizer = make_adamw(model.parameters())
-        batch = on_device(token_batch(4, 0), engine.mesh.device)
-        model(*batch).backward()
+        model, optimizer, batch = after_a_backward(options)
         with on.delays(copy=1e-2, compute=1e-3), torch.no_grad():
             loss = model(*batch)
             change(list(model.parameters()), optimizer)
@@ -290,13 +291,7 @@ def test_a_change_waits_for_what_an_evaluation_reads(change: Any, kind: str) -> 
 def test_a_step_waits_for_a_forward_without_a_backward() -> None:
     results = []
     for options in ((), (("offload", KINDS["stepped there"]),)):
-        torch.manual_seed(1)
-        given = dataclasses.replace(job(FULL, sizes=(1,)), options=options)
-        engine = given.shard(given.make_model(), on.NAME)
-        model: Any = engine.model
-        optimizer = make_adamw(model.parameters())
-        batch = on_device(token_batch(4, 0), engine.mesh.device)
-        model(*batch).backward()
+        model, optimizer, batch = after_a_backward(options)
         with on.delays(copy=1e-2, compute=1e-3):
             loss = model(*batch)
             optimizer.step()

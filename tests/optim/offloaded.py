@@ -81,3 +81,32 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
             assert torch.equal(one[2], other[2]), one[:2]
         else:
             assert one == other
+
+
+def save(folder: str, offload: fe.Offload | None, pair: tuple[str, str]) -> list[Any]:
+    """The weights of a run that saves after two steps, at its end."""
+    model, engine, optimizer = make(pair, "AdamW", offload)
+    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
+    for number in range(2):
+        step(model, engine, optimizer, number)
+    checkpointer.save_async(2)
+    return resumed(model, engine, optimizer, checkpointer)
+
+
+def load(
+    folder: str, offload: fe.Offload | None, pair: tuple[str, str], steps_before: int
+) -> list[Any]:
+    """The weights of a run that loads what :func:`save` saved, after so many other steps."""
+    model, engine, optimizer = make(pair, "AdamW", offload)
+    for number in range(steps_before):
+        step(model, engine, optimizer, 20 + number)
+    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
+    checkpointer.load()
+    return resumed(model, engine, optimizer, checkpointer)
+
+
+def resumed(model: Any, engine: fe.Engine, optimizer: Any, checkpointer: Any) -> list[Any]:
+    for number in range(3, 5):
+        step(model, engine, optimizer, number)
+    checkpointer.close()
+    return list(engine.full_state_dict().values())

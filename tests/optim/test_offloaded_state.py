@@ -19,7 +19,16 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.optim import offloaded_step
 from tests.models import Transformer, token_batch
-from tests.optim.offloaded import all_roles, assert_same, make, on_disk, step, values
+from tests.optim.offloaded import (
+    all_roles,
+    assert_same,
+    load,
+    make,
+    on_disk,
+    save,
+    step,
+    values,
+)
 from tests.optim.optimizers import MAKERS, Lion, counting_chunks
 from tests.pairs import FEW_PAIRS, PAIRS
 from tests.pool import Ranks
@@ -377,33 +386,6 @@ def test_units_without_gradients_or_elements_step_as_in_memory(
 
 
 # Saving and loading.
-
-
-def save(folder: str, offload: fe.Offload | None, pair: tuple[str, str]) -> list[Any]:
-    model, engine, optimizer = make(pair, "AdamW", offload)
-    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
-    for number in range(2):
-        step(model, engine, optimizer, number)
-    checkpointer.save_async(2)
-    return resumed(model, engine, optimizer, checkpointer)
-
-
-def load(
-    folder: str, offload: fe.Offload | None, pair: tuple[str, str], steps_before: int
-) -> list[Any]:
-    model, engine, optimizer = make(pair, "AdamW", offload)
-    for number in range(steps_before):
-        step(model, engine, optimizer, 20 + number)
-    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
-    checkpointer.load()
-    return resumed(model, engine, optimizer, checkpointer)
-
-
-def resumed(model: Any, engine: fe.Engine, optimizer: Any, checkpointer: Any) -> list[Any]:
-    for number in range(3, 5):
-        step(model, engine, optimizer, number)
-    checkpointer.close()
-    return list(engine.full_state_dict().values())
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])

@@ -21,7 +21,16 @@ from torch import Tensor
 import fsdp_engine as fe
 from fsdp_engine.offload import ROLES
 from tests.models import Transformer, token_batch
-from tests.optim.offloaded import all_roles, assert_same, make, on_disk, step, values
+from tests.optim.offloaded import (
+    all_roles,
+    assert_same,
+    load,
+    make,
+    on_disk,
+    save,
+    step,
+    values,
+)
 from tests.pairs import PAIRS
 from tests.pool import Ranks
 
@@ -298,30 +307,6 @@ def test_fp8_weights_are_encoded_from_the_disk(tmp_path: Path) -> None:
 # Checkpoints.
 
 
-def save(folder: str, offload: fe.Offload | None) -> list[Any]:
-    model, engine, optimizer = make(FULL, "AdamW", offload)
-    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
-    for number in range(2):
-        step(model, engine, optimizer, number)
-    checkpointer.save_async(2)
-    return finish(model, engine, optimizer, checkpointer)
-
-
-def load(folder: str, offload: fe.Offload | None, level: str) -> list[Any]:
-    model, engine, optimizer = make((level, "no_shard"), "AdamW", offload)
-    step(model, engine, optimizer, 20)
-    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
-    checkpointer.load()
-    return finish(model, engine, optimizer, checkpointer)
-
-
-def finish(model: Any, engine: fe.Engine, optimizer: Any, checkpointer: Any) -> list[Any]:
-    for number in range(3, 5):
-        step(model, engine, optimizer, number)
-    checkpointer.close()
-    return list(engine.full_state_dict().values())
-
-
 @pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True), (True, True)])
 def test_a_checkpoint_loads_on_other_ranks_with_another_offload(
     ranks: Ranks, saves: bool, loads: bool, tmp_path: Path
@@ -329,10 +314,11 @@ def test_a_checkpoint_loads_on_other_ranks_with_another_offload(
     disk = tmp_path / "disk"
     disk.mkdir()
     place = [on_disk(disk, ROLES) if there else None for there in (saves, loads)]
-    expected = ranks.run(save, str(tmp_path), place[0], world_size=2)[0]
-    found = ranks.run(load, str(tmp_path), place[1], "optim_grads", world_size=1)[0]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    expected = ranks.run(save, str(tmp_path), place[0], FULL, world_size=2)[0]
+    other = ("optim_grads", "no_shard")
+    found = ranks.run(load, str(tmp_path), place[1], other, 1, world_size=1)[0]
+    for one, expected_one in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, expected_one, rtol=1e-5, atol=1e-6)
 
 
 # Files and memory that go with the engine.
