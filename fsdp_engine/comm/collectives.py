@@ -176,6 +176,47 @@ class Communicator:
         work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])
         yield [stall_monitor.HostWork(work)] if self._gloo else self._to_wait_for(work)
 
+    def exchange(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        tag: int = 0,
+    ) -> Steps:
+        """Send each rank a part of ``sent``, and receive a part of ``received`` from each.
+
+        Args:
+            received: the destination; parts lie one after the other, in the order of ranks.
+            sent: the source, in the same order.
+            received_sizes: elements from each rank; 0 from this one.
+            sent_sizes: elements for each rank; 0 for this one.
+            tag: tells this message from others in flight.
+        """
+        if not self._gloo:
+            yield self._to_wait_for(
+                dist.all_to_all_single(
+                    received,
+                    sent,
+                    list(received_sizes),
+                    list(sent_sizes),
+                    group=self.group,
+                    async_op=not self._stays_on_stream,
+                )
+            )
+            return
+        target, source = (received.cpu(), sent.cpu()) if self._staged else (received, sent)
+        from_ranks, to_ranks = target.split(list(received_sizes)), source.split(list(sent_sizes))
+        works = []
+        for receiver, sender in self._peers():
+            if received_sizes[sender]:
+                works.append(self._receive(from_ranks[sender], sender, tag))
+            if sent_sizes[receiver]:
+                works.append(self._send(to_ranks[receiver], receiver, tag))
+        yield works
+        if self._staged:
+            received.copy_(target)
+
     def _to_wait_for(self, work: Work | None) -> Sequence[Work]:
         return () if self._stays_on_stream else (_require(work),)
 

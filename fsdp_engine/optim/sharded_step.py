@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.offloaded_step import OffloadedStep, find_offload
+from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.quantized_state import (
     is_blockwise,
     is_blockwise_class,
@@ -95,60 +96,77 @@ def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
 
 def _has_local_step(optimizer: Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(hook, _LocalStep | OffloadedStep) for hook in hooks)
+    return any(isinstance(hook, _LocalStep | OffloadedStep | OwnedStep) for hook in hooks)
 
 
-def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> AnyOptimizer:
-    """Make an optimizer step on the plain slices of its FlatDTensors; returns the same object.
+def shard_optimizer(
+    optimizer: AnyOptimizer,
+    *,
+    elementwise: bool = False,
+    whole: Sequence[str] | bool = (),
+) -> AnyOptimizer:
+    """Make an optimizer step on plain tensors: on each rank's slices where it treats each element
+    by itself, and on whole tensors, each on one rank, where it needs them. Returns the same object.
 
     Nothing else changes: ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` hold
     FlatDTensors, and schedulers and hooks work. Plain tensors in the param groups are updated as
-    before.
+    before. Of parameters that are stepped whole, ``state`` has those that this rank owns; see
+    [Note: Owners] in ``owned_step.py``. All ranks must call it.
 
     Args:
-        optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
-            of ``torch.optim``, or a subclass that inherits their step; or torchao's AdamW8bit,
-            AdamW4bit, AdamWFp8, whose quantisation blocks are then blocks of a rank's slice. Their
-            ``state_dict()`` holds fp32 values (``quantized_state.py``).
-        elementwise: asserts that any other optimizer updates each element from that element's
-            gradient and state alone, and that its state tensors have the parameter's shape, or
-            shape ().
+        optimizer: any whose step treats each element, each tensor or each param group by itself, or
+            all of them together. Which of these it is follows from trial steps on small tensors
+            (``behaviour.py``), except for Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax,
+            NAdam, RAdam, ASGD, Rprop of ``torch.optim``, subclasses that inherit their step, and
+            torchao's AdamW8bit, AdamW4bit, AdamWFp8, whose quantisation blocks are then blocks of a
+            rank's slice (their ``state_dict()`` holds fp32 values: ``quantized_state.py``).
+        elementwise: asserts that it updates each element from that element's gradient and state
+            alone, and that its state tensors have the parameter's shape, or shape (); no trial.
+        whole: patterns (``fnmatch``) of names of parameters that it steps whole, each by itself; no
+            trial of these. True: all.
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-        ValueError: it is not known to be elementwise, or has ``differentiable=True``; or its
-            parameters' state lies elsewhere (:class:`~fsdp_engine.Offload`), and it cannot: see
+        ValueError: it has ``differentiable=True``; or a trial step failed; or a parameter that has
+            to be stepped whole is a DTensor over other mesh dimensions; or its parameters' state
+            lies elsewhere (:class:`~fsdp_engine.Offload`), and it cannot: see
             :class:`~.offloaded_step.OffloadedStep`.
         OSError: there is too little space on the disk for its state.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
     name = type(optimizer).__name__
-    if not (elementwise or _is_known(optimizer)):
-        if (ancestor := _known_ancestor(optimizer)) is not None:
-            name += (
-                f", a subclass of {ancestor.__name__} with {_own_method(optimizer)}() of its own"
-            )
+    if elementwise and whole:
         raise ValueError(
-            f"optimizer: expected one of {_KNOWN} or a subclass that inherits its step; found "
-            f"{name}. If it updates every element on its own, pass elementwise=True; if not, use "
-            "it as it is, without fe.shard_optimizer"
+            f"whole: expected nothing beside elementwise=True, for {name}; found {whole!r}"
         )
     if optimizer.defaults.get("differentiable"):
         raise ValueError(
             f"optimizer: expected differentiable=False; found True for {name}. Its step would "
             f"need the autograd history of sharded parameters"
         )
-    if not _has_local_step(optimizer):
-        if (offload := find_offload(optimizer)) is not None:
-            OffloadedStep(optimizer, offload).register()
+    if _has_local_step(optimizer):
+        return optimizer
+    offload = find_offload(optimizer)
+    if whole or not (elementwise or _is_known(optimizer)):
+        owned = OwnedStep(optimizer, ("*",) if whole is True else tuple(whole or ()))
+        if owned.has_owners:
+            if offload is not None:
+                raise ValueError(
+                    f"optimizer: expected an elementwise one, since its parameters' state lies "
+                    f"elsewhere (offload); found {name}, which steps whole tensors"
+                )
+            owned.register(optimizer)
             return optimizer
-        step = _LocalStep(optimizer)
-        optimizer.register_step_pre_hook(step)
-        optimizer.register_step_post_hook(step.finish)
-        if is_blockwise(optimizer):
-            optimizer.register_state_dict_post_hook(save_values)
-            optimizer.register_load_state_dict_post_hook(quantize_values)
+    if offload is not None:
+        OffloadedStep(optimizer, offload).register()
+        return optimizer
+    step = _LocalStep(optimizer)
+    optimizer.register_step_pre_hook(step)
+    optimizer.register_step_post_hook(step.finish)
+    if is_blockwise(optimizer):
+        optimizer.register_state_dict_post_hook(save_values)
+        optimizer.register_load_state_dict_post_hook(quantize_values)
     return optimizer
 
 

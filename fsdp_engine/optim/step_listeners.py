@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
 from fsdp_engine.optim.offloaded_step import prepare_offloaded
+from fsdp_engine.optim.owned_step import prepare_owned
 from fsdp_engine.optim.sharded_step import refuse_blockwise
 
 
@@ -108,6 +109,7 @@ def add_step_listener(listener: Listener) -> None:
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(refuse_blockwise))
         _HOOKS.append(register_optimizer_step_pre_hook(prepare_offloaded))
+        _HOOKS.append(register_optimizer_step_pre_hook(prepare_owned))
         _HOOKS.append(register_optimizer_step_pre_hook(adopt_loaded_state))
         _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
         _HOOKS.append(register_optimizer_step_post_hook(_after_step))

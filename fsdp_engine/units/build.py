@@ -42,6 +42,7 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile
 from fsdp_engine.offload import DISK, HOST, ROLES, Offload
+from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.initial_values import (
     EMPTY,
@@ -351,6 +352,16 @@ def build_unit(
             broadcast=start.from_first,
         )
         buffers.append(buffer)
+        if part.kind.requires_grad:
+            site = BufferSite(
+                buffer.mesh,
+                part.layout,
+                buffer.spec.optim_depth,
+                part.kind.dtypes.optim_grad,
+                resources.lanes,
+                resources.memory,
+            )
+            add_site(site, buffer.sharded_params)
         if not (start.from_first or buffer.weights.main.tensor.is_meta):
             same_on_replicas(buffer)
     for buffer in buffers:

@@ -1,0 +1,264 @@
+"""Finds out by trial which part of a model one step of an optimizer needs at once.
+
+[Note: Trial of an optimizer]
+Whether a rank may step its slice of a parameter, or needs the whole tensor, or all tensors, follows
+from the optimizer's code, which may be of any package. So it is tried, on small parameters with the
+hyperparameters of a group and the number of dims of its parameters:
+
+    one tensor    against two slices of it, flat     equal: it steps each element by itself
+    two tensors   against each of them alone         equal: it steps each tensor by itself
+    two groups    against each of them alone         equal: it steps each group by itself
+
+Equal means up to rounding, in the changes of the parameters over some steps. Gradients differ in
+scale between the parts and between steps, so that sums over the parts (norms, means, factored
+moments, Gram matrices) do not agree by chance. Some are orthogonal
+to the parameter (AdamP projects these). On very small parameters they have a trend, from which optimizers that adapt their step size learn (Prodigy). State of another shape than the parameter's or the slice's, or in
+objects, is that of the tensor, also if it does not serve from the first step (Shampoo's). Each comparison is made on parameters of usual size
+and on very small ones, beside which small updates are not lost in rounding. Dims are at most
+``_LARGEST_DIM``, above the least dims for which optimizers that are known factor their state (128).
+Slices begin at multiples of 256 elements, the blocks in which 8-bit state is quantised.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_engine.accelerator import is_accelerator
+from fsdp_engine.memory import allocator
+from fsdp_engine.optim.chunked_step import Shadows, lists_of_params
+
+_DIMS = (24, 161)  # at most
+_BLOCK = 256
+_SCALES = (1.0, 1e-6)  # of parameters
+_LEAST_RATE = 0.01  # a schedule may begin with 0
+# Steps that change something, and all steps: some optimizers only collect statistics at first.
+_NUM_STEPS, _MOST_STEPS = 12, 36
+# Norm of the difference of two changes, of the norm of one.
+_TOLERANCE = 1e-3
+
+
+class Needs(enum.IntEnum):
+    """What a step needs at once."""
+
+    ELEMENT = 0
+    TENSOR = 1
+    GROUP = 2
+    ALL = 3
+
+
+class TrialFailed(Exception):
+    """A step of a trial raised, which is this exception's cause."""
+
+
+class Trials:
+    """Trials of one optimizer.
+
+    Args:
+        optimizer: is not changed.
+        device: where trial steps run.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer: Any = optimizer
+        self._device = device
+        self._found: dict[tuple[int, tuple[int, ...], torch.dtype], Needs] = {}
+
+    def needs(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Needs:
+        """What a step on a parameter of group ``number`` needs at once.
+
+        Args:
+            number: of the param group.
+            shape: of the whole parameter.
+            dtype: of the parameter.
+
+        Raises:
+            TrialFailed: the step raised.
+        """
+        small, large = (tuple(min(size, dim) for size in shape) for dim in _DIMS)
+        key = number, large, dtype
+        if key not in self._found:
+            found = Needs.ELEMENT
+            if any(self._needs_tensor(number, small, dtype, scale) for scale in _SCALES) or any(
+                self._needs_tensor(number, large, dtype, scale) for scale in _SCALES
+            ):
+                found = Needs.TENSOR
+            coupled = (self._needs_others(number, small, dtype, scale) for scale in _SCALES)
+            self._found[key] = max(found, *coupled)
+        return self._found[key]
+
+    def _needs_tensor(
+        self, number: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float
+    ) -> bool:
+        numel = math.prod(shape)
+        if numel < 2:
+            return False
+        values = self._values(shape, dtype, scale, 1)
+        cut = numel // 5 * 2 // _BLOCK * _BLOCK or numel // 2
+        flat = [value.flatten() for value in values]
+        parts = [value[:cut] for value in flat], [value[cut:] for value in flat]
+        try:
+            slices = [self._run([[part]], number)[0] for part in parts]
+        except TrialFailed:
+            return True
+        states: list[dict[Any, Any]] = []
+        whole = self._run([[values]], number, states)
+        return _is_structured(states[0], shape) or not _equal(
+            whole, [torch.cat(slices)], values[0]
+        )
+
+    def _needs_others(
+        self, number: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float
+    ) -> Needs:
+        first, second = (self._values(shape, dtype, scale, seed) for seed in (1, 2))
+        alone = [self._run([[values]], number)[0] for values in (first, second)]
+        if _equal(self._run([[first, second]], number), alone, first[0]):
+            return Needs.ELEMENT
+        try:
+            together = self._run([[first], [second]], number)
+        except TrialFailed:  # it takes one group only
+            return Needs.ALL
+        return Needs.GROUP if _equal(together, alone, first[0]) else Needs.ALL
+
+    def _values(
+        self, shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int
+    ) -> list[Tensor]:
+        """Initial values, and gradients of each step, whose two halves differ in scale."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal() -> Tensor:
+            values = allocator.zeros(tuple(shape), torch.float32, "cpu")
+            return values.normal_(generator=generator)
+
+        values = [normal() * scale]
+        trend = normal() * (2 if scale < 1 else 0)
+        for step in range(_MOST_STEPS):
+            grad = trend + normal()
+            if step % 2:
+                grad -= values[0] * ((grad * values[0]).sum() / values[0].square().sum())
+            flat, half = grad.view(-1), grad.numel() // 5 * 2
+            flat[:half] *= (1.0, 1.0, 0.03, 7.0)[step % 4]
+            values.append(grad * (0.3 if (step + seed) % 2 else 2.0))
+        return [value.to(self._device, dtype) for value in values]
+
+    def _run(
+        self,
+        groups: Sequence[Sequence[list[Tensor]]],
+        number: int,
+        states: list[dict[Any, Any]] | None = None,
+    ) -> list[Tensor]:
+        """Changes of parameters in some steps.
+
+        Args:
+            groups: of each group, of each parameter, its value and its gradients.
+            number: of the param group whose hyperparameters all have.
+            states: receives the state of each parameter.
+
+        Returns:
+            Flat, in order.
+
+        Raises:
+            TrialFailed: a step raised.
+        """
+        optimizer = self._optimizer
+        like = {**copy.deepcopy(_without_params(optimizer.param_groups[number]))}
+        if "lr" in like:
+            lr = like["lr"]
+            like["lr"] = lr * 0 + max(float(lr), _LEAST_RATE)
+        params = [[nn.Parameter(values[0].clone()) for values in group] for group in groups]
+        flat = [param for group in params for param in group]
+        shadows = Shadows(optimizer)
+        made = [{**copy.deepcopy(like), "params": group} for group in params]
+        shadow = shadows.make(optimizer, made, defaultdict(dict), {})
+        _detach_attributes(shadow, optimizer, flat)
+        device = self._device
+        devices = [device] if is_accelerator(device) else []
+        num_changes = 0
+        with torch.random.fork_rng(devices, device_type=device.type):
+            torch.manual_seed(0)
+            for step in range(_MOST_STEPS):
+                for group, values in zip(params, groups, strict=True):
+                    for param, each in zip(group, values, strict=True):
+                        param.grad = each[1 + step].clone()
+                before = [param.detach().clone() for param in flat]
+                self._step(shadows, shadow)
+                num_changes += any(
+                    not torch.equal(a, b.detach()) for a, b in zip(before, flat, strict=True)
+                )
+                if num_changes == _NUM_STEPS:
+                    break
+        if states is not None:
+            states.extend(shadow.chunk_states[param] for param in flat)
+        starts = [values[0] for group in groups for values in group]
+        return [
+            (param.detach().double() - start.double()).flatten()
+            for param, start in zip(flat, starts, strict=True)
+        ]
+
+    def _step(self, shadows: Shadows, shadow: Any) -> None:
+        loss = allocator.zeros((), torch.float32, self._device)
+        parameter = inspect.signature(shadows.function).parameters.get("closure")
+        needs_closure = parameter is not None and parameter.default is inspect.Parameter.empty
+        try:
+            if needs_closure:
+                shadows.function(shadow, lambda: loss)
+            else:
+                shadows.function(shadow)
+        except Exception as error:
+            raise TrialFailed from error
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _detach_attributes(shadow: Any, optimizer: Any, params: list[Tensor]) -> None:
+    """Give the shadow attributes of its own; lists of parameters hold those of the trial."""
+    lists = lists_of_params(optimizer)
+    for name, value in vars(optimizer).items():
+        if name in lists:
+            shadow.__dict__[name] = list(params)
+        elif name not in ("state", "param_groups", "defaults") and not name.startswith(
+            ("_optimizer_", "_zero_grad", "_patch")
+        ):
+            shadow.__dict__[name] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of plain containers and tensors; other objects are shared."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (dict, list, tuple, set):
+        return copy.copy(value)
+    return value
+
+
+def _is_structured(state: dict[Any, Any], shape: tuple[int, ...]) -> bool:
+    """Whether the state of a parameter is other than numbers, and tensors of its shape or of one
+    element."""
+    return not all(
+        value.shape == shape or value.numel() == 1
+        if isinstance(value, Tensor)
+        else value is None or isinstance(value, bool | int | float | complex | str)
+        for value in state.values()
+    )
+
+
+def _equal(found: Sequence[Tensor], expected: Sequence[Tensor], start: Tensor) -> bool:
+    """Whether changes are equal up to rounding of parameters like ``start``."""
+    if len(found) != len(expected):
+        return False
+    rounding = _NUM_STEPS * torch.finfo(start.dtype).eps * start.double().norm()
+    return all(
+        bool((one - other).norm() <= _TOLERANCE * other.norm() + rounding)
+        for one, other in zip(found, expected, strict=True)
+    )

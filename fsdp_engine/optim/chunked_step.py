@@ -1,0 +1,154 @@
+"""Runs an optimizer's unmodified ``step`` once for each of several chunks of its parameters.
+
+[Note: Steps in chunks]
+The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
+hyperparameters. ``step`` runs once for each chunk, on a shadow ([Note: Shadow optimizer] in
+``sharded_step.py``) that holds the parameters and the state of the chunk; then torch runs it on
+groups without parameters. Every chunk sees the hyperparameters that groups had before the step;
+what a step stores in a group, in the optimizer, or in the state under a key that is no parameter (a
+counter), is stored once, after the last chunk. A closure is called once, before the first.
+
+Attributes of the optimizer that are lists of its parameters (``_params`` of LBFGS) hold those of
+the chunk in its shadow.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_engine.optim.shadow import Shadow, method_of, shadow_class
+
+
+class ChunkShadow(Shadow):
+    """A shadow with the parameters and the state of one chunk."""
+
+    __slots__ = ()
+
+    chunk_groups: list[dict[str, Any]]
+    chunk_states: dict[Any, Any]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer with parameters in the chunk."""
+        return self.chunk_groups
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """By parameters of the chunk; keys that are no tensors have copies of the optimizer's."""
+        return self.chunk_states
+
+
+class Shadows:
+    """Makes the shadows of one optimizer, and gathers what steps store on them.
+
+    Args:
+        optimizer: is not kept.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._class = shadow_class(ChunkShadow, optimizer, ("chunk_groups", "chunk_states"))
+        self.function: Callable[..., Any] = method_of(type(optimizer), "step")
+        self._groups: dict[tuple[int, str], Any] = {}
+        self._attributes: dict[str, Any] = {}
+        self._entries: dict[Any, Any] = {}
+
+    def make(
+        self,
+        optimizer: Any,
+        groups: list[dict[str, Any]],
+        states: dict[Any, Any],
+        local_of: Mapping[int, Tensor],
+    ) -> Any:
+        """The shadow with ``groups`` and ``states``.
+
+        Args:
+            optimizer: whose other attributes it shares.
+            groups: its param groups.
+            states: its state.
+            local_of: by ``id`` of a parameter, the tensor of the chunk that replaces it.
+        """
+        shadow = object.__new__(self._class)
+        shadow.__dict__ = dict(optimizer.__dict__)
+        for name, params in lists_of_params(optimizer).items():
+            held = [local_of[id(param)] for param in params if id(param) in local_of]
+            shadow.__dict__[name] = held
+        shadow.chunk_groups, shadow.chunk_states = groups, states
+        return shadow
+
+    def keep(self, optimizer: Any, shadow: Any, numbers: Sequence[int]) -> None:
+        """A step on ``shadow`` is over: remember what it stored, unless another one did.
+
+        Args:
+            optimizer: whose shadow it is.
+            shadow: was stepped.
+            numbers: those of its groups in the optimizer.
+        """
+        for number, group in zip(numbers, shadow.chunk_groups, strict=True):
+            before = optimizer.param_groups[number]
+            for key, value in group.items():
+                if key != "params" and before.get(key, group) is not value:
+                    self._groups.setdefault((number, key), value)
+        before, lists = vars(optimizer), lists_of_params(optimizer)
+        for key, value in vars(shadow).items():
+            if key not in lists and before.get(key, shadow) is not value:
+                self._attributes.setdefault(key, value)
+        for key, value in shadow.chunk_states.items():
+            if not isinstance(key, Tensor):
+                self._entries.setdefault(key, value)
+
+    def store(self, optimizer: Any) -> None:
+        """Store in the optimizer what steps of its shadows stored there."""
+        for (number, key), value in self._groups.items():
+            optimizer.param_groups[number][key] = value
+        vars(optimizer).update(self._attributes)
+        optimizer.state.update(self._entries)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what steps stored."""
+        self._groups.clear()
+        self._attributes.clear()
+        self._entries.clear()
+
+
+def lists_of_params(optimizer: Any) -> dict[str, list[Tensor]]:
+    """The optimizer's attributes that are lists of its parameters."""
+    ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list) and value and all(id(each) in ids for each in value)
+    }
+
+
+def entries_of(optimizer: Any) -> defaultdict[Any, Any]:
+    """Copies of state under keys that are no parameters, since each chunk may change it."""
+    states: defaultdict[Any, Any] = defaultdict(dict)
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            states[key] = copy.deepcopy(value)
+    return states
+
+
+def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Call ``closure``, and return one that returns its result to each chunk."""
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss
+
+
+def with_closures(
+    args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Any], Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of ``step`` without the optimizer, with closures changed."""
+    arguments = [change(each) if callable(each) else each for each in args[1:]]
+    return arguments, {
+        key: change(value) if key == "closure" and value else value for key, value in kwargs.items()
+    }

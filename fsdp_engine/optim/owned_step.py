@@ -1,0 +1,925 @@
+"""Steps optimizers that need whole tensors: each parameter on one rank, its owner.
+
+[Note: Owners]
+An optimizer such as Muon reads the whole matrix that it steps. So each such parameter has an
+*owner* among the ranks that share it ([Note: Choice of owners] in ``ownership.py``), which receives
+the slices of its reduced gradient, runs the unmodified ``step`` on whole tensors and returns the
+slices of its weights ([Note: Messages of owners] in ``owner_messages.py``). Parameters that the
+optimizer steps element by element ([Note: Trial of an optimizer] in ``behaviour.py``) are stepped
+on the slice of each rank. One that sums over a group, or over all groups, has one owner for these.
+
+    gradients    g0  g1      g2
+    compute      e   s0      s1      s2         e: slices; s: whole tensors of a chunk
+    weights              w0      w1      w2
+
+A chunk has a few parameters of each rank; its messages overlap with the steps of its neighbours.
+There is memory for two chunks of gradients. [Note: Steps in chunks] in ``chunked_step.py`` tells
+which hyperparameters each chunk sees.
+
+Before a step all ranks tell each other, in one message of the hosts, which gradients they have (one
+that only some ranks have is an error on all) and whether weights changed since the last step. After
+it they tell whether it failed somewhere, and the numbers in the state of what each owns.
+
+The optimizer's ``state`` has plain tensors of what this rank owns, of any shape, in any containers,
+and ``{}`` for parameters of other owners. ``state_dict()`` has the state of all parameters on all
+ranks: tensors as FlatDTensors of which the owner holds all elements and other ranks none.
+``load_state_dict()`` takes that, state of any other sharding, and plain full tensors; all ranks
+must call it.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_engine.comm.collectives import Communicator, gather_objects
+from fsdp_engine.comm.groups import group_of_ranks
+from fsdp_engine.comm.host_message import HostMessage
+from fsdp_engine.comm.lanes import Lanes, Ticket
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, gradients_of
+from fsdp_engine.memory import allocator
+from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
+from fsdp_engine.optim.chunked_step import Shadows, called_once, entries_of, with_closures
+from fsdp_engine.optim.owner_messages import ROLE, ChunkMessages, Owned
+from fsdp_engine.optim.ownership import Item, assign_owners, in_chunks, newton_schulz_work
+from fsdp_engine.optim.parameter_sites import ParamSite, site_of
+from fsdp_engine.optim.shadow import Shadow, Slices, Slot
+
+_TAGS = 2, 3  # of messages of gradients and weights
+_MOST_CHUNKS = 8
+# Of one rank in one chunk, at least.
+_CHUNK_ELEMENTS = 2**20
+_version_of = attrgetter("_version")
+
+
+class TensorLeaf(NamedTuple):
+    """A tensor in the state of a parameter, as ranks that do not own it know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class NumberLeaf(NamedTuple):
+    """A number in the state of a parameter, whose value ranks exchange after each step."""
+
+    kind: type
+
+
+class OtherLeaf(NamedTuple):
+    """Another object in the state of a parameter, that ranks exchange when it changes."""
+
+    value: Any
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """The leaves of dicts, lists and tuples, in order."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves_of(value)
+    elif type(tree) in (list, tuple):
+        for value in tree:
+            yield from leaves_of(value)
+    else:
+        yield tree
+
+
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The same containers with changed leaves."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(change, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map_leaves(change, value) for value in tree)
+    return change(tree)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return TensorLeaf(tuple(value.shape), value.dtype)
+    if isinstance(value, bool | int | float):
+        return NumberLeaf(type(value))
+    return OtherLeaf(value if value is None or isinstance(value, str) else type(value).__name__)
+
+
+@dataclass(eq=False)
+class _Param:
+    """A parameter that has an owner.
+
+    Attributes:
+        param: of the model.
+        group: number of its param group.
+        owned: its place and its owner.
+        name: for people.
+        is_mine: this rank is its owner.
+        whole: on the owner, the tensor that is stepped.
+        known: what its state looks like; None: it has none.
+        numbers: those in its state, in order; on ranks that do not own it.
+    """
+
+    param: Tensor
+    group: int
+    owned: Owned
+    name: str
+    is_mine: bool
+    whole: Tensor | None = None
+    known: Any = None
+    numbers: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._local = _held(self.param)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameter was not converted."""
+        return _held(self.param) == self._local
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's slice, 1-D."""
+        return _flat(self.param)
+
+    def placement(self, shape: Sequence[int]) -> FlatPlacement:
+        """Of a state tensor: all of it on the owner."""
+        mesh = self.owned.site.buffer.mesh
+        numel = torch.Size(shape).numel() if self.is_mine else 0
+        groups = () if mesh.control_group is None else (mesh.control_group,)
+        return FlatPlacement(
+            torch.Size(shape),
+            0,
+            numel,
+            mesh.device_mesh,
+            groups,
+            mesh.device_mesh.ndim,
+            name=self.name,
+        )
+
+
+def _held(param: Any) -> tuple[int, torch.dtype]:
+    """Tells apart the memory of a parameter from others."""
+    local = param._local_tensor if isinstance(param, FlatDTensor) else param
+    return (local.data_ptr() if local.numel() else 0), local.dtype
+
+
+def _flat(tensor: Any) -> Tensor:
+    """This rank's elements of a tensor, 1-D."""
+    if isinstance(tensor, FlatDTensor):
+        return tensor.local
+    detached: Tensor = tensor.detach()
+    return detached.view(-1) if detached.is_contiguous() else detached.reshape(-1)
+
+
+class _Chunk:
+    """Parameters that are stepped together, of all ranks of a mesh."""
+
+    def __init__(self, params: Sequence[_Param], messages: ChunkMessages) -> None:
+        self.params = params
+        self.messages = messages
+        self.mine = {number: params[number] for number in messages.mine}
+        self.returned: Ticket | None = None
+
+    @property
+    def locals(self) -> list[Tensor]:
+        """This rank's slices."""
+        return [each.local for each in self.params]
+
+    @property
+    def wholes(self) -> dict[int, Tensor]:
+        """What this rank owns, flat, by number."""
+        return {n: each.whole.detach().view(-1) for n, each in self.mine.items()
+                if each.whole is not None}
+
+
+class _MeshOwners:
+    """The owned parameters that the ranks of one mesh share, and their messages.
+
+    Args:
+        mesh: these ranks.
+        params: in one order on all ranks.
+        chunks: the number of each one's chunk.
+
+    Attributes:
+        params, chunks: see the arguments; a chunk for each number.
+    """
+
+    def __init__(self, params: Sequence[_Param], chunks: Sequence[int]) -> None:
+        buffer = params[0].owned.site.buffer
+        self.mesh: DataMesh = buffer.mesh
+        self.lanes: Lanes = buffer.lanes
+        self.memory: Memory = buffer.memory
+        self.params = params
+        gradients = weights = None
+        if self.mesh.control_group is not None:
+            device = self.mesh.device
+            ranks = self.mesh.ranks
+            like = self.mesh.control_group
+            gradients = Communicator(group_of_ranks(ranks, like, device, purpose="owners"), device)
+            weights = Communicator(like, device)
+        self.chunks: list[_Chunk] = []
+        for number in range(max(chunks) + 1):
+            of_chunk = [p for p, at in zip(params, chunks, strict=True) if at == number]
+            owned = [each.owned for each in of_chunk]
+            messages = ChunkMessages(owned, self.memory, gradients, weights, _TAGS)
+            self.chunks.append(_Chunk(of_chunk, messages))
+        self._before = HostMessage("the beginning of a step", self.mesh)
+        self._after = HostMessage("the end of a step", self.mesh)
+        self._versions: list[int] | None = None
+        self._is_cut = any(each.owned.site.buffer.depth for each in params)
+        self._allocate_wholes()
+
+    def _allocate_wholes(self) -> None:
+        """Give owners memory for weights of which their slice is a part."""
+        mine = [each for each in self.params if each.is_mine]
+        parts = [each for each in mine if each.local.numel() < each.owned.numel]
+        self._wholes: list[Tensor] = []
+        for each in mine:
+            if each in parts:
+                flat = self.memory.persistent(each.owned.numel, each.owned.dtype, ROLE)
+                self._wholes.append(flat)
+                free = weakref.finalize(each, self.memory.give_back, flat, ROLE)
+                free.atexit = False
+            else:
+                flat = each.local
+            each.whole = flat.view(each.owned.site.shape).requires_grad_()
+
+    def tell(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on some rank. Collective."""
+        self._before.start(bytearray([flag]))
+        return bool(self._before.finish()[0])
+
+    def start(self, gradients: Sequence[Tensor | None]) -> None:
+        """Tell other ranks which gradients there are, and whether weights changed."""
+        has = bytes(grad is not None for grad in gradients)
+        changed = self._is_cut and self._versions != self._find_versions()
+        self._before.start(bytearray([changed]) + has + bytes(1 - byte for byte in has))
+
+    def finish_start(self) -> bool:
+        """Whether weights changed on some rank.
+
+        Raises:
+            RuntimeError: a parameter has a gradient on some ranks only.
+        """
+        changed, *flags = self._before.finish()
+        num = len(self.params)
+        for each, has, has_not in zip(self.params, flags[:num], flags[num:], strict=True):
+            if has and has_not:
+                raise RuntimeError(
+                    f"{each.name}: expected a gradient on all ranks, or on none, since its owner "
+                    "steps it for all; found one on some ranks only"
+                )
+        return bool(changed)
+
+    def remember_versions(self) -> None:
+        """Weights are those that owners have."""
+        self._versions = self._find_versions()
+
+    def forget_versions(self) -> None:
+        """Owners may have other weights than ranks."""
+        self._versions = None
+
+    def _find_versions(self) -> list[int]:
+        return list(map(_version_of, [each.local for each in self.params]))
+
+    def end(self, states: Mapping[Tensor, Any], *, failed: bool) -> bool:
+        """Exchange what the state of all parameters looks like, and its numbers. Collective.
+
+        Args:
+            states: the optimizer's.
+            failed: whether the step raised on this rank.
+
+        Returns:
+            Whether it raised on some rank.
+        """
+        is_new = False
+        for each in self.params:
+            if each.is_mine:
+                state = states.get(each.param)
+                known = map_leaves(_described, state) if state else None
+                if known != each.known:
+                    each.known, is_new = known, True
+        if self.mesh.size == 1:
+            return failed
+        self._after.start(bytearray([failed, is_new]))
+        failed_somewhere, is_new_somewhere = self._after.finish()
+        if is_new_somewhere:
+            mine = {n: each.known for n, each in enumerate(self.params) if each.is_mine}
+            group = self.mesh.control_group
+            for found in gather_objects(mine, group, "the state of owned parameters"):
+                assert isinstance(found, dict)
+                for number, known in found.items():
+                    self.params[number].known = known
+        if packed := self._packed_numbers(states):
+            self._after.start(packed)
+            self._unpack_numbers(bytes(self._after.finish()))
+        return bool(failed_somewhere)
+
+    def _packed_numbers(self, states: Mapping[Tensor, Any]) -> bytearray:
+        """Those of this rank's parameters, and zeros for others'."""
+        packed = bytearray()
+        for each in self.params:
+            if each.is_mine:
+                for value in leaves_of(states.get(each.param, {})):
+                    if isinstance(value, bool | int | float):
+                        packed += struct.pack("<d" if isinstance(value, float) else "<q", value)
+            else:
+                numbers = (isinstance(leaf, NumberLeaf) for leaf in leaves_of(each.known))
+                packed += bytes(8 * sum(numbers))
+        return packed
+
+    def _unpack_numbers(self, packed: bytes) -> None:
+        at = 0
+        for each in self.params:
+            each.numbers = []
+            for leaf in leaves_of(each.known):
+                if isinstance(leaf, NumberLeaf):
+                    code = "<d" if leaf.kind is float else "<q"
+                    each.numbers.append(leaf.kind(struct.unpack_from(code, packed, at)[0]))
+                    at += 8
+
+
+class _Work(NamedTuple):
+    """A chunk in a step, and this rank's slices of its gradients."""
+
+    owners: _MeshOwners
+    chunk: _Chunk
+    gradients: list[Tensor | None]
+    brings_weights: bool
+
+
+def _name_of(param: Any, site: ParamSite) -> str:
+    placement = param.flat_placement if isinstance(param, FlatDTensor) else None
+    return (placement.name if placement else "") or site.buffer.layout.slots[site.index].name
+
+
+def _site(param: Tensor) -> ParamSite:
+    site = site_of(param)
+    assert site is not None
+    return site
+
+
+def _tried(
+    optimizer: Optimizer, trials: Trials, number: int, param: Tensor, site: ParamSite, name: str
+) -> Needs:
+    try:
+        return trials.needs(number, site.shape, param.dtype)
+    except TrialFailed as failure:
+        error = failure.__cause__
+        raise ValueError(
+            f"optimizer: expected an optimizer that steps tensors like {name}, of shape "
+            f"{site.shape}; found that {type(optimizer).__name__} raises {type(error).__name__} in "
+            f"a trial step: {error}"
+        ) from error
+
+
+def _check_whole(param: Any, site: ParamSite, name: str, optimizer: str) -> None:
+    """Check that a parameter can have an owner."""
+    placement = param.flat_placement if isinstance(param, FlatDTensor) else None
+    if placement is not None and placement.spread is not None:
+        raise ValueError(
+            f"{name}: expected a parameter that data-parallel ranks share whole, since "
+            f"{optimizer} steps whole tensors; found a DTensor over other mesh dimensions. Step it "
+            "with an elementwise optimizer (AdamW)"
+        )
+    if placement is not None and param.local.device != site.buffer.mesh.device:
+        raise ValueError(
+            f"{name}: expected main weights on {site.buffer.mesh.device}, since {optimizer} steps "
+            f"whole tensors; found them on {param.local.device} (offload.main_weights). Offload "
+            "the optimizer's state alone"
+        )
+
+
+def _chunks_of(items: Sequence[Item], owners: Sequence[int], num_ranks: int) -> list[int]:
+    """The chunk of each item: in each, every rank has about the same share of its work."""
+    of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    for number, owner in enumerate(owners):
+        of_rank[owner].append(number)
+    most = max(map(len, of_rank))
+    elements = max(sum(items[number].numel for number in numbers) for numbers in of_rank)
+    num_chunks = max(1, min(most, _MOST_CHUNKS, elements // _CHUNK_ELEMENTS))
+    chunks = [0] * len(items)
+    for numbers in of_rank:
+        numbers.sort(key=lambda number: (-items[number].work, number))
+        for number, chunk in zip(
+            numbers, in_chunks([items[n].work for n in numbers], num_chunks), strict=True
+        ):
+            chunks[number] = chunk
+    used = {chunk: place for place, chunk in enumerate(sorted(set(chunks)))}
+    return [used[chunk] for chunk in chunks]
+
+
+def _keep(states: Any, slot: Slot, found: dict[Any, Any] | None) -> None:
+    """Take over a slice's state after a step."""
+    if not found:
+        return
+    state = states[slot.param]
+    for key in [key for key in state if key not in found]:
+        del state[key]
+    for key, value in found.items():
+        before = state.get(key)
+        if isinstance(before, FlatDTensor) and before.local is value:
+            continue
+        if before is not value:
+            state[key] = slot.to_flat(value)
+
+
+def _as_number(key: Any) -> tuple[bool, Any]:
+    return (not isinstance(key, int), key if isinstance(key, int) else str(key))
+
+
+def _is_as_kept(leaf: Any, each: _Param) -> bool:
+    """Whether a loaded value lies where its owner has it, or everywhere."""
+    if isinstance(leaf, FlatDTensor):
+        return leaf.flat_placement == each.placement(leaf.shape)
+    return not isinstance(leaf, DTensor)
+
+
+def _whole(leaf: Any, each: _Param, gathers: bool) -> Any:
+    """A loaded value, whole on its owner; on others its shape."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, DTensor):
+        if gathers:
+            leaf = leaf.full_tensor()
+        elif each.is_mine:
+            return leaf.local.view(leaf.shape)  # type: ignore[attr-defined]
+    return leaf
+
+
+class OwnedStep:
+    """Step hooks of an optimizer some of whose parameters have owners. See [Note: Owners].
+
+    Args:
+        optimizer: its step takes one tensor, one group or all at once.
+        whole: patterns of names of parameters that it steps whole, each by itself; of others, a
+            trial says what it needs.
+
+    Attributes:
+        needs: what the optimizer needs at once for each parameter, by name.
+
+    Raises:
+        ValueError: a trial step failed, or a parameter cannot have an owner.
+    """
+
+    def __init__(self, optimizer: Optimizer, whole: Sequence[str]) -> None:
+        self._patterns = tuple(whole)
+        self._shadows = Shadows(optimizer)
+        self._groups: list[list[Tensor]] = []
+        self._owners: list[_MeshOwners] = []
+        self._owned: dict[int, _Param] = {}  # by id of the parameter
+        self._slots: list[Slot] = []
+        self._slices = Slices([])
+        self._plain: list[Tensor] = []
+        self._reads: list[Any] = []
+        self.needs: dict[str, Needs] = {}
+        self._refresh(optimizer)
+        self._takes_nothing = self._try_without_parameters(optimizer)
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether some parameter has an owner."""
+        return bool(self._owners)
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Hook it to its optimizer."""
+        self._hook = optimizer.register_step_pre_hook(self).id
+        others = dict(optimizer._optimizer_step_post_hooks)
+        optimizer.register_step_post_hook(self._finish)
+        for key in others:  # they see what the step has stored
+            hooks = optimizer._optimizer_step_post_hooks
+            hooks[key] = hooks.pop(key)
+        optimizer.register_state_dict_post_hook(self._complete_state_dict)
+        optimizer.register_load_state_dict_post_hook(self._take_loaded)
+
+    def hook_last(self, optimizer: Optimizer) -> None:
+        """Let other hooks change gradients and hyperparameters before the first chunk's step."""
+        hooks = optimizer._optimizer_step_pre_hooks
+        hooks[self._hook] = hooks.pop(self._hook)
+
+    # Owners.
+
+    def _refresh(self, optimizer: Any) -> None:
+        """Choose owners for parameters that have none."""
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        if [*map(len, groups)] == [*map(len, self._groups)] and all(
+            a is b for a, b in zip(chain(*groups), chain(*self._groups), strict=True)
+        ):
+            self._check_converted()
+            return
+        self._groups = groups
+        units: dict[int, list[list[tuple[int, Tensor]]]] = {}
+        meshes: dict[int, DataMesh] = {}
+        slots, plain = [], []
+        for members in self._units_of(optimizer):
+            first = site_of(members[0][1]) if members else None
+            if first is None or id(members[0][1]) in self._owned:
+                continue
+            mesh = first.buffer.mesh
+            meshes[id(mesh)] = mesh
+            units.setdefault(id(mesh), []).append(members)
+        owned = {id(param) for of_mesh in units.values() for unit in of_mesh for _, param in unit}
+        owned |= self._owned.keys()
+        for param in chain(*groups):
+            if id(param) not in owned:
+                if isinstance(param, FlatDTensor):
+                    slots.append(Slot(param))
+                else:
+                    plain.append(param)
+        self._slots, self._slices, self._plain = slots, Slices(slots), plain
+        for key, of_mesh in units.items():
+            self._add_owners(meshes[key], of_mesh)
+        backrefs = (getattr(each.param, "backref", None) for each in self._owned.values())
+        reads = {id(each.gradients): each.gradients for each in backrefs if each is not None}
+        self._reads = list(reads.values())
+
+    def _units_of(self, optimizer: Any) -> list[list[tuple[int, Tensor]]]:
+        """Parameters that one rank steps together, with the numbers of their groups."""
+        trials: Trials | None = None
+        units: list[list[tuple[int, Tensor]]] = []
+        coupled = Needs.ELEMENT
+        for number, group in enumerate(optimizer.param_groups):
+            of_group: list[tuple[int, Tensor]] = []
+            needs_most = Needs.ELEMENT
+            for param in group["params"]:
+                if (site := site_of(param)) is None:
+                    continue
+                name = _name_of(param, site)
+                if any(fnmatchcase(name, pattern) for pattern in self._patterns):
+                    needs = Needs.TENSOR
+                elif not param.numel():
+                    needs = Needs.ELEMENT
+                else:
+                    trials = trials or Trials(optimizer, site.buffer.mesh.device)
+                    needs = _tried(optimizer, trials, number, param, site, name)
+                self.needs[name] = needs
+                if needs > Needs.ELEMENT:
+                    _check_whole(param, site, name, type(optimizer).__name__)
+                    of_group.append((number, param))
+                needs_most = max(needs_most, needs)
+            coupled = max(coupled, needs_most)
+            if needs_most == Needs.GROUP:
+                units.append([(number, p) for p in group["params"] if site_of(p) is not None])
+            else:
+                units.extend([each] for each in of_group)
+        if coupled == Needs.ALL:
+            units = [
+                [
+                    (number, param)
+                    for number, group in enumerate(optimizer.param_groups)
+                    for param in group["params"]
+                    if site_of(param) is not None
+                ]
+            ]
+        return units
+
+    def _add_owners(self, mesh: DataMesh, units: list[list[tuple[int, Tensor]]]) -> None:
+        """Choose owners among the ranks of ``mesh``."""
+        items = []
+        for unit in units:
+            shapes = [_site(param).shape for _, param in unit]
+            numel = sum(torch.Size(shape).numel() for shape in shapes)
+            items.append(Item(sum(map(newton_schulz_work, shapes)), numel))
+        owners = assign_owners(items, mesh.size)
+        chunk_of = _chunks_of(items, owners, mesh.size)
+        rank = mesh.outer.rank * mesh.inner.size + mesh.inner.rank
+        params, chunks = [], []
+        for unit, owner, chunk in zip(units, owners, chunk_of, strict=True):
+            for group, param in unit:
+                site = _site(param)
+                owned = Owned(site, owner, param.dtype)
+                made = _Param(param, group, owned, _name_of(param, site), owner == rank)
+                params.append(made)
+                chunks.append(chunk)
+                self._owned[id(param)] = made
+        self._owners.append(_MeshOwners(params, chunks))
+
+    def _check_converted(self) -> None:
+        for each in self._owned.values():
+            if not each.is_current:
+                raise RuntimeError(
+                    f"{each.name}: expected the parameter as it was when its optimizer was passed "
+                    "to fe.shard_optimizer; found that it was converted. Convert the model before"
+                )
+        if not self._slices.are_current:
+            self._slots = [Slot(slot.param) for slot in self._slots]
+            self._slices = Slices(self._slots)
+
+    # Steps.
+
+    def __call__(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
+            return None
+        self._refresh(optimizer)
+        arguments, kwargs = with_closures(args, kwargs, called_once)
+        self._shadows.clear()
+        try:
+            error = self._step_all(optimizer, arguments, kwargs)
+        except BaseException:
+            self._abandon()
+            raise
+        failures = [
+            owners.end(optimizer.state, failed=error is not None) for owners in self._owners
+        ]
+        for each in self._owned.values():
+            if each.known is not None and not each.is_mine:
+                optimizer.state.setdefault(each.param, {})
+        if any(failures):
+            for owners in self._owners:
+                owners.forget_versions()
+            if error is not None:
+                raise error
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: expected its step to succeed on the owners of all "
+                "parameters; found that it raised on another rank, which says why"
+            )
+        return (self._without_parameters(optimizer), *arguments), kwargs
+
+    def _step_all(
+        self, optimizer: Any, arguments: list[Any], kwargs: dict[str, Any]
+    ) -> Exception | None:
+        """Step all chunks; returns the first error of a step, which others need not wait for."""
+        for reads in self._reads:
+            reads.wait()
+        works: list[_Work] = []
+        gradients = [self._gradients(owners) for owners in self._owners]
+        for owners, found in zip(self._owners, gradients, strict=True):
+            owners.start([found[id(each.param)] for each in owners.params])
+        for owners, found in zip(self._owners, gradients, strict=True):
+            changed = owners.finish_start()
+            for chunk in owners.chunks:
+                of_chunk = [found[id(each.param)] for each in chunk.params]
+                works.append(_Work(owners, chunk, of_chunk, changed))
+        tickets: list[Ticket] = []
+        error: Exception | None = None
+
+        def step(action: Callable[[], None]) -> None:
+            nonlocal error
+            if error is None:
+                try:
+                    action()
+                except Exception as caught:  # of the optimizer; others wait for weights
+                    error = caught
+
+        if works:
+            tickets.append(self._bring(works[0]))
+        step(lambda: self._step_slices(optimizer, arguments, kwargs))
+        for number, work in enumerate(works):
+            work.owners.lanes.compute.wait(tickets[number])
+            if number:
+                self._end_return(works[number - 1])
+            if number + 1 < len(works):
+                tickets.append(self._bring(works[number + 1]))
+            step(lambda work=work: self._step_chunk(optimizer, work, arguments, kwargs))  # type: ignore[misc]
+            self._return(work)
+        if works:
+            self._end_return(works[-1])
+        return error
+
+    @staticmethod
+    def _gradients(owners: _MeshOwners) -> dict[int, Tensor | None]:
+        """This rank's slices of gradients, by id of the parameter."""
+        params = [each.param for each in owners.params]
+        flat = [param for param in params if isinstance(param, FlatDTensor)]
+        found = dict(zip(map(id, flat), gradients_of(flat), strict=True))
+        for param in params:
+            if id(param) not in found:
+                found[id(param)] = param.grad
+        return {key: None if grad is None else _flat(grad) for key, grad in found.items()}
+
+    @staticmethod
+    def _bring(work: _Work) -> Ticket:
+        lanes, messages = work.owners.lanes, work.chunk.messages
+        messages.fill(lanes.compute)
+        now = lanes.compute.record()
+        if work.brings_weights:  # in the same memory
+            locals_, wholes = work.chunk.locals, work.chunk.wholes
+            now = messages.bring_weights(lanes.inner_reduce, now, locals_, wholes)
+        return messages.bring_gradients(lanes.inner_reduce, now, work.gradients)
+
+    @staticmethod
+    def _return(work: _Work) -> None:
+        lanes, chunk = work.owners.lanes, work.chunk
+        chunk.returned = chunk.messages.return_weights(
+            lanes.inner_gather, lanes.compute.record(), chunk.locals, chunk.wholes
+        )
+
+    @staticmethod
+    def _end_return(work: _Work) -> None:
+        compute, chunk = work.owners.lanes.compute, work.chunk
+        assert chunk.returned is not None
+        compute.wait(chunk.returned)
+        chunk.returned = None
+        chunk.messages.drain(compute)
+
+    @torch.no_grad()
+    def _step_chunk(
+        self, optimizer: Any, work: _Work, arguments: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Step what this rank owns of a chunk."""
+        mine = work.chunk.mine
+        if not mine:
+            return
+        states = entries_of(optimizer)
+        members: dict[int, list[Tensor]] = {}
+        for number, each in mine.items():
+            whole = each.whole
+            assert whole is not None
+            if work.gradients[number] is not None:
+                whole.grad = work.chunk.messages.gradients[number].to(whole.dtype)
+            if state := optimizer.state.get(each.param):
+                states[whole] = state
+            members.setdefault(each.group, []).append(whole)
+        local_of = {id(each.param): each.whole for each in mine.values()}
+        try:
+            shadow = self._run(optimizer, members, states, local_of, arguments, kwargs)
+            for each in mine.values():
+                if state := shadow.chunk_states.pop(each.whole, None):
+                    optimizer.state[each.param] = state
+            self._shadows.keep(optimizer, shadow, list(members))
+        finally:
+            for each in mine.values():
+                assert each.whole is not None
+                each.whole.grad = None
+
+    @torch.no_grad()
+    def _step_slices(self, optimizer: Any, arguments: list[Any], kwargs: dict[str, Any]) -> None:
+        """Step the slices of parameters without an owner, and plain parameters."""
+        if not (self._slots or self._plain):
+            return
+        states = entries_of(optimizer)
+        local_of: dict[int, Tensor] = {id(slot.param): slot.local for slot in self._slots}
+        local_of |= {id(param): param for param in self._plain}
+        for slot in self._slots:
+            if state := optimizer.state.get(slot.param):
+                states[slot.local] = {}
+                for key, value in state.items():
+                    state[key], states[slot.local][key] = slot.to_local(key, value)
+        for param in self._plain:
+            if state := optimizer.state.get(param):
+                states[param] = state
+        members = {}
+        for number, group in enumerate(self._groups):
+            if found := [local_of[id(p)] for p in group if id(p) in local_of]:
+                members[number] = found
+        self._slices.set_gradients()
+        try:
+            shadow = self._run(optimizer, members, states, local_of, arguments, kwargs)
+        finally:
+            self._slices.clear_gradients()
+        for slot in self._slots:
+            _keep(optimizer.state, slot, shadow.chunk_states.pop(slot.local, None))
+        for param in self._plain:
+            if state := shadow.chunk_states.pop(param, None):
+                optimizer.state[param] = state
+        self._shadows.keep(optimizer, shadow, list(members))
+
+    def _run(
+        self,
+        optimizer: Any,
+        members: Mapping[int, list[Tensor]],
+        states: Any,
+        local_of: Mapping[int, Any],
+        arguments: list[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Step the shadow with ``members`` of groups; returns it."""
+        groups = [
+            {**optimizer.param_groups[number], "params": list(params)}
+            for number, params in members.items()
+        ]
+        shadow = self._shadows.make(optimizer, groups, states, local_of)
+        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
+            self._shadows.function(shadow, *arguments, **kwargs)
+        return shadow
+
+    def _without_parameters(self, optimizer: Any) -> Any:
+        """The shadow for torch's own call of the step, which no hook sees fail."""
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        states = entries_of(optimizer)
+        if not self._takes_nothing:
+            for group, params in zip(groups, self._groups, strict=True):
+                like = params[0]
+                dummy = allocator.zeros((1,) * like.ndim, like.dtype, like.device)
+                dummy.grad = allocator.zeros(tuple(dummy.shape), like.dtype, like.device)
+                group["params"] = [dummy]
+        self._last = self._shadows.make(optimizer, groups, states, {})
+        return self._last
+
+    def _try_without_parameters(self, optimizer: Any) -> bool:
+        """Whether the step takes groups without parameters."""
+        self._takes_nothing = True
+        try:
+            self._shadows.function(self._without_parameters(optimizer))
+        except Exception:
+            return False
+        return True
+
+    def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Step post-hook: torch has stepped groups without parameters."""
+        if isinstance(optimizer, Shadow):
+            return
+        if self._takes_nothing:  # counters of groups of which this rank owns nothing
+            self._shadows.keep(optimizer, self._last, range(len(self._groups)))
+        self._shadows.store(optimizer)
+        # Fused steps do not increment version counters (torch 2.11 to 2.13).
+        torch.autograd.graph.increment_version(
+            [*self._slices.locals, *(each.local for each in self._owned.values())]
+        )
+        for owners in self._owners:
+            owners.remember_versions()
+
+    def _abandon(self) -> None:
+        """A message failed: its error is the one to be raised."""
+        self._slices.clear_gradients()
+        for owners in self._owners:
+            owners.lanes.drain()
+            owners.forget_versions()
+            for chunk in owners.chunks:
+                chunk.returned = None
+                chunk.messages.drain(owners.lanes.compute)
+
+    # Saving and loading.
+
+    def target_of(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Memory for the state of ``param`` in a checkpoint; None if it has no owner."""
+        if (each := self._owned.get(id(param))) is None:
+            return None
+        placement = each.placement(shape)
+        local = allocator.zeros(placement.numel, dtype, param.device)
+        return FlatDTensor.from_flat_local(local, placement)
+
+    def _complete_state_dict(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """State dict post-hook: add the state of parameters of other owners."""
+        states = dict(state_dict["state"])
+        for index, param in enumerate(chain(*self._groups)):
+            if (each := self._owned.get(id(param))) is None:
+                continue
+            states.pop(index, None)
+            if each.known is not None:
+                states[index] = self._state_of(optimizer, each)
+        in_order = {key: states[key] for key in sorted(states, key=_as_number)}
+        return {**state_dict, "state": in_order}
+
+    @staticmethod
+    def _state_of(optimizer: Any, each: _Param) -> Any:
+        def of_owner(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            flat = leaf.detach().contiguous().view(-1)
+            return FlatDTensor.from_flat_local(flat, each.placement(leaf.shape))
+
+        numbers = iter(each.numbers)
+
+        def of_other(leaf: Any) -> Any:
+            if isinstance(leaf, TensorLeaf):
+                local = allocator.empty(0, leaf.dtype, each.param.device)
+                return FlatDTensor.from_flat_local(local, each.placement(leaf.shape))
+            return next(numbers) if isinstance(leaf, NumberLeaf) else leaf.value
+
+        if each.is_mine:
+            return map_leaves(of_owner, optimizer.state[each.param])
+        return map_leaves(of_other, each.known)
+
+    @torch.no_grad()
+    def _take_loaded(self, optimizer: Any) -> None:
+        """Load post-hook: owners keep whole tensors, other ranks what they look like."""
+        self._refresh(optimizer)
+        for owners in self._owners:
+            loaded = [optimizer.state.get(each.param) or {} for each in owners.params]
+            is_whole = all(
+                _is_as_kept(leaf, each)
+                for each, state in zip(owners.params, loaded, strict=True)
+                for leaf in leaves_of(state)
+            )
+            gathers = owners.tell(not is_whole)
+            for each, state in zip(owners.params, loaded, strict=True):
+                values = map_leaves(lambda leaf, each=each: _whole(leaf, each, gathers), state)  # type: ignore[misc]
+                each.known = map_leaves(_described, values) if values else None
+                leaves = leaves_of(values)
+                each.numbers = [n for n in leaves if isinstance(n, bool | int | float)]
+                if values or each.param in optimizer.state:
+                    optimizer.state[each.param] = values if each.is_mine else {}
+
+
+def owned_step_of(optimizer: Optimizer) -> OwnedStep | None:
+    """The hooks of an optimizer whose parameters have owners; None of another."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, OwnedStep)), None)
+
+
+def prepare_owned(optimizer: Optimizer, *args: object) -> None:
+    """Step pre-hook of all optimizers, before their own."""
+    if not isinstance(optimizer, Shadow) and (step := owned_step_of(optimizer)) is not None:
+        step.hook_last(optimizer)

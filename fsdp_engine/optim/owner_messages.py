@@ -1,0 +1,301 @@
+"""The messages that bring gradients to the owners of parameters, and weights back.
+
+[Note: Messages of owners]
+A message of gradients takes each part of a parameter from a rank that holds it to the owner; a
+message of weights takes the parts of the stepped tensor to all ranks that hold them. Both are one
+all-to-all over the ranks that share the parameters, in bytes, and their tables are made once:
+
+    rank      0        1        2                 rank      0        1        2
+    gradient  a a a b  b b c c  c c c c           weights   a a a .  . b b b  c c c c ..
+                    \\  \\__________               owner       \\________ | _______/
+    owner     a a a .  . b b b  c c c c ..        slices    a a a b  b b c c  c c c c
+
+An owner has whole weights between steps, unless its own slice is the whole parameter; so weights
+travel once, as gradients do. A weight that something else than the step changed (a checkpoint, the
+user) travels to its owner with the next step, in a third message like that of gradients: ranks tell
+each other before each step whether there is one.
+
+Replicas (an axis that does not shard) send nothing to each other before the step, since each row of
+ranks has all gradients, and their parameters have one owner together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.comm.collectives import Communicator, Steps
+from fsdp_engine.comm.lanes import Lane, Ticket
+from fsdp_engine.memory.allocator import Memory, begin_together
+from fsdp_engine.optim.parameter_sites import ParamSite
+
+# Role of the memory of messages in the ledger.
+ROLE = "optimizer"
+# Parts begin at multiples of so many bytes.
+_ALIGNMENT = 16
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of the alignment of parts."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Owned(NamedTuple):
+    """A parameter that is stepped by its owner.
+
+    Attributes:
+        site: its place.
+        owner: the rank of the site's mesh.
+        dtype: of its main weights.
+    """
+
+    site: ParamSite
+    owner: int
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Of the whole parameter."""
+        return math.prod(self.site.shape)
+
+
+class Part(NamedTuple):
+    """A part of a parameter in a message.
+
+    Attributes:
+        peer: the other rank.
+        number: of the parameter among those of the chunk.
+        start, stop: elements of the parameter.
+    """
+
+    peer: int
+    number: int
+    start: int
+    stop: int
+
+
+class MessageTable:
+    """The parts that this rank sends and receives, and where they lie.
+
+    Args:
+        sent: in the order of peers.
+        received: in the order of peers.
+        dtypes: of each parameter.
+        num_ranks: of the mesh.
+
+    Attributes:
+        sent_sizes, received_sizes: bytes by rank.
+    """
+
+    def __init__(
+        self,
+        sent: Sequence[Part],
+        received: Sequence[Part],
+        dtypes: Sequence[torch.dtype],
+        num_ranks: int,
+    ) -> None:
+        self._dtypes = dtypes
+        self.sent, self.sent_sizes = sent, self._sizes(sent, num_ranks)
+        self.received, self.received_sizes = received, self._sizes(received, num_ranks)
+
+    def _sizes(self, parts: Sequence[Part], num_ranks: int) -> list[int]:
+        sizes = [0] * num_ranks
+        for part in parts:
+            sizes[part.peer] += self._bytes_of(part)
+        return sizes
+
+    def _bytes_of(self, part: Part) -> int:
+        return aligned((part.stop - part.start) * self._dtypes[part.number].itemsize)
+
+    def views(self, parts: Sequence[Part], memory: Tensor) -> list[Tensor]:
+        """A tensor for each part, over ``memory``."""
+        found, at = [], 0
+        for part in parts:
+            dtype = self._dtypes[part.number]
+            num_bytes = (part.stop - part.start) * dtype.itemsize
+            found.append(memory[at : at + num_bytes].view(dtype))
+            at += self._bytes_of(part)
+        return found
+
+
+def _parts(chunk: Sequence[Owned], rank: int, *, to_all: bool) -> tuple[list[Part], list[Part]]:
+    """The parts that ``rank`` as an owner exchanges with holders, and as a holder with owners.
+
+    Args:
+        chunk: the parameters, in one order on all ranks.
+        rank: this one.
+        to_all: with all that hold a part; False: with those that are near enough to be its source.
+    """
+    as_owner, as_holder = [], []
+    for number, (site, owner, _) in enumerate(chunk):
+        if owner == rank:
+            others = range(site.buffer.mesh.size) if to_all else site.sources_for(rank)
+            for other in others:
+                start, stop = site.range_of(other)
+                if other != rank and start < stop:
+                    as_owner.append(Part(other, number, start, stop))
+        elif to_all or site.holds_for(rank, owner):
+            start, stop = site.range_of(rank)
+            if start < stop:
+                as_holder.append(Part(owner, number, start, stop))
+    return sorted(as_owner), sorted(as_holder)
+
+
+class ChunkMessages:
+    """The messages of parameters that are stepped together, one set on each rank.
+
+    Args:
+        chunk: these parameters, in one order on all ranks.
+        memory: of their engine.
+        gradients, weights: what sends the messages.
+        tags: two numbers, which no other messages in flight have.
+
+    Attributes:
+        mine: numbers of the parameters that this rank owns.
+        gradients: by number, whole, while there is memory.
+        num_bytes: of the memory.
+    """
+
+    def __init__(
+        self,
+        chunk: Sequence[Owned],
+        memory: Memory,
+        gradients: Communicator | None,
+        weights: Communicator | None,
+        tags: tuple[int, int],
+    ) -> None:
+        mesh = chunk[0].site.buffer.mesh
+        rank = mesh.outer.rank * mesh.inner.size + mesh.inner.rank
+        self._communicators = gradients, weights
+        self._tags = tags
+        self.mine = [number for number, each in enumerate(chunk) if each.owner == rank]
+        grad_dtypes = [each.site.buffer.grad_dtype for each in chunk]
+        dtypes = [each.dtype for each in chunk]
+        received, sent = _parts(chunk, rank, to_all=False)
+        returned, taken = _parts(chunk, rank, to_all=True)
+        self._in = MessageTable(sent, received, grad_dtypes, mesh.size)
+        self._weights_in = MessageTable(sent, received, dtypes, mesh.size)
+        self._out = MessageTable(returned, taken, dtypes, mesh.size)
+        self._own = {number: chunk[number].site.range_of(rank) for number in self.mine}
+        # The memory of a message serves the next one.
+        as_holder = max(map(sum, (self._in.sent_sizes, self._weights_in.sent_sizes,
+                                  self._out.received_sizes)))
+        as_owner = max(map(sum, (self._in.received_sizes, self._weights_in.received_sizes,
+                                 self._out.sent_sizes)))
+        at, places = aligned(as_holder) + aligned(as_owner), {}
+        for number in self.mine:
+            places[number] = at
+            at += aligned(chunk[number].numel * grad_dtypes[number].itemsize)
+        self.num_bytes = at
+        self._storage = memory.transient(at, torch.uint8, ROLE)
+        with self._storage.while_filled():
+            whole = self._storage.view(0, (at,))
+            self._as_holder = whole[: aligned(as_holder)]
+            self._as_owner = whole[aligned(as_holder) :][: aligned(as_owner)]
+            self.gradients = {}
+            for number, place in places.items():
+                num_bytes = chunk[number].numel * grad_dtypes[number].itemsize
+                flat = whole[place : place + num_bytes].view(grad_dtypes[number])
+                self.gradients[number] = flat.view(chunk[number].site.shape)
+
+    def fill(self, compute: Lane) -> None:
+        """Take memory."""
+        compute.manage("allocate messages of owners", self._storage.fill, self._storage)
+
+    def drain(self, compute: Lane) -> None:
+        """Free the memory."""
+        compute.manage("free messages of owners", self._storage.drain, self._storage)
+
+    def bring_gradients(self, lane: Lane, after: Ticket, slices: Sequence[Tensor | None]) -> Ticket:
+        """Begin to bring gradients to owners.
+
+        Args:
+            lane: of the message.
+            after: what it comes after.
+            slices: this rank's, 1-D, by number; None: there is no gradient, on no rank.
+
+        Returns:
+            The point from which on :attr:`gradients` are there.
+        """
+        targets = {number: grad.view(-1) for number, grad in self.gradients.items()}
+        return self._bring(lane, "gradients to owners", after, slices, targets, self._in)
+
+    def bring_weights(
+        self, lane: Lane, after: Ticket, slices: Sequence[Tensor], wholes: dict[int, Tensor]
+    ) -> Ticket:
+        """Begin to bring weights to owners, as :meth:`bring_gradients`, into ``wholes``."""
+        return self._bring(lane, "weights to owners", after, slices, wholes, self._weights_in)
+
+    def _bring(
+        self,
+        lane: Lane,
+        label: str,
+        after: Ticket,
+        slices: Sequence[Tensor | None],
+        wholes: dict[int, Tensor],
+        table: MessageTable,
+    ) -> Ticket:
+        def steps() -> Steps:
+            sent = table.views(table.sent, self._as_holder)
+            _copy(sent, [slices[part.number] for part in table.sent])
+            for number, whole in wholes.items():
+                start, stop = self._own[number]
+                _copy([whole[start:stop]], [slices[number]])
+            yield from self._exchange(0, table, self._as_owner, self._as_holder)
+            received = table.views(table.received, self._as_owner)
+            _copy([wholes[p.number][p.start : p.stop] for p in table.received], received)
+
+        return lane.submit(label, steps, after=[after])
+
+    def return_weights(
+        self, lane: Lane, after: Ticket, slices: Sequence[Tensor], wholes: dict[int, Tensor]
+    ) -> Ticket:
+        """Begin to bring stepped weights from their owners into all slices.
+
+        Args:
+            lane: of the message.
+            after: what it comes after.
+            slices: this rank's, 1-D, by number.
+            wholes: those of this rank's parameters, flat.
+        """
+        table = self._out
+        copied = [number for number in wholes if not _is_one(wholes[number], slices[number])]
+
+        def steps() -> Steps:
+            sent = table.views(table.sent, self._as_owner)
+            _copy(sent, [wholes[p.number][p.start : p.stop] for p in table.sent])
+            for number, whole in wholes.items():
+                start, stop = self._own[number]
+                if number in copied:
+                    _copy([slices[number]], [whole[start:stop]])
+            yield from self._exchange(1, table, self._as_holder, self._as_owner)
+            received = table.views(table.received, self._as_holder)
+            _copy([slices[part.number] for part in table.received], received)
+
+        return lane.submit("weights from owners", steps, after=[after])
+
+    def _exchange(self, which: int, table: MessageTable, received: Tensor, sent: Tensor) -> Steps:
+        communicator = self._communicators[which]
+        if communicator is not None:
+            yield from communicator.exchange(
+                received[: sum(table.received_sizes)],
+                sent[: sum(table.sent_sizes)],
+                table.received_sizes,
+                table.sent_sizes,
+                self._tags[which],
+            )
+
+
+def _is_one(whole: Tensor, own: Tensor) -> bool:
+    return whole.numel() == own.numel() and begin_together(whole, own)
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if s is not None and s.numel()]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

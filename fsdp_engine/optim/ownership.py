@@ -1,0 +1,149 @@
+"""Which rank steps which parameter, if an optimizer needs whole tensors. Pure numbers.
+
+[Note: Choice of owners]
+Each parameter gets one owner among the ranks that share it. The busiest rank bounds the time of a
+step, and the rank with the most state bounds memory. So both are balanced: parameters are taken in
+the order of their share of all work or of all elements, whichever is larger, and each goes to the
+rank whose larger share is the smallest so far (longest processing time first, R. L. Graham, "Bounds
+on multiprocessing timing anomalies", 1969: at most 4/3 of the best). Afterwards single parameters
+of the busiest rank are moved, or swapped, where that lowers its share. The result depends on shapes
+alone, so ranks need not agree on it.
+
+No share can be below that of the largest parameter, nor below ``1 / number of ranks``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Parameters of one rank that are compared with those of others, in each attempt to improve.
+_MOST_COMPARED = 64
+_MOST_ATTEMPTS = 4096
+
+
+class Item(NamedTuple):
+    """A parameter to be owned.
+
+    Attributes:
+        work: of its step, in any unit.
+        numel: its elements.
+    """
+
+    work: float
+    numel: int
+
+
+def newton_schulz_work(shape: Sequence[int]) -> float:
+    """Work of a step that multiplies a matrix with its Gram matrix: ``rows * columns *
+    min(rows, columns)`` (Newton-Schulz iterations of Muon, K. Jordan et al. 2024; the first dim is
+    the rows). For other optimizers with matrices, the same order."""
+    rows = shape[0] if shape else 1
+    columns = math.prod(shape[1:])
+    return float(rows * columns * min(rows, columns))
+
+
+class _Shares:
+    """Each rank's share of work and elements, and its items."""
+
+    def __init__(self, items: Sequence[Item], num_ranks: int) -> None:
+        work = sum(item.work for item in items) or 1.0
+        numel = sum(item.numel for item in items) or 1
+        self.of_item = [(item.work / work, item.numel / numel) for item in items]
+        self.work = [0.0] * num_ranks
+        self.elements = [0.0] * num_ranks
+        self.items: list[list[int]] = [[] for _ in range(num_ranks)]
+
+    def larger(self, rank: int) -> float:
+        return max(self.work[rank], self.elements[rank])
+
+    def add(self, rank: int, number: int) -> None:
+        self.items[rank].append(number)
+        self._change(rank, number, 1.0)
+
+    def remove(self, rank: int, number: int) -> None:
+        self.items[rank].remove(number)
+        self._change(rank, number, -1.0)
+
+    def _change(self, rank: int, number: int, sign: float) -> None:
+        work, elements = self.of_item[number]
+        self.work[rank] += sign * work
+        self.elements[rank] += sign * elements
+
+    def after(self, rank: int, added: int | None, removed: int | None) -> float:
+        """The larger share of a rank if it had one item more, or one less."""
+        work, elements = self.work[rank], self.elements[rank]
+        for number, sign in ((added, 1.0), (removed, -1.0)):
+            if number is not None:
+                work += sign * self.of_item[number][0]
+                elements += sign * self.of_item[number][1]
+        return max(work, elements)
+
+
+def assign_owners(items: Sequence[Item], num_ranks: int) -> list[int]:
+    """Choose the owner of each item. See [Note: Choice of owners].
+
+    Args:
+        items: parameters, in one order on all ranks.
+        num_ranks: among which owners are chosen.
+
+    Returns:
+        The rank of each item.
+    """
+    shares = _Shares(items, num_ranks)
+    order = sorted(range(len(items)), key=lambda number: (-max(shares.of_item[number]), number))
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    for number in order:
+        _, rank = heap[0]
+        shares.add(rank, number)
+        heapq.heapreplace(heap, (shares.larger(rank), rank))
+    for _ in range(min(_MOST_ATTEMPTS, 2 * len(items))):
+        if not _improve(shares):
+            break
+    owners = [0] * len(items)
+    for rank, numbers in enumerate(shares.items):
+        for number in numbers:
+            owners[number] = rank
+    return owners
+
+
+def _improve(shares: _Shares) -> bool:
+    """Lower the largest share by one move or one swap with another rank, if that is possible."""
+    ranks = range(len(shares.items))
+    busiest = max(ranks, key=lambda rank: (shares.larger(rank), -rank))
+    limit = shares.larger(busiest) * (1 - 1e-9)
+    others = sorted((rank for rank in ranks if rank != busiest), key=shares.larger)
+    for other in others[:_MOST_COMPARED]:
+        best: tuple[float, int, int | None] | None = None
+        for mine in shares.items[busiest][:_MOST_COMPARED]:
+            for theirs in (None, *shares.items[other][:_MOST_COMPARED]):
+                result = max(
+                    shares.after(busiest, theirs, mine), shares.after(other, mine, theirs)
+                )
+                if result < limit and (best is None or result < best[0]):
+                    best = result, mine, theirs
+        if best is not None:
+            _, mine, returned = best
+            shares.remove(busiest, mine)
+            shares.add(other, mine)
+            if returned is not None:
+                shares.remove(other, returned)
+                shares.add(busiest, returned)
+            return True
+    return False
+
+
+def in_chunks(work: Sequence[float], num_chunks: int) -> list[int]:
+    """Divide one rank's items, in their order, into chunks of about equal work.
+
+    Returns:
+        The chunk of each item; items of one chunk are consecutive.
+    """
+    total, done, chunks = sum(work) or 1.0, 0.0, []
+    for each in work:
+        middle = (done + each / 2) / total
+        chunks.append(min(int(middle * num_chunks), num_chunks - 1))
+        done += each
+    return chunks

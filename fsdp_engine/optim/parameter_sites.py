@@ -1,0 +1,91 @@
+"""Where the elements of each sharded parameter lie, on all ranks that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_engine.comm.lanes import Lanes
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.layout import Coordinate, Layout
+from fsdp_engine.memory.allocator import Memory
+
+
+@dataclass(frozen=True, eq=False)
+class BufferSite:
+    """What the parameters of one buffer have in common.
+
+    Attributes:
+        mesh: the ranks that share them.
+        layout: of the buffer.
+        depth: at which main weights and reduced gradients are sharded: 0, 1 or 2.
+        grad_dtype: of reduced gradients.
+        lanes: of the buffer's engine.
+        memory: of the buffer's engine.
+    """
+
+    mesh: DataMesh
+    layout: Layout
+    depth: int
+    grad_dtype: torch.dtype
+    lanes: Lanes
+    memory: Memory
+
+
+class ParamSite(NamedTuple):
+    """One parameter's place.
+
+    Attributes:
+        buffer: its buffer.
+        index: its number in the layout.
+    """
+
+    buffer: BufferSite
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's tensor: for a DTensor over other mesh dimensions, of the shard."""
+        return self.buffer.layout.slots[self.index].shape
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """The elements ``[start, stop)`` that a rank of the mesh holds; ``(k, k)``: none."""
+        outer, inner = divmod(rank, self.buffer.mesh.inner.size)
+        return self.buffer.layout.tensor_range(
+            self.index, self.buffer.depth, Coordinate(outer, inner)
+        )
+
+    def sources_for(self, rank: int) -> Iterator[int]:
+        """The ranks whose parts, put together, are the parameter: those nearest to ``rank``."""
+        mesh, depth = self.buffer.mesh, self.buffer.depth
+        if depth == 0:
+            yield rank
+        elif depth == 1:
+            first = rank - rank % mesh.inner.size
+            yield from range(first, first + mesh.inner.size)
+        else:
+            yield from range(mesh.size)
+
+    def holds_for(self, source: int, rank: int) -> bool:
+        """Whether ``source`` is one of :meth:`sources_for` ``rank``."""
+        depth, row = self.buffer.depth, self.buffer.mesh.inner.size
+        return source == rank if depth == 0 else depth == 2 or source // row == rank // row
+
+
+_SITES: MutableMapping[Tensor, ParamSite] = WeakIdKeyDictionary()
+
+
+def add_site(buffer: BufferSite, params: Sequence[Tensor]) -> None:
+    """Remember where ``params``, in the layout's order, lie."""
+    for index, param in enumerate(params):
+        _SITES[param] = ParamSite(buffer, index)
+
+
+def site_of(param: Tensor) -> ParamSite | None:
+    """The place of a parameter; None if it is not one of an engine."""
+    return _SITES.get(param)
