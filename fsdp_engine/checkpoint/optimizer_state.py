@@ -19,6 +19,7 @@ parameter determines this.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from fsdp_engine.checkpoint.joint_optimizer import single_optimizers
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
+    Path,
     Saved,
     Targets,
     describe_tensor,
@@ -39,6 +41,8 @@ from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.offloaded_step import offloaded_step_of
+from fsdp_engine.optim.owned_params import map_leaves
+from fsdp_engine.optim.owned_step import owned_step_of
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -77,6 +81,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
     """
     groups = name_params(saved_params(engine), optimizer)
     packed = optimizer.state_dict()
+    owned = owned_step_of(optimizer)
     member_of = {
         index: member
         for group, members in zip(packed[GROUPS], groups, strict=True)
@@ -88,7 +93,12 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
         member = member_of.get(index)
         if member is None:
             raise ValueError(f"optimizer: expected state of parameters; found state of {index!r}")
+        is_owned = owned is not None and owned.owns(member.held)
         for key, value in state.items():
+            if is_owned:
+                value = map_leaves(partial(_owned_as_saved, member, key), value)
+                states.setdefault(member.name, {})[key] = value
+                continue
             if isinstance(value, Mapping | list):
                 raise ValueError(
                     f"optimizer: expected tensors and numbers in the state of {member.name}; "
@@ -159,6 +169,9 @@ class OptimizerMatch:
         self._members = name_params(named, optimizer)
         steps = [offloaded_step_of(each) for each in single_optimizers(optimizer)]
         self._offloaded = [step for step in steps if step is not None]
+        owned = [owned_step_of(each) for each in single_optimizers(optimizer)]
+        self._owned = [step for step in owned if step is not None]
+        self._of_owners: dict[str, Tensor] = {}
         self._canonical = {alias: param.name for param in named.values() for alias in param.aliases}
         self.targets: Targets = {}
         self.problems: list[str] = []
@@ -189,12 +202,12 @@ class OptimizerMatch:
             for index, member in zip(group["params"], members, strict=True):
                 keys = self._keys.get(member.name, {})
                 state = {
-                    name: member.as_held(read[key]) if isinstance(read[key], Tensor) else read[key]
-                    for name, key in keys.items()
+                    path: self._as_held(member, key, read[key])
+                    for path, key in keys.items()
                     if key in self.targets
                 }
                 if state:
-                    states[index] = state
+                    states[index] = nested(state)
         groups = [
             {**group, **hyperparameters}
             for group, hyperparameters in zip(packed[GROUPS], self._hyperparameters, strict=True)
@@ -202,12 +215,28 @@ class OptimizerMatch:
         self._optimizer.load_state_dict({STATE: states, GROUPS: groups})
         for group, members in zip(packed[GROUPS], self._members, strict=True):
             for index, member in zip(group["params"], members, strict=True):
+                if self._put_with_owner(member, states.get(index)):
+                    continue
                 loaded = self._optimizer.state[member.held] if index in states else {}
                 for name, value in states.get(index, {}).items():
                     # load_state_dict casts to the parameter's dtype. Restore the saved dtype.
                     casts = isinstance(value, Tensor) and loaded[name].dtype != value.dtype
                     if casts and _class_within(loaded[name]) is None:
                         loaded[name] = value.to(loaded[name].device)
+
+    def _put_with_owner(self, member: SavedParam, state: Any) -> bool:
+        """Give the state of a parameter that has an owner its saved dtypes."""
+        for owned in self._owned:
+            if owned.owns(member.held):
+                if state:
+                    owned.put_state(self._optimizer, member.held, state)
+                return True
+        return False
+
+    def _as_held(self, member: SavedParam, key: str, value: Any) -> Any:
+        if key in self._of_owners:
+            return self._of_owners[key]  # over the memory that was read into
+        return member.as_held(value) if isinstance(value, Tensor) else value
 
     def _check_kind(self, kind: str | None, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         """Check that the state was saved by the optimizer's class, a base class of it, or a class
@@ -263,14 +292,14 @@ class OptimizerMatch:
                     )
         return merged
 
-    def _state_keys(self) -> dict[str, dict[str, str]]:
-        """Flat key by parameter and state name."""
-        found: dict[str, dict[str, str]] = {}
+    def _state_keys(self) -> dict[str, dict[Path, str]]:
+        """Flat key by parameter and path of a state: its name, and places in containers."""
+        found: dict[str, dict[Path, str]] = {}
         for key in self._saved.below(OPTIMIZER, STATE):
             _, _, *rest = self._saved.paths[key]
-            if len(rest) == 2:
-                name, state = map(str, rest)
-                found.setdefault(self._canonical.get(name, name), {})[state] = key
+            if len(rest) >= 2:
+                name, *path = rest
+                found.setdefault(self._canonical.get(str(name), str(name)), {})[tuple(path)] = key
             else:
                 self.problems.append(
                     f"unexpected {key}: expected {OPTIMIZER}.{STATE}.<parameter>.<state>; "
@@ -279,8 +308,18 @@ class OptimizerMatch:
         return found
 
     def _match_state(self, member: SavedParam) -> None:
-        for state, key in self._keys.get(member.name, {}).items():
+        for path, key in self._keys.get(member.name, {}).items():
+            state = str(path[0])
             target = self._saved.empty(key)
+            for owned in self._owned:
+                if target is None:
+                    break
+                held = owned.target_of(member.held, target.shape, target.dtype)
+                if held is not None:
+                    self._of_owners[key] = held
+            if key in self._of_owners:
+                self.targets[key] = _owned_as_saved(member, state, self._of_owners[key])
+                continue
             if target is not None and self._is_like_parameter(member, state, key):
                 if target.shape == member.saved.shape:
                     try:
@@ -321,7 +360,7 @@ class OptimizerMatch:
         for members in self._members:
             for other in members:
                 other_shape = self._saved_shape(other.aliases)
-                other_key = self._keys.get(other.name, {}).get(state)
+                other_key = self._keys.get(other.name, {}).get((state,))
                 if other_shape and other_key is not None:
                     return self._saved.shape(other_key) == other_shape
         return state != "step"
@@ -350,6 +389,31 @@ def _checked_groups(read: Any) -> list[dict[str, Any]]:
             "name of the optimizer's class; found others. The checkpoint is damaged"
         )
     return list(groups)  # type: ignore[arg-type]
+
+
+def _owned_as_saved(member: SavedParam, key: Any, value: Any) -> Any:
+    """A value in the state of a parameter that has an owner, with its placement in a checkpoint.
+
+    Raises:
+        ValueError: it is no tensor and no number, or of an expert, and of another shape.
+    """
+    if isinstance(value, Tensor):
+        if member.saved is member.held:
+            return value
+        if value.shape == member.held.shape or not member.is_of_experts:
+            return member.as_saved(value)
+        if value.ndim == 0:
+            return value
+        raise ValueError(
+            f"optimizer: expected state of the shape of {member.name}, whose experts other ranks "
+            f"hold parts of; found {key!r} of shape {tuple(value.shape)}"
+        )
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(
+        f"optimizer: expected tensors and numbers in the state of {member.name}; found a "
+        f"{type(value).__name__} in {key!r}"
+    )
 
 
 def _like(member: SavedParam, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -130,8 +130,22 @@ class SavedParam:
         """Convert state with the placement of ``held`` to the placement of ``saved``."""
         if self.saved is self.held or not isinstance(self.saved, FlatDTensor):
             return state
+        if isinstance(state, FlatDTensor) and state.flat_placement != self._held_placement:
+            return self._of_owner(state)
         local = state.local if isinstance(state, FlatDTensor) else state.detach().reshape(-1)
         return FlatDTensor.from_flat_local(local, self.saved.flat_placement)
+
+    @property
+    def _held_placement(self) -> FlatPlacement | None:
+        return self.held.flat_placement if isinstance(self.held, FlatDTensor) else None
+
+    def _of_owner(self, state: FlatDTensor) -> FlatDTensor:
+        """As :meth:`as_saved`, of state of which the parameter's owner holds all elements."""
+        assert isinstance(self.saved, FlatDTensor)
+        saved, placement = self.saved.flat_placement, state.flat_placement
+        first = saved.start - (self._held_placement.start if self._held_placement else 0)
+        place = replace(saved, start=first + placement.start, stop=first + placement.stop)
+        return FlatDTensor.from_flat_local(state.local, place)
 
     def as_held(self, state: Tensor) -> Tensor:
         """Convert state with the placement of ``saved`` to the placement of ``held``."""

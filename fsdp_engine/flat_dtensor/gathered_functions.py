@@ -109,8 +109,8 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
             raise RuntimeError(
                 f"{optimizer}: expected an optimizer that treats each element by itself, since "
                 "parameters, gradients and state are sharded into flat slices; found one that "
-                f"needs full matrices: its step calls {name}. Shard at level no_shard, or, if full "
-                "rows are sufficient, shard by rows (granule) and wrap it with fe.shard_optimizer"
+                f"needs whole tensors: its step calls {name}. Pass it to fe.shard_optimizer before "
+                "its first step"
             ) from error
     if name not in _warned:
         _warned.add(name)

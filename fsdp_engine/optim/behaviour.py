@@ -9,14 +9,20 @@ hyperparameters of a group and the number of dims of its parameters:
     two tensors   against each of them alone         equal: it steps each tensor by itself
     two groups    against each of them alone         equal: it steps each group by itself
 
-Equal means up to rounding, in the changes of the parameters over some steps. Gradients differ in
-scale between the parts and between steps, so that sums over the parts (norms, means, factored
-moments, Gram matrices) do not agree by chance. Some are orthogonal
-to the parameter (AdamP projects these). On very small parameters they have a trend, from which optimizers that adapt their step size learn (Prodigy). State of another shape than the parameter's or the slice's, or in
-objects, is that of the tensor, also if it does not serve from the first step (Shampoo's). Each comparison is made on parameters of usual size
-and on very small ones, beside which small updates are not lost in rounding. Dims are at most
-``_LARGEST_DIM``, above the least dims for which optimizers that are known factor their state (128).
-Slices begin at multiples of 256 elements, the blocks in which 8-bit state is quantised.
+Equal means up to rounding, in the changes of the parameters over some steps. State of another shape
+than the parameter's, or in objects, is that of the tensor, also if it does not serve from the first
+step on. A step that raises for slices needs the tensor, and one that never changes anything all
+tensors. A closure that a step calls returns a linear loss with the trial's gradients.
+
+Gradients differ in scale between the parts and between steps, so that sums over the parts (norms,
+means, factored moments, Gram matrices) do not agree by chance; some are orthogonal to the parameter
+(AdamP projects these). Each comparison is made on parameters of usual size and on very small ones,
+beside which small updates are not lost in rounding, with gradients that have a trend, from which
+optimizers that adapt their step size learn (Prodigy).
+
+Where the trial on a small tensor finds elements, one on a larger tensor follows, whose dims are
+above those from which on known optimizers factor their state (128), and whose slices begin at a
+multiple of 256 elements, the blocks in which 8-bit state is quantised.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import copy
 import enum
 import inspect
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +47,8 @@ _DIMS = (24, 161)  # at most
 _BLOCK = 256
 _SCALES = (1.0, 1e-6)  # of parameters
 _LEAST_RATE = 0.01  # a schedule may begin with 0
-# Steps that change something, and all steps: some optimizers only collect statistics at first.
-_NUM_STEPS, _MOST_STEPS = 12, 36
+_NUM_STEPS = 12
+_MOST_STEPS = 36  # of those that only collect statistics at first
 # Norm of the difference of two changes, of the norm of one.
 _TOLERANCE = 1e-3
 
@@ -71,6 +77,7 @@ class Trials:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer: Any = optimizer
         self._device = device
+        self._num_steps = _NUM_STEPS
         self._found: dict[tuple[int, tuple[int, ...], torch.dtype], Needs] = {}
 
     def needs(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Needs:
@@ -106,25 +113,27 @@ class Trials:
         cut = numel // 5 * 2 // _BLOCK * _BLOCK or numel // 2
         flat = [value.flatten() for value in values]
         parts = [value[:cut] for value in flat], [value[cut:] for value in flat]
+        states: list[dict[Any, Any]] = []
+        whole = self._changes([[values]], number, states)
         try:
-            slices = [self._run([[part]], number)[0] for part in parts]
+            slices = [self._run([[part]], number, self._num_steps)[0] for part in parts]
         except TrialFailed:
             return True
-        states: list[dict[Any, Any]] = []
-        whole = self._run([[values]], number, states)
-        return _is_structured(states[0], shape) or not _equal(
-            whole, [torch.cat(slices)], values[0]
-        )
+        return _is_structured(states[0], shape) or not _equal(whole, [torch.cat(slices)], values[0])
 
     def _needs_others(
         self, number: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float
     ) -> Needs:
         first, second = (self._values(shape, dtype, scale, seed) for seed in (1, 2))
-        alone = [self._run([[values]], number)[0] for values in (first, second)]
-        if _equal(self._run([[first, second]], number), alone, first[0]):
+        beside = self._changes([[first, second]], number)
+        if not any(change.any() for change in beside):
+            return Needs.ALL  # nothing is known
+        num_steps = self._num_steps
+        alone = [self._run([[values]], number, num_steps)[0] for values in (first, second)]
+        if _equal(beside, alone, first[0]):
             return Needs.ELEMENT
         try:
-            together = self._run([[first], [second]], number)
+            together = self._run([[first], [second]], number, num_steps)
         except TrialFailed:  # it takes one group only
             return Needs.ALL
         return Needs.GROUP if _equal(together, alone, first[0]) else Needs.ALL
@@ -143,17 +152,32 @@ class Trials:
         trend = normal() * (2 if scale < 1 else 0)
         for step in range(_MOST_STEPS):
             grad = trend + normal()
-            if step % 2:
+            if step % 2 and grad.numel() > 1:
                 grad -= values[0] * ((grad * values[0]).sum() / values[0].square().sum())
             flat, half = grad.view(-1), grad.numel() // 5 * 2
             flat[:half] *= (1.0, 1.0, 0.03, 7.0)[step % 4]
             values.append(grad * (0.3 if (step + seed) % 2 else 2.0))
         return [value.to(self._device, dtype) for value in values]
 
+    def _changes(
+        self,
+        groups: Sequence[Sequence[list[Tensor]]],
+        number: int,
+        states: list[dict[Any, Any]] | None = None,
+    ) -> list[Tensor]:
+        """As :meth:`_run`, with so many steps that there is a change, if possible."""
+        self._num_steps = _NUM_STEPS
+        found = self._run(groups, number, _NUM_STEPS, states)
+        if any(change.any() for change in found):
+            return found
+        self._num_steps = _MOST_STEPS
+        return self._run(groups, number, _MOST_STEPS, states)
+
     def _run(
         self,
         groups: Sequence[Sequence[list[Tensor]]],
         number: int,
+        num_steps: int,
         states: list[dict[Any, Any]] | None = None,
     ) -> list[Tensor]:
         """Changes of parameters in some steps.
@@ -161,6 +185,7 @@ class Trials:
         Args:
             groups: of each group, of each parameter, its value and its gradients.
             number: of the param group whose hyperparameters all have.
+            num_steps: how many steps.
             states: receives the state of each parameter.
 
         Returns:
@@ -182,35 +207,28 @@ class Trials:
         _detach_attributes(shadow, optimizer, flat)
         device = self._device
         devices = [device] if is_accelerator(device) else []
-        num_changes = 0
         with torch.random.fork_rng(devices, device_type=device.type):
             torch.manual_seed(0)
-            for step in range(_MOST_STEPS):
+            for step in range(num_steps):
                 for group, values in zip(params, groups, strict=True):
                     for param, each in zip(group, values, strict=True):
                         param.grad = each[1 + step].clone()
-                before = [param.detach().clone() for param in flat]
-                self._step(shadows, shadow)
-                num_changes += any(
-                    not torch.equal(a, b.detach()) for a, b in zip(before, flat, strict=True)
-                )
-                if num_changes == _NUM_STEPS:
-                    break
+                self._step(shadows, shadow, flat)
         if states is not None:
-            states.extend(shadow.chunk_states[param] for param in flat)
+            states[:] = [shadow.chunk_states[param] for param in flat]
         starts = [values[0] for group in groups for values in group]
         return [
             (param.detach().double() - start.double()).flatten()
             for param, start in zip(flat, starts, strict=True)
         ]
 
-    def _step(self, shadows: Shadows, shadow: Any) -> None:
-        loss = allocator.zeros((), torch.float32, self._device)
+    def _step(self, shadows: Shadows, shadow: Any, params: Sequence[Any]) -> None:
         parameter = inspect.signature(shadows.function).parameters.get("closure")
         needs_closure = parameter is not None and parameter.default is inspect.Parameter.empty
         try:
             if needs_closure:
-                shadows.function(shadow, lambda: loss)
+                # A linear loss with these gradients.
+                shadows.function(shadow, lambda: sum((p.detach() * p.grad).sum() for p in params))
             else:
                 shadows.function(shadow)
         except Exception as error:
@@ -221,8 +239,10 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _detach_attributes(shadow: Any, optimizer: Any, params: list[Tensor]) -> None:
+def _detach_attributes(shadow: Any, optimizer: Any, params: Sequence[Tensor]) -> None:
     """Give the shadow attributes of its own; lists of parameters hold those of the trial."""
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        shadow.__dict__[hooks] = OrderedDict()  # a step may call that of its parent class
     lists = lists_of_params(optimizer)
     for name, value in vars(optimizer).items():
         if name in lists:

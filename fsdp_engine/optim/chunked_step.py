@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,20 @@ class ChunkShadow(Shadow):
     def state(self) -> dict[Any, Any]:
         """By parameters of the chunk; keys that are no tensors have copies of the optimizer's."""
         return self.chunk_states
+
+
+class Stored(NamedTuple):
+    """What steps store elsewhere than in the state of parameters.
+
+    Attributes:
+        groups: by number and key of a param group.
+        attributes: of the optimizer, by name.
+        entries: of its state, by keys that are no parameters.
+    """
+
+    groups: dict[tuple[int, str], Any]
+    attributes: dict[str, Any]
+    entries: dict[Any, Any]
 
 
 class Shadows:
@@ -103,6 +117,21 @@ class Shadows:
             if not isinstance(key, Tensor):
                 self._entries.setdefault(key, value)
 
+    @property
+    def stored(self) -> Stored:
+        """Numbers and small values that steps stored."""
+        return Stored(
+            {key: value for key, value in self._groups.items() if _is_small(value)},
+            {key: value for key, value in self._attributes.items() if _is_small(value)},
+            {key: value for key, value in self._entries.items() if _is_small(value)},
+        )
+
+    def adopt(self, stored: Stored) -> None:
+        """Remember what steps stored on another rank."""
+        self._groups.update(stored.groups)
+        self._attributes.update(stored.attributes)
+        self._entries.update(stored.entries)
+
     def store(self, optimizer: Any) -> None:
         """Store in the optimizer what steps of its shadows stored there."""
         for (number, key), value in self._groups.items():
@@ -116,6 +145,12 @@ class Shadows:
         self._groups.clear()
         self._attributes.clear()
         self._entries.clear()
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return value is None or isinstance(value, bool | int | float | complex | str)
 
 
 def lists_of_params(optimizer: Any) -> dict[str, list[Tensor]]:

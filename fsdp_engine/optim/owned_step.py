@@ -29,13 +29,10 @@ must call it.
 
 from __future__ import annotations
 
-import struct
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,323 +40,61 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.comm.collectives import Communicator, gather_objects
-from fsdp_engine.comm.groups import group_of_ranks
-from fsdp_engine.comm.host_message import HostMessage
-from fsdp_engine.comm.lanes import Lanes, Ticket
+from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, gradients_of
+from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
 from fsdp_engine.memory import allocator
-from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
-from fsdp_engine.optim.chunked_step import Shadows, called_once, entries_of, with_closures
-from fsdp_engine.optim.owner_messages import ROLE, ChunkMessages, Owned
+from fsdp_engine.optim.chunked_step import (
+    Shadows,
+    called_once,
+    entries_of,
+    with_closures,
+)
+from fsdp_engine.optim.owned_params import (
+    Chunk,
+    MeshOwners,
+    NumberLeaf,
+    OwnedParam,
+    TensorLeaf,
+    described,
+    flat_slice,
+    leaves_of,
+    map_leaves,
+)
+from fsdp_engine.optim.owner_messages import Owned
 from fsdp_engine.optim.ownership import Item, assign_owners, in_chunks, newton_schulz_work
 from fsdp_engine.optim.parameter_sites import ParamSite, site_of
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot
 
-_TAGS = 2, 3  # of messages of gradients and weights
 _MOST_CHUNKS = 8
 # Of one rank in one chunk, at least.
 _CHUNK_ELEMENTS = 2**20
-_version_of = attrgetter("_version")
-
-
-class TensorLeaf(NamedTuple):
-    """A tensor in the state of a parameter, as ranks that do not own it know it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class NumberLeaf(NamedTuple):
-    """A number in the state of a parameter, whose value ranks exchange after each step."""
-
-    kind: type
-
-
-class OtherLeaf(NamedTuple):
-    """Another object in the state of a parameter, that ranks exchange when it changes."""
-
-    value: Any
-
-
-def leaves_of(tree: Any) -> Iterator[Any]:
-    """The leaves of dicts, lists and tuples, in order."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves_of(value)
-    elif type(tree) in (list, tuple):
-        for value in tree:
-            yield from leaves_of(value)
-    else:
-        yield tree
-
-
-def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The same containers with changed leaves."""
-    if isinstance(tree, Mapping):
-        return {key: map_leaves(change, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map_leaves(change, value) for value in tree)
-    return change(tree)
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return TensorLeaf(tuple(value.shape), value.dtype)
-    if isinstance(value, bool | int | float):
-        return NumberLeaf(type(value))
-    return OtherLeaf(value if value is None or isinstance(value, str) else type(value).__name__)
-
-
-@dataclass(eq=False)
-class _Param:
-    """A parameter that has an owner.
-
-    Attributes:
-        param: of the model.
-        group: number of its param group.
-        owned: its place and its owner.
-        name: for people.
-        is_mine: this rank is its owner.
-        whole: on the owner, the tensor that is stepped.
-        known: what its state looks like; None: it has none.
-        numbers: those in its state, in order; on ranks that do not own it.
-    """
-
-    param: Tensor
-    group: int
-    owned: Owned
-    name: str
-    is_mine: bool
-    whole: Tensor | None = None
-    known: Any = None
-    numbers: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._local = _held(self.param)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the parameter was not converted."""
-        return _held(self.param) == self._local
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's slice, 1-D."""
-        return _flat(self.param)
-
-    def placement(self, shape: Sequence[int]) -> FlatPlacement:
-        """Of a state tensor: all of it on the owner."""
-        mesh = self.owned.site.buffer.mesh
-        numel = torch.Size(shape).numel() if self.is_mine else 0
-        groups = () if mesh.control_group is None else (mesh.control_group,)
-        return FlatPlacement(
-            torch.Size(shape),
-            0,
-            numel,
-            mesh.device_mesh,
-            groups,
-            mesh.device_mesh.ndim,
-            name=self.name,
-        )
-
-
-def _held(param: Any) -> tuple[int, torch.dtype]:
-    """Tells apart the memory of a parameter from others."""
-    local = param._local_tensor if isinstance(param, FlatDTensor) else param
-    return (local.data_ptr() if local.numel() else 0), local.dtype
-
-
-def _flat(tensor: Any) -> Tensor:
-    """This rank's elements of a tensor, 1-D."""
-    if isinstance(tensor, FlatDTensor):
-        return tensor.local
-    detached: Tensor = tensor.detach()
-    return detached.view(-1) if detached.is_contiguous() else detached.reshape(-1)
-
-
-class _Chunk:
-    """Parameters that are stepped together, of all ranks of a mesh."""
-
-    def __init__(self, params: Sequence[_Param], messages: ChunkMessages) -> None:
-        self.params = params
-        self.messages = messages
-        self.mine = {number: params[number] for number in messages.mine}
-        self.returned: Ticket | None = None
-
-    @property
-    def locals(self) -> list[Tensor]:
-        """This rank's slices."""
-        return [each.local for each in self.params]
-
-    @property
-    def wholes(self) -> dict[int, Tensor]:
-        """What this rank owns, flat, by number."""
-        return {n: each.whole.detach().view(-1) for n, each in self.mine.items()
-                if each.whole is not None}
-
-
-class _MeshOwners:
-    """The owned parameters that the ranks of one mesh share, and their messages.
-
-    Args:
-        mesh: these ranks.
-        params: in one order on all ranks.
-        chunks: the number of each one's chunk.
-
-    Attributes:
-        params, chunks: see the arguments; a chunk for each number.
-    """
-
-    def __init__(self, params: Sequence[_Param], chunks: Sequence[int]) -> None:
-        buffer = params[0].owned.site.buffer
-        self.mesh: DataMesh = buffer.mesh
-        self.lanes: Lanes = buffer.lanes
-        self.memory: Memory = buffer.memory
-        self.params = params
-        gradients = weights = None
-        if self.mesh.control_group is not None:
-            device = self.mesh.device
-            ranks = self.mesh.ranks
-            like = self.mesh.control_group
-            gradients = Communicator(group_of_ranks(ranks, like, device, purpose="owners"), device)
-            weights = Communicator(like, device)
-        self.chunks: list[_Chunk] = []
-        for number in range(max(chunks) + 1):
-            of_chunk = [p for p, at in zip(params, chunks, strict=True) if at == number]
-            owned = [each.owned for each in of_chunk]
-            messages = ChunkMessages(owned, self.memory, gradients, weights, _TAGS)
-            self.chunks.append(_Chunk(of_chunk, messages))
-        self._before = HostMessage("the beginning of a step", self.mesh)
-        self._after = HostMessage("the end of a step", self.mesh)
-        self._versions: list[int] | None = None
-        self._is_cut = any(each.owned.site.buffer.depth for each in params)
-        self._allocate_wholes()
-
-    def _allocate_wholes(self) -> None:
-        """Give owners memory for weights of which their slice is a part."""
-        mine = [each for each in self.params if each.is_mine]
-        parts = [each for each in mine if each.local.numel() < each.owned.numel]
-        self._wholes: list[Tensor] = []
-        for each in mine:
-            if each in parts:
-                flat = self.memory.persistent(each.owned.numel, each.owned.dtype, ROLE)
-                self._wholes.append(flat)
-                free = weakref.finalize(each, self.memory.give_back, flat, ROLE)
-                free.atexit = False
-            else:
-                flat = each.local
-            each.whole = flat.view(each.owned.site.shape).requires_grad_()
-
-    def tell(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on some rank. Collective."""
-        self._before.start(bytearray([flag]))
-        return bool(self._before.finish()[0])
-
-    def start(self, gradients: Sequence[Tensor | None]) -> None:
-        """Tell other ranks which gradients there are, and whether weights changed."""
-        has = bytes(grad is not None for grad in gradients)
-        changed = self._is_cut and self._versions != self._find_versions()
-        self._before.start(bytearray([changed]) + has + bytes(1 - byte for byte in has))
-
-    def finish_start(self) -> bool:
-        """Whether weights changed on some rank.
-
-        Raises:
-            RuntimeError: a parameter has a gradient on some ranks only.
-        """
-        changed, *flags = self._before.finish()
-        num = len(self.params)
-        for each, has, has_not in zip(self.params, flags[:num], flags[num:], strict=True):
-            if has and has_not:
-                raise RuntimeError(
-                    f"{each.name}: expected a gradient on all ranks, or on none, since its owner "
-                    "steps it for all; found one on some ranks only"
-                )
-        return bool(changed)
-
-    def remember_versions(self) -> None:
-        """Weights are those that owners have."""
-        self._versions = self._find_versions()
-
-    def forget_versions(self) -> None:
-        """Owners may have other weights than ranks."""
-        self._versions = None
-
-    def _find_versions(self) -> list[int]:
-        return list(map(_version_of, [each.local for each in self.params]))
-
-    def end(self, states: Mapping[Tensor, Any], *, failed: bool) -> bool:
-        """Exchange what the state of all parameters looks like, and its numbers. Collective.
-
-        Args:
-            states: the optimizer's.
-            failed: whether the step raised on this rank.
-
-        Returns:
-            Whether it raised on some rank.
-        """
-        is_new = False
-        for each in self.params:
-            if each.is_mine:
-                state = states.get(each.param)
-                known = map_leaves(_described, state) if state else None
-                if known != each.known:
-                    each.known, is_new = known, True
-        if self.mesh.size == 1:
-            return failed
-        self._after.start(bytearray([failed, is_new]))
-        failed_somewhere, is_new_somewhere = self._after.finish()
-        if is_new_somewhere:
-            mine = {n: each.known for n, each in enumerate(self.params) if each.is_mine}
-            group = self.mesh.control_group
-            for found in gather_objects(mine, group, "the state of owned parameters"):
-                assert isinstance(found, dict)
-                for number, known in found.items():
-                    self.params[number].known = known
-        if packed := self._packed_numbers(states):
-            self._after.start(packed)
-            self._unpack_numbers(bytes(self._after.finish()))
-        return bool(failed_somewhere)
-
-    def _packed_numbers(self, states: Mapping[Tensor, Any]) -> bytearray:
-        """Those of this rank's parameters, and zeros for others'."""
-        packed = bytearray()
-        for each in self.params:
-            if each.is_mine:
-                for value in leaves_of(states.get(each.param, {})):
-                    if isinstance(value, bool | int | float):
-                        packed += struct.pack("<d" if isinstance(value, float) else "<q", value)
-            else:
-                numbers = (isinstance(leaf, NumberLeaf) for leaf in leaves_of(each.known))
-                packed += bytes(8 * sum(numbers))
-        return packed
-
-    def _unpack_numbers(self, packed: bytes) -> None:
-        at = 0
-        for each in self.params:
-            each.numbers = []
-            for leaf in leaves_of(each.known):
-                if isinstance(leaf, NumberLeaf):
-                    code = "<d" if leaf.kind is float else "<q"
-                    each.numbers.append(leaf.kind(struct.unpack_from(code, packed, at)[0]))
-                    at += 8
 
 
 class _Work(NamedTuple):
     """A chunk in a step, and this rank's slices of its gradients."""
 
-    owners: _MeshOwners
-    chunk: _Chunk
+    owners: MeshOwners
+    chunk: Chunk
     gradients: list[Tensor | None]
     brings_weights: bool
 
 
-def _name_of(param: Any, site: ParamSite) -> str:
+def _shape_of(param: Any) -> tuple[int, ...] | None:
+    """The shape of a sharded parameter on this rank and its data-parallel peers; None of a tensor
+    that is not one."""
+    if (site := site_of(param)) is not None:
+        return site.shape
+    return tuple(param.flat_placement.sharded_shape) if isinstance(param, FlatDTensor) else None
+
+
+def _name_of(param: Any) -> str:
     placement = param.flat_placement if isinstance(param, FlatDTensor) else None
-    return (placement.name if placement else "") or site.buffer.layout.slots[site.index].name
+    if placement is not None and placement.name:
+        return placement.name
+    site = site_of(param)
+    return "a parameter" if site is None else site.buffer.layout.slots[site.number].name
 
 
 def _site(param: Tensor) -> ParamSite:
@@ -369,33 +104,46 @@ def _site(param: Tensor) -> ParamSite:
 
 
 def _tried(
-    optimizer: Optimizer, trials: Trials, number: int, param: Tensor, site: ParamSite, name: str
+    optimizer: Optimizer, trials: Trials, number: int, param: Tensor, shape: tuple[int, ...]
 ) -> Needs:
     try:
-        return trials.needs(number, site.shape, param.dtype)
+        return trials.needs(number, shape, param.dtype)
     except TrialFailed as failure:
         error = failure.__cause__
+        kind = type(optimizer).__name__
         raise ValueError(
-            f"optimizer: expected an optimizer that steps tensors like {name}, of shape "
-            f"{site.shape}; found that {type(optimizer).__name__} raises {type(error).__name__} in "
-            f"a trial step: {error}"
+            f"optimizer: expected one that steps tensors like {_name_of(param)}, of shape {shape}, "
+            f"to find out by trial steps which part of the model it needs at once; found that "
+            f"{kind} raises {type(error).__name__}: {error}. elementwise=True and whole= say it "
+            "without a trial"
         ) from error
 
 
-def _check_whole(param: Any, site: ParamSite, name: str, optimizer: str) -> None:
-    """Check that a parameter can have an owner."""
+def _check_whole(param: Any, optimizer: str) -> None:
+    """Check that a parameter can have an owner.
+
+    Raises:
+        ValueError: it is a DTensor over other mesh dimensions, of no engine, or elsewhere than on
+            the device.
+    """
+    name, site = _name_of(param), site_of(param)
     placement = param.flat_placement if isinstance(param, FlatDTensor) else None
-    if placement is not None and placement.spread is not None:
+    expected, found, advice = "", "", ""
+    if site is None:
+        expected, found = "a parameter of a sharded model", "a tensor that no engine has sharded"
+        advice = "Build the optimizer with the parameters that the model has after fe.shard"
+    elif placement is not None and placement.spread is not None:
+        expected = "a parameter that is sharded over data-parallel ranks alone"
+        found = "a DTensor over other mesh dimensions"
+        advice = "Step it with an elementwise optimizer (AdamW)"
+    elif placement is not None and param.local.device.type != site.buffer.mesh.device.type:
+        expected = f"main weights on {site.buffer.mesh.device}"
+        found = f"them on {param.local.device} (offload.main_weights)"
+        advice = "Step it with an elementwise optimizer (AdamW)"
+    if found:
         raise ValueError(
-            f"{name}: expected a parameter that data-parallel ranks share whole, since "
-            f"{optimizer} steps whole tensors; found a DTensor over other mesh dimensions. Step it "
-            "with an elementwise optimizer (AdamW)"
-        )
-    if placement is not None and param.local.device != site.buffer.mesh.device:
-        raise ValueError(
-            f"{name}: expected main weights on {site.buffer.mesh.device}, since {optimizer} steps "
-            f"whole tensors; found them on {param.local.device} (offload.main_weights). Offload "
-            "the optimizer's state alone"
+            f"{name}: expected {expected}, since {optimizer} steps whole tensors; found {found}. "
+            f"{advice}"
         )
 
 
@@ -437,14 +185,14 @@ def _as_number(key: Any) -> tuple[bool, Any]:
     return (not isinstance(key, int), key if isinstance(key, int) else str(key))
 
 
-def _is_as_kept(leaf: Any, each: _Param) -> bool:
+def _is_as_kept(leaf: Any, each: OwnedParam) -> bool:
     """Whether a loaded value lies where its owner has it, or everywhere."""
     if isinstance(leaf, FlatDTensor):
         return leaf.flat_placement == each.placement(leaf.shape)
     return not isinstance(leaf, DTensor)
 
 
-def _whole(leaf: Any, each: _Param, gathers: bool) -> Any:
+def _whole(each: OwnedParam, gathers: bool, leaf: Any) -> Any:
     """A loaded value, whole on its owner; on others its shape."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -475,8 +223,8 @@ class OwnedStep:
         self._patterns = tuple(whole)
         self._shadows = Shadows(optimizer)
         self._groups: list[list[Tensor]] = []
-        self._owners: list[_MeshOwners] = []
-        self._owned: dict[int, _Param] = {}  # by id of the parameter
+        self._owners: list[MeshOwners] = []
+        self._owned: dict[int, OwnedParam] = {}  # by id of the parameter
         self._slots: list[Slot] = []
         self._slices = Slices([])
         self._plain: list[Tensor] = []
@@ -489,6 +237,10 @@ class OwnedStep:
     def has_owners(self) -> bool:
         """Whether some parameter has an owner."""
         return bool(self._owners)
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether ``param`` has an owner."""
+        return id(param) in self._owned
 
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer."""
@@ -551,33 +303,34 @@ class OwnedStep:
             of_group: list[tuple[int, Tensor]] = []
             needs_most = Needs.ELEMENT
             for param in group["params"]:
-                if (site := site_of(param)) is None:
+                if (shape := _shape_of(param)) is None:
                     continue
-                name = _name_of(param, site)
+                name = _name_of(param)
                 if any(fnmatchcase(name, pattern) for pattern in self._patterns):
                     needs = Needs.TENSOR
                 elif not param.numel():
                     needs = Needs.ELEMENT
                 else:
-                    trials = trials or Trials(optimizer, site.buffer.mesh.device)
-                    needs = _tried(optimizer, trials, number, param, site, name)
+                    trials = trials or Trials(optimizer, param.device)
+                    needs = _tried(optimizer, trials, number, param, shape)
                 self.needs[name] = needs
                 if needs > Needs.ELEMENT:
-                    _check_whole(param, site, name, type(optimizer).__name__)
+                    _check_whole(param, type(optimizer).__name__)
                     of_group.append((number, param))
                 needs_most = max(needs_most, needs)
             coupled = max(coupled, needs_most)
             if needs_most == Needs.GROUP:
-                units.append([(number, p) for p in group["params"] if site_of(p) is not None])
+                units.append([(number, p) for p in group["params"] if _shape_of(p) is not None])
             else:
                 units.extend([each] for each in of_group)
-        if coupled == Needs.ALL:
+        self._is_coupled, self._is_joint = coupled >= Needs.GROUP, coupled == Needs.ALL
+        if self._is_joint:
             units = [
                 [
                     (number, param)
                     for number, group in enumerate(optimizer.param_groups)
                     for param in group["params"]
-                    if site_of(param) is not None
+                    if _shape_of(param) is not None
                 ]
             ]
         return units
@@ -597,11 +350,11 @@ class OwnedStep:
             for group, param in unit:
                 site = _site(param)
                 owned = Owned(site, owner, param.dtype)
-                made = _Param(param, group, owned, _name_of(param, site), owner == rank)
+                made = OwnedParam(param, group, owned, _name_of(param), owner == rank)
                 params.append(made)
                 chunks.append(chunk)
                 self._owned[id(param)] = made
-        self._owners.append(_MeshOwners(params, chunks))
+        self._owners.append(MeshOwners(params, chunks))
 
     def _check_converted(self) -> None:
         for each in self._owned.values():
@@ -622,16 +375,24 @@ class OwnedStep:
         if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
             return None
         self._refresh(optimizer)
-        arguments, kwargs = with_closures(args, kwargs, called_once)
         self._shadows.clear()
         try:
-            error = self._step_all(optimizer, arguments, kwargs)
+            if self._is_joint and any(map(callable, (*args[1:], *kwargs.values()))):
+                error, loss = self._step_jointly(optimizer, args, kwargs)
+                arguments, kwargs = with_closures(args, kwargs, lambda closure: lambda: loss)
+            else:
+                arguments, kwargs = with_closures(args, kwargs, called_once)
+                error = self._step_all(optimizer, arguments, kwargs)
         except BaseException:
             self._abandon()
             raise
         failures = [
             owners.end(optimizer.state, failed=error is not None) for owners in self._owners
         ]
+        if self._is_coupled:  # the owner of a group alone knows what its step stored there
+            for owners in self._owners:
+                for stored in owners.share(self._shadows.stored):
+                    self._shadows.adopt(stored)
         for each in self._owned.values():
             if each.known is not None and not each.is_mine:
                 optimizer.state.setdefault(each.param, {})
@@ -650,8 +411,7 @@ class OwnedStep:
         self, optimizer: Any, arguments: list[Any], kwargs: dict[str, Any]
     ) -> Exception | None:
         """Step all chunks; returns the first error of a step, which others need not wait for."""
-        for reads in self._reads:
-            reads.wait()
+        self._wait_for_gradients()
         works: list[_Work] = []
         gradients = [self._gradients(owners) for owners in self._owners]
         for owners, found in zip(self._owners, gradients, strict=True):
@@ -674,21 +434,85 @@ class OwnedStep:
 
         if works:
             tickets.append(self._bring(works[0]))
-        step(lambda: self._step_slices(optimizer, arguments, kwargs))
+        step(partial(self._step_slices, optimizer, arguments, kwargs))
         for number, work in enumerate(works):
             work.owners.lanes.compute.wait(tickets[number])
             if number:
                 self._end_return(works[number - 1])
             if number + 1 < len(works):
                 tickets.append(self._bring(works[number + 1]))
-            step(lambda work=work: self._step_chunk(optimizer, work, arguments, kwargs))  # type: ignore[misc]
+            step(partial(self._step_chunk, optimizer, work, arguments, kwargs))
             self._return(work)
         if works:
             self._end_return(works[-1])
         return error
 
+    def _step_jointly(
+        self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Exception | None, Any]:
+        """Step all parameters on one rank, whose step may call the closure several times (a line
+        search does). All ranks call it then, with the weights that the owner has at that moment.
+
+        Returns:
+            An error of the step on this rank, and the first loss: the mean over ranks.
+        """
+        (owners,) = self._owners
+        (chunk,) = owners.chunks
+        compute = owners.lanes.compute
+        losses: list[Any] = []
+        error: Exception | None = None
+
+        def evaluate(closure: Callable[[], Any]) -> Any:
+            if losses:
+                chunk.messages.fill(compute)
+                self._return(_Work(owners, chunk, [], brings_weights=False))
+                self._end_return(_Work(owners, chunk, [], brings_weights=False))
+            with torch.enable_grad():
+                loss = owners.mean(closure())
+            losses.append(loss)
+            self._wait_for_gradients()
+            found = self._gradients(owners)
+            gradients = [found[id(each.param)] for each in chunk.params]
+            owners.start(gradients)
+            work = _Work(owners, chunk, gradients, owners.finish_start() and len(losses) == 1)
+            compute.wait(self._bring(work))
+            for number, each in chunk.mine.items():
+                assert each.whole is not None
+                grad = chunk.messages.gradients[number]
+                each.whole.grad = None if gradients[number] is None else grad.clone()
+            chunk.messages.drain(compute)
+            return loss
+
+        def on_owner(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def call() -> Any:
+                owners.tell(True)
+                return evaluate(closure)
+
+            return call
+
+        if chunk.mine:
+            arguments, named = with_closures(args, kwargs, on_owner)
+            work = _Work(owners, chunk, [None] * len(chunk.params), brings_weights=False)
+            try:
+                self._step_chunk(optimizer, work, arguments, named)
+            except Exception as caught:  # others wait for weights
+                error = caught
+            owners.tell(False)
+        else:
+            closures = [each for each in (*args[1:], *kwargs.values()) if callable(each)]
+            while owners.tell(False):
+                evaluate(closures[0])
+        chunk.messages.fill(compute)
+        self._return(_Work(owners, chunk, [], brings_weights=False))
+        self._end_return(_Work(owners, chunk, [], brings_weights=False))
+        return error, losses[0] if losses else None
+
+    def _wait_for_gradients(self) -> None:
+        for reads in self._reads:
+            reads.wait()
+
     @staticmethod
-    def _gradients(owners: _MeshOwners) -> dict[int, Tensor | None]:
+    def _gradients(owners: MeshOwners) -> dict[int, Tensor | None]:
         """This rank's slices of gradients, by id of the parameter."""
         params = [each.param for each in owners.params]
         flat = [param for param in params if isinstance(param, FlatDTensor)]
@@ -696,7 +520,7 @@ class OwnedStep:
         for param in params:
             if id(param) not in found:
                 found[id(param)] = param.grad
-        return {key: None if grad is None else _flat(grad) for key, grad in found.items()}
+        return {key: None if grad is None else flat_slice(grad) for key, grad in found.items()}
 
     @staticmethod
     def _bring(work: _Work) -> Ticket:
@@ -807,14 +631,15 @@ class OwnedStep:
     def _without_parameters(self, optimizer: Any) -> Any:
         """The shadow for torch's own call of the step, which no hook sees fail."""
         groups = [{**group, "params": []} for group in optimizer.param_groups]
-        states = entries_of(optimizer)
+        states, local_of = entries_of(optimizer), {}
         if not self._takes_nothing:
             for group, params in zip(groups, self._groups, strict=True):
                 like = params[0]
                 dummy = allocator.zeros((1,) * like.ndim, like.dtype, like.device)
                 dummy.grad = allocator.zeros(tuple(dummy.shape), like.dtype, like.device)
                 group["params"] = [dummy]
-        self._last = self._shadows.make(optimizer, groups, states, {})
+                local_of[id(like)] = dummy
+        self._last = self._shadows.make(optimizer, groups, states, local_of)
         return self._last
 
     def _try_without_parameters(self, optimizer: Any) -> bool:
@@ -873,7 +698,7 @@ class OwnedStep:
         return {**state_dict, "state": in_order}
 
     @staticmethod
-    def _state_of(optimizer: Any, each: _Param) -> Any:
+    def _state_of(optimizer: Any, each: OwnedParam) -> Any:
         def of_owner(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
@@ -905,12 +730,19 @@ class OwnedStep:
             )
             gathers = owners.tell(not is_whole)
             for each, state in zip(owners.params, loaded, strict=True):
-                values = map_leaves(lambda leaf, each=each: _whole(leaf, each, gathers), state)  # type: ignore[misc]
-                each.known = map_leaves(_described, values) if values else None
-                leaves = leaves_of(values)
-                each.numbers = [n for n in leaves if isinstance(n, bool | int | float)]
-                if values or each.param in optimizer.state:
-                    optimizer.state[each.param] = values if each.is_mine else {}
+                if state or each.param in optimizer.state:
+                    self._put(optimizer, each, map_leaves(partial(_whole, each, gathers), state))
+
+    def put_state(self, optimizer: Any, param: Tensor, state: Any) -> None:
+        """Set the state of a parameter that has an owner to values that its owner has whole."""
+        each = self._owned[id(param)]
+        self._put(optimizer, each, map_leaves(partial(_whole, each, False), state))
+
+    @staticmethod
+    def _put(optimizer: Any, each: OwnedParam, values: Any) -> None:
+        each.known = map_leaves(described, values) if values else None
+        each.numbers = [n for n in leaves_of(values) if isinstance(n, bool | int | float)]
+        optimizer.state[each.param] = values if each.is_mine else {}
 
 
 def owned_step_of(optimizer: Optimizer) -> OwnedStep | None:

@@ -182,10 +182,15 @@ class ChunkMessages:
         self._out = MessageTable(returned, taken, dtypes, mesh.size)
         self._own = {number: chunk[number].site.range_of(rank) for number in self.mine}
         # The memory of a message serves the next one.
-        as_holder = max(map(sum, (self._in.sent_sizes, self._weights_in.sent_sizes,
-                                  self._out.received_sizes)))
-        as_owner = max(map(sum, (self._in.received_sizes, self._weights_in.received_sizes,
-                                 self._out.sent_sizes)))
+        as_holder = max(
+            map(sum, (self._in.sent_sizes, self._weights_in.sent_sizes, self._out.received_sizes))
+        )
+        as_owner = max(
+            map(
+                sum,
+                (self._in.received_sizes, self._weights_in.received_sizes, self._out.sent_sizes),
+            )
+        )
         at, places = aligned(as_holder) + aligned(as_owner), {}
         for number in self.mine:
             places[number] = at

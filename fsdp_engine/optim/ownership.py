@@ -119,9 +119,7 @@ def _improve(shares: _Shares) -> bool:
         best: tuple[float, int, int | None] | None = None
         for mine in shares.items[busiest][:_MOST_COMPARED]:
             for theirs in (None, *shares.items[other][:_MOST_COMPARED]):
-                result = max(
-                    shares.after(busiest, theirs, mine), shares.after(other, mine, theirs)
-                )
+                result = max(shares.after(busiest, theirs, mine), shares.after(other, mine, theirs))
                 if result < limit and (best is None or result < best[0]):
                     best = result, mine, theirs
         if best is not None:

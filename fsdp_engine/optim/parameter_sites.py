@@ -42,22 +42,22 @@ class ParamSite(NamedTuple):
 
     Attributes:
         buffer: its buffer.
-        index: its number in the layout.
+        number: its place in the layout.
     """
 
     buffer: BufferSite
-    index: int
+    number: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of this rank's tensor: for a DTensor over other mesh dimensions, of the shard."""
-        return self.buffer.layout.slots[self.index].shape
+        return self.buffer.layout.slots[self.number].shape
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` that a rank of the mesh holds; ``(k, k)``: none."""
         outer, inner = divmod(rank, self.buffer.mesh.inner.size)
         return self.buffer.layout.tensor_range(
-            self.index, self.buffer.depth, Coordinate(outer, inner)
+            self.number, self.buffer.depth, Coordinate(outer, inner)
         )
 
     def sources_for(self, rank: int) -> Iterator[int]:

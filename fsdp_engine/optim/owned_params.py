@@ -1,0 +1,326 @@
+"""Parameters that have owners, and what the ranks that share them tell each other about a step."""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.comm.collectives import Communicator, all_reduce_, gather_objects
+from fsdp_engine.comm.groups import group_of_ranks
+from fsdp_engine.comm.host_message import HostMessage
+from fsdp_engine.comm.lanes import Lanes, Ticket
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.optim.chunked_step import Stored
+from fsdp_engine.optim.owner_messages import ROLE, ChunkMessages, Owned
+
+_TAGS = 2, 3  # of messages of gradients and weights
+_version_of = attrgetter("_version")
+
+
+class TensorLeaf(NamedTuple):
+    """A tensor in the state of a parameter, as ranks that do not own it know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class NumberLeaf(NamedTuple):
+    """A number in the state of a parameter, whose value ranks exchange after each step."""
+
+    kind: type
+
+
+class OtherLeaf(NamedTuple):
+    """Another object in the state of a parameter, that ranks exchange when it changes."""
+
+    value: Any
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """The leaves of dicts, lists and tuples, in order."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves_of(value)
+    elif type(tree) in (list, tuple):
+        for value in tree:
+            yield from leaves_of(value)
+    else:
+        yield tree
+
+
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The same containers with changed leaves."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(change, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map_leaves(change, value) for value in tree)
+    return change(tree)
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return TensorLeaf(tuple(value.shape), value.dtype)
+    if isinstance(value, bool | int | float):
+        return NumberLeaf(type(value))
+    return OtherLeaf(value if value is None or isinstance(value, str) else type(value).__name__)
+
+
+@dataclass(eq=False)
+class OwnedParam:
+    """A parameter that has an owner.
+
+    Attributes:
+        param: of the model.
+        group: number of its param group.
+        owned: its place and its owner.
+        name: for people.
+        is_mine: this rank is its owner.
+        whole: on the owner, the tensor that is stepped.
+        known: what its state looks like; None: it has none.
+        numbers: those in its state, in order; on ranks that do not own it.
+    """
+
+    param: Tensor
+    group: int
+    owned: Owned
+    name: str
+    is_mine: bool
+    whole: Tensor | None = None
+    known: Any = None
+    numbers: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._local = _memory_of(self.param)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameter was not converted."""
+        return _memory_of(self.param) == self._local
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's slice, 1-D."""
+        return flat_slice(self.param)
+
+    def placement(self, shape: Sequence[int]) -> FlatPlacement:
+        """Of a state tensor: all of it on the owner."""
+        mesh = self.owned.site.buffer.mesh
+        numel = torch.Size(shape).numel() if self.is_mine else 0
+        groups = () if mesh.control_group is None else (mesh.control_group,)
+        return FlatPlacement(
+            torch.Size(shape),
+            0,
+            numel,
+            mesh.device_mesh,
+            groups,
+            mesh.device_mesh.ndim,
+            name=self.name,
+        )
+
+
+def _memory_of(param: Any) -> tuple[int, torch.dtype]:
+    """Tells apart the memory of a parameter from others."""
+    local = param._local_tensor if isinstance(param, FlatDTensor) else param
+    return (local.data_ptr() if local.numel() else 0), local.dtype
+
+
+def flat_slice(tensor: Any) -> Tensor:
+    """This rank's elements of a tensor, 1-D."""
+    if isinstance(tensor, FlatDTensor):
+        return tensor.local
+    detached: Tensor = tensor.detach()
+    return detached.view(-1) if detached.is_contiguous() else detached.reshape(-1)
+
+
+class Chunk:
+    """Parameters that are stepped together, of all ranks of a mesh."""
+
+    def __init__(self, params: Sequence[OwnedParam], messages: ChunkMessages) -> None:
+        self.params = params
+        self.messages = messages
+        self.mine = {number: params[number] for number in messages.mine}
+        self.returned: Ticket | None = None
+
+    @property
+    def locals(self) -> list[Tensor]:
+        """This rank's slices."""
+        return [each.local for each in self.params]
+
+    @property
+    def wholes(self) -> dict[int, Tensor]:
+        """What this rank owns, flat, by number."""
+        return {
+            n: each.whole.detach().view(-1)
+            for n, each in self.mine.items()
+            if each.whole is not None
+        }
+
+
+class MeshOwners:
+    """The owned parameters that the ranks of one mesh share, and their messages.
+
+    Args:
+        mesh: these ranks.
+        params: in one order on all ranks.
+        chunks: the number of each one's chunk.
+
+    Attributes:
+        params, chunks: see the arguments; a chunk for each number.
+    """
+
+    def __init__(self, params: Sequence[OwnedParam], chunks: Sequence[int]) -> None:
+        buffer = params[0].owned.site.buffer
+        self.mesh: DataMesh = buffer.mesh
+        self.lanes: Lanes = buffer.lanes
+        self.memory: Memory = buffer.memory
+        self.params = params
+        gradients = weights = None
+        if self.mesh.control_group is not None:
+            device = self.mesh.device
+            ranks = self.mesh.ranks
+            like = self.mesh.control_group
+            gradients = Communicator(group_of_ranks(ranks, like, device, purpose="owners"), device)
+            weights = Communicator(like, device)
+        self.chunks: list[Chunk] = []
+        for number in range(max(chunks) + 1):
+            of_chunk = [p for p, at in zip(params, chunks, strict=True) if at == number]
+            owned = [each.owned for each in of_chunk]
+            messages = ChunkMessages(owned, self.memory, gradients, weights, _TAGS)
+            self.chunks.append(Chunk(of_chunk, messages))
+        self._before = HostMessage("the beginning of a step", self.mesh)
+        self._after = HostMessage("the end of a step", self.mesh)
+        self._versions: list[int] | None = None
+        self._is_cut = any(each.owned.site.buffer.depth for each in params)
+        self._allocate_wholes()
+
+    def _allocate_wholes(self) -> None:
+        """Give owners memory for weights of which their slice is a part."""
+        mine = [each for each in self.params if each.is_mine]
+        parts = [each for each in mine if each.local.numel() < each.owned.numel]
+        self._wholes: list[Tensor] = []
+        for each in mine:
+            if each in parts:
+                flat = self.memory.persistent(each.owned.numel, each.owned.dtype, ROLE)
+                self._wholes.append(flat)
+                free = weakref.finalize(each, self.memory.give_back, flat, ROLE)
+                free.atexit = False
+            else:
+                flat = each.local
+            each.whole = flat.view(each.owned.site.shape).requires_grad_()
+
+    def tell(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on some rank. Collective."""
+        self._before.start(bytearray([flag]))
+        return bool(self._before.finish()[0])
+
+    def share(self, stored: Stored) -> list[Stored]:
+        """What steps stored on all ranks. Collective."""
+        group = self.mesh.control_group
+        found = gather_objects(stored, group, "values that a step stored in groups")
+        return [each for each in found if isinstance(each, Stored)]
+
+    def mean(self, loss: Any) -> Any:
+        """The mean of a loss over ranks, as a tensor without a graph. Collective."""
+        if self.mesh.size == 1 or loss is None:
+            return loss
+        total = torch.as_tensor(loss, device=self.mesh.device).detach().clone()
+        what = "the mean loss of a closure"
+        return all_reduce_(total, self.mesh.control_group, what=what).div_(self.mesh.size)
+
+    def start(self, gradients: Sequence[Tensor | None]) -> None:
+        """Tell other ranks which gradients there are, and whether weights changed."""
+        has = bytes(grad is not None for grad in gradients)
+        changed = self._is_cut and self._versions != self._find_versions()
+        self._before.start(bytearray([changed]) + has + bytes(1 - byte for byte in has))
+
+    def finish_start(self) -> bool:
+        """Whether weights changed on some rank.
+
+        Raises:
+            RuntimeError: a parameter has a gradient on some ranks only.
+        """
+        changed, *flags = self._before.finish()
+        num = len(self.params)
+        for each, has, has_not in zip(self.params, flags[:num], flags[num:], strict=True):
+            if has and has_not:
+                raise RuntimeError(
+                    f"{each.name}: expected a gradient on all ranks, or on none, since its owner "
+                    "steps it for all; found one on some ranks only"
+                )
+        return bool(changed)
+
+    def remember_versions(self) -> None:
+        """Weights are those that owners have."""
+        self._versions = self._find_versions()
+
+    def forget_versions(self) -> None:
+        """Owners may have other weights than ranks."""
+        self._versions = None
+
+    def _find_versions(self) -> list[int]:
+        return list(map(_version_of, [each.local for each in self.params]))
+
+    def end(self, states: Mapping[Tensor, Any], *, failed: bool) -> bool:
+        """Exchange what the state of all parameters looks like, and its numbers. Collective.
+
+        Args:
+            states: the optimizer's.
+            failed: whether the step raised on this rank.
+
+        Returns:
+            Whether it raised on some rank.
+        """
+        is_new = False
+        for each in self.params:
+            if each.is_mine:
+                state = states.get(each.param)
+                known = map_leaves(described, state) if state else None
+                if known != each.known:
+                    each.known, is_new = known, True
+        if self.mesh.size == 1:
+            return failed
+        self._after.start(bytearray([failed, is_new]))
+        failed_somewhere, is_new_somewhere = self._after.finish()
+        if is_new_somewhere:
+            mine = {n: each.known for n, each in enumerate(self.params) if each.is_mine}
+            group = self.mesh.control_group
+            for found in gather_objects(mine, group, "the state of owned parameters"):
+                assert isinstance(found, dict)
+                for number, known in found.items():
+                    self.params[number].known = known
+        if packed := self._packed_numbers(states):
+            self._after.start(packed)
+            self._unpack_numbers(bytes(self._after.finish()))
+        return bool(failed_somewhere)
+
+    def _packed_numbers(self, states: Mapping[Tensor, Any]) -> bytearray:
+        """Those of this rank's parameters, and zeros for others'."""
+        packed = bytearray()
+        for each in self.params:
+            if each.is_mine:
+                for value in leaves_of(states.get(each.param, {})):
+                    if isinstance(value, bool | int | float):
+                        packed += struct.pack("<d" if isinstance(value, float) else "<q", value)
+            else:
+                numbers = (isinstance(leaf, NumberLeaf) for leaf in leaves_of(each.known))
+                packed += bytes(8 * sum(numbers))
+        return packed
+
+    def _unpack_numbers(self, packed: bytes) -> None:
+        at = 0
+        for each in self.params:
+            each.numbers = []
+            for leaf in leaves_of(each.known):
+                if isinstance(leaf, NumberLeaf):
+                    code = "<d" if leaf.kind is float else "<q"
+                    each.numbers.append(leaf.kind(struct.unpack_from(code, packed, at)[0]))
+                    at += 8
