@@ -1,0 +1,419 @@
+"""Optimizers that need whole tensors: each is stepped by its owner."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.optim.owned_step import OwnedStep, owned_step_of
+from fsdp_engine.optim.owner_messages import ChunkMessages
+from tests.pairs import PAIRS
+from tests.pool import Ranks, on_few_ranks, on_ranks
+
+SIZES = (33, 40, 48, 7)
+
+
+class Whitening(torch.optim.Optimizer):
+    """Multiplies gradients of matrices with roots of their Gram matrices, as Shampoo does; its
+    state has lists, numbers and matrices of another shape, and it counts steps in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.02, fails: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "num_steps": 0})
+        self.fails = fails
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if self.fails and p.shape == (48, 40):
+                    raise ZeroDivisionError("the step fails")
+                state = self.state[p]
+                rows = p.grad.view(p.shape[0], -1)
+                if not state:
+                    state["grams"] = [torch.zeros(n, n, dtype=p.dtype) for n in rows.shape]
+                    state["num"], state["flag"], state["rate"] = 0, True, 0.5
+                left, right = state["grams"]
+                left += rows @ rows.T
+                right += rows.T @ rows
+                state["num"] += 1
+                state["rate"] *= 0.9
+                update = rows / (left.norm().sqrt() + right.norm().sqrt() + 1e-6)
+                p.sub_((update + rows * state["rate"]).view_as(p), alpha=group["lr"])
+        return loss
+
+
+class Coupled(torch.optim.Optimizer):
+    """Divides by the norm of all gradients, which it keeps in its first group."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "norm": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        total = sum((float(p.grad.double().square().sum()) for p in params), 0.0) ** 0.5
+        for group in self.param_groups:
+            group["norm"] = 0.5 * group["norm"] + 0.5 * total
+        for p in params:
+            p.sub_(p.grad / max(self.param_groups[0]["norm"], 1e-9), alpha=0.02)
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Muon": lambda m: torch.optim.Muon(matrices(m), lr=0.02, momentum=0.9),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.02),
+    "Whitening": lambda m: Whitening(m.parameters()),
+    "Coupled": lambda m: Coupled(m.parameters()),
+}
+
+
+def plain_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(SIZES):
+        layers += [nn.Linear(before, after, bias=after != 48), nn.Tanh()]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def inputs(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(12, SIZES[0], generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def mine(batch: Tensor) -> Tensor:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return batch[rank * len(batch) // size : (rank + 1) * len(batch) // size]
+
+
+def make(
+    pair: tuple[str, str], name: str, mesh: Any = None, **options: Any
+) -> tuple[nn.Module, fe.Engine, torch.optim.Optimizer]:
+    model = plain_model()
+    engine = fe.shard(model, mesh, *pair, units=[nn.Linear], min_unit_size=0)
+    return model, engine, fe.shard_optimizer(MAKERS[name](model), **options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: Sequence[int], *, sharded: bool) -> None:
+    for step in steps:
+        batch = inputs(step)
+        model(mine(batch) if sharded else batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [
+        p.full_tensor() if isinstance(p, fe.FlatDTensor) else p.detach().clone()
+        for p in model.parameters()
+    ]
+
+
+def trained(name: str, steps: Sequence[int] = range(4)) -> list[Tensor]:
+    model = plain_model()
+    train(model, MAKERS[name](model), steps, sharded=False)
+    return values(model)
+
+
+def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], name: str) -> None:
+    # Muon's iterations run in bf16, where rounding of the gradients' sums becomes larger.
+    tolerance = 1e-2 if name == "Muon" else 1e-9
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+def check_training(pair: tuple[str, str], name: str, mesh: Any = None) -> None:
+    model, _, optimizer = make(pair, name, mesh)
+    before = values(model)
+    train(model, optimizer, range(4), sharded=True)
+    expected = trained(name)
+    assert_close(values(model), expected, name)
+    assert not torch.equal(before[0], expected[0])
+    for group in optimizer.param_groups:
+        assert group.get("num_steps", 4) == 4
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@on_few_ranks
+def test_training_equals_one_process(name: str) -> None:
+    for level in ("no_shard", "optim_grads_params"):
+        check_training((level, "no_shard"), name)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Whitening"])
+@on_ranks(4)
+def test_replicas_share_the_work(name: str) -> None:
+    check_training(("optim_grads_params", "no_shard"), name, (2, 2))
+    check_training(("optim_grads_params", "optim"), name, (2, 2))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("name", MAKERS)
+@on_ranks(4)
+def test_every_strategy(pair: tuple[str, str], name: str) -> None:
+    check_training(pair, name, (2, 2))
+
+
+@on_ranks(3)
+def test_three_ranks() -> None:
+    check_training(("optim_grads_params", "no_shard"), "Whitening")
+
+
+@on_ranks(4)
+def test_each_parameter_is_stepped_on_one_rank() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening", (2, 2))
+    train(model, optimizer, range(2), sharded=True)
+    owned = [bool(optimizer.state[p]) for p in model.parameters()]
+    everywhere: list[Any] = [None] * 4
+    dist.all_gather_object(everywhere, owned)
+    assert [sum(each) for each in zip(*everywhere, strict=True)] == [1] * len(owned)
+    assert all(sum(each) for each in everywhere), "a rank owns nothing"
+
+
+@on_ranks(2)
+def test_weights_travel_to_owners_only_if_they_were_changed() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    reference = plain_model()
+    plain = MAKERS["Whitening"](reference)
+    num_sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        bring = ChunkMessages.bring_weights
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            num_sent.append(1)
+            return bring(*args, **kwargs)
+
+        patch.setattr(ChunkMessages, "bring_weights", counted)
+        for step in range(5):
+            train(model, optimizer, [step], sharded=True)
+            train(reference, plain, [step], sharded=False)
+            assert len(num_sent) == (1 if step < 3 else 2)
+            if step == 2:
+                with torch.no_grad():
+                    for each in (model, reference):
+                        for p in each.parameters():
+                            p.mul_(0.9)
+    assert_close(values(model), values(reference), "")
+
+
+@on_few_ranks
+def test_gradients_that_are_none_and_skipped_steps() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    reference = plain_model()
+    plain = MAKERS["Whitening"](reference)
+    for each, one, sharded in ((model, optimizer, True), (reference, plain, False)):
+        for step in range(4):
+            batch = inputs(step)
+            each(mine(batch) if sharded else batch).square().mean().backward()
+            if step == 1:
+                next(each.parameters()).grad = None
+            if step != 2:
+                one.step()
+                one.zero_grad()  # gradients of the skipped step stay
+    assert_close(values(model), values(reference), "")
+    assert optimizer.state_dict()["state"][0]["num"] == 2
+    assert optimizer.state_dict()["state"][1]["num"] == 3
+
+
+@on_ranks(2)
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    train(model, optimizer, [0], sharded=True)
+    before = values(model)
+    model(mine(inputs(1))).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    if dist.get_rank() == 1:
+        next(model.parameters()).grad = None
+    with pytest.raises(RuntimeError, match=r"0\.weight: expected a gradient on all ranks, or on n"):
+        optimizer.step()
+    assert all(map(torch.equal, before, values(model)))
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_that_raises_on_its_owner_raises_on_all_ranks() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    train(model, optimizer, [0], sharded=True)
+    optimizer.fails = True  # type: ignore[attr-defined]
+    model(mine(inputs(1))).sum().backward()
+    is_owner = bool(optimizer.state[model[2].weight])  # type: ignore[index]
+    kind = ZeroDivisionError if is_owner else RuntimeError
+    with pytest.raises(kind, match="the step fails" if is_owner else "raised on another rank"):
+        optimizer.step()
+    optimizer.fails = False  # type: ignore[attr-defined]
+    optimizer.step()
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, is_owner)
+    assert sorted(everywhere) == [False, True]
+
+
+@on_few_ranks
+def test_clipping_schedules_and_groups() -> None:
+    found = []
+    for sharded in (True, False):
+        model = plain_model()
+        if sharded:
+            engine = fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
+        groups = [
+            {"params": matrices(model)[:2]},
+            {"params": matrices(model)[2:], "lr": 0.5},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.001},
+        ]
+        optimizer = Whitening(groups)
+        if sharded:
+            fe.shard_optimizer(optimizer)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            batch = inputs(step)
+            model(mine(batch) if sharded else batch).square().mean().backward()
+            if sharded:
+                engine.clip_grad_norm_(0.01)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        found.append(values(model))
+    assert_close(*found, "")
+
+
+@on_few_ranks
+def test_a_closure_of_a_step_is_called_once() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss: Tensor = model(mine(inputs(len(calls) - 1))).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure) for _ in range(4)]
+    assert len(calls) == 4
+    assert losses[3] < losses[0]
+    assert_close(values(model), trained("Whitening"), "")
+
+
+@on_few_ranks
+def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial() -> None:
+    found = []
+    for sharded in (True, False):
+        model = plain_model()
+        if sharded:
+            fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), lr=0.5, line_search_fn="strong_wolfe", max_iter=5
+        )
+        if sharded:
+            fe.shard_optimizer(optimizer)
+        batch = mine(inputs(0)) if sharded else inputs(0)
+
+        def closure(model: Any = model, optimizer: Any = optimizer, batch: Any = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [float(optimizer.step(closure)) for _ in range(3)]
+        found.append([*values(model), torch.tensor(losses)])
+    assert found[1][-1][2] < 0.1 * found[1][-1][0]
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-4 * other.norm() + 1e-7
+
+
+# --- state ---
+
+
+@on_few_ranks
+def test_state_dicts_have_all_state_on_all_ranks() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    train(model, optimizer, range(3), sharded=True)
+    reference = plain_model()
+    plain = MAKERS["Whitening"](reference)
+    train(reference, plain, range(3), sharded=False)
+    packed, expected = optimizer.state_dict(), plain.state_dict()
+    assert list(packed["state"]) == list(expected["state"])
+    for index, state in expected["state"].items():
+        found = packed["state"][index]
+        assert list(found) == list(state)
+        assert (found["num"], found["flag"]) == (3, True)
+        assert found["rate"] == state["rate"]
+        for one, other in zip(found["grams"], state["grams"], strict=True):
+            assert_close([one.full_tensor()], [other], "")
+    assert packed["param_groups"] == expected["param_groups"]
+
+
+@on_few_ranks
+def test_state_is_loaded_from_its_own_and_from_plain_dicts() -> None:
+    reference = plain_model()
+    plain = MAKERS["Whitening"](reference)
+    train(reference, plain, range(2), sharded=False)
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    model.load_state_dict(reference.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert optimizer.state_dict()["state"][1]["num"] == 2
+    train(model, optimizer, [2], sharded=True)
+    again, _, other = make(("optim_grads_params", "no_shard"), "Whitening")
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(again, other, [3], sharded=True)
+    assert_close(values(again), trained("Whitening"), "")
+
+
+def _save(folder: str, name: str, level: str) -> None:
+    model, engine, optimizer = make((level, "no_shard"), name)
+    train(model, optimizer, range(2), sharded=True)
+    fe.save_checkpoint(folder, engine, optimizer)
+
+
+def _resume(folder: str, name: str, level: str) -> list[Tensor]:
+    model, engine, optimizer = make((level, "no_shard"), name)
+    fe.load_checkpoint(folder, engine, optimizer)
+    train(model, optimizer, range(2, 4), sharded=True)
+    return values(model)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_checkpoints_are_loaded_on_other_ranks(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    folder = str(tmp_path / "checkpoint")
+    ranks.run(_save, folder, name, "optim_grads_params", world_size=2)
+    expected = trained(name)
+    for num_ranks, level in ((1, "no_shard"), (3, "optim_grads_params"), (2, "optim")):
+        for found in ranks.run(_resume, folder, name, level, world_size=num_ranks):
+            assert_close(found, expected, name)
+
+
+# --- choices ---
+
+
+@on_few_ranks
+def test_the_user_says_what_is_whole() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Adafactor", whole=["0.*"])
+    step = owned_step_of(optimizer)
+    assert isinstance(step, OwnedStep)
+    assert {name for name, needs in step.needs.items() if needs} >= {"0.weight", "0.bias"}
+    sgd = torch.optim.SGD(plain := list(model.parameters()), lr=0.1)
+    fe.shard_optimizer(sgd, whole=True)
+    step = owned_step_of(sgd)
+    assert step is not None
+    assert len(step.needs) == len(plain)
+    with pytest.raises(ValueError, match="whole: expected nothing beside elementwise=True"):
+        fe.shard_optimizer(torch.optim.SGD(plain), elementwise=True, whole=True)
