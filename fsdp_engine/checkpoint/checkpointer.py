@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
 from fsdp_engine.checkpoint.job_directory import JobDirectory, SharedDirectory
+from fsdp_engine.checkpoint.joint_optimizer import Optimizers
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.sharded_model import Engines
@@ -122,8 +123,8 @@ class Checkpointer:
         directory: on storage that all ranks share; created by the first save.
         engine: result of :func:`~fsdp_engine.sharding.shard`; or a dict of several, over the same
             ranks, such as ``{"actor": actor, "critic": critic}``.
-        optimizer: one over the parameters of all engines, torch's, or Megatron-Core's with its loss
-            scaler; None: weights only.
+        optimizer: one or several over the parameters of all engines, torch's, or Megatron-Core's
+            with its loss scaler; None: weights only.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
             position. Each rank saves its own.
         keep: number of latest checkpoints to keep; None: all.
@@ -143,7 +144,7 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         engine: Engines,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         *,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = 3,

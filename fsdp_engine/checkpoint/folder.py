@@ -43,7 +43,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
@@ -53,7 +52,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, check_files, read_metadata
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.inert_pickle import read_object
-from fsdp_engine.checkpoint.joint_optimizer import torch_optimizer
+from fsdp_engine.checkpoint.joint_optimizer import Optimizers, torch_optimizer
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
@@ -127,7 +126,7 @@ class LoadReport:
 def save_checkpoint(
     path: str | os.PathLike[str],
     engine: Engines,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     extra: dict[str, Any] | None = None,
     *,
     trainable_only: bool = False,
@@ -139,8 +138,8 @@ def save_checkpoint(
             checkpoint in it is replaced, other files are not changed.
         engine: result of :func:`~fsdp_engine.sharding.shard`; or a dict of several, over the same
             ranks. Entries then begin with the name: ``model.actor.head.weight``.
-        optimizer: one over the parameters of all engines, torch's or Megatron-Core's. State tensors
-            without the parameter's shape must be the same on all ranks.
+        optimizer: one or several over the parameters of all engines, torch's or Megatron-Core's.
+            State tensors without the parameter's shape must be the same on all ranks.
         extra: additional values that ``torch.save`` accepts: step, LR scheduler, data position.
             That of data-parallel rank 0 is saved.
         trainable_only: omit parameters that were frozen at ``shard()``, such as a base model under
@@ -191,7 +190,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str],
     engine: Engines,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     trust: bool = False,
     trainable_only: bool = False,
@@ -275,7 +274,7 @@ def load_matching(
 
 def training_entries(
     engine: ShardedModel,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     *,
     trainable_only: bool = False,
 ) -> dict[str, Any]:
@@ -330,7 +329,7 @@ class FolderMatch:
         self,
         files: CheckpointFiles,
         engine: ShardedModel,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         others: tuple[str, ...] = (EXTRA,),
         trust: bool = False,
         *,

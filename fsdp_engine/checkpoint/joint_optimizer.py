@@ -14,6 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+# Of one job: its parameters lie in one optimizer, or in several.
+Optimizers = Optimizer | Sequence[Optimizer]
+
 
 class _States(Mapping[Tensor, Any]):
     """State by parameter, over all optimizers."""
@@ -168,12 +171,14 @@ class _WrappedOptimizers(JointOptimizer):
 
 
 def torch_optimizer(optimizer: Any) -> Any:
-    """Returns a torch optimizer unchanged; for one of Megatron-Core, its torch optimizers as one.
+    """Returns a torch optimizer unchanged; several, and those of one of Megatron-Core, as one.
 
     Raises:
-        ValueError: an optimizer of Megatron-Core has fp32 copies of parameters, or no torch
-            optimizer.
+        ValueError: two of several have the same parameter; or an optimizer of Megatron-Core has fp32
+            copies of parameters, or no torch optimizer.
     """
+    if isinstance(optimizer, list | tuple):
+        return join_optimizers([torch_optimizer(each) for each in optimizer])
     if isinstance(optimizer, Optimizer) or not _is_megatron(optimizer):
         return optimizer
     wrapped: list[tuple[Optimizer, Any]] = []

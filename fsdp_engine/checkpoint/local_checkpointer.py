@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 
-import torch
-
 from fsdp_engine.checkpoint.checkpointer import Checkpointer
+from fsdp_engine.checkpoint.joint_optimizer import Optimizers
 from fsdp_engine.checkpoint.local_directory import LocalDirectory
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.sharded_model import Engines
@@ -48,7 +47,7 @@ class LocalCheckpointer(Checkpointer):
         self,
         directory: str | os.PathLike[str],
         engine: Engines,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         *,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = 1,

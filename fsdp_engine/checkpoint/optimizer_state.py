@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.checkpoint.joint_optimizer import single_optimizers
+from fsdp_engine.checkpoint.joint_optimizer import Optimizers, single_optimizers
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
@@ -42,7 +42,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.offloaded_step import offloaded_step_of
 from fsdp_engine.optim.owned_params import map_leaves
-from fsdp_engine.optim.owned_step import owned_step_of
+from fsdp_engine.optim.owned_step import OwnedStep, owned_step_of
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -81,7 +81,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
     """
     groups = name_params(saved_params(engine), optimizer)
     packed = optimizer.state_dict()
-    owned = owned_step_of(optimizer)
+    owned = _owned_steps(optimizer)
     member_of = {
         index: member
         for group, members in zip(packed[GROUPS], groups, strict=True)
@@ -93,7 +93,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
         member = member_of.get(index)
         if member is None:
             raise ValueError(f"optimizer: expected state of parameters; found state of {index!r}")
-        is_owned = owned is not None and owned.owns(member.held)
+        is_owned = any(step.owns(member.held) for step in owned)
         for key, value in state.items():
             if is_owned:
                 value = map_leaves(partial(_owned_as_saved, member, key), value)
@@ -169,8 +169,7 @@ class OptimizerMatch:
         self._members = name_params(named, optimizer)
         steps = [offloaded_step_of(each) for each in single_optimizers(optimizer)]
         self._offloaded = [step for step in steps if step is not None]
-        owned = [owned_step_of(each) for each in single_optimizers(optimizer)]
-        self._owned = [step for step in owned if step is not None]
+        self._owned = _owned_steps(optimizer)
         self._of_owners: dict[str, Tensor] = {}
         self._canonical = {alias: param.name for param in named.values() for alias in param.aliases}
         self.targets: Targets = {}
@@ -229,7 +228,7 @@ class OptimizerMatch:
         for owned in self._owned:
             if owned.owns(member.held):
                 if state:
-                    owned.put_state(self._optimizer, member.held, state)
+                    owned.put_state(member.held, state)
                 return True
         return False
 
@@ -391,6 +390,11 @@ def _checked_groups(read: Any) -> list[dict[str, Any]]:
     return list(groups)  # type: ignore[arg-type]
 
 
+def _owned_steps(optimizer: torch.optim.Optimizer) -> list[OwnedStep]:
+    steps = map(owned_step_of, single_optimizers(optimizer))
+    return [step for step in steps if step is not None]
+
+
 def _owned_as_saved(member: SavedParam, key: Any, value: Any) -> Any:
     """A value in the state of a parameter that has an owner, with its placement in a checkpoint.
 
@@ -453,8 +457,10 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Name of the optimizer's class, to compare between ranks; None without an optimizer."""
+def optimizer_kind(optimizer: Optimizers | None) -> str | None:
+    """Names of the optimizers' classes, to compare between ranks; None without an optimizer."""
     if optimizer is None:
         return None
+    if isinstance(optimizer, Sequence):
+        return " and ".join(str(optimizer_kind(each)) for each in optimizer)
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -24,6 +23,7 @@ from fsdp_engine.checkpoint.folder import (
     training_entries,
     write_entries,
 )
+from fsdp_engine.checkpoint.joint_optimizer import Optimizers
 from fsdp_engine.checkpoint.manifest import (
     FileRow,
     Manifest,
@@ -64,7 +64,7 @@ class Run:
     def __init__(
         self,
         engine: Engines,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         extra: Mapping[str, Stateful] | None,
         *,
         trainable_only: bool = False,

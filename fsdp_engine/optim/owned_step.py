@@ -29,6 +29,7 @@ must call it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -220,6 +221,7 @@ class OwnedStep:
     """
 
     def __init__(self, optimizer: Optimizer, whole: Sequence[str]) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self._patterns = tuple(whole)
         self._shadows = Shadows(optimizer)
         self._groups: list[list[Tensor]] = []
@@ -733,8 +735,9 @@ class OwnedStep:
                 if state or each.param in optimizer.state:
                     self._put(optimizer, each, map_leaves(partial(_whole, each, gathers), state))
 
-    def put_state(self, optimizer: Any, param: Tensor, state: Any) -> None:
+    def put_state(self, param: Tensor, state: Any) -> None:
         """Set the state of a parameter that has an owner to values that its owner has whole."""
+        optimizer = self._optimizer()
         each = self._owned[id(param)]
         self._put(optimizer, each, map_leaves(partial(_whole, each, False), state))
 
