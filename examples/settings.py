@@ -43,6 +43,11 @@ class Settings:
     heads: int = option(4, "attention heads")
 
     # The optimizer.
+    optimizer: str = option(
+        "adamw",
+        "of matrices within blocks; all else is stepped by AdamW",
+        choices=("adamw", "muon"),
+    )
     lr: float = option(3e-3, "peak learning rate")
     warmup: int = option(50, "steps of linear warm-up; a cosine to a tenth follows")
     weight_decay: float = option(0.1, "on matrices")

@@ -62,17 +62,32 @@ def build_model(settings: Settings, device: torch.device) -> GPT:
         return GPT(settings.model_config)
 
 
-def build_optimizer(settings: Settings, model: GPT) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves vectors alone; steps on plain local slices."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+def build_optimizers(settings: Settings, model: GPT) -> list[torch.optim.Optimizer]:
+    """AdamW that decays matrices and leaves vectors alone, on each rank's slices; for matrices of
+    blocks, if the settings say so, Muon, which steps each on one rank."""
+    of_muon = []
+    if settings.optimizer == "muon":
+        of_muon = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not each for each in of_muon)]
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.98), fused=True)
-    fe.shard_optimizer(optimizer)
-    return optimizer
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.98), fused=True)
+    ]
+    if of_muon:
+        # With updates of the size of AdamW's, so that the learning rate is the same.
+        muon = torch.optim.Muon(
+            of_muon,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimizers.append(muon)
+    for optimizer in optimizers:
+        fe.shard_optimizer(optimizer)
+    return optimizers
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -99,7 +114,7 @@ class Job:
     plan: BatchPlan
     model: GPT
     engine: fe.Engine
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     device: torch.device
     rank: int
     curve: Curve
@@ -117,11 +132,12 @@ class Job:
                 loss = self.loss(batch) / num
                 loss.backward()
             total += loss.detach()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, step)
         norm = self.engine.clip_grad_norm_(self.settings.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.settings, step)
+            optimizer.step()
+            optimizer.zero_grad()
         return total, norm
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -156,7 +172,7 @@ class Job:
                 return ""
             folder = self.settings.resume
             source = fe.Checkpointer(
-                folder, self.engine, self.optimizer, extra={"curve": self.curve}
+                folder, self.engine, self.optimizers, extra={"curve": self.curve}
             )
         step = source.load().step
         if source is self.local and step is not None:
@@ -267,7 +283,7 @@ class StepReader:
 
 
 def prepare(settings: Settings, kind: type[AnyJob]) -> AnyJob:
-    """Read the text, build the model, shard it, and build its optimizer."""
+    """Read the text, build the model, shard it, and build its optimizers."""
     device = start_processes()
     mesh = build_mesh(settings, device)
     corpus = read_corpus(settings.data)
@@ -297,20 +313,20 @@ def prepare(settings: Settings, kind: type[AnyJob]) -> AnyJob:
         sequence_length=settings.sequence_length,
         seed=settings.seed,
     )
-    optimizer = build_optimizer(settings, model)
+    optimizers = build_optimizers(settings, model)
     curve = Curve()
     extra = {"curve": curve}
-    checkpointer = fe.Checkpointer(settings.save_folder, engine, optimizer, extra=extra)
+    checkpointer = fe.Checkpointer(settings.save_folder, engine, optimizers, extra=extra)
     local = None
     if settings.local_save is not None:
-        local = fe.LocalCheckpointer(settings.local_save, engine, optimizer, extra=extra)
+        local = fe.LocalCheckpointer(settings.local_save, engine, optimizers, extra=extra)
     return kind(
         settings,
         corpus,
         plan,
         model,
         engine,
-        optimizer,
+        optimizers,
         device,
         dist.get_rank(),
         curve,

@@ -27,7 +27,7 @@ class RayJob(Job):
 
     def __post_init__(self) -> None:
         extra = {"curve": self.curve}
-        self.checkpoints = RayCheckpoints(self.engine, self.optimizer, extra=extra)
+        self.checkpoints = RayCheckpoints(self.engine, self.optimizers, extra=extra)
 
     def resume(self) -> str:
         """Continue from Ray's latest checkpoint, if any; returns a line that says so."""

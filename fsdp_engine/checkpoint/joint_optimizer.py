@@ -174,8 +174,8 @@ def torch_optimizer(optimizer: Any) -> Any:
     """Returns a torch optimizer unchanged; several, and those of one of Megatron-Core, as one.
 
     Raises:
-        ValueError: two of several have the same parameter; or an optimizer of Megatron-Core has fp32
-            copies of parameters, or no torch optimizer.
+        ValueError: two of several have the same parameter; or one of Megatron-Core has fp32 copies
+            of parameters, or no torch optimizer.
     """
     if isinstance(optimizer, list | tuple):
         return join_optimizers([torch_optimizer(each) for each in optimizer])

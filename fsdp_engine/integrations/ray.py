@@ -19,6 +19,7 @@ import torch
 
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
+from fsdp_engine.checkpoint.joint_optimizer import Optimizers
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.sharded_model import Engines
@@ -40,7 +41,7 @@ class RayCheckpoints:
     Args:
         engine: result of :func:`~fsdp_engine.sharding.shard`, over all workers; or a dict of
             several.
-        optimizer: one over the parameters of all engines; None: weights only.
+        optimizer: one or several over the parameters of all engines; None: weights only.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
             position. Each rank saves its own.
 
@@ -51,7 +52,7 @@ class RayCheckpoints:
     def __init__(
         self,
         engine: Engines,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         *,
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
