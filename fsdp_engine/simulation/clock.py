@@ -14,8 +14,8 @@ next submission or wait on its lane, and waiting for it blocks the host. The hos
 after its communication (sums, casts) when the operation is waited for, and its scratch memory is
 held until then. Memory therefore does not depend on the duration of communication.
 
-Copies of offloaded state run on the state lanes, those of main weights for gathers on the lane that
-encodes them, and share the link to the host or to the disk (``copies.py``). What the host computes
+Copies of offloaded state and activations run on lanes of theirs, those of main weights for gathers
+on the lane that encodes them, and share the link to the host or to the disk (``copies.py``). What the host computes
 on offloaded state, while it issues work to a device, takes its memory's bandwidth and time of its
 own clock, as a row of the timeline ("host work").
 """
@@ -35,7 +35,6 @@ from fsdp_engine.comm.lanes import (
     COMPUTE,
     COPY_IN,
     LANES,
-    STATE_LANES,
     Lanes,
     Meter,
     Operation,
@@ -299,10 +298,9 @@ class Clock:
         del device
         return Lanes(*self.lanes.values())
 
-    def make_state_lanes(self, device: torch.device) -> tuple[SimulatedLane, SimulatedLane]:
-        """The lanes of an engine's offloaded state."""
-        del device
-        into, out = (SimulatedLane(self, name) for name in STATE_LANES)
+    def make_copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane]:
+        """Lanes of copies to the device and from it."""
+        into, out = (SimulatedLane(self, name) for name in names)
         return into, out
 
     def restart(self) -> None:

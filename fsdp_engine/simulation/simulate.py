@@ -417,7 +417,7 @@ def simulate(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         simulated_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
-        lanes_made_by(clock.make_lanes, clock.make_state_lanes),
+        lanes_made_by(clock.make_lanes, clock.make_copy_lanes),
         watching_elsewhere(memory.moved),
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),

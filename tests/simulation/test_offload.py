@@ -217,7 +217,7 @@ def test_work_of_the_host_without_the_figure_of_its_memory_is_an_error(step_on: 
 
 def test_work_of_an_operation_follows_its_copy() -> None:
     clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
-    gather, out = clock.lanes["inner gather"], clock.make_state_lanes(torch.device("cpu"))[1]
+    gather, out = clock.lanes["inner gather"], clock.make_copy_lanes(STATE_LANES)[1]
 
     def bring_and_send() -> Any:
         clock.send(0.0, 2.0)
@@ -347,7 +347,7 @@ def test_links_without_a_limit_take_the_latency_alone() -> None:
 
 def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None:
     clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
-    into, out = clock.make_state_lanes(torch.device("cpu"))
+    into, out = clock.make_copy_lanes(STATE_LANES)
 
     def submit(lane: SimulatedLane, direction: Direction) -> Any:
         def copy() -> Any:
