@@ -61,10 +61,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Exposed:
-    """A wait of compute for communication, or for copies of offloaded state.
+    """A wait of compute for communication, or for copies of offloaded state or activations.
 
     Attributes:
-        unit: the unit whose communication or copy compute waited for.
+        unit: the unit, or for activations the block, whose communication or copy compute waited
+            for.
         phase: "forward", "backward" or "step".
         lane: its lane.
         seconds: duration of the wait.
