@@ -199,12 +199,13 @@ def test_the_host_casts_weights_for_gathers_once_a_step(step_on: str) -> None:
     found = simulated(with_host_rate(rate), all_on_host(step_on), mp_policy=policy, microbatches=2)
     casts = [each for each in found.spans if (each.lane, each.label) == ("host work", "copy_")]
     seconds = (4 + 2) * SHARD / 4 / rate
-    assert [each.end - each.start for each in casts] == pytest.approx(BLOCKS * [seconds])
     copy = SHARD / 2 / ALONE
-    assert seconds > copy
-    # The host casts one block after the other; the last one's copy follows.
+    # The host casts one block after the other, and shares its memory with the copy of the one
+    # before; the last one's copy follows.
+    expected = [seconds, *(BLOCKS - 1) * [seconds + copy]]
+    assert [each.end - each.start for each in casts] == pytest.approx(expected)
     first = [each for each in found.spans if (each.lane, each.phase) == ("copy in", "forward")]
-    assert first[BLOCKS - 1].end == pytest.approx(BLOCKS * seconds + copy)
+    assert first[BLOCKS - 1].end == pytest.approx(sum(expected) + copy)
     sent = SHARD // 2
     assert found.elsewhere == {"host": BLOCKS * (4 * SHARD + sent)}
 
@@ -336,6 +337,19 @@ def test_two_directions_share_what_both_reach_together() -> None:
     assert behind.end == pytest.approx(into.end + 2.0)
     queues.forget(20.0)
     assert queues.add(Direction.INTO, 20.0, 10.0).end == pytest.approx(22.0)
+
+
+def test_work_of_the_host_shares_its_memory_with_copies() -> None:
+    queues = CopyQueues(TwoWayLink(10.0, 10.0, 15.0), host_rate=20.0)
+    into = queues.add(Direction.INTO, 0.0, 100.0)
+    work = queues.add(Direction.WORK, 4.0, 40.0)  # 2/3 of both rates
+    assert work.end == pytest.approx(7.0)
+    assert into.end == pytest.approx(11.0)
+    out = queues.add(Direction.OUT, 5.0, 30.0)  # with 7.5 and 7.5 beside 20: 4/7 of each
+    assert work.end == pytest.approx(5.0 + (40.0 - 40.0 / 3) / (20.0 * 4 / 7))
+    done = (work.end - 5.0) * 7.5 * 4 / 7
+    assert out.end == pytest.approx(work.end + (30.0 - done) / 7.5)
+    assert into.end == pytest.approx(out.end + (100.0 - 40.0 - 20.0 / 3 - 30.0) / 10.0)
 
 
 def test_links_without_a_limit_take_the_latency_alone() -> None:
