@@ -149,7 +149,8 @@ def plan(
         Recompute,
         typer.Option(
             help="candidates with activation checkpointing of each block; offload: with activations "
-            "on the host; auto: both, and offload where it may be the fastest"
+            "on the host; auto: both, and offload where it may be the fastest, but with --offload "
+            "none"
         ),
     ] = Recompute.auto,
     microbatch_sizes: Annotated[

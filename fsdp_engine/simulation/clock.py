@@ -15,9 +15,9 @@ after its communication (sums, casts) when the operation is waited for, and its 
 held until then. Memory therefore does not depend on the duration of communication.
 
 Copies of offloaded state and activations run on lanes of theirs, those of main weights for gathers
-on the lane that encodes them, and share the link to the host or to the disk (``copies.py``). What the host computes
-on offloaded state, while it issues work to a device, takes its memory's bandwidth and time of its
-own clock, as a row of the timeline ("host work").
+on the lane that encodes them, and share the link to the host or to the disk (``copies.py``). What
+the host computes on offloaded state, while it issues work to a device, takes its memory's
+bandwidth and time of its own clock, as a row of the timeline ("host work").
 """
 
 from __future__ import annotations
