@@ -36,7 +36,8 @@ def run() -> list[dict[str, Any]]:
     """Simulate, print."""
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    record, rows = [], []
+    record: list[dict[str, Any]] = []
+    rows = []
     for width in WIDTHS:
         found = {
             way: fe.simulate(

@@ -506,7 +506,8 @@ def offload_activations_clock() -> str:
     """Simulated steps with activations kept, recomputed, and on the host."""
     ways = ("kept", "recomputed", "on the host")
     rows: list[list[str]] = []
-    for row in results("offload_activations_clock"):
+    found = results("offload_activations_clock")
+    for row in found:
         seconds, peaks = row["seconds"], row["peak bytes"]
         moved = seconds["on the host"]
         rows.append(
@@ -523,9 +524,7 @@ def offload_activations_clock() -> str:
     columns = ["width", "step ms: activations kept", "recomputed", "on the host"]
     columns += ["over kept", "over recomputed", "copies take at least"]
     columns += ["GiB of a rank: kept", "recomputed", "on the host", "there"]
-    saved = max(
-        row["bytes of a token and an element"] for row in results("offload_activations_clock")
-    )
+    saved = max(row["bytes of a token and an element"] for row in found)
     note = (
         f"\n\nA block saves {saved:.0f} bytes of a token and an element of its width. "
         "(`offload_activations_clock.json`)"

@@ -148,9 +148,9 @@ def plan(
     recompute: Annotated[
         Recompute,
         typer.Option(
-            help="candidates with activation checkpointing of each block; offload: with activations "
-            "on the host; auto: both, and offload where it may be the fastest, but with --offload "
-            "none"
+            help="candidates with activation checkpointing of each block; offload: with their "
+            "activations on the host; auto: both, and offload where it may be the fastest, but "
+            "with --offload none"
         ),
     ] = Recompute.auto,
     microbatch_sizes: Annotated[
