@@ -15,7 +15,7 @@ import fsdp_engine as fe
 from fsdp_engine.comm.lanes import ACTIVATION_LANES
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.strategy_search import EVERYTHING
-from tests.simulation.test_activations import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
+from tests.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
 
 BLOCKS = 8
 PLENTY = 2.0**40

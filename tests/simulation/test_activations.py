@@ -5,7 +5,6 @@ Memory is compared with that of a device in ``tests/async_device/test_offloaded_
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,23 +12,22 @@ import torch
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import ACTIVATION_LANES, STATE_LANES
-from fsdp_engine.simulation.machine import Processor, TwoWayLink
+from fsdp_engine.simulation.machine import TwoWayLink
 from fsdp_engine.simulation.memory_tracker import MemoryTracker
-from tests.simulation.test_offload import (
+from tests.simulation.copying import (
     ALONE,
     BLOCKS,
-    F32,
     RANKS,
+    ROWS,
+    SAVED,
     WIDTH,
     Blocks,
     all_on_host,
+    computing,
     machine,
     with_host_rate,
 )
 
-ROWS = 1024
-# A block saves its input.
-SAVED = 4 * ROWS * WIDTH
 INTO, OUT = ACTIVATION_LANES
 
 
@@ -59,13 +57,6 @@ def test_a_step_takes_its_copies_if_nothing_hides_them() -> None:
     assert names >= {"take 0", "bring 3", f"{OUT} of 0", f"{INTO} of 2"}
     # Blocks of host memory are as large as what is copied, which is a power of two.
     assert found.elsewhere == {"host": BLOCKS * SAVED}
-
-
-def computing(share: float) -> fe.Machine:
-    """The forward of a block takes ``share`` of one of its copies; backward takes twice that."""
-    flops = 2 * ROWS * WIDTH * WIDTH / (share * SAVED / ALONE)
-    link = TwoWayLink(ALONE, ALONE, 2 * ALONE)
-    return machine(processor=Processor({F32: flops}, math.inf, 1e12), host_link=link)
 
 
 @pytest.mark.parametrize("share", [1.01, 2.0])

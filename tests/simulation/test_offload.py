@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import tempfile
@@ -11,45 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import STATE_LANES
 from fsdp_engine.offload import ROLES
 from fsdp_engine.simulation.clock import Clock, SimulatedLane
 from fsdp_engine.simulation.copies import CopyQueues, Direction
-from fsdp_engine.simulation.machine import Link, Machine, Processor, TwoWayLink
+from fsdp_engine.simulation.machine import Machine, Processor, TwoWayLink
 from tests.pool import Ranks
+from tests.simulation.copying import (
+    ALONE,
+    BLOCKS,
+    BOTH,
+    CHUNK,
+    F32,
+    RANKS,
+    WIDTH,
+    Blocks,
+    all_on_host,
+    machine,
+    with_host_rate,
+)
 
-F32 = torch.float32
 HOST = fe.Offload(optimizer_state="host")
 DISK = fe.Offload(optimizer_state="disk", folder="/no/such/folder")
-WIDTH, BLOCKS, RANKS = 256, 5, 4
-# Of AdamW's state of a block on a rank.
-CHUNK = 8 * WIDTH * WIDTH // RANKS
-ALONE, BOTH = 1e6, 1.5e6
-
-
-def machine(**changes: Any) -> Machine:
-    """Only copies of state take time."""
-    free = Link(math.inf, 0.0)
-    made = Machine(
-        "a machine that only copies",
-        Processor({F32: math.inf}, math.inf, 1e12),
-        free,
-        free,
-        ranks_per_node=8,
-        host_link=TwoWayLink(ALONE, ALONE, BOTH),
-        disk=TwoWayLink(2 * ALONE, ALONE, BOTH),
-    )
-    return dataclasses.replace(made, **changes)
-
-
-class Blocks(nn.Sequential):
-    """Linears without bias, a unit each."""
-
-    def __init__(self, num: int = BLOCKS) -> None:
-        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(num)))
 
 
 def simulated(where: Machine, offload: fe.Offload | None, **options: Any) -> fe.Simulation:
@@ -137,15 +121,6 @@ FORWARD = BLOCKS  # copies for gathers, one after the other
 BACKWARD = (BLOCKS - 1) * BESIDE + 1
 # By block state (2), weights and gradients come, and state and weights return beside the next one.
 STEP = 4 + (BLOCKS - 1) * (3 * BESIDE + 1) + 3
-
-
-def all_on_host(step_on: str = "device") -> fe.Offload:
-    return fe.Offload("host", main_weights="host", gradients="host", step_on=step_on)
-
-
-def with_host_rate(rate: float) -> Machine:
-    """Each rank reads and writes so many bytes of the host's memory in a second."""
-    return machine(host_memory_bandwidth=RANKS * rate)
 
 
 def test_weights_come_for_gathers_and_gradients_return_beside_them() -> None:
