@@ -216,7 +216,7 @@ def _with_offloaded_activations(
     of ``offloads`` if none does without. A candidate takes at least the time that it takes with
     activations on the device."""
     fitting = [each for each in outcomes if each.fits]
-    roles = {role for offload in offloads for role in offload.places}
+    roles = dict.fromkeys(role for offload in offloads for role in offload.places)
     kinds = [ACTIVATIONS, *(KIND_OF_OFFLOADED[role] for role in roles if not fitting)]
     return [
         replace(each.candidate, checkpointing=OFFLOAD)

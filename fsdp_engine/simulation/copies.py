@@ -18,7 +18,7 @@ starts at the true end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -121,11 +121,11 @@ class CopyQueues:
     def _latency(self, way: Direction) -> float:
         return 0.0 if way is Direction.WORK else self.link.latency
 
-    def _rates(self, busy: set[Direction]) -> dict[Direction, float]:
+    def _rates(self, busy: Sequence[Direction]) -> dict[Direction, float]:
         """Bytes per second of each direction, while these are busy."""
         link = self.link
         rates = {Direction.INTO: link.into, Direction.OUT: link.out}
-        if busy.issuperset(rates) and math.isfinite(link.both):
+        if all(way in busy for way in rates) and math.isfinite(link.both):
             share = min(link.both / (link.into + link.out), 1.0)
             rates = {way: rate * share for way, rate in rates.items()}
         rates[Direction.WORK] = self._host_rate
@@ -141,10 +141,11 @@ class CopyQueues:
         while at_work:
             # A copy transfers bytes after the latency.
             begins = {way: copy.start + self._latency(way) for way, copy in at_work.items()}
-            busy = {way for way, begin in begins.items() if begin <= now}
+            busy = [way for way, begin in begins.items() if begin <= now]
+            later = [begin for begin in begins.values() if begin > now]
             rates = self._rates(busy)
             ends = {way: at_work[way].end_at(now, rates[way]) for way in busy}
-            until = min([*ends.values(), *(begins[way] for way in begins.keys() - busy)])
+            until = min([*ends.values(), *later])
             for way in busy:
                 copy = at_work[way]
                 copy.run(now, until, rates[way])

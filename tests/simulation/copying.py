@@ -1,4 +1,4 @@
-"""A machine on which only copies take time, and what is copied there."""
+"""A machine on which only copies take time, and models for it."""
 
 from __future__ import annotations
 

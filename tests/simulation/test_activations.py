@@ -55,7 +55,7 @@ def test_a_step_takes_its_copies_if_nothing_hides_them() -> None:
     assert set(found.exposed_by_lane) == set(ACTIVATION_LANES)
     names = {event["name"] for event in found.trace()["traceEvents"]}
     assert names >= {"take 0", "bring 3", f"{OUT} of 0", f"{INTO} of 2"}
-    # Blocks of host memory are as large as what is copied, which is a power of two.
+    # Sizes of blocks of host memory are rounded up, but not powers of two.
     assert found.elsewhere == {"host": BLOCKS * SAVED}
 
 
