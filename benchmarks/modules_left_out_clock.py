@@ -228,6 +228,8 @@ class Ranks:
 class _Nothing:
     """Of tensors' memory nothing is tracked."""
 
+    has_places = False
+
     def made(self, tensors: Sequence[Tensor]) -> None:
         """See ``MemoryTracker``."""
 

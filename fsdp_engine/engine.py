@@ -608,8 +608,8 @@ class Engine:
             self._activations.reset()
 
     def describe(self) -> Description:
-        """Returns the bytes that each unit holds and sends, those of offloaded state, and the last
-        result of :meth:`measure`; ``print`` shows a table."""
+        """Returns the bytes that each unit holds and sends, those of offloaded state and
+        activations, and the last result of :meth:`measure`; ``print`` shows a table."""
         places = (HOST, DISK)
         elsewhere = {place: held for place in places if (held := self.memory_bytes(place))}
         return describe_units(
@@ -619,10 +619,12 @@ class Engine:
     @contextmanager
     def measure(self) -> Iterator[Measurement]:
         """Context that measures how long compute waits for gathers, reductions and copies of
-        offloaded state, and the bytes held: see :class:`~.runtime.measuring.Measurement`.
-        :meth:`describe` shows the last one."""
+        offloaded state and activations, and the bytes held: see
+        :class:`~.runtime.reports.Measurement`. :meth:`describe` shows the last one."""
         self._measured = Measurement(self._memory, self._scheduler)
         lanes = [*self._lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
+        if self._activations is not None:
+            lanes += self._activations.lanes
         with self._measured.noting(lanes, self._is_stepped_by) as measured:
             yield measured
 
@@ -631,7 +633,7 @@ class Engine:
 
         Args:
             place: "device": where the engine computes. "host", "disk": those that ``offload`` keeps
-                there.
+                there, and on the host those of offloaded activations, also between steps.
 
         Raises:
             ValueError: there is no such place.

@@ -502,6 +502,36 @@ def offload_clock_everything() -> str:
     return table(columns, rows) + note
 
 
+def offload_activations_clock() -> str:
+    """Simulated steps with activations kept, recomputed, and on the host."""
+    ways = ("kept", "recomputed", "on the host")
+    rows: list[list[str]] = []
+    found = results("offload_activations_clock")
+    for row in found:
+        seconds, peaks = row["seconds"], row["peak bytes"]
+        moved = seconds["on the host"]
+        rows.append(
+            [
+                f"{row['width']:,}",
+                *(f"{seconds[way] * 1e3:,.0f}" for way in ways),
+                f"{moved / seconds['kept']:.2f}",
+                f"{moved / seconds['recomputed']:.2f}",
+                f"{row['copies take at least'] * 1e3:,.0f}",
+                *(f"{peaks[way] / GIB:,.1f}" for way in ways),
+                f"{row['bytes on the host'] / GIB:,.1f}",
+            ]
+        )
+    columns = ["width", "step ms: activations kept", "recomputed", "on the host"]
+    columns += ["over kept", "over recomputed", "copies take at least"]
+    columns += ["GiB of a rank: kept", "recomputed", "on the host", "there"]
+    saved = max(row["bytes of a token and an element"] for row in found)
+    note = (
+        f"\n\nA block saves {saved:.0f} bytes of a token and an element of its width. "
+        "(`offload_activations_clock.json`)"
+    )
+    return table(columns, rows) + note
+
+
 def offload_memory() -> str:
     """Memory of jobs with state on a disk and without, and under a cap."""
     found = results("offload")["memory"]
@@ -1291,6 +1321,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     offload_memory,
     offload_clock,
     offload_clock_everything,
+    offload_activations_clock,
     modules_left_out,
     node_losses,
     modules_left_out_clock,

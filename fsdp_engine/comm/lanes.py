@@ -311,9 +311,9 @@ _MOST_RECENT = 256
 
 _NOTHING = nullcontext()
 
-# Who makes lanes in place of make_lanes and make_state_lanes: see lanes_made_by.
+# Who makes lanes in place of make_lanes, and those of copies: see lanes_made_by.
 _MAKERS: list[Callable[[torch.device], Any]] = []
-_STATE_MAKERS: list[Callable[[torch.device], Any]] = []
+_COPY_MAKERS: list[Callable[[tuple[str, str]], Any]] = []
 
 
 def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
@@ -341,9 +341,6 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
 
 def make_state_lanes(device: torch.device) -> tuple[Lane, Lane]:
     """Lanes on which state that lies elsewhere comes to ``device`` and returns."""
-    if _STATE_MAKERS:
-        made: tuple[Lane, Lane] = _STATE_MAKERS[-1](device)
-        return made
     return _copy_lanes(device, STATE_LANES)
 
 
@@ -353,6 +350,9 @@ def make_activation_lanes(device: torch.device) -> tuple[Lane, Lane]:
 
 
 def _copy_lanes(device: torch.device, names: tuple[str, str]) -> tuple[Lane, Lane]:
+    if _COPY_MAKERS:
+        made: tuple[Lane, Lane] = _COPY_MAKERS[-1](names)
+        return made
     if is_accelerator(device):
         stream = module_of(device).Stream
         into, out = (DeviceLane(device, stream(device=device), name=name) for name in names)
@@ -364,19 +364,19 @@ def _copy_lanes(device: torch.device, names: tuple[str, str]) -> tuple[Lane, Lan
 @contextmanager
 def lanes_made_by(
     maker: Callable[[torch.device], Lanes],
-    state_maker: Callable[[torch.device], tuple[Lane, Lane]] | None = None,
+    copy_maker: Callable[[tuple[str, str]], tuple[Lane, Lane]] | None = None,
 ) -> Iterator[None]:
     """Within it, engines get the lanes that ``maker`` makes, those of a simulation, and those of
-    offloaded state from ``state_maker``."""
+    copies to the device and from it, of these names, from ``copy_maker``."""
     _MAKERS.append(maker)
-    state_makers = [] if state_maker is None else [state_maker]
-    _STATE_MAKERS.extend(state_makers)
+    copy_makers = [] if copy_maker is None else [copy_maker]
+    _COPY_MAKERS.extend(copy_makers)
     try:
         yield
     finally:
         _MAKERS.pop()
-        if state_makers:
-            _STATE_MAKERS.pop()
+        if copy_makers:
+            _COPY_MAKERS.pop()
 
 
 class SideStream:

@@ -48,13 +48,15 @@ class HostPool:
 
     Args:
         drain: ends all copies from and to blocks. It must not hold the pool.
+        book: called with each new block.
 
     Attributes:
         bytes_in_use: of blocks that were taken.
     """
 
-    def __init__(self, drain: Callable[[], None]) -> None:
+    def __init__(self, drain: Callable[[], None], book: Callable[[HostBlock], None]) -> None:
         self._drain = drain
+        self._book = book
         self._pinned = current_accelerator() is not None
         self._idle: dict[int, list[tuple[HostBlock, Any]]] = {}
         self.bytes_in_use = self._most_in_use = 0
@@ -73,7 +75,9 @@ class HostPool:
             self._drain()
             largest = max(each for each, blocks in self._idle.items() if blocks)
             self._idle[largest].pop()
-        return HostBlock(size, pinned=self._pinned), None
+        block = HostBlock(size, pinned=self._pinned)
+        self._book(block)
+        return block, None
 
     @property
     def idle_bytes(self) -> int:

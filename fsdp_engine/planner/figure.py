@@ -21,6 +21,7 @@ _TIME_COLOURS = {
     "inner link": "#CC79A7",
     "outer link": "#D55E00",
     "state copies": "#009E73",
+    "activation copies": "#E69F00",
     "host": "#999999",
 }
 _ROW_INCHES, _FADED = 0.28, 0.35
@@ -112,6 +113,6 @@ def _add_legend(axes: Axes) -> None:
 def _label(outcome: Outcome) -> str:
     candidate = outcome.candidate
     size = "" if candidate.microbatch_size is None else f", of {candidate.microbatch_size}"
-    recompute = ", recompute" if candidate.checkpointing else ""
+    recompute = ", recompute" if candidate.recomputes else ""
     offloaded = ", offload" if candidate.offloaded else ""
     return f"{candidate.levels}, {candidate.ranks}{size}{recompute}{offloaded}"

@@ -1,4 +1,4 @@
-"""Candidates (mesh, strategy, activation checkpointing, microbatch size, offload), and their
+"""Candidates (mesh, strategy, activations, microbatch size, offload), and their
 outcomes: memory by kind, time, bytes sent."""
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fsdp_engine.comm.lanes import COPY_IN, STATE_LANES
+from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
 from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.planner.estimates import Estimate
+from fsdp_engine.runtime.activations import OFFLOAD
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.simulate import Simulation
@@ -35,7 +36,8 @@ class Candidate:
     Attributes:
         mesh: ranks on each axis, (inner,) or (outer, inner).
         strategy, outer_strategy: names of the levels.
-        checkpointing: each unit's activations are recomputed in backward.
+        checkpointing: blocks' activations are recomputed in backward; "offload": they are on the
+            host until then.
         microbatch_size: the argument of the batch function; None: the batch has one size.
         offload: where state lies between its uses; None: on the device.
     """
@@ -43,24 +45,28 @@ class Candidate:
     mesh: Mesh
     strategy: str
     outer_strategy: str
-    checkpointing: bool
+    checkpointing: bool | str
     microbatch_size: int | None = None
     offload: Offload | None = None
 
     @property
     def offloaded(self) -> str:
-        """The offload as text: "optimizer state on the host", "everything on the host"; empty if
-        all is on the device."""
-        if self.offload is None:
-            return ""
-        names: dict[str, list[str]] = {}
-        for role, place in self.offload.places.items():
+        """Offloads as text: "optimizer state on the host", "everything on the host", "activations
+        on the host"; empty if all is on the device."""
+        offload, names = self.offload or Offload(), dict[str, list[str]]()
+        for role, place in offload.places.items():
             names.setdefault(place, []).append(role.replace("_", " "))
         texts = [
             f"{'everything' if len(each) == len(ROLES) else ' and '.join(each)} on the {place}"
             for place, each in names.items()
         ]
-        return ", ".join([*texts, *["stepped there"] * (self.offload.step_on == HOST)])
+        texts += ["stepped there"] * (offload.step_on == HOST)
+        return ", ".join([*texts, *["activations on the host"] * (self.checkpointing == OFFLOAD)])
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the forward of blocks runs again in backward."""
+        return self.checkpointing is True
 
     @property
     def levels(self) -> str:
@@ -78,10 +84,23 @@ class Candidate:
         parts = [f"{self.levels} on {self.ranks} ranks"]
         if self.microbatch_size is not None:
             parts.append(f"microbatches of {self.microbatch_size}")
-        parts.append("activation checkpointing" if self.checkpointing else "no checkpointing")
+        parts.append("activation checkpointing" if self.recomputes else "no checkpointing")
         if self.offloaded:
             parts.append(self.offloaded)
         return ", ".join(parts)
+
+
+def check_checkpointing(value: object) -> None:
+    """Check how a candidate treats activations.
+
+    Raises:
+        TypeError: ``value`` is no bool, and not "offload".
+    """
+    if not (isinstance(value, bool) or value == OFFLOAD):
+        raise TypeError(
+            f"checkpointing: expected True, False or {OFFLOAD!r}, or several of them in a tuple; "
+            f"found {value!r}"
+        )
 
 
 def fitting_meshes(world_size: int, ranks_per_node: int) -> list[Mesh]:
@@ -109,7 +128,7 @@ def check_meshes(meshes: Iterable[Sequence[int]], world_size: int) -> list[Mesh]
 
 def candidates(
     meshes: Iterable[Mesh],
-    checkpointing: Iterable[bool],
+    checkpointing: Iterable[bool | str],
     microbatch_sizes: Iterable[int | None],
     offload: Offload | None = None,
 ) -> Iterator[Candidate]:
@@ -125,8 +144,10 @@ def _pairs(mesh: Mesh) -> list[Strategy]:
 
 ACTIVATIONS = KINDS[-1]
 AXES = ("inner", "outer")
-# Among exposed times: compute waits for copies of offloaded state.
+# Among exposed times: compute waits for copies of offloaded state, or of activations.
 STATE = "state"
+# In which part of a step's time a wait is, if it is for no link.
+_COPIES = {STATE: "state copies", ACTIVATIONS: "activation copies"}
 
 
 @dataclass(frozen=True)
@@ -173,7 +194,7 @@ class Times:
         step: from the end of the previous step to the end of this one.
         compute: busy time of the compute lane.
         exposed: time in which it waited for communication, by axis, and for copies of offloaded
-            state ("state").
+            state ("state") and of activations ("activations").
     """
 
     step: float
@@ -193,10 +214,9 @@ class Times:
 
     def shares(self) -> dict[str, float]:
         """Fractions of the step time: "compute", "inner link", "outer link", "state copies",
-        "host"."""
+        "activation copies", "host"."""
         waits = {
-            "state copies" if what == STATE else f"{what} link": seconds
-            for what, seconds in self.exposed.items()
+            _COPIES.get(what, f"{what} link"): seconds for what, seconds in self.exposed.items()
         }
         parts = {"compute": self.compute, **waits, "host": self.host}
         return {name: seconds / self.step for name, seconds in parts.items()}
@@ -213,7 +233,8 @@ class Outcome:
         lacking: bytes by which the known memory exceeds the limit; 0 if it does not.
         items: tokens or samples per step on all ranks.
         times: the step time; None if it is unknown.
-        elsewhere: bytes of offloaded state by place ("host", "disk"), beside ``memory``.
+        elsewhere: bytes of offloaded state and activations by place ("host", "disk"), beside
+            ``memory``.
     """
 
     candidate: Candidate
@@ -232,9 +253,10 @@ class Outcome:
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
         offload = candidate.offload
         brings_weights = offload is not None and "main_weights" in offload.places
-        copying = (*STATE_LANES, *(COPY_IN,) * brings_weights)
+        copying = dict.fromkeys((*STATE_LANES, *(COPY_IN,) * brings_weights), STATE)
+        copying |= dict.fromkeys(ACTIVATION_LANES, ACTIVATIONS)
         for lane, seconds in found.exposed_by_lane.items():
-            what = STATE if lane in copying else axis_of(lane)
+            what = copying.get(lane) or axis_of(lane)
             exposed[what] = exposed.get(what, 0.0) + seconds
         return cls(
             candidate,
@@ -282,6 +304,7 @@ class Outcome:
             ValueError: there is no such strategy.
         """
         candidate = self.candidate
+        check_checkpointing(candidate.checkpointing)
         Strategy.from_names(candidate.strategy, candidate.outer_strategy)
         numbers = [self.lacking, self.items, *candidate.mesh, *self.memory.values()]
         numbers += [*self.sent.values(), *self.elsewhere.values()]

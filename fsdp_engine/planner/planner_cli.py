@@ -40,6 +40,7 @@ from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import AUTO, EVERYTHING, meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.activations import OFFLOAD
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.machine import PRESETS
 from fsdp_engine.simulation.simulation_error import SimulationError
@@ -75,11 +76,23 @@ class Where(StrEnum):
 
 
 class Recompute(StrEnum):
-    """The candidates' activation checkpointing."""
+    """The candidates' activation checkpointing; offload: their activations are on the host; auto:
+    both, and offload where that may be the fastest."""
 
+    auto = "auto"
     both = "both"
     on = "on"
     off = "off"
+    offload = "offload"
+
+
+_CHECKPOINTING: dict[Recompute, tuple[bool | str, ...] | None] = {
+    Recompute.auto: None,
+    Recompute.both: (False, True),
+    Recompute.on: (True,),
+    Recompute.off: (False,),
+    Recompute.offload: (OFFLOAD,),
+}
 
 
 @app.callback()
@@ -133,8 +146,13 @@ def plan(
         ),
     ] = None,
     recompute: Annotated[
-        Recompute, typer.Option(help="candidates with activation checkpointing of each block")
-    ] = Recompute.both,
+        Recompute,
+        typer.Option(
+            help="candidates with activation checkpointing of each block; offload: with their "
+            "activations on the host; auto: both, and offload where it may be the fastest, but "
+            "with --offload none"
+        ),
+    ] = Recompute.auto,
     microbatch_sizes: Annotated[
         str | None, typer.Option(help="sizes to try, such as 1,2,4; --batch is called with each")
     ] = None,
@@ -254,7 +272,7 @@ def plan(
             machine=machine,
             memory=None if memory is None else memory * 2**30,
             meshes=None if outer is None else _meshes(world, outer),
-            checkpointing={"both": (False, True), "on": (True,), "off": (False,)}[recompute],
+            checkpointing=_CHECKPOINTING[recompute],
             microbatch_sizes=sizes,
             microbatches=microbatches,
             loss=default_loss if loss is None else import_function(loss, "--loss"),

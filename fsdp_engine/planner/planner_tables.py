@@ -37,7 +37,7 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
             f"step. ms: step time, and exposed communication{' and copies' * is_offloaded}. Ranks: "
             "outer x inner. Recompute: "
             "activation checkpointing."
-            + " Elsewhere: offloaded state of one rank, which each step copies."
+            + " Elsewhere: offloaded state and activations of one rank, which each step copies."
             * is_offloaded
         ),
         title_justify="left",
@@ -57,7 +57,7 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         cells = [candidate.strategy]
         if has_outer:
             cells += [candidate.outer_strategy if len(candidate.mesh) == 2 else "", candidate.ranks]
-        cells.append("blocks" if candidate.checkpointing else "no")
+        cells.append("blocks" if candidate.recomputes else "no")
         if is_offloaded:
             cells.append(candidate.offloaded or "no")
         if has_sizes:

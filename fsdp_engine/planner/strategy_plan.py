@@ -111,6 +111,7 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
         "inner link": f"the inner link ({_link(setting, chosen, inner=True)})",
         "outer link": f"the outer link ({_link(setting, chosen, inner=False)})",
         "state copies": "copies of offloaded state",
+        "activation copies": "copies of activations",
         "host": "the host",
     }
     listed = [

@@ -17,17 +17,21 @@ from fsdp_engine.offload import HOST, Offload
 from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.outcome import (
+    ACTIVATIONS,
     KIND_OF_OFFLOADED,
     Candidate,
     Outcome,
     Setting,
     Trial,
     candidates,
+    check_checkpointing,
     check_meshes,
     fitting_meshes,
+    is_faster,
     sorted_outcomes,
 )
 from fsdp_engine.planner.strategy_plan import StrategyPlan
+from fsdp_engine.runtime.activations import OFFLOAD
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.simulation.simulate import MakeOptimizer, Simulation, build_module, simulate
@@ -64,7 +68,7 @@ def plan(
     machine: Machine | str = H100,
     memory: float | None = None,
     meshes: Iterable[Sequence[int]] | None = None,
-    checkpointing: Iterable[bool] = (False, True),
+    checkpointing: Iterable[bool | str] | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     microbatches: int = 1,
     loss: Callable[[Any], Tensor] | None = None,
@@ -86,8 +90,10 @@ def plan(
         memory: memory limit of a rank in bytes. None: 0.9 of the machine's memory.
         meshes: sizes of the axes to try, (inner,) or (outer, inner). None: one axis, and nodes x
             ranks per node.
-        checkpointing: values to try for whether each unit's activations are recomputed in
-            backward.
+        checkpointing: values to try for what becomes of blocks' activations: they are kept
+            (False), recomputed in backward (True), or on the host until then ("offload"). None:
+            False and True; and "offload", unless ``offload`` is None, for candidates whose
+            activations do not fit and that would be the fastest if copies took no time.
         microbatch_sizes: sizes to try. None: only ``batch``.
         microbatches: forwards and backwards per step.
         loss, optimizer: see :func:`~.simulation.simulate`.
@@ -125,9 +131,11 @@ def plan(
     for name, function in (("loss", loss), ("optimizer", optimizer)):
         if function is not None:
             check_callable(name, function, "a function, or None")
-    recomputes = listed("checkpointing", checkpointing, "True, False or both, in a tuple")
-    for each in recomputes:
-        check_type("checkpointing", each, bool, "True, False or both, in a tuple")
+    kept: list[Any] = [False, True]
+    if checkpointing is not None:
+        kept = listed("checkpointing", checkpointing, "True, False or 'offload', in a tuple")
+    for each in kept:
+        check_checkpointing(each)
     batch_sizes: list[Any] = [None]
     if microbatch_sizes is not None:
         batch_sizes = listed("microbatch_sizes", microbatch_sizes, "sizes, such as (1, 2)")
@@ -144,7 +152,7 @@ def plan(
     model = meta_model(make)
     job = _Job(make, batch, world_size, where, microbatches, loss, optimizer, options)
     given = offload if isinstance(offload, Offload) else None
-    every = list(candidates(sizes, recomputes, batch_sizes, given))
+    every = list(candidates(sizes, kept, batch_sizes, given))
     if not every:
         raise ValueError(
             "meshes, checkpointing, microbatch_sizes: expected at least one candidate; found none"
@@ -169,8 +177,8 @@ def plan(
         shown = _with_progress_bar(tried) if progress else tried
         return [job.outcome(each, limit) for each in shown]
 
-    tries_more = offload == AUTO and where.host_runs_ahead and where.host_link is not None
-    more: tuple[Offload, ...] = AUTO_OFFLOADS if tries_more else ()
+    has_host = where.host_runs_ahead and where.host_link is not None
+    more: tuple[Offload, ...] = AUTO_OFFLOADS if offload == AUTO and has_host else ()
     if where.host_memory_bandwidth is None:  # which the host needs to cast main weights
         more = tuple(each for each in more if each.main_weights != HOST)
 
@@ -179,7 +187,10 @@ def plan(
 
     if not formulas:
         try:
-            found = _with_offloads(outcomes_of(every), more, allowed, outcomes_of)
+            found = outcomes_of(every)
+            if checkpointing is None and offload is not None and has_host:
+                found += outcomes_of(_with_offloaded_activations(found, more))
+            found = _with_offloads(found, more, allowed, outcomes_of)
             outcomes = sorted_outcomes(found)
         except SimulationError as error:
             if not error.needs_values:
@@ -196,6 +207,24 @@ def plan(
         return StrategyPlan(setting, outcomes, options=options)
     trials = job.trials(outcomes[0], limit) if outcomes[0].fits else ()
     return StrategyPlan(setting, outcomes, trials, options, job.simulate)
+
+
+def _with_offloaded_activations(
+    outcomes: Sequence[Outcome], offloads: Iterable[Offload]
+) -> list[Candidate]:
+    """Returns candidates with activations on the host that may be the fastest that fits, with one
+    of ``offloads`` if none does without. A candidate takes at least the time that it takes with
+    activations on the device."""
+    fitting = [each for each in outcomes if each.fits]
+    roles = dict.fromkeys(role for offload in offloads for role in offload.places)
+    kinds = [ACTIVATIONS, *(KIND_OF_OFFLOADED[role] for role in roles if not fitting)]
+    return [
+        replace(each.candidate, checkpointing=OFFLOAD)
+        for each in outcomes
+        if 0 < each.lacking <= sum(each.memory[kind] for kind in kinds)
+        and each.candidate.checkpointing is False
+        and all(is_faster(each, other) for other in fitting)
+    ]
 
 
 def _with_offloads(

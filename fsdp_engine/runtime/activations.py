@@ -42,13 +42,15 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_engine.accelerator import is_accelerator
+from fsdp_engine.accelerator import is_accelerator, simulates_device
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket, make_activation_lanes
 from fsdp_engine.memory import allocator
-from fsdp_engine.memory.host_memory import HostPool
+from fsdp_engine.memory.host_memory import HostBlock, HostPool
+from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.scheduler import in_backward
@@ -56,6 +58,10 @@ from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.checkpointing import WrappedForward, find_blocks
 
 OFFLOAD = "offload"
+# The role of the host's memory in ledgers.
+_ROLE = "activations"
+# Tensors that are moved: not those of other classes. Those of simulations are fake.
+_PLAIN = (Tensor, FakeTensor)
 # Copied ranges begin at multiples of so many bytes, as memory of allocators does: tensors stay as
 # aligned as they were, by which kernels are chosen.
 _ALIGNMENT = 512
@@ -136,9 +142,8 @@ class _Moved:
     """A range of a storage's bytes that lies on the host, and at times on the device.
 
     Args:
-        storage: which.
+        tensor: over the storage.
         start, num_bytes: the range.
-        version: of the tensors over it.
         pool: from which the host's memory comes.
 
     Attributes:
@@ -151,24 +156,18 @@ class _Moved:
         num_users: of ``bytes``.
     """
 
-    def __init__(
-        self,
-        storage: torch.UntypedStorage,
-        start: int,
-        num_bytes: int,
-        version: int,
-        pool: HostPool,
-    ) -> None:
+    def __init__(self, tensor: Tensor, start: int, num_bytes: int, pool: HostPool) -> None:
         self.last_copy: Ticket | None
         self._block, self.last_copy = pool.take(num_bytes)
         self._pool = pool
+        storage = tensor.untyped_storage()
         # While there is a weak reference, no other storage has the address of this one.
         self._storage = StorageWeakRef(storage)
         self._start, self.num_bytes = start, num_bytes
-        self._version = version
+        self._version = version_of(tensor)
         self.host = self._block.bytes[:num_bytes]
         self.bytes: Tensor | None = allocator.tensor_over(
-            storage, torch.uint8, storage.device, start, (num_bytes,), (1,)
+            storage, torch.uint8, tensor.device, start, (num_bytes,), (1,)
         )
         self.is_restored = False
         self.pending: Ticket | None = None
@@ -206,11 +205,11 @@ class _Call:
     """One forward of a block.
 
     Args:
-        number: of the block.
+        number, name: of the block.
         device: where.
 
     Attributes:
-        number: see the argument.
+        number, name: see the arguments.
         stream: on which the block computes, and its memory is allocated.
         moved: what it has saved, as far as it is moved.
         own: those of them that no call before has moved.
@@ -218,10 +217,10 @@ class _Call:
         previous: see :meth:`find_previous`.
     """
 
-    __slots__ = ("__weakref__", "moved", "num_bytes", "number", "own", "previous", "stream")
+    __slots__ = ("__weakref__", "moved", "name", "num_bytes", "number", "own", "previous", "stream")
 
-    def __init__(self, number: int, device: torch.device) -> None:
-        self.number = number
+    def __init__(self, number: int, name: str, device: torch.device) -> None:
+        self.number, self.name = number, name
         self.stream = GradientStream(device)
         self.stream.begin()
         self.moved: list[_Moved] = []
@@ -292,6 +291,7 @@ class ActivationOffload:
         options: how.
 
     Attributes:
+        lanes: of copies to the device and from it.
         pool: the memory on the host.
     """
 
@@ -301,14 +301,17 @@ class ActivationOffload:
         self._memory = memory
         self._compute = compute
         self._options = options
-        self._into, self._out = make_activation_lanes(memory.device)
-        lanes = (self._into, self._out)
+        self.lanes = lanes = make_activation_lanes(memory.device)
+        self._into, self._out = lanes
 
         def drain() -> None:
             for lane in lanes:
                 lane.drain()
 
-        self.pool = HostPool(drain)
+        def book(block: HostBlock) -> None:
+            memory.book_elsewhere(block, HOST, _ROLE, block.bytes)
+
+        self.pool = HostPool(drain, book)
         self._by_storage: WeakValueDictionary[int, _Moved] = WeakValueDictionary()
         self._most_of_a_call = 0
         self._last: weakref.ref[_Call] | None = None
@@ -320,18 +323,19 @@ class ActivationOffload:
 
     def install(self, blocks: dict[str, nn.Module]) -> None:
         """Replace the forward of these modules, which are given in module order."""
-        for number, module in enumerate(blocks.values()):
+        for number, (name, module) in enumerate(blocks.items()):
             # A compiled call must not be traced through hooks of autograd.
             is_compiled = module._compiled_call_impl is not None
-            name = "_compiled_call_impl" if is_compiled else "forward"
-            own = vars(module).get(name)
-            setattr(module, name, OffloadedForward(module, own, self, number))
+            called = "_compiled_call_impl" if is_compiled else "forward"
+            own = vars(module).get(called)
+            setattr(module, called, OffloadedForward(module, own, self, number, name))
 
     @compiled_within
     def run(
         self,
         module: nn.Module,
         number: int,
+        name: str,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -353,7 +357,7 @@ class ActivationOffload:
             with saved_tensors_hooks(pack, self._unpack):
                 output = function(*args, **kwargs)
             if not is_recomputed:
-                self._move(_Call(number, self._memory.device), module, saved)
+                self._move(_Call(number, name, self._memory.device), module, saved)
         finally:
             saved.clear()  # autograd keeps `pack`
         return output
@@ -374,7 +378,7 @@ class ActivationOffload:
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) is Tensor
+            type(tensor) in _PLAIN
             and tensor.device.type == self._memory.device.type
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
@@ -421,12 +425,11 @@ class ActivationOffload:
         end = max(view.end for view in views)
         if end - start < max(self._options.min_bytes, 1):
             return None
-        version = version_of(group[0].tensor)
+        tensor = group[0].tensor
         before = self._by_storage.get(key)
-        if before is not None and before.holds(start, end, version):
+        if before is not None and before.holds(start, end, version_of(tensor)):
             return before
-        storage = group[0].tensor.untyped_storage()
-        call.own.append(_Moved(storage, start, end - start, version, self.pool))
+        call.own.append(_Moved(tensor, start, end - start, self.pool))
         return call.own[-1]
 
     def _take_out(self, call: _Call) -> None:
@@ -463,7 +466,7 @@ class ActivationOffload:
         for ticket in dict.fromkeys(each.last_copy for each in moved):
             if ticket is not None:
                 lane.wait(ticket)
-        label = f"{'take' if is_out else 'bring'} activations of block {call.number}"
+        label = f"{'take' if is_out else 'bring'} {call.name}"
         ticket = lane.submit(label, partial(_copy, pairs), after=[self._compute.record()])
         for each in moved:
             each.last_copy = each.pending = ticket
@@ -542,7 +545,7 @@ class OffloadedForward(WrappedForward):
     Args:
         module, own: see :class:`~.units.checkpointing.WrappedForward`.
         offload: that moves them.
-        number: of the block.
+        number, name: of the block.
     """
 
     def __init__(
@@ -551,14 +554,16 @@ class OffloadedForward(WrappedForward):
         own: Callable[..., Any] | None,
         offload: ActivationOffload,
         number: int,
+        name: str,
     ) -> None:
         super().__init__(module, own)
         self._offload = offload
-        self._number = number
+        self._number, self._name = number, name
 
     @compiled_within
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._offload.run(self._module, self._number, self.original, args, kwargs)
+        run = self._offload.run
+        return run(self._module, self._number, self._name, self.original, args, kwargs)
 
 
 def offload_activations(
@@ -578,7 +583,7 @@ def offload_activations(
     Returns:
         What moves them; None on a CPU, where nothing is moved.
     """
-    if not is_accelerator(memory.device):
+    if not (is_accelerator(memory.device) or simulates_device()):
         return None
     offload = ActivationOffload(memory, compute, options)
     offload.install(find_blocks(model, units))

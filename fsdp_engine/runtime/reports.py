@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_engine.comm.lanes import (
+    ACTIVATION_LANES,
     COPY_IN,
     LANES,
     STATE_LANES,
@@ -55,12 +56,13 @@ Steps = Callable[[torch.optim.Optimizer], bool]
 
 @dataclass(frozen=True)
 class Waited:
-    """Compute had nothing to do but to wait for communication, or for copies of offloaded state.
+    """Compute had nothing to do but to wait for communication, or for copies of offloaded state or
+    activations.
 
     Attributes:
-        unit: whose, by its label: "the root module" for the root.
-        lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce", or
-            "state in", "state out".
+        unit: whose, by its label: "the root module" for the root; of activations the block.
+        lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce",
+            "state in", "state out", "activations in" or "activations out".
         phase: of the program: "forward", "backward" or "step".
         seconds: how long, in all steps.
         count: in how many waits.
@@ -196,7 +198,7 @@ class Measurement:
 
         units = self.by_unit()
         found = {lane for each in units.values() for lane in each}
-        known = (*LANES, COPY_IN, *STATE_LANES)
+        known = (*LANES, COPY_IN, *STATE_LANES, *ACTIVATION_LANES)
         lanes = [*(lane for lane in known if lane in found), *sorted(found.difference(known))]
         table = Table(show_footer=True)
         table.add_column("waited for", footer="all", overflow="fold")
@@ -218,10 +220,12 @@ class Measurement:
     def _title(self) -> str:
         share = self.waited_seconds / self.seconds if self.seconds else 0.0
         of_step = f", {self._ms(self.seconds)} ms a step" if self.num_steps else ""
-        copies = any(each.lane in STATE_LANES for each in self.waited)
+        lanes = {each.lane for each in self.waited}
+        copied = {"state": STATE_LANES, "activations": ACTIVATION_LANES}
+        names = " and ".join(name for name, of in copied.items() if lanes.intersection(of))
         text = (
             f"Measured: {self.num_steps} steps in {self.seconds:.3f} s{of_step}. Compute waited "
-            f"{share:.1%} of it for communication{' and copies of state' if copies else ''}"
+            f"{share:.1%} of it for communication{f' and copies of {names}' if names else ''}"
         )
         if not self.waited:
             return f"{text}."
@@ -298,7 +302,8 @@ class Description:
         title: of the table.
         rows: of each unit.
         measured: by the latest ``engine.measure()``, a table of its own; None: there was none.
-        elsewhere: bytes of offloaded state on this rank by role, by place ("host", "disk").
+        elsewhere: bytes of offloaded state and activations on this rank by role, by place ("host",
+            "disk").
     """
 
     title: str

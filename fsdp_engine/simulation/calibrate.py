@@ -40,7 +40,11 @@ from fsdp_engine.comm.mesh import DataMesh, MeshAxis
 from fsdp_engine.memory import allocator
 from fsdp_engine.simulation.kernels import Kernels
 from fsdp_engine.simulation.machine import Link, Machine, TwoWayLink
-from fsdp_engine.simulation.state_links import measure_disk, measure_host_link
+from fsdp_engine.simulation.state_links import (
+    measure_disk,
+    measure_host_link,
+    measure_host_memory,
+)
 
 RANKS = 2
 _LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes, about those of a unit
@@ -196,11 +200,13 @@ class _Meter:
         alone = Link(processor.memory_bandwidth / 2, 0.0)  # for a single rank
         within = self._link("within a node", self._mesh.inner) or alone
         between = self._link("between nodes", self._mesh.outer) or within
-        host_link = disk = None
+        host_link = disk = host_memory = None
         if not on_host:
-            self._say("link to the host's memory")
+            self._say("link to the host's memory, and that memory")
             host_link = measure_host_link(self._device, self._seconds, self.agree)
             self._say_link(host_link)
+            host_memory = measure_host_memory(ranks, self._cores, self._seconds, self.agree)
+            self._say(f"  {host_memory / 1e9:,.1f} GB/s of a node")
         if self._folder is not None:
             self._say(f"disk of {self._folder}")
             disk = measure_disk(Path(self._folder), self._seconds, self.agree)
@@ -215,6 +221,7 @@ class _Meter:
             host_runs_ahead=not on_host,
             host_link=host_link,
             disk=disk,
+            host_memory_bandwidth=host_memory,
         )
 
     def _memory_bytes(self, ranks: int) -> float:

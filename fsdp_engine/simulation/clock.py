@@ -14,14 +14,15 @@ next submission or wait on its lane, and waiting for it blocks the host. The hos
 after its communication (sums, casts) when the operation is waited for, and its scratch memory is
 held until then. Memory therefore does not depend on the duration of communication.
 
-Copies of offloaded state run on the state lanes, those of main weights for gathers on the lane that
-encodes them, and share the link to the host or to the disk (``copies.py``). What the host computes
-on offloaded state, while it issues work to a device, takes its memory's bandwidth and time of its
-own clock, as a row of the timeline ("host work").
+Copies of offloaded state and activations run on lanes of theirs, those of main weights for gathers
+on the lane that encodes them, and share the link to the host or to the disk (``copies.py``). What
+the host computes on offloaded state, while it issues work to a device, takes its memory's
+bandwidth and time of its own clock, as a row of the timeline ("host work").
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,13 +36,13 @@ from fsdp_engine.comm.lanes import (
     COMPUTE,
     COPY_IN,
     LANES,
-    STATE_LANES,
     Lanes,
     Meter,
     Operation,
     Steps,
     unit_of,
 )
+from fsdp_engine.offload import HOST
 from fsdp_engine.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.simulation.machine import Machine
 
@@ -62,10 +63,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Exposed:
-    """A wait of compute for communication, or for copies of offloaded state.
+    """A wait of compute for communication, or for copies of offloaded state or activations.
 
     Attributes:
-        unit: the unit whose communication or copy compute waited for.
+        unit: the unit, or for activations the block, whose communication or copy compute waited
+            for.
         phase: "forward", "backward" or "step".
         lane: its lane.
         seconds: duration of the wait.
@@ -299,10 +301,9 @@ class Clock:
         del device
         return Lanes(*self.lanes.values())
 
-    def make_state_lanes(self, device: torch.device) -> tuple[SimulatedLane, SimulatedLane]:
-        """The lanes of an engine's offloaded state."""
-        del device
-        into, out = (SimulatedLane(self, name) for name in STATE_LANES)
+    def make_copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane]:
+        """Lanes of copies to the device and from it."""
+        into, out = (SimulatedLane(self, name) for name in names)
         return into, out
 
     def restart(self) -> None:
@@ -338,10 +339,11 @@ class Clock:
             self.spans.append(Span(COMPUTE, label, self.phase, start, self._compute.free))
 
     def compute_on_host(self, label: str, num_bytes: float) -> None:
-        """The host of a device reads and writes ``num_bytes`` of its own memory, at once."""
+        """The host of a device reads and writes ``num_bytes`` of its own memory, at once, and
+        slows down copies beside it."""
         self.call()
         start = self.host
-        self.host += num_bytes / self.machine.host_rate(self._num_ranks)
+        self.host = self._queues_of(HOST).add(Direction.WORK, start, num_bytes).end
         if self._work is not None:
             self._work.hosted = self.host
         if self.host > start:
@@ -372,10 +374,9 @@ class Clock:
             direction: from the device's point of view.
             num_bytes: of the copy.
         """
-        link = self.machine.link_to_state(place, self._num_ranks)
-        if place not in self._queues:
-            self._queues[place] = CopyQueues(link)
+        queues = self._queues_of(place)
         if self._work is None:
+            link = queues.link
             rate = link.into if direction is Direction.INTO else link.out
             self.compute("copy", link.latency + num_bytes / rate)
             return
@@ -386,6 +387,14 @@ class Clock:
         before += self._work.computed if self.machine.host_runs_ahead else 0.0
         self._work.copies.append((place, direction, num_bytes, before))
         self.copied_bytes[name] = self.copied_bytes.get(name, 0.0) + num_bytes
+
+    def _queues_of(self, place: str) -> CopyQueues:
+        if place not in self._queues:
+            machine, num_ranks = self.machine, self._num_ranks
+            has_rate = place == HOST and machine.host_memory_bandwidth is not None
+            rate = machine.host_rate(num_ranks) if has_rate else math.inf
+            self._queues[place] = CopyQueues(machine.link_to_state(place, num_ranks), rate)
+        return self._queues[place]
 
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]

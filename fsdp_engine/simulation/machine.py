@@ -87,7 +87,7 @@ class Link:
 
 @dataclass(frozen=True)
 class TwoWayLink:
-    """The link of one rank to a place of offloaded state: host memory, or a disk.
+    """The link of one rank to a place of offloaded tensors: host memory, or a disk.
 
     Attributes:
         into: bytes per second to where the state is used (from the host; reads), with nothing on
@@ -281,7 +281,8 @@ class Machine:
         return self.within_node if distance < self.ranks_per_node else self.between_nodes
 
     def link_to_state(self, place: str, num_ranks: int) -> TwoWayLink:
-        """Returns the link of one of ``num_ranks`` ranks to state at a place ("host", "disk").
+        """Returns the link of one of ``num_ranks`` ranks to a place of offloaded state or
+        activations ("host", "disk").
 
         Raises:
             ValueError: its figures are unknown.
@@ -290,9 +291,9 @@ class Machine:
         if link is None:
             name = "host_link" if place == HOST else "disk"
             raise ValueError(
-                f"machine: expected {name}, since state is offloaded to the {place}; found None "
-                f"for {self.name!r}. Use dataclasses.replace(machine, {name}=fe.TwoWayLink(...)), "
-                "or calibrate it"
+                f"machine: expected {name}, since state or activations are offloaded to the "
+                f"{place}; found None for {self.name!r}. Use "
+                f"dataclasses.replace(machine, {name}=fe.TwoWayLink(...)), or calibrate it"
             )
         if place == HOST and self.host_memory_bandwidth is not None:
             return link.within(self.host_rate(num_ranks))

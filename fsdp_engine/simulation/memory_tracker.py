@@ -69,6 +69,9 @@ class MemoryTracker:
         self._kinds: dict[int, str] = {}
         self._made = dict.fromkeys(KINDS, 0)
         self._booked_before = 0
+        # Storages that were made before the last sample alone, and the peak before it.
+        self._newest: set[int] = set()
+        self._peak_before: dict[str, int] = {}
 
     def watch(self, held: Callable[[], Mapping[str, int]]) -> None:
         """Start tracking an engine. Existing storages are counted as weights.
@@ -84,7 +87,7 @@ class MemoryTracker:
 
     def made(self, tensors: Sequence[Tensor]) -> None:
         """Track the storages of tensors that an operation has returned, or of inputs."""
-        grew = False
+        newest, grew = set(), False
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -93,17 +96,22 @@ class MemoryTracker:
                 self._sizes[key] = size
                 self._kinds[key] = _NEW
                 self._made[_NEW] += size
+                newest.add(key)
                 grew = grew or size > 0
                 # Not `finalize`, whose registry would keep this object, and with it the engine and
                 # every storage, alive.
                 self._storages[key] = weakref.ref(storage, partial(self._gone, key))
         if grew:
+            before = self.peak
             self.sample()
+            self._newest, self._peak_before = newest, before
 
     def moved(self, tensor: Tensor, place: str) -> None:
         """The memory of a tensor that was just made is not on the device."""
         key = tensor.untyped_storage()._cdata
         size = self._sizes[key]
+        if key in self._newest:
+            self.peak = self._peak_before
         self._made[self._kinds[key]] -= size
         self._kinds[key] = self._places[key] = place
         self.elsewhere[place] = self.elsewhere.get(place, 0) + size
@@ -139,6 +147,7 @@ class MemoryTracker:
 
     def sample(self) -> None:
         """Update the peak."""
+        self._newest = set()
         now = self._booked()
         # Weights that were added to the ledger since were allocated by operations.
         now[_NEW] -= now["weights"] - self._booked_before

@@ -40,6 +40,7 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, watching_elsewhere
 from fsdp_engine.offload import HOST, Offload
 from fsdp_engine.optim import shard_optimizer
+from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
 from fsdp_engine.simulation.machine import H100, Machine
@@ -217,13 +218,15 @@ class Simulation:
         machine: the simulated machine.
         seconds: from the end of the previous step to the end of this one.
         spans: operations of each lane.
-        exposed: waits of compute for communication, and for copies of offloaded state.
+        exposed: waits of compute for communication, and for copies of offloaded state and
+            activations.
         memory: by kind, at the peak.
         sent_bytes: bytes that a rank sends, by axis ("inner", "outer").
         budget: elements in the engine's prefetch window.
         staging_budget: the engine's limit on gradients in flight.
-        elsewhere: bytes of offloaded state by place ("host", "disk"), beside ``memory``.
-        copied_bytes: bytes of it that a rank copies, by lane.
+        elsewhere: bytes of offloaded state and activations by place ("host", "disk"), beside
+            ``memory``.
+        copied_bytes: bytes of them that a rank copies, by lane.
     """
 
     title: str
@@ -298,7 +301,7 @@ class Simulation:
         kinds = ", ".join(f"{kind} {_gib(n)}" for kind, n in self.memory.items() if n)
         size = _gib(self.machine.processor.memory_bytes)
         lines.append(f"memory      {_gib(self.peak_bytes)} of {size} at most: {kinds}")
-        lines += [f"{place:<12}{_gib(n)} of state" for place, n in self.elsewhere.items()]
+        lines += [f"{place:<12}{_gib(n)}" for place, n in self.elsewhere.items()]
         return "\n".join(lines)
 
     def _worst(self) -> str:
@@ -374,7 +377,7 @@ def simulate(
         known: a cache of operations, which this simulation extends. Sharing one saves time if there
             are many simulations. None: a new one.
         **options: of :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``,
-            ``units``, ``mp_policy``, ``config``, ``offload``, ...
+            ``units``, ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
 
     Raises:
         SimulationError: the model, the loss or the optimizer cannot run with fake tensors (for
@@ -383,7 +386,7 @@ def simulate(
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
             argument has another type.
         ValueError: ``mesh`` does not have ``world_size`` ranks, there is no microbatch, the config
-            enables checks of gradients' values, the machine's link to offloaded state is
+            enables checks of gradients' values, the machine's link to offloaded tensors is
             unknown, no parameter requires grad, or there is no loss
             that requires grad.
     """
@@ -411,13 +414,13 @@ def simulate(
             "config: expected no checks of gradients, since they have no values; found "
             "check_for_nan_in_grad or check_for_large_grads"
         )
-    _check_links(machine, options.get("offload"), world_size)
+    _check_links(machine, options.get("offload"), options.get("checkpointing", False), world_size)
     clock, memory = Clock(machine, world_size), MemoryTracker()
     clock.memory_changed = memory.sample
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         simulated_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
-        lanes_made_by(clock.make_lanes, clock.make_state_lanes),
+        lanes_made_by(clock.make_lanes, clock.make_copy_lanes),
         watching_elsewhere(memory.moved),
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
@@ -472,12 +475,14 @@ def _shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise
 
 
-def _check_links(machine: Machine, offload: object, num_ranks: int) -> None:
-    """Check that the machine's figures for offloaded state are known.
+def _check_links(machine: Machine, offload: object, checkpointing: object, num_ranks: int) -> None:
+    """Check that the machine's figures for offloaded state and activations are known.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they are not, or ``checkpointing`` is none of those that ``shard`` takes.
     """
+    if activations_of(checkpointing) is not None and machine.host_runs_ahead:
+        machine.link_to_state(HOST, num_ranks)
     if isinstance(offload, Offload):
         for place in sorted(set(offload.places.values())):
             if machine.host_runs_ahead == (place == HOST):

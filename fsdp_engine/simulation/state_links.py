@@ -1,4 +1,5 @@
-"""Measures the links to offloaded state for ``calibrate``: pinned host memory, and a disk.
+"""Measures the places of offloaded tensors for ``calibrate``: links to pinned host memory and to a
+disk, and the host's memory itself.
 
 Copies are those of the engine (``HostHome``, ``DiskBlock``), of all ranks at once: each direction
 alone, then both. With rates a >= b of the two directions alone, copies of N bytes each that begin
@@ -30,6 +31,7 @@ Agree = Callable[[float], float]
 Action = Callable[[], object]
 
 _LARGE_ON_DEVICE, _LARGE_ON_DISK = 2**28, 2**26  # bytes of a copy
+_LARGE_ON_HOST = 2**28  # bytes of a rank, more than its share of caches
 _SMALL = 2**12
 _LEAST, _MOST = 5, 50  # repetitions
 
@@ -64,6 +66,27 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
         "both": both,
     }
     return _link(actions, num_bytes, partial(device_seconds, device), seconds, agree)
+
+
+def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: Agree) -> float:
+    """Measure the memory of a node, in bytes per second, reads and writes together: all ranks
+    multiply in place, as optimizers step, which reads and writes each byte once.
+
+    Args:
+        num_ranks: of the node.
+        num_cores: of the node, of which each rank uses its share.
+        seconds: measurement time.
+        agree: combines the ranks' values by the maximum.
+    """
+    memory = allocator.zeros(_LARGE_ON_HOST // 4, torch.float32, "cpu")
+    action = partial(memory.mul_, 1.0)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(num_cores // num_ranks, 1))
+    try:
+        taken = _medians({"step": action}, _wall_seconds, seconds, agree)["step"]
+    finally:
+        torch.set_num_threads(num_threads)
+    return num_ranks * 2 * memory.nbytes / taken
 
 
 def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
@@ -117,6 +140,16 @@ def _link(
     seconds: float,
     agree: Agree,
 ) -> TwoWayLink:
+    """Time copies of ``num_bytes``."""
+    taken = _medians(actions, timed, seconds, agree)
+    latency = min(taken["small"], min(taken["into"], taken["out"]) / 2)
+    into, out, both = (taken[name] - latency for name in ("into", "out", "both"))
+    return link_of(num_bytes, into, out, both, latency)
+
+
+def _medians(
+    actions: dict[str, Action], timed: Callable[[Action], float], seconds: float, agree: Agree
+) -> dict[str, float]:
     """Time the actions in turns, on all ranks at once."""
     for action in actions.values():
         timed(action)
@@ -126,10 +159,7 @@ def _link(
         for name, action in actions.items():
             agree(0.0)  # a barrier
             found[name].append(timed(action))
-    taken = {name: agree(statistics.median(each)) for name, each in found.items()}
-    latency = min(taken["small"], min(taken["into"], taken["out"]) / 2)
-    into, out, both = (taken[name] - latency for name in ("into", "out", "both"))
-    return link_of(num_bytes, into, out, both, latency)
+    return {name: agree(statistics.median(each)) for name, each in found.items()}
 
 
 def link_of(num_bytes: int, into: float, out: float, both: float, latency: float) -> TwoWayLink:

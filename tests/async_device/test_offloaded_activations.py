@@ -11,22 +11,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.runtime.activations import ActivationOffload
+from fsdp_engine.terminal import format_bytes
 from tests.async_device import device as on
 from tests.async_device.scene import (
     Job,
     compare,
     differences,
+    on_device,
     random_delays,
     step_by_step,
     train,
 )
-from tests.models import Transformer
+from tests.models import Transformer, token_batch
 from tests.pairs import EVERY_PAIR
-from tests.pool import on_ranks
+from tests.pool import Ranks, on_ranks
 
 LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -258,6 +261,62 @@ def test_nothing_stays_on_the_device_after_errors_and_graphs_that_are_dropped() 
         assert measured() == before
     model(x).sum().backward()
     assert measured() == before
+
+
+@sdpa_kernel(SDPBackend.MATH)
+def held_by_a_real_run(level: str, in_flight: int | None) -> tuple[int, dict[str, int], str]:
+    model = simulated_gpt().to(on.NAME)
+    engine = fe.shard(model, strategy=level, min_unit_size=0, **dict(options(in_flight)))
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    batch = on_device(token_batch(64, 0), engine.mesh.device)
+    for _ in range(2):
+        torch.deferred.reset_peak_memory_stats()
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = int(torch.deferred.max_memory_allocated())
+    return peak, engine.memory_bytes("host"), str(engine.describe())
+
+
+def simulated_gpt() -> nn.Module:
+    return Transformer(6, dim=64)
+
+
+@pytest.mark.parametrize("in_flight", [None, 0])
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+def test_simulated_memory_is_that_of_the_device(
+    ranks: Ranks, level: str, in_flight: int | None
+) -> None:
+    ((peak, host, described), _) = ranks.run(held_by_a_real_run, level, in_flight, world_size=2)
+    with sdpa_kernel(SDPBackend.MATH):
+        found = fe.simulate(
+            simulated_gpt,
+            2,
+            batch=token_batch(64, 0),
+            optimizer=torch.optim.AdamW,
+            strategy=level,
+            min_unit_size=0,
+            **dict(options(in_flight)),
+        )
+    assert found.elsewhere == {"host": host["activations"]}
+    assert f"On the host: activations {format_bytes(host['activations'])}" in described
+    # The device rounds each tensor up to 512 bytes.
+    assert found.peak_bytes <= peak <= 1.01 * found.peak_bytes
+
+
+@on_ranks(1)
+def test_waits_for_copies_are_measured_by_block() -> None:
+    model = nn.Sequential(*(Waves() for _ in range(4))).to(on.NAME)
+    engine = fe.shard(model, strategy="no_shard", min_unit_size=0, **dict(options(0)))
+    x = torch.ones(WAVES, device=on.NAME, requires_grad=True)
+    delay = 1e-2
+    with on.delays(copy=delay), engine.measure() as measured:
+        model(x).sum().backward()
+    waits = {(each.lane, each.unit): each.seconds for each in measured.waited}
+    assert waits[("activations out", "3")] >= delay
+    assert waits[("activations in", "0")] >= delay
+    assert "copies of activations" in str(measured)
+    assert "activations in" in str(measured)
 
 
 # ---- Controls: without a wait training is wrong --------------------------------------------------

@@ -402,6 +402,8 @@ def test_calibrate_measures_the_device_and_its_links(mesh: DeviceMesh) -> None:
     assert link is not None
     for rate in (link.into, link.out, link.both):  # PCIe or NVLink-C2C
         assert 1e9 < rate < 1e12
+    assert machine.host_memory_bandwidth is not None
+    assert 1e9 < machine.host_memory_bandwidth < 1e13
 
 
 # Programs.

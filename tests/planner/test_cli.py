@@ -244,6 +244,13 @@ def test_state_on_the_host_is_shown_with_its_bytes(folder: Path) -> None:
     assert cells(estimates)[0][3] == "3.7 GiB"  # of two units of 32
 
 
+def test_activations_on_the_host_are_shown_as_what_they_are(folder: Path) -> None:
+    output = run(f"{COUNTING} --recompute offload --save plan.json")
+    assert {tuple(row[1:3]) for row in cells(output)} == {("no", "activations on the host")}
+    planning = fe.StrategyPlan.load(folder / "plan.json")
+    assert planning.best["checkpointing"] == "offload"
+
+
 def test_everything_on_the_host_is_shown_for_levels_that_allow_it(folder: Path) -> None:
     output = run(f"{COUNTING} --offload everything --dtype bf16 --recompute off --save plan.json")
     table = cells(output)

@@ -570,21 +570,6 @@ def test_bad_arguments_raise_on_all_ranks() -> None:
         fe.OffloadActivations(in_flight=-1)
 
 
-def test_a_simulation_takes_it() -> None:
-    found = [
-        fe.simulate(
-            lambda: Transformer(3),
-            8,
-            batch=token_batch(4, 0),
-            strategy="optim_grads_params",
-            min_unit_size=0,
-            checkpointing=checkpointing,
-        )
-        for checkpointing in (False, "offload")
-    ]
-    assert found[0].spans == found[1].spans
-
-
 @pytest.mark.parametrize("when", ["before", "after", "whole"])
 @on_ranks(1)
 def test_compiled_blocks_train_the_same(when: str) -> None:

@@ -211,6 +211,27 @@ def test_a_slow_disk_is_measured_as_slow(tmp_path: Path) -> None:
     assert 0 < found.both <= found.into + found.out
 
 
+def test_the_memory_of_a_host_is_measured_by_all_ranks_with_their_cores() -> None:
+    num_threads, threads, seconds = torch.get_num_threads(), set(), iter((9.0, 9.0, 4.0, 1.0, 2.0))
+
+    def timed(action: Any) -> float:
+        action()
+        threads.add(torch.get_num_threads())
+        return next(seconds, 2.0)
+
+    with (
+        patch.object(state_links, "_LARGE_ON_HOST", 4096),
+        patch.multiple(state_links, _wall_seconds=timed),
+    ):
+        found = state_links.measure_host_memory(4, 12, 1.0, lambda value: 2 * value)
+    # Four ranks read and write 4096 bytes in twice the median of 4, 1, 2, 2, 2 seconds.
+    assert found == 4 * 2 * 4096 / 4.0
+    assert threads == {3}
+    assert torch.get_num_threads() == num_threads
+    real = state_links.measure_host_memory(1, 1, 0.01, lambda value: value)
+    assert 1e8 < real < 1e13
+
+
 @few
 def test_ranks_that_share_a_core_take_turns() -> None:
     torch.set_num_threads(1)

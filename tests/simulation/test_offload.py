@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import tempfile
@@ -11,45 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import STATE_LANES
 from fsdp_engine.offload import ROLES
 from fsdp_engine.simulation.clock import Clock, SimulatedLane
 from fsdp_engine.simulation.copies import CopyQueues, Direction
-from fsdp_engine.simulation.machine import Link, Machine, Processor, TwoWayLink
+from fsdp_engine.simulation.machine import Machine, Processor, TwoWayLink
 from tests.pool import Ranks
+from tests.simulation.copying import (
+    ALONE,
+    BLOCKS,
+    BOTH,
+    CHUNK,
+    F32,
+    RANKS,
+    WIDTH,
+    Blocks,
+    all_on_host,
+    machine,
+    with_host_rate,
+)
 
-F32 = torch.float32
 HOST = fe.Offload(optimizer_state="host")
 DISK = fe.Offload(optimizer_state="disk", folder="/no/such/folder")
-WIDTH, BLOCKS, RANKS = 256, 5, 4
-# Of AdamW's state of a block on a rank.
-CHUNK = 8 * WIDTH * WIDTH // RANKS
-ALONE, BOTH = 1e6, 1.5e6
-
-
-def machine(**changes: Any) -> Machine:
-    """Only copies of state take time."""
-    free = Link(math.inf, 0.0)
-    made = Machine(
-        "a machine that only copies",
-        Processor({F32: math.inf}, math.inf, 1e12),
-        free,
-        free,
-        ranks_per_node=8,
-        host_link=TwoWayLink(ALONE, ALONE, BOTH),
-        disk=TwoWayLink(2 * ALONE, ALONE, BOTH),
-    )
-    return dataclasses.replace(made, **changes)
-
-
-class Blocks(nn.Sequential):
-    """Linears without bias, a unit each."""
-
-    def __init__(self, num: int = BLOCKS) -> None:
-        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(num)))
 
 
 def simulated(where: Machine, offload: fe.Offload | None, **options: Any) -> fe.Simulation:
@@ -139,15 +123,6 @@ BACKWARD = (BLOCKS - 1) * BESIDE + 1
 STEP = 4 + (BLOCKS - 1) * (3 * BESIDE + 1) + 3
 
 
-def all_on_host(step_on: str = "device") -> fe.Offload:
-    return fe.Offload("host", main_weights="host", gradients="host", step_on=step_on)
-
-
-def with_host_rate(rate: float) -> Machine:
-    """Each rank reads and writes so many bytes of the host's memory in a second."""
-    return machine(host_memory_bandwidth=RANKS * rate)
-
-
 def test_weights_come_for_gathers_and_gradients_return_beside_them() -> None:
     found = simulated(with_host_rate(1e12), all_on_host())
     alone = SHARD / ALONE
@@ -199,12 +174,13 @@ def test_the_host_casts_weights_for_gathers_once_a_step(step_on: str) -> None:
     found = simulated(with_host_rate(rate), all_on_host(step_on), mp_policy=policy, microbatches=2)
     casts = [each for each in found.spans if (each.lane, each.label) == ("host work", "copy_")]
     seconds = (4 + 2) * SHARD / 4 / rate
-    assert [each.end - each.start for each in casts] == pytest.approx(BLOCKS * [seconds])
     copy = SHARD / 2 / ALONE
-    assert seconds > copy
-    # The host casts one block after the other; the last one's copy follows.
+    # The host casts one block after the other, and shares its memory with the copy of the one
+    # before; the last one's copy follows.
+    expected = [seconds, *(BLOCKS - 1) * [seconds + copy]]
+    assert [each.end - each.start for each in casts] == pytest.approx(expected)
     first = [each for each in found.spans if (each.lane, each.phase) == ("copy in", "forward")]
-    assert first[BLOCKS - 1].end == pytest.approx(BLOCKS * seconds + copy)
+    assert first[BLOCKS - 1].end == pytest.approx(sum(expected) + copy)
     sent = SHARD // 2
     assert found.elsewhere == {"host": BLOCKS * (4 * SHARD + sent)}
 
@@ -217,7 +193,7 @@ def test_work_of_the_host_without_the_figure_of_its_memory_is_an_error(step_on: 
 
 def test_work_of_an_operation_follows_its_copy() -> None:
     clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
-    gather, out = clock.lanes["inner gather"], clock.make_state_lanes(torch.device("cpu"))[1]
+    gather, out = clock.lanes["inner gather"], clock.make_copy_lanes(STATE_LANES)[1]
 
     def bring_and_send() -> Any:
         clock.send(0.0, 2.0)
@@ -338,6 +314,19 @@ def test_two_directions_share_what_both_reach_together() -> None:
     assert queues.add(Direction.INTO, 20.0, 10.0).end == pytest.approx(22.0)
 
 
+def test_work_of_the_host_shares_its_memory_with_copies() -> None:
+    queues = CopyQueues(TwoWayLink(10.0, 10.0, 15.0), host_rate=20.0)
+    into = queues.add(Direction.INTO, 0.0, 100.0)
+    work = queues.add(Direction.WORK, 4.0, 40.0)  # 2/3 of both rates
+    assert work.end == pytest.approx(7.0)
+    assert into.end == pytest.approx(11.0)
+    out = queues.add(Direction.OUT, 5.0, 30.0)  # with 7.5 and 7.5 beside 20: 4/7 of each
+    assert work.end == pytest.approx(5.0 + (40.0 - 40.0 / 3) / (20.0 * 4 / 7))
+    done = (work.end - 5.0) * 7.5 * 4 / 7
+    assert out.end == pytest.approx(work.end + (30.0 - done) / 7.5)
+    assert into.end == pytest.approx(out.end + (100.0 - 40.0 - 20.0 / 3 - 30.0) / 10.0)
+
+
 def test_links_without_a_limit_take_the_latency_alone() -> None:
     queues = CopyQueues(TwoWayLink(math.inf, math.inf, math.inf, latency=0.5))
     assert queues.add(Direction.INTO, 0.0, 100.0).end == 0.5
@@ -347,7 +336,7 @@ def test_links_without_a_limit_take_the_latency_alone() -> None:
 
 def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None:
     clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
-    into, out = clock.make_state_lanes(torch.device("cpu"))
+    into, out = clock.make_copy_lanes(STATE_LANES)
 
     def submit(lane: SimulatedLane, direction: Direction) -> Any:
         def copy() -> Any:

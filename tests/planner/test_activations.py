@@ -1,0 +1,119 @@
+"""Plans with activations on the host: when they are tried, and what users see of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.comm.lanes import ACTIVATION_LANES
+from fsdp_engine.planner.figure import save_figure
+from fsdp_engine.planner.strategy_search import EVERYTHING
+from tests.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
+
+BLOCKS = 8
+PLENTY = 2.0**40
+# Copies of a block are hidden behind its forward, which has two products.
+FAST = computing(1.1)
+SLOW = replace(FAST, host_link=fe.TwoWayLink(ALONE / 10, ALONE / 10, ALONE / 5))
+
+
+def build() -> nn.Module:
+    def linear() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH, bias=False)
+
+    return nn.Sequential(*(nn.Sequential(linear(), linear()) for _ in range(BLOCKS)))
+
+
+def planned(memory: float, machine: fe.Machine = FAST, **options: Any) -> fe.StrategyPlan:
+    given = {"batch": torch.zeros(ROWS, WIDTH), "world_size": RANKS, "min_unit_size": 0, **options}
+    return fe.plan(build, machine=machine, memory=memory, **given)
+
+
+@functools.cache
+def least(checkpointing: bool | str) -> int:
+    """Bytes that some candidate needs at most."""
+    outcomes = planned(PLENTY, checkpointing=(checkpointing,)).outcomes
+    return min(each.peak_bytes for each in outcomes)
+
+
+def ways_of(planning: fe.StrategyPlan) -> set[bool | str]:
+    return {each.candidate.checkpointing for each in planning.outcomes}
+
+
+def test_they_are_the_choice_where_they_do_not_fit_and_copies_are_hidden() -> None:
+    limit = least(False) - 1
+    planning = planned(limit)
+    chosen = planning.chosen
+    assert chosen is not None
+    assert chosen.candidate.checkpointing == "offload"
+    assert chosen.elsewhere == {"host": 2 * BLOCKS * SAVED}
+    assert chosen.peak_bytes <= limit
+    recomputed = [each.rate for each in planning.outcomes if each.candidate.recomputes]
+    assert max(recomputed) < 0.95 * chosen.rate
+    assert planning.best["checkpointing"] == "offload"
+    text = str(planning)
+    assert "ranks, no checkpointing, activations on the host: " in text
+    assert "Each node keeps 64.0 MiB on the host, 16.0 MiB of each rank." in text
+
+
+def test_they_are_not_tried_where_they_cannot_be_the_fastest() -> None:
+    assert ways_of(planned(PLENTY)) == {False, True}
+    limit = least(False) - 1
+    assert ways_of(planned(limit, offload=None)) == {False, True}
+    assert ways_of(planned(limit, replace(FAST, host_link=None))) == {False, True}
+    assert ways_of(planned(limit, replace(FAST, host_runs_ahead=False))) == {False, True}
+    assert ways_of(planned(limit, checkpointing=(False,))) == {False}
+    # Too large by more than activations.
+    assert ways_of(planned(1024.0)) == {False, True}
+
+
+def test_blocks_are_recomputed_where_copies_take_longer() -> None:
+    planning = planned(least(False) - 1, SLOW)
+    assert ways_of(planning) == {False, True, "offload"}
+    assert planning.chosen is not None
+    assert planning.chosen.candidate.checkpointing is True
+    (slow, *_) = (each for each in planning.outcomes if each.candidate.checkpointing == "offload")
+    candidate, times = slow.candidate, slow.times
+    assert times is not None
+    found = fe.simulate(
+        build,
+        RANKS,
+        batch=torch.zeros(ROWS, WIDTH),
+        mesh=candidate.mesh,
+        machine=SLOW,
+        strategy=candidate.strategy,
+        min_unit_size=0,
+        checkpointing="offload",
+    )
+    waited = sum(found.exposed_by_lane[lane] for lane in ACTIVATION_LANES)
+    assert (times.step, slow.memory) == (found.seconds, found.memory)
+    assert times.exposed["activations"] == pytest.approx(waited)
+    assert times.shares()["activation copies"] == pytest.approx(waited / found.seconds)
+    alone = planned(PLENTY, SLOW, checkpointing=("offload",))
+    assert "Bottleneck: copies of activations; " in str(alone)
+
+
+def test_state_follows_if_that_is_not_enough(tmp_path: Path) -> None:
+    without = min(least(False), least(True), least("offload"))
+    planning = planned(without - 1)
+    chosen = planning.chosen
+    assert chosen is not None
+    assert chosen.candidate.offload in (fe.Offload("host"), EVERYTHING)
+    both = [each for each in planning.outcomes if each.candidate.offload is not None]
+    assert "offload" in {each.candidate.checkpointing for each in both}
+    path = tmp_path / "plan.json"
+    planning.save(path)
+    assert fe.StrategyPlan.load(path).outcomes == planning.outcomes
+    save_figure(planning, tmp_path / "plan.png")
+    path.write_text(
+        path.read_text().replace('"checkpointing": "offload"', '"checkpointing": "host"')
+    )
+    with pytest.raises(ValueError, match="checkpointing: expected True, False or 'offload'"):
+        fe.StrategyPlan.load(path)
