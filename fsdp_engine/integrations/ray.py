@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
 from fsdp_engine.checkpoint.joint_optimizer import Optimizers

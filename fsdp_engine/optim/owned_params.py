@@ -217,6 +217,11 @@ class MeshOwners:
                 flat = each.local
             each.whole = flat.view(each.owned.site.shape).requires_grad_()
 
+    @property
+    def bytes_of_wholes(self) -> int:
+        """Of weights that this rank keeps as an owner, beside its slices."""
+        return sum(whole.nbytes for whole in self._wholes)
+
     def tell(self, flag: bool) -> bool:
         """Whether ``flag`` is true on some rank. Collective."""
         self._before.start(bytearray([flag]))

@@ -29,8 +29,9 @@ must call it.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
@@ -64,13 +65,24 @@ from fsdp_engine.optim.owned_params import (
     map_leaves,
 )
 from fsdp_engine.optim.owner_messages import Owned
-from fsdp_engine.optim.ownership import Item, assign_owners, in_chunks, newton_schulz_work
+from fsdp_engine.optim.ownership import (
+    Item,
+    assign_owners,
+    in_chunks,
+    newton_schulz_work,
+    shares_of,
+)
 from fsdp_engine.optim.parameter_sites import ParamSite, site_of
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot
 
 _MOST_CHUNKS = 8
 # Of one rank in one chunk, at least.
 _CHUNK_ELEMENTS = 2**20
+
+
+# Those that step, in the order in which they were made.
+_STEPS: weakref.WeakValueDictionary[int, OwnedStep] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 class _Work(NamedTuple):
@@ -232,6 +244,8 @@ class OwnedStep:
         self._plain: list[Tensor] = []
         self._reads: list[Any] = []
         self.needs: dict[str, Needs] = {}
+        self._shares: list[str] = []
+        self._last: Any = None  # within a step, the shadow that torch steps
         self._refresh(optimizer)
         self._takes_nothing = self._try_without_parameters(optimizer)
 
@@ -244,8 +258,13 @@ class OwnedStep:
         """Whether ``param`` has an owner."""
         return id(param) in self._owned
 
+    def owns_id(self, param: int) -> bool:
+        """As :meth:`owns`, by ``id``."""
+        return param in self._owned
+
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer."""
+        _STEPS[next(_NUMBERS)] = self
         self._hook = optimizer.register_step_pre_hook(self).id
         others = dict(optimizer._optimizer_step_post_hooks)
         optimizer.register_step_post_hook(self._finish)
@@ -259,6 +278,20 @@ class OwnedStep:
         """Let other hooks change gradients and hyperparameters before the first chunk's step."""
         hooks = optimizer._optimizer_step_pre_hooks
         hooks[self._hook] = hooks.pop(self._hook)
+
+    def describe(self) -> str:
+        """Which parameters are stepped how, and this rank's share, in a sentence each."""
+        kind, needs = type(self._optimizer()).__name__, list(self.needs.values())
+        lines = [
+            f"{kind}: {needs.count(Needs.ELEMENT):,} parameters are stepped on slices, "
+            f"{len(self._owned):,} whole, each on one rank"
+        ]
+        if self._is_joint:
+            lines[0] += " (all on the same, since its step needs all of them at once)"
+        lines += self._shares
+        kept = sum(owners.bytes_of_wholes for owners in self._owners)
+        lines.append(f"owners keep whole weights between steps: {kept:,} bytes on this rank")
+        return "; ".join(lines) + "."
 
     # Owners.
 
@@ -357,6 +390,7 @@ class OwnedStep:
                 chunks.append(chunk)
                 self._owned[id(param)] = made
         self._owners.append(MeshOwners(params, chunks))
+        self._shares.append(_describe_shares(shares_of(items, owners, mesh.size), rank, len(items)))
 
     def _check_converted(self) -> None:
         for each in self._owned.values():
@@ -651,6 +685,8 @@ class OwnedStep:
             self._shadows.function(self._without_parameters(optimizer))
         except Exception:
             return False
+        finally:
+            self._last = None
         return True
 
     def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -659,6 +695,7 @@ class OwnedStep:
             return
         if self._takes_nothing:  # counters of groups of which this rank owns nothing
             self._shadows.keep(optimizer, self._last, range(len(self._groups)))
+        self._last = None  # it refers to hooks
         self._shadows.store(optimizer)
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(
@@ -746,6 +783,22 @@ class OwnedStep:
         each.known = map_leaves(described, values) if values else None
         each.numbers = [n for n in leaves_of(values) if isinstance(n, bool | int | float)]
         optimizer.state[each.param] = values if each.is_mine else {}
+
+
+def _describe_shares(shares: Sequence[Item], rank: int, num_items: int) -> str:
+    work, numel = ([share[field] for share in shares] for field in (0, 1))
+    mean = sum(work) / len(work) or 1.0
+    return (
+        f"this rank's share of the work of {num_items:,} is {work[rank] / mean:.2f} of the mean of "
+        f"{len(shares):,} ranks ({min(work) / mean:.2f} to {max(work) / mean:.2f}), of their "
+        f"elements {numel[rank] * len(shares) / max(sum(numel), 1):.2f}"
+    )
+
+
+def describe_owners(params: Collection[int]) -> list[str]:
+    """A line for each optimizer of this process with owners for some of ``params``, by ``id``."""
+    steps = [step for step in list(_STEPS.values()) if any(map(step.owns_id, params))]
+    return [step.describe() for step in steps]
 
 
 def owned_step_of(optimizer: Optimizer) -> OwnedStep | None:

@@ -133,6 +133,15 @@ def _improve(shares: _Shares) -> bool:
     return False
 
 
+def shares_of(items: Sequence[Item], owners: Sequence[int], num_ranks: int) -> list[Item]:
+    """What each rank owns, as one item."""
+    found = [Item(0.0, 0)] * num_ranks
+    for item, owner in zip(items, owners, strict=True):
+        before = found[owner]
+        found[owner] = Item(before.work + item.work, before.numel + item.numel)
+    return found
+
+
 def in_chunks(work: Sequence[float], num_chunks: int) -> list[int]:
     """Divide one rank's items, in their order, into chunks of about equal work.
 

@@ -35,6 +35,7 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.allocator import Memory, Peak, begin_device_peak, device_peak
 from fsdp_engine.optim.offloaded_step import is_offloaded
+from fsdp_engine.optim.owned_step import describe_owners
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -304,12 +305,14 @@ class Description:
         measured: by the latest ``engine.measure()``, a table of its own; None: there was none.
         elsewhere: bytes of offloaded state and activations on this rank by role, by place ("host",
             "disk").
+        optimizers: a line for each that steps whole parameters.
     """
 
     title: str
     rows: tuple[UnitRow, ...]
     measured: Measurement | None = None
     elsewhere: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    optimizers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         # Only here: training without tables needs no library for them.
@@ -345,6 +348,7 @@ class Description:
         for place, held in self.elsewhere.items():
             kinds = ", ".join(f"{role} {format_bytes(n)}" for role, n in held.items())
             described += f"\nOn the {place}: {kinds}"
+        described = "\n".join([described, *self.optimizers])
         return described if self.measured is None else f"{described}\n{self.measured}"
 
 
@@ -356,7 +360,8 @@ def describe_units(
     measured: Measurement | None = None,
     elsewhere: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> Description:
-    """Rows for ``units`` on this rank, the latest measurement of them, and bytes elsewhere."""
+    """Rows for ``units`` on this rank, the latest measurement of them, bytes elsewhere, and owners
+    of their parameters."""
     title = (
         f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
         f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
@@ -364,7 +369,8 @@ def describe_units(
     )
     expected = expect(units[0].modules[0], [unit.modules for unit in units])
     rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
-    return Description(title, tuple(rows), measured, elsewhere)
+    ids = [id(p) for unit in units for buffer in unit.trainable for p in buffer.sharded_params]
+    return Description(title, tuple(rows), measured, elsewhere, tuple(describe_owners(ids)))
 
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:

@@ -116,6 +116,14 @@ def train(model: nn.Module, optimizer: Any, steps: Sequence[int], *, sharded: bo
         optimizer.zero_grad()
 
 
+def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+    step = owned_step_of(optimizer)
+    assert step is not None
+    target = step.target_of(param, (3,), torch.float32)
+    assert isinstance(target, fe.FlatDTensor)
+    return target.local.numel() == 3
+
+
 def values(model: nn.Module) -> list[Tensor]:
     return [
         p.full_tensor() if isinstance(p, fe.FlatDTensor) else p.detach().clone()
@@ -183,6 +191,21 @@ def test_each_parameter_is_stepped_on_one_rank() -> None:
     dist.all_gather_object(everywhere, owned)
     assert [sum(each) for each in zip(*everywhere, strict=True)] == [1] * len(owned)
     assert all(sum(each) for each in everywhere), "a rank owns nothing"
+
+
+@on_ranks(2)
+def test_descriptions_have_shares() -> None:
+    model, engine, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    text = str(engine.describe())
+    assert "Whitening: 0 parameters are stepped on slices, 5 whole, each on one rank" in text
+    work = [
+        float(p.shape[0] * p.numel() // p.shape[0] * min(p.shape[0], p.numel() // p.shape[0]))
+        for p in model.parameters()
+    ]
+    owned = sum(w for w, p in zip(work, model.parameters(), strict=True) if is_mine(optimizer, p))
+    assert f"share of the work of 5 is {2 * owned / sum(work):.2f} of the mean of 2 ranks" in text
+    del optimizer
+    assert "stepped on slices" not in str(engine.describe()), "it is still alive"
 
 
 @on_ranks(2)
