@@ -374,9 +374,11 @@ class OwnedStep:
         """Choose owners among the ranks of ``mesh``."""
         items = []
         for unit in units:
-            shapes = [_site(param).shape for _, param in unit]
+            sites = [_site(param) for _, param in unit]
+            shapes = [site.shape for site in sites]
             numel = sum(torch.Size(shape).numel() for shape in shapes)
-            items.append(Item(sum(map(newton_schulz_work, shapes)), numel))
+            near = sites[0].central_ranks if len(sites) == 1 else ()
+            items.append(Item(sum(map(newton_schulz_work, shapes)), numel, near))
         owners = assign_owners(items, mesh.size)
         chunk_of = _chunks_of(items, owners, mesh.size)
         rank = mesh.outer.rank * mesh.inner.size + mesh.inner.rank
@@ -786,7 +788,7 @@ class OwnedStep:
 
 
 def _describe_shares(shares: Sequence[Item], rank: int, num_items: int) -> str:
-    work, numel = ([share[field] for share in shares] for field in (0, 1))
+    work, numel = [share.work for share in shares], [share.numel for share in shares]
     mean = sum(work) / len(work) or 1.0
     return (
         f"this rank's share of the work of {num_items:,} is {work[rank] / mean:.2f} of the mean of "

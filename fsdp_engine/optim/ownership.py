@@ -3,7 +3,8 @@
 [Note: Choice of owners]
 Each parameter gets one owner among the ranks that share it. The busiest rank bounds the time of a
 step, and the rank with the most state bounds memory. So both are balanced: parameters are taken in
-the order of their share of all work or of all elements, whichever is larger, and each goes to the
+the order of their share of all work or of all elements, whichever is larger, and each goes to a
+rank that holds its middle, as long as that has less than the mean with it, and otherwise to the
 rank whose larger share is the smallest so far (longest processing time first, R. L. Graham, "Bounds
 on multiprocessing timing anomalies", 1969: at most 4/3 of the best). Afterwards single parameters
 of the busiest rank are moved, or swapped, where that lowers its share. The result depends on shapes
@@ -30,10 +31,12 @@ class Item(NamedTuple):
     Attributes:
         work: of its step, in any unit.
         numel: its elements.
+        near: ranks that would receive the least of it.
     """
 
     work: float
     numel: int
+    near: Sequence[int] = ()
 
 
 def newton_schulz_work(shape: Sequence[int]) -> float:
@@ -96,9 +99,11 @@ def assign_owners(items: Sequence[Item], num_ranks: int) -> list[int]:
     order = sorted(range(len(items)), key=lambda number: (-max(shares.of_item[number]), number))
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for number in order:
-        _, rank = heap[0]
-        shares.add(rank, number)
-        heapq.heapreplace(heap, (shares.larger(rank), rank))
+        while heap[0][0] != shares.larger(heap[0][1]):  # it has got something meanwhile
+            heapq.heapreplace(heap, (shares.larger(heap[0][1]), heap[0][1]))
+        near = min(items[number].near, key=shares.larger, default=heap[0][1])
+        fits = shares.after(near, number, None) <= 1 / num_ranks
+        shares.add(near if fits else heap[0][1], number)
     for _ in range(min(_MOST_ATTEMPTS, 2 * len(items))):
         if not _improve(shares):
             break

@@ -60,6 +60,18 @@ class ParamSite(NamedTuple):
             self.number, self.buffer.depth, Coordinate(outer, inner)
         )
 
+    @property
+    def central_ranks(self) -> Sequence[int]:
+        """The ranks that hold its middle element; none if all hold all."""
+        layout, mesh, depth = self.buffer.layout, self.buffer.mesh, self.buffer.depth
+        if depth == 0:
+            return ()
+        slot = layout.slots[self.number]
+        inner, place = divmod(slot.offset + slot.numel // 2, layout.numel // layout.inner_size)
+        if depth == 2:
+            return (place // layout.shard_numel * mesh.inner.size + inner,)
+        return range(inner, mesh.size, mesh.inner.size)
+
     def sources_for(self, rank: int) -> Iterator[int]:
         """The ranks whose parts, put together, are the parameter: those nearest to ``rank``."""
         mesh, depth = self.buffer.mesh, self.buffer.depth
