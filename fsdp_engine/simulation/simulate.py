@@ -480,7 +480,7 @@ def _check_links(machine: Machine, offload: object, num_ranks: int) -> None:
     """
     if isinstance(offload, Offload):
         for place in sorted(set(offload.places.values())):
-            if machine.host_runs_ahead == (place == HOST):
+            if machine.host_runs_ahead or place == DISK:
                 machine.link_to_state(place, num_ranks)
         if machine.host_runs_ahead and offload.main_weights == HOST:
             machine.host_rate(num_ranks)

@@ -13,7 +13,7 @@ import torch
 from fsdp_engine.memory import disk_memory
 from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile
 
-PIECE = disk_memory._PIECE
+PIECE = disk_memory.PIECE
 
 
 @pytest.fixture(params=["direct", "buffered"])
