@@ -13,9 +13,9 @@ none of its own.
 Accelerators have a sixth lane, which encodes main weights for gathers, so that a cast does not wait
 for the all-gather of the previous unit. On CPU the host casts when it issues the gather. Offloaded
 optimizer state, main weights and gradients have two lanes, one for each direction, and so have
-activations. Beside an accelerator with state on a disk, each of them is a stream and a thread, which
-submits the lane's operations and waits for files within; the host waits for a ticket until the
-thread has submitted its operation.
+activations. Where state of an accelerator lies on a disk, a state lane is a stream and a thread,
+which submits the lane's operations and waits for files within. Waiting for a ticket then blocks
+the host until the thread has submitted the operation.
 
 An operation is a generator (``collectives.py``) that yields the works that must be done before it
 continues. On CUDA it runs through at submission, because its stream waits. On CPU it starts at
@@ -963,8 +963,10 @@ class ThreadLane(DeviceLane):
         errors: list[Exception] = []
         if threading.get_ident() != self._at_work:
             while self._unfinished:
+                ticket = self._unfinished.popleft()
                 try:
-                    self._unfinished.popleft().finish()
+                    if not ticket.done:
+                        ticket.finish()
                 except (RuntimeError, ValueError) as error:
                     errors.append(error)
         return [*errors, *super().drain()]

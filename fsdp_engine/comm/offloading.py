@@ -14,7 +14,7 @@ from fsdp_engine.comm.lanes import Lane, make_state_lanes, mark
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads
 from fsdp_engine.memory.disk_staging import Staging
-from fsdp_engine.memory.home import DiskHome, DiskHomes, Home, HomePart, Homes, StagedHome
+from fsdp_engine.memory.home import DiskHome, Home, HomePart, Homes, HostHome, StagedHome
 from fsdp_engine.offload import DISK, HOST, ROLES, Offload, computes_elsewhere
 
 # Of ledgers, by role of :class:`~fsdp_engine.Offload`.
@@ -81,13 +81,13 @@ class Offloading:
             memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
 
         if place != DISK or is_simulated():
-            return Homes(book, pinned=self._offload.pin_memory)
+            return Homes(book, partial(HostHome, pinned=self._offload.pin_memory))
         assert self._offload.folder is not None
         file = self._files.pop(role, None) or DiskFile(Path(self._offload.folder))
         if self._staging:
             into, out = self._staging
-            return DiskHomes(book, partial(StagedHome, file=file, into=into, out=out))
-        return DiskHomes(book, partial(DiskHome, file=file, threads=self._threads))
+            return Homes(book, partial(StagedHome, file=file, into=into, out=out))
+        return Homes(book, partial(DiskHome, file=file, threads=self._threads))
 
     def _make_staging(self) -> list[Staging]:
         """One for each direction."""

@@ -12,8 +12,8 @@ Files have no name, so no other process can read them after a crash of this one 
 
 ``DiskBlock.bytes`` maps the same file through the page cache. A direct write first writes back and
 then drops the pages that it replaces, so the mapping shows the same bytes, as long as it is not
-used during a write. Python's ``mmap`` would duplicate the file's descriptor for each block, of which
-a process has 1024 by default; ``Mapping`` calls the C library.
+used during a write. ``Mapping`` calls the C library, since Python's ``mmap`` duplicates the file's
+descriptor for each block.
 """
 
 from __future__ import annotations
@@ -238,9 +238,7 @@ class DiskBlock:
             staging: has them, of whole blocks of the disk, and begins at a page.
         """
         count = _in_blocks(num_bytes)
-        written = os.pwritev(
-            self._file.output, [_memory_of(staging[:count])], self._start + start
-        )
+        written = os.pwritev(self._file.output, [_memory_of(staging[:count])], self._start + start)
         if written < count:
             raise OSError(errno.EIO, f"expected to write {count} bytes at {start}; found {written}")
 

@@ -12,7 +12,6 @@ import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from fsdp_engine.accelerator import is_simulated

@@ -102,9 +102,7 @@ class StagedHome(DiskBlock):
     The host reads and writes within the operations: their lane runs them in a thread.
     """
 
-    def __init__(
-        self, num_bytes: int, file: DiskFile, into: Staging, out: Staging
-    ) -> None:
+    def __init__(self, num_bytes: int, file: DiskFile, into: Staging, out: Staging) -> None:
         super().__init__(num_bytes, file)
         self._into = into
         self._out = out
@@ -160,16 +158,16 @@ class StagedHome(DiskBlock):
 
 
 class Homes:
-    """Makes homes in the host's memory.
+    """Makes homes.
 
     Args:
         book: called with each.
-        pinned: whether the device copies by itself.
+        make: makes one of so many bytes.
     """
 
-    def __init__(self, book: Callable[[Home], None], *, pinned: bool = True) -> None:
+    def __init__(self, book: Callable[[Home], None], make: Callable[[int], Home]) -> None:
         self._book = book
-        self._pinned = pinned
+        self._make = make
 
     def make(self, num_bytes: int, drain: Callable[[], object]) -> Home:
         """Returns a home of ``num_bytes``.
@@ -186,19 +184,3 @@ class Homes:
             weakref.finalize(home, drain).atexit = False
         self._book(home)
         return home
-
-    def _make(self, num_bytes: int) -> Home:
-        return HostHome(num_bytes, pinned=self._pinned)
-
-
-class DiskHomes(Homes):
-    """Makes homes in one file.
-
-    Args:
-        book: called with each.
-        make: makes one of so many bytes.
-    """
-
-    def __init__(self, book: Callable[[Home], None], make: Callable[[int], Home]) -> None:
-        super().__init__(book)
-        self._make = make

@@ -376,7 +376,7 @@ class Clock:
         if place not in self._queues:
             self._queues[place] = CopyQueues(link)
         into = direction is Direction.INTO
-        staging = self.machine.staging_seconds(place, into, num_bytes, self._num_ranks)
+        staging = self.machine.staging_seconds(place, num_bytes, self._num_ranks, to_device=into)
         if self._work is None:
             rate = link.into if into else link.out
             self.compute("copy", staging + link.latency + num_bytes / rate)

@@ -301,9 +301,11 @@ class Machine:
             link = link.within(self.host_rate(num_ranks))
         return link if place == HOST else self._known("disk", place).through(link)
 
-    def staging_seconds(self, place: str, to_device: bool, num_bytes: float, num_ranks: int) -> float:
-        """Returns how much longer a copy to or from a disk takes by the host memory of a device
-        that it passes: one piece there, with which nothing of the copy overlaps."""
+    def staging_seconds(
+        self, place: str, num_bytes: float, num_ranks: int, *, to_device: bool
+    ) -> float:
+        """Returns the seconds by which host memory lengthens a copy between a device and a disk:
+        one piece crosses the host's link while the disk does nothing for the copy."""
         if place != DISK or not self.host_runs_ahead:
             return 0.0
         link = self.link_to_state(HOST, num_ranks)

@@ -38,7 +38,7 @@ from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, watching_elsewhere
-from fsdp_engine.offload import HOST, Offload
+from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
