@@ -243,7 +243,7 @@ class DiskBlock:
             raise OSError(errno.EIO, f"expected to write {count} bytes at {start}; found {written}")
 
     def finish_writing(self) -> None:
-        """What was written is on the disk, and not in memory."""
+        """Write to the disk where writes are not direct, and keep nothing in memory."""
         if not self._file.is_direct:
             os.fdatasync(self._file.number)
             self.forget()

@@ -39,8 +39,8 @@ class StagingPiece:
 
 
 class Staging:
-    """Two pieces, of copies in one direction. A thread that takes a second piece before it puts the
-    first has to be the only one that takes any.
+    """Two pieces, of copies in one direction. Threads that share it hold one each; a thread that
+    holds both has to be the only one.
 
     Args:
         mark: see :data:`Mark`.
@@ -64,7 +64,11 @@ class Staging:
     def take(self) -> StagingPiece:
         """A piece that nothing uses; the thread waits for one."""
         piece = self._free.get()
-        piece.wait()
+        try:
+            piece.wait()
+        except BaseException:
+            self.put(piece)
+            raise
         return piece
 
     def copied(self, piece: StagingPiece) -> None:
@@ -82,5 +86,7 @@ class Staging:
         try:
             yield piece.bytes
         finally:
-            self.copied(piece)
-            self.put(piece)
+            try:
+                self.copied(piece)
+            finally:
+                self.put(piece)

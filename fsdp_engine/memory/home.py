@@ -133,27 +133,24 @@ class StagedHome(DiskBlock):
         try:
             with errors_of_disk():
                 for first in range(0, len(work), PIECE):
-                    copied.append(self._copy_out(work[first : first + PIECE]))
+                    part = work[first : first + PIECE]
+                    copied.append(self._out.take())
+                    copied[-1].bytes[: len(part)].copy_(part, non_blocking=True)
+                    self._out.copied(copied[-1])
                     if first:  # the piece before, while the device copies
-                        self._write(copied, work, first - PIECE)
+                        self._write(copied, first - PIECE, PIECE)
                 if copied:
-                    self._write(copied, work, first)
+                    self._write(copied, first, len(part))
                 self.finish_writing()
         finally:
             for piece in copied:
                 self._out.put(piece)
         yield from ()
 
-    def _copy_out(self, part: Tensor) -> StagingPiece:
-        piece = self._out.take()
-        piece.bytes[: len(part)].copy_(part, non_blocking=True)
-        self._out.copied(piece)
-        return piece
-
-    def _write(self, copied: deque[StagingPiece], work: Tensor, start: int) -> None:
+    def _write(self, copied: deque[StagingPiece], start: int, num_bytes: int) -> None:
         """Write the oldest of the pieces that are copied."""
         copied[0].wait()
-        self.write_part(copied[0].bytes, start, min(len(work) - start, PIECE))
+        self.write_part(copied[0].bytes, start, num_bytes)
         self._out.put(copied.popleft())
 
 
