@@ -874,15 +874,21 @@ class DeviceLane:
 
 
 class ThreadTicket:
-    """An operation on a :class:`ThreadLane`, and whether the host has seen its end."""
+    """An operation on a :class:`ThreadLane`.
 
-    __slots__ = ("_future", "_lane", "done", "label")
+    Attributes:
+        label: its operation and unit.
+        is_known: the host has waited for the thread, and so knows of an error.
+    """
+
+    __slots__ = ("_future", "_lane", "is_known", "label")
+    done = False
 
     def __init__(self, lane: ThreadLane, label: str, future: Future[DeviceTicket]) -> None:
         self._lane = lane
         self._future = future
         self.label = label
-        self.done = False
+        self.is_known = False
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -891,8 +897,8 @@ class ThreadTicket:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has, and the host knows how."""
-        return self.done or (self._future.done() and self._future.exception() is None)
+        """Whether the thread has submitted it, and the host knows of an error."""
+        return self.is_known or (self._future.done() and self._future.exception() is None)
 
     def submitted(self) -> DeviceTicket:
         """Wait until the thread has submitted the operation; returns the ticket of its stream.
@@ -911,7 +917,7 @@ class ThreadTicket:
             return self.submitted()
         finally:
             ACTIVITY.waits = None
-            self.done = True
+            self.is_known = True
 
 
 class ThreadLane(DeviceLane):
@@ -965,7 +971,7 @@ class ThreadLane(DeviceLane):
             while self._unfinished:
                 ticket = self._unfinished.popleft()
                 try:
-                    if not ticket.done:
+                    if not ticket.is_known:
                         ticket.finish()
                 except (RuntimeError, ValueError) as error:
                     errors.append(error)
