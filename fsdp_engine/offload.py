@@ -78,22 +78,12 @@ class Offload:
             shards_gradients: whether the inner level does.
 
         Raises:
-            ValueError: no file can be made in the folder; an accelerator's state would go to a
-                disk; or gradients are not sharded.
+            ValueError: no file can be made in the folder, or gradients are not sharded.
         """
         self.check_levels(shards_gradients=shards_gradients)
-        if _computes_elsewhere(device):
+        if computes_elsewhere(device):
             self.check_pair()
-        if DISK not in self.places.values():
-            return
-        if _computes_elsewhere(device):
-            name = "an accelerator" if simulates_device() else device.type
-            role = next(role for role, place in self.places.items() if place == DISK)
-            raise ValueError(
-                f"offload.{role}: expected 'host' for state of {name}; found 'disk', which is for "
-                "training on a CPU"
-            )
-        if is_simulated():  # of another machine
+        if DISK not in self.places.values() or is_simulated():  # of another machine
             return
         assert self.folder is not None
         if not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK | os.X_OK)):
@@ -117,12 +107,12 @@ class Offload:
             )
 
     def check_pair(self) -> None:
-        """Whether an accelerator's weights and gradients lie at one place.
+        """Whether an accelerator's weights and gradients are tensors of one device.
 
         Raises:
             ValueError: they do not.
         """
-        if (self.main_weights == HOST) != (self.gradients == HOST):
+        if (self.main_weights == DEVICE) != (self.gradients == DEVICE):
             raise ValueError(
                 f"offload.gradients: expected {self.main_weights!r}, where main_weights lie, since "
                 f"torch wants a parameter and its .grad on one device; found {self.gradients!r}"
@@ -131,9 +121,9 @@ class Offload:
     def moves(self, role: str, device: torch.device) -> bool:
         """Whether ``role`` lies elsewhere than where ``device`` computes."""
         place = getattr(self, role)
-        return place == DISK or (place == HOST and _computes_elsewhere(device))
+        return place == DISK or (place == HOST and computes_elsewhere(device))
 
 
-def _computes_elsewhere(device: torch.device) -> bool:
+def computes_elsewhere(device: torch.device) -> bool:
     """Whether ``device`` does not compute in host memory."""
     return is_accelerator(device) or simulates_device()

@@ -45,7 +45,6 @@ moment.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -148,9 +147,7 @@ class HomedShard:
         at = context.mesh_communicators.mesh.coordinate
         start, stop = spec.layout.range(depth, at)
         numel = stop - start
-        self.home = homes.make(numel * dtype.itemsize)
-        # The device may still write into it when its engine is deleted.
-        weakref.finalize(self.home, self._out.drain).atexit = False
+        self.home = homes.make(numel * dtype.itemsize, self._out.drain)
         self.buffer = ShardedBuffer(spec.layout, at, depth, alias(self.home.bytes.view(dtype)))
         self.storage = context.memory.transient(numel, dtype, "staging")
         with self.storage.while_filled():

@@ -50,7 +50,6 @@ are the same, so ranks may differ in this.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +66,7 @@ from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain, Lane, Ticket
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
-from fsdp_engine.memory.home import Home, HostHome
+from fsdp_engine.memory.home import Home
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Role, Strategy
 
 # A line of whole gradients as one of that dtype; None while gradients need it.
@@ -483,23 +482,19 @@ class Weights:
         homes = None if offloading is None else offloading.main_weights
         if homes is None or not can_leave_device(self._spec.strategy, self.codec):
             return None
-        home = homes.make(bytes_of_main(self._spec, self._at))
-        # The device may still read it when its engine is deleted.
-        weakref.finalize(home, self._context.lanes.drain).atexit = False
-        return home
+        return homes.make(bytes_of_main(self._spec, self._at), self._context.lanes.drain)
 
     def _make_sent_home(self) -> Home | None:
         """The home of the bytes that are gathered; None: the device encodes them."""
         spec, codec, offloading = self._spec, self.codec, self._context.offloading
         if self.home is None or codec.is_identity:
             return self.home
-        if not (isinstance(self.home, HostHome) and is_cast_at_home(spec.strategy, codec)):
-            return None
         assert offloading is not None
         assert offloading.main_weights is not None
-        return offloading.main_weights.make(
-            self._numel(spec.param_depth) * codec.wire_dtype.itemsize
-        )
+        if not (offloading.casts_at_home and is_cast_at_home(spec.strategy, codec)):
+            return None
+        num_bytes = self._numel(spec.param_depth) * codec.wire_dtype.itemsize
+        return offloading.main_weights.make(num_bytes, self._context.lanes.drain)
 
     def _encoded(self) -> Gather:
         """A gather of main weights, encoded by a codec of one encoding."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from fsdp_engine.accelerator import is_simulated
-from fsdp_engine.comm.lanes import Lane, make_state_lanes
+from fsdp_engine.comm.lanes import Lane, make_state_lanes, mark
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads
-from fsdp_engine.memory.home import DiskHomes, Home, HomePart, Homes
-from fsdp_engine.offload import DISK, HOST, ROLES, Offload
+from fsdp_engine.memory.disk_staging import Staging
+from fsdp_engine.memory.home import DiskHome, Home, HomePart, Homes, HostHome, StagedHome
+from fsdp_engine.offload import DISK, HOST, ROLES, Offload, computes_elsewhere
 
 # Of ledgers, by role of :class:`~fsdp_engine.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
+STAGING_ROLE = "staging"
 
 
 class OffloadedBuffer(NamedTuple):
@@ -54,11 +56,13 @@ class Offloading:
     ) -> None:
         self.memory = memory
         self.compute = compute
-        self.state_in, self.state_out = make_state_lanes(memory.device)
+        is_staged = DISK in offload.places.values() and computes_elsewhere(memory.device)
+        self.state_in, self.state_out = make_state_lanes(memory.device, in_threads=is_staged)
         self.steps_on_host = offload.step_on == HOST
         self._offload = offload
         self._files = dict(files)
         self._threads = DiskThreads()  # start with their first work
+        self._staging = self._make_staging() if is_staged else []
         self._moved = {role for role in ROLES if offload.moves(role, memory.device)}
 
     def moves(self, role: str) -> bool:
@@ -77,10 +81,26 @@ class Offloading:
             memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
 
         if place != DISK or is_simulated():
-            return Homes(book, pinned=self._offload.pin_memory)
+            return Homes(book, partial(HostHome, pinned=self._offload.pin_memory))
         assert self._offload.folder is not None
         file = self._files.pop(role, None) or DiskFile(Path(self._offload.folder))
-        return DiskHomes(book, file, self._threads)
+        if self._staging:
+            into, out = self._staging
+            return Homes(book, partial(StagedHome, file=file, into=into, out=out))
+        return Homes(book, partial(DiskHome, file=file, threads=self._threads))
+
+    def _make_staging(self) -> list[Staging]:
+        """One for each direction."""
+        device, pinned = self.memory.device, self._offload.pin_memory
+        made = [Staging(partial(mark, device), pinned=pinned) for _ in self.lanes]
+        for each in made:
+            self.memory.book_elsewhere(each, HOST, STAGING_ROLE, each.bytes)
+        return made
+
+    @property
+    def casts_at_home(self) -> bool:
+        """Whether the host casts main weights where they lie. A disk would have to write them."""
+        return self._offload.main_weights == HOST
 
     @cached_property
     def main_weights(self) -> Homes | None:
@@ -105,7 +125,7 @@ class Offloading:
         """Until all copies to homes are done.
 
         Raises:
-            ValueError: one failed.
+            ValueError, RuntimeError: one failed.
         """
         for error in self.state_out.drain():
             raise error

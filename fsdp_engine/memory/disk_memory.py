@@ -12,7 +12,8 @@ Files have no name, so no other process can read them after a crash of this one 
 
 ``DiskBlock.bytes`` maps the same file through the page cache. A direct write first writes back and
 then drops the pages that it replaces, so the mapping shows the same bytes, as long as it is not
-used during a write.
+used during a write. ``Mapping`` calls the C library, since Python's ``mmap`` duplicates the file's
+descriptor for each block.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -36,9 +38,24 @@ from torch import Tensor
 from fsdp_engine.memory import allocator
 
 # Bytes of one call, and of a staging buffer: a thread gives its place to others between calls.
-_PIECE = 16 << 20
+PIECE = 16 << 20
 # Direct access is in multiples of a block of the disk, 512 or 4096 bytes; mappings begin at pages.
 _BLOCK = mmap.ALLOCATIONGRANULARITY
+
+_C = ctypes.CDLL(None, use_errno=True)
+_C.mmap.restype = ctypes.c_void_p
+_C.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_C.msync.argtypes = _C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MS_SYNC = 4
 
 
 class _Staging(threading.local):
@@ -47,7 +64,7 @@ class _Staging(threading.local):
     @cached_property
     def memory(self) -> mmap.mmap:
         """The buffer."""
-        return mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(-1, PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     @cached_property
     def bytes(self) -> Tensor:
@@ -120,6 +137,55 @@ class DiskFile:
             ) from error
 
 
+class Mapping:
+    """A range of a file in this process's memory, shared with the file, through the page cache.
+
+    Args:
+        number: descriptor of the file.
+        start: of the range, a multiple of a page.
+        num_bytes: of the range, which is not empty.
+
+    Attributes:
+        bytes: the memory as a tensor, 1-D. It is unmapped with the last tensor over it.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+
+    def __init__(self, number: int, start: int, num_bytes: int) -> None:
+        self._place = self._map(number, start, num_bytes), num_bytes
+        memory = (ctypes.c_ubyte * num_bytes).from_address(self._place[0])
+        weakref.finalize(memory, _C.munmap, *self._place).atexit = False
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+
+    @staticmethod
+    def _map(number: int, start: int, num_bytes: int) -> int:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address: int = _C.mmap(None, num_bytes, access, mmap.MAP_SHARED, number, start)
+        if address == _MAP_FAILED:
+            raise _last_error("mmap", num_bytes)
+        return address
+
+    def flush(self) -> None:
+        """Write changes to the disk.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if _C.msync(*self._place, _MS_SYNC):
+            raise _last_error("msync", self._place[1])
+
+    def forget(self) -> None:
+        """Take pages out of this process's memory; the page cache may keep them."""
+        if _C.madvise(*self._place, mmap.MADV_DONTNEED):
+            raise _last_error("madvise", self._place[1])
+
+
+def _last_error(call: str, num_bytes: int) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{call} of {num_bytes} bytes of state: {os.strerror(code)}")
+
+
 class DiskBlock:
     """``num_bytes`` of ``file``, zeroed, not booked.
 
@@ -137,48 +203,61 @@ class DiskBlock:
             self.bytes = allocator.empty(0, torch.uint8, "cpu")
             return
         self._start = file.extend(num_bytes)
-        self._mapping = mmap.mmap(file.number, num_bytes, offset=self._start)
-        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._mapping = Mapping(file.number, self._start, num_bytes)
+        self.bytes = self._mapping.bytes
 
     def read(self, target: Tensor, start: int = 0) -> None:
         """Read bytes from ``start`` into ``target``, on the CPU. The page cache keeps none."""
+        self.read_part(target, start)
+        self.forget()
+
+    def read_part(self, target: Tensor, start: int) -> None:
+        """Read bytes from ``start`` into ``target``, on the CPU. The page cache keeps them until
+        :meth:`forget`, and reads ahead."""
         view, place = _memory_of(target), 0
         while place < len(view):
             at = self._start + start + place
-            count = os.preadv(self._file.number, [view[place : place + _PIECE]], at)
+            count = os.preadv(self._file.number, [view[place : place + PIECE]], at)
             if not count:
                 raise OSError(errno.EIO, f"expected {len(view)} bytes of state; found {place}")
             place += count
-        self._forget()
 
     def write(self, source: Tensor) -> None:
         """Write all bytes, from ``source``, on the CPU, to the disk."""
-        for start in range(0, len(source), _PIECE):
-            piece = source[start : start + _PIECE]
+        for start in range(0, len(source), PIECE):
+            piece = source[start : start + PIECE]
             _STAGING.bytes[: len(piece)].copy_(piece)
-            num_bytes = _in_blocks(len(piece))
-            written = os.pwritev(
-                self._file.output,
-                [memoryview(_STAGING.memory)[:num_bytes]],
-                self._start + start,
-            )
-            if written < num_bytes:
-                raise OSError(
-                    errno.EIO, f"expected to write {num_bytes} bytes at {start}; found {written}"
-                )
+            self.write_part(_STAGING.bytes, start, len(piece))
+        self.finish_writing()
+
+    def write_part(self, staging: Tensor, start: int, num_bytes: int) -> None:
+        """Write ``num_bytes`` to ``start``, a multiple of :data:`PIECE`, followed by
+        :meth:`finish_writing`.
+
+        Args:
+            staging: has them, of whole blocks of the disk, and begins at a page.
+        """
+        count = _in_blocks(num_bytes)
+        written = os.pwritev(self._file.output, [_memory_of(staging[:count])], self._start + start)
+        if written < count:
+            raise OSError(errno.EIO, f"expected to write {count} bytes at {start}; found {written}")
+
+    def finish_writing(self) -> None:
+        """Write to the disk where writes are not direct, and keep nothing in memory."""
         if not self._file.is_direct:
             os.fdatasync(self._file.number)
-            self._forget()
+            self.forget()
 
     def flush(self) -> None:
         """Write changes through the mapping to the disk, and keep none of them in memory."""
         if self._num_bytes:
             self._mapping.flush()
-            self._forget()
+            self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the pages that the page cache has of this."""
         if self._num_bytes:
-            self._mapping.madvise(mmap.MADV_DONTNEED)  # mapped pages would stay in the cache
+            self._mapping.forget()  # mapped pages would stay in the cache
             place = self._start, self._num_bytes
             os.posix_fadvise(self._file.number, *place, os.POSIX_FADV_DONTNEED)
 
@@ -203,6 +282,15 @@ def _open_direct(name: str) -> int | None:
         return None
 
 
+@contextmanager
+def errors_of_disk() -> Iterator[None]:
+    """Within it an error of the disk is raised as a ValueError: it is not one of communication."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"state on disk: {error}") from error
+
+
 class Pending:
     """A call in a thread, as lanes wait for it."""
 
@@ -213,12 +301,10 @@ class Pending:
         """Until it is done.
 
         Raises:
-            ValueError: it has failed; an error of the disk is not one of communication.
+            ValueError: the disk has failed.
         """
-        try:
+        with errors_of_disk():
             self._future.result()
-        except OSError as error:
-            raise ValueError(f"state on disk: {error}") from error
 
 
 class DiskThreads:

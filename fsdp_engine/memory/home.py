@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
+from fsdp_engine.memory.disk_memory import (
+    PIECE,
+    DiskBlock,
+    DiskFile,
+    DiskThreads,
+    errors_of_disk,
+)
+from fsdp_engine.memory.disk_staging import Staging, StagingPiece
 from fsdp_engine.memory.host_memory import HostBlock
 
 Steps = Iterator[Sequence[Any]]
@@ -87,45 +96,88 @@ class DiskHome(DiskBlock):
         yield [self._threads.write(partial(self.write, work))]
 
 
+class StagedHome(DiskBlock):
+    """Bytes of a file, which pass through pinned host memory to an accelerator and back.
+
+    The host reads and writes within the operations: their lane runs them in a thread.
+    """
+
+    def __init__(self, num_bytes: int, file: DiskFile, into: Staging, out: Staging) -> None:
+        super().__init__(num_bytes, file)
+        self._into = into
+        self._out = out
+
+    def bring(self, work: Tensor, start: int = 0) -> Steps:
+        """See :class:`Home`.
+
+        Raises:
+            ValueError: the disk has failed.
+        """
+        with errors_of_disk():
+            for first in range(0, len(work), PIECE):
+                part = work[first : first + PIECE]
+                with self._into.piece() as piece:
+                    staged = piece[: len(part)]
+                    self.read_part(staged, start + first)
+                    part.copy_(staged, non_blocking=True)
+            self.forget()
+        yield from ()
+
+    def take(self, work: Tensor) -> Steps:
+        """See :class:`Home`.
+
+        Raises:
+            ValueError: the disk has failed.
+        """
+        copied: deque[StagingPiece] = deque()
+        try:
+            with errors_of_disk():
+                for first in range(0, len(work), PIECE):
+                    part = work[first : first + PIECE]
+                    copied.append(self._out.take())
+                    copied[-1].bytes[: len(part)].copy_(part, non_blocking=True)
+                    self._out.copied(copied[-1])
+                    if first:  # the piece before, while the device copies
+                        self._write(copied, first - PIECE, PIECE)
+                if copied:
+                    self._write(copied, first, len(part))
+                self.finish_writing()
+        finally:
+            for piece in copied:
+                self._out.put(piece)
+        yield from ()
+
+    def _write(self, copied: deque[StagingPiece], start: int, num_bytes: int) -> None:
+        """Write the oldest of the pieces that are copied."""
+        copied[0].wait()
+        self.write_part(copied[0].bytes, start, num_bytes)
+        self._out.put(copied.popleft())
+
+
 class Homes:
-    """Makes homes in the host's memory.
+    """Makes homes.
 
     Args:
         book: called with each.
-        pinned: whether the device copies by itself.
+        make: makes one of so many bytes.
     """
 
-    def __init__(self, book: Callable[[Home], None], *, pinned: bool = True) -> None:
+    def __init__(self, book: Callable[[Home], None], make: Callable[[int], Home]) -> None:
         self._book = book
-        self._pinned = pinned
+        self._make = make
 
-    def make(self, num_bytes: int) -> Home:
+    def make(self, num_bytes: int, drain: Callable[[], object]) -> Home:
         """Returns a home of ``num_bytes``.
+
+        Args:
+            drain: ends the copies from and to it. Operations on files keep their home; a device
+                that copies host memory by itself does not.
 
         Raises:
             OSError: there is too little space on the disk; names both figures.
         """
         home = self._make(num_bytes)
+        if isinstance(home, HostHome):
+            weakref.finalize(home, drain).atexit = False
         self._book(home)
         return home
-
-    def _make(self, num_bytes: int) -> Home:
-        return HostHome(num_bytes, pinned=self._pinned)
-
-
-class DiskHomes(Homes):
-    """Makes homes in one file.
-
-    Args:
-        book: called with each.
-        file: which.
-        threads: that read and write it.
-    """
-
-    def __init__(self, book: Callable[[Home], None], file: DiskFile, threads: DiskThreads) -> None:
-        super().__init__(book)
-        self._file = file
-        self._threads = threads
-
-    def _make(self, num_bytes: int) -> Home:
-        return DiskHome(num_bytes, self._file, self._threads)

@@ -252,9 +252,7 @@ class _Chunk:
                 size += _aligned(_slice_within(param).numel() * dtype.itemsize)
         self._places = places
         if homes is not None:
-            home = homes.make(size)
-            # The device may still write into it when its optimizer is deleted.
-            weakref.finalize(home, offload.state_out.drain).atexit = False
+            home = homes.make(size, offload.state_out.drain)
             self._pieces.append(_Piece(home, 0, 0, size, returns=True))
         buffers = _unique(_OFFLOADS[param].buffer for param in params if param in _OFFLOADS)
         self.returns_weights = any(buffer.main is not None for buffer in buffers)

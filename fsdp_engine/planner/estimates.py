@@ -43,7 +43,8 @@ from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
-from fsdp_engine.offload import HOST, Offload
+from fsdp_engine.memory import disk_staging
+from fsdp_engine.offload import DEVICE, DISK, HOST, Offload
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
 from fsdp_engine.simulation.simulation_error import check_callable, check_count, check_type, listed
@@ -358,6 +359,7 @@ def estimate(
     num_units: int = 32,
     dtype: torch.dtype = torch.float32,
     offload: Offload | None = None,
+    on_cpu: bool = False,
 ) -> Estimate:
     """Estimate the memory and traffic of one rank.
 
@@ -372,7 +374,9 @@ def estimate(
         num_microbatches: microbatches per step.
         num_units: for a number of elements: the number of equal units.
         dtype: for a number of elements: the parameters' own dtype.
-        offload: as for :func:`~fsdp_engine.sharding.shard`, on an accelerator.
+        offload: as for :func:`~fsdp_engine.sharding.shard`.
+        on_cpu: the model is on a CPU, which takes main weights or gradients on a disk alone, at
+            all levels, and needs no staging.
 
     Raises:
         OffloadLevelError: the levels do not allow ``offload``; a ``ValueError``.
@@ -414,8 +418,9 @@ def estimate(
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
     where = offload or Offload()
-    where.check_pair()
-    _check_levels(where, levels, planned)
+    if not on_cpu:
+        where.check_pair()
+    _check_levels(where, levels, planned, on_cpu=on_cpu)
     footprints = [
         UnitFootprint(
             tuple(Footprint(buffer, levels, sizes, where) for buffer in unit.buffers),
@@ -438,6 +443,8 @@ def estimate(
     for each in every:
         elsewhere.update(each.elsewhere)
     chunks = [unit.total(lambda each: each.chunk_bytes) for unit in footprints]
+    if DISK in where.places.values() and not on_cpu:
+        elsewhere[HOST] += disk_staging.NUM_BYTES
     at_rest, place = sum(states), where.places.get("optimizer_state")
     if place is not None:
         elsewhere[place] += at_rest
@@ -504,7 +511,9 @@ class OffloadLevelError(ValueError):
     """A level does not allow an offload on an accelerator."""
 
 
-def _check_levels(offload: Offload, levels: Strategy, units: Sequence[_Unit]) -> None:
+def _check_levels(
+    offload: Offload, levels: Strategy, units: Sequence[_Unit], *, on_cpu: bool
+) -> None:
     """Like ``Offload.check`` and ``check_homes`` of ``units/build.py``.
 
     Raises:
@@ -513,7 +522,8 @@ def _check_levels(offload: Offload, levels: Strategy, units: Sequence[_Unit]) ->
     buffers = [each for unit in units for each in unit.buffers if each.trainable]
     try:
         offload.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
-        for buffer in buffers if offload.main_weights == HOST else ():
+        stays = on_cpu or offload.main_weights == DEVICE
+        for buffer in () if stays else buffers:
             check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
     except ValueError as error:
         raise OffloadLevelError(str(error)) from error

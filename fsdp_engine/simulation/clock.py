@@ -375,17 +375,21 @@ class Clock:
             num_bytes: of the copy.
         """
         queues = self._queues_of(place)
+        into = direction is Direction.INTO
+        staging = self.machine.staging_seconds(place, num_bytes, self._num_ranks, to_device=into)
         if self._work is None:
             link = queues.link
-            rate = link.into if direction is Direction.INTO else link.out
-            self.compute("copy", link.latency + num_bytes / rate)
+            rate = link.into if into else link.out
+            self.compute("copy", staging + link.latency + num_bytes / rate)
             return
         self.call()
         name = self._work.lane.name
+        self._work.sending += 0.0 if into else staging  # the first piece
         # Where the host computes, it has when the copy begins.
         before = self._work.sending
         before += self._work.computed if self.machine.host_runs_ahead else 0.0
         self._work.copies.append((place, direction, num_bytes, before))
+        self._work.sending += staging if into else 0.0  # the last piece
         self.copied_bytes[name] = self.copied_bytes.get(name, 0.0) + num_bytes
 
     def _queues_of(self, place: str) -> CopyQueues:

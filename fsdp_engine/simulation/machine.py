@@ -36,7 +36,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_engine.offload import HOST
+from fsdp_engine.memory.disk_memory import PIECE
+from fsdp_engine.offload import DISK, HOST
 from fsdp_engine.simulation.simulation_error import read_json
 
 _DTYPES = {
@@ -121,6 +122,12 @@ class TwoWayLink:
         """Returns the link at whose end there are only ``bandwidth`` bytes per second."""
         into, out = min(self.into, bandwidth), min(self.out, bandwidth)
         return TwoWayLink(into, out, min(self.both, bandwidth, into + out), self.latency)
+
+    def through(self, other: TwoWayLink) -> TwoWayLink:
+        """Returns the link whose copies take ``other`` after this one, in pieces that overlap."""
+        into, out = min(self.into, other.into), min(self.out, other.out)
+        both = min(self.both, other.both, into + out)
+        return TwoWayLink(into, out, both, self.latency)
 
     def least_seconds(self, into_bytes: float, out_bytes: float) -> float:
         """The time that copies of so many bytes take at least, if they overlap fully."""
@@ -282,21 +289,36 @@ class Machine:
 
     def link_to_state(self, place: str, num_ranks: int) -> TwoWayLink:
         """Returns the link of one of ``num_ranks`` ranks to a place of offloaded state or
-        activations ("host", "disk").
+        activations ("host", "disk"). That of a device to a disk leads through host memory.
 
         Raises:
             ValueError: its figures are unknown.
         """
-        link = self.host_link if place == HOST else self.disk
+        if place == DISK and not self.host_runs_ahead:
+            return self._known("disk", place)
+        link = self._known("host_link", place)
+        if self.host_memory_bandwidth is not None:
+            link = link.within(self.host_rate(num_ranks))
+        return link if place == HOST else self._known("disk", place).through(link)
+
+    def staging_seconds(
+        self, place: str, num_bytes: float, num_ranks: int, *, to_device: bool
+    ) -> float:
+        """Returns the seconds by which host memory lengthens a copy between a device and a disk:
+        one piece crosses the host's link while the disk does nothing for the copy."""
+        if place != DISK or not self.host_runs_ahead:
+            return 0.0
+        link = self.link_to_state(HOST, num_ranks)
+        return link.latency + min(num_bytes, PIECE) / (link.into if to_device else link.out)
+
+    def _known(self, name: str, place: str) -> TwoWayLink:
+        link: TwoWayLink | None = getattr(self, name)
         if link is None:
-            name = "host_link" if place == HOST else "disk"
             raise ValueError(
                 f"machine: expected {name}, since state or activations are offloaded to the "
                 f"{place}; found None for {self.name!r}. Use "
                 f"dataclasses.replace(machine, {name}=fe.TwoWayLink(...)), or calibrate it"
             )
-        if place == HOST and self.host_memory_bandwidth is not None:
-            return link.within(self.host_rate(num_ranks))
         return link
 
     def host_rate(self, num_ranks: int) -> float:

@@ -38,7 +38,7 @@ from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, watching_elsewhere
-from fsdp_engine.offload import HOST, Offload
+from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
@@ -485,7 +485,7 @@ def _check_links(machine: Machine, offload: object, checkpointing: object, num_r
         machine.link_to_state(HOST, num_ranks)
     if isinstance(offload, Offload):
         for place in sorted(set(offload.places.values())):
-            if machine.host_runs_ahead == (place == HOST):
+            if machine.host_runs_ahead or place == DISK:
                 machine.link_to_state(place, num_ranks)
         if machine.host_runs_ahead and offload.main_weights == HOST:
             machine.host_rate(num_ranks)

@@ -41,7 +41,7 @@ from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile
-from fsdp_engine.offload import DISK, HOST, ROLES, Offload
+from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.initial_values import (
@@ -217,7 +217,7 @@ def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: tor
     """
     shards_gradients = axis_plans.data.strategy.shards(Role.GRAD, Axis.INNER)
     offload.check(device, shards_gradients=shards_gradients)
-    if offload.main_weights != HOST or not offload.moves("main_weights", device):
+    if offload.main_weights == DEVICE or not computes_elsewhere(device):
         return
     for unit in plan.units:
         for part in unit.buffers:

@@ -309,7 +309,6 @@ def test_a_step_waits_for_a_forward_without_a_backward() -> None:
             "optim_grads",
             "offload.main_weights: expected main weights of .* found .optim_grads, no_shard.",
         ),
-        ({"main_weights": "disk", "folder": "/tmp"}, FULL[0], "expected 'host' for state of def"),
     ],
 )
 @on_ranks(1)

@@ -297,6 +297,22 @@ def test_everything_on_the_host_trains_as_on_the_device(
         torch.testing.assert_close(found[1][1][name].cpu(), value.cpu(), rtol=1e-2, atol=1e-3)
 
 
+def test_everything_on_a_disk_trains_as_on_the_device(mesh: DeviceMesh, tmp_path: Path) -> None:
+    roles = dict.fromkeys(("optimizer_state", "main_weights", "gradients"), "disk")
+    found = []
+    for offload in (None, fe.Offload(folder=tmp_path, **roles)):  # type: ignore[arg-type]
+        model, engine, optimizer = with_adamw(mesh, LEVEL_3, offload)
+        losses = steps(model, optimizer, batches())
+        if offload is not None:
+            assert not engine.memory_bytes()
+            assert set(engine.memory_bytes("host")) == {"staging"}
+            assert set(engine.memory_bytes("disk")) == {"optimizer", "main", "grad"}
+        found.append((losses, engine.full_state_dict()))
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(found[1][1][name].cpu(), value.cpu()), name
+
+
 def test_fsdp2s_offload_trains_as_torchs(mesh: DeviceMesh) -> None:
     logs = []
     import torch.distributed.fsdp as torch_fsdp

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fsdp_engine.memory import disk_memory
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile
+from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, Mapping
 
-PIECE = disk_memory._PIECE
+PIECE = disk_memory.PIECE
 
 
 @pytest.fixture(params=["direct", "buffered"])
@@ -90,3 +90,37 @@ def test_files_are_closed_with_their_block(access: str, tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) > len(before)
     del block
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_ten_thousand_blocks_share_the_descriptors_of_their_file(tmp_path: Path) -> None:
+    def mapped() -> int:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return sum(str(tmp_path) in line for line in maps)
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    file = DiskFile(tmp_path)
+    with_file = descriptors()
+    blocks = [DiskBlock(4097, file) for _ in range(10_000)]
+    assert before < descriptors() == with_file
+    assert mapped()
+    for number in (0, 9_999):
+        blocks[number].bytes.fill_(number % 251)
+        blocks[number].flush()
+    last = blocks[-1].bytes  # the last reference to its memory
+    del blocks, file
+    assert descriptors() == before
+    assert mapped() == 1
+    assert last.eq(9_999 % 251).all()
+    del last
+    assert not mapped()
+
+
+def test_a_mapping_that_the_system_refuses_is_an_error(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    with pytest.raises(OSError, match=r"mmap of 4096 bytes of state: Invalid argument"):
+        Mapping(file.number, 1, 4096)
+    with pytest.raises(OSError, match=r"mmap of 1 bytes of state: Bad file descriptor"):
+        Mapping(-1, 0, 1)

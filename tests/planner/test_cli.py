@@ -327,7 +327,6 @@ BAD: list[tuple[str, str]] = [
             ("--machine binary.json", "binary.json: expected a machine as"),
             ("--offload disk", "--offload-folder: expected with --offload disk; found"),
             ("--offload-folder .", "expected with --offload disk; found --offload auto with it"),
-            ("--offload disk --offload-folder .", "expected 'host' for state of an accelerator"),
             ("--offload tape", "Invalid value for '--offload'"),
         )
     ),

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COPY_IN, STATE_LANES
+from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import ROLES
 from fsdp_engine.planner.estimates import Estimate, compare, estimate
 from fsdp_engine.planner.figure import save_figure
@@ -172,8 +173,13 @@ def test_a_given_offload_is_that_of_all_candidates_and_of_shard(tmp_path: Path) 
     assert (loaded.optimizer_state, loaded.folder) == ("disk", str(tmp_path))
     with pytest.raises(TypeError, match=r"offload: expected an fe\.Offload, 'auto' or None"):
         planned("host")
-    with pytest.raises(ValueError, match=r"optimizer_state: expected 'host' for state of an acc"):
-        planned(disk)
+    on_device = planned(disk, machine=replace(MACHINE, disk=MACHINE.host_link))
+    assert on_device.best["offload"] == disk
+    assert on_device.outcomes[0].elsewhere["host"] == disk_staging.NUM_BYTES
+    everything = fe.Offload(folder=tmp_path, **dict.fromkeys(ROLES, "disk"))
+    on_device = planned(everything)
+    assert {each.candidate.strategy for each in on_device.outcomes} == {LEVELS[-1]}
+    assert on_device.best["offload"] == everything
 
 
 def shard_by_plan(path: str) -> str:
@@ -281,6 +287,7 @@ def differences(
             strategy=level,
             outer_strategy=outer,
             optimizer_bytes_per_element=bytes_per_element,
+            on_cpu=True,
             **options,
         )
         axes = init_device_mesh("cpu", mesh, mesh_dim_names=("outer", "inner"))
@@ -339,11 +346,13 @@ def test_an_estimate_is_the_ledger_of_an_engine_with_state_on_a_disk(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("step_on", ["device", "host"])
-def test_an_estimate_is_the_simulation_of_what_lies_on_the_host(
-    level: str, policy: str, step_on: str
+@pytest.mark.parametrize(
+    ("place", "step_on"), [("host", "device"), ("host", "host"), ("disk", "device")]
+)
+def test_an_estimate_is_the_simulation_of_what_lies_elsewhere(
+    level: str, policy: str, place: str, step_on: str, tmp_path: Path
 ) -> None:
-    offload = fe.Offload("host", main_weights="host", gradients="host", step_on=step_on)
+    offload = fe.Offload(place, tmp_path, main_weights=place, gradients=place, step_on=step_on)
     options: dict[str, Any] = {
         "offload": offload,
         "mp_policy": POLICIES[policy],

@@ -7,13 +7,16 @@ import math
 import tempfile
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import STATE_LANES
+from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import ROLES
+from fsdp_engine.simulation import machine as simulated_machine
 from fsdp_engine.simulation.clock import Clock, SimulatedLane
 from fsdp_engine.simulation.copies import CopyQueues, Direction
 from fsdp_engine.simulation.machine import Machine, Processor, TwoWayLink
@@ -285,14 +288,58 @@ def test_simulated_memory_of_chunks_is_the_ledger_of_a_real_run(
     assert found.elsewhere["disk"] == real["disk"]
 
 
-def test_a_disk_is_refused_for_a_device() -> None:
-    with pytest.raises(ValueError, match=r"optimizer_state: expected 'host'.*accelerator"):
-        simulated(machine(), DISK)
+def test_a_device_reaches_a_disk_through_pieces_of_host_memory() -> None:
+    """The last piece of the first chunk and the first one of the last chunk cross the host's link
+    alone; meanwhile the disk is busy with other chunks, or with other pieces."""
+    piece = CHUNK / 4
+    fast = TwoWayLink(4 * ALONE, 4 * ALONE, 8 * ALONE, latency=1e-3)
+    with patch.object(simulated_machine, "PIECE", piece):
+        found = simulated(machine(host_link=fast), DISK)
+    alone = 1e-3 + piece / (4 * ALONE)
+    assert found.elsewhere == {"disk": BLOCKS * CHUNK, "host": disk_staging.NUM_BYTES}
+    assert found.copied_bytes == dict.fromkeys(STATE_LANES, BLOCKS * CHUNK)
+    disk = simulated(machine(host_runs_ahead=False, host_seconds=0.0), DISK)
+    assert found.seconds == pytest.approx(disk.seconds + 2 * alone)
 
 
-@pytest.mark.parametrize(("place", "field"), [(HOST, "host_link"), (DISK, "disk")])
-def test_a_machine_without_figures_of_the_link_is_an_error(place: fe.Offload, field: str) -> None:
-    where = machine(host_link=None, disk=None, host_runs_ahead=place is HOST)
+def test_a_slow_host_bounds_the_disk_of_a_device() -> None:
+    slow = TwoWayLink(ALONE / 4, ALONE / 4, ALONE / 4)
+    link = machine(host_link=slow).link_to_state("disk", 1)
+    assert (link.into, link.out, link.both) == (ALONE / 4, ALONE / 4, ALONE / 4)
+    shared = machine(host_memory_bandwidth=RANKS * ALONE / 2)
+    assert shared.link_to_state("disk", RANKS).both == ALONE / 2
+    on_cpu = machine(host_link=slow, host_runs_ahead=False)
+    assert on_cpu.link_to_state("disk", 1) == on_cpu.disk
+
+
+@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
+def test_everything_on_the_disk_of_a_device_is_simulated(level: str) -> None:
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = simulated(
+        machine(processor=Processor({F32: math.inf, torch.bfloat16: math.inf}, math.inf, 1e12)),
+        on_disk(ROLES),
+        strategy=level,
+        mp_policy=policy,
+    )
+    elements = BLOCKS * CHUNK // 8
+    assert found.elsewhere == {"disk": 16 * elements, "host": disk_staging.NUM_BYTES}
+    assert found.copied_bytes["state in"] >= 16 * elements
+
+
+@pytest.mark.parametrize(
+    ("place", "runs_ahead", "fields"),
+    [
+        (HOST, True, {"host_link": None}),
+        (DISK, False, {"disk": None}),
+        (DISK, True, {"disk": None}),
+        (DISK, True, {"host_link": None}),
+    ],
+)
+def test_a_machine_without_figures_of_the_link_is_an_error(
+    place: fe.Offload, runs_ahead: bool, fields: dict[str, None]
+) -> None:
+    where = machine(host_runs_ahead=runs_ahead, **fields)
+    (field,) = fields
     with pytest.raises(ValueError, match=rf"machine: expected {field}.*calibrate"):
         simulated(where, place)
 
