@@ -14,6 +14,8 @@ next submission or wait on its lane, and waiting for it blocks the host. The hos
 after its communication (sums, casts) when the operation is waited for, and its scratch memory is
 held until then. Memory therefore does not depend on the duration of communication.
 
+Steps beside forward run on a lane of their own, at the rate that they have alone.
+
 Copies of offloaded state run on the state lanes, those of main weights for gathers on the lane that
 encodes them, and share the link to the host or to the disk (``copies.py``). What the host computes
 on offloaded state, while it issues work to a device, takes its memory's bandwidth and time of its
@@ -36,6 +38,7 @@ from fsdp_engine.comm.lanes import (
     COPY_IN,
     LANES,
     STATE_LANES,
+    STEP_LANE,
     Lanes,
     Meter,
     Operation,
@@ -224,6 +227,15 @@ class SimulatedLane:
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """See :class:`~fsdp_engine.comm.lanes.Lane`."""
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """See :class:`~fsdp_engine.comm.lanes.ComputeLane`."""
+        self._clock.entered.append(self)
+        try:
+            yield
+        finally:
+            self._clock.entered.pop()
+
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
         """See :class:`~fsdp_engine.comm.lanes.Lane`. Memory is allocated and freed on the host's
         clock, as in a caching allocator."""
@@ -268,6 +280,7 @@ class Clock:
         exposed: waits of compute for communication.
         sent_bytes: bytes sent on lanes, by axis.
         copied_bytes: bytes copied on lanes, by lane.
+        entered: lanes that run what compute would.
         memory_changed: called when the engine has allocated or freed memory.
     """
 
@@ -280,6 +293,7 @@ class Clock:
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
         self.copied_bytes: dict[str, float] = {}
+        self.entered: list[SimulatedLane] = []
         self.memory_changed: Callable[[], None] = lambda: None
         # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
@@ -305,6 +319,11 @@ class Clock:
         into, out = (SimulatedLane(self, name) for name in STATE_LANES)
         return into, out
 
+    def make_step_lane(self, device: torch.device) -> SimulatedLane:
+        """The lane of steps beside forward."""
+        del device
+        return SimulatedLane(self, STEP_LANE)
+
     def restart(self) -> None:
         """Forget the record of operations."""
         self.spans.clear()
@@ -329,6 +348,13 @@ class Clock:
         self.call()
         if self._work is not None:
             self._work.computed += seconds
+            return
+        if self.entered:
+            lane = self.entered[-1]
+            start = self.reached(lane)
+            lane.free = start + seconds
+            if seconds:
+                self.spans.append(Span(lane.name, label, self.phase, start, lane.free))
             return
         start = self._settle()
         self._compute.free = start + seconds
