@@ -154,9 +154,7 @@ class ParamAndGradBuffer:
         codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
         pending = PendingStep(context.lanes.compute)
         self.weights = Weights(spec, context, codec, params, pending, scratch)
-        self.grads = (
-            Gradients(spec, context, config, pending) if spec.kind.requires_grad else None
-        )
+        self.grads = Gradients(spec, context, config, pending) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
         self._load_initial_values(params, self.control_group if broadcast else None)
         bound = [self.weights.bind(index, each) for index, each in enumerate(params)]

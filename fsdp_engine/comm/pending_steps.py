@@ -10,7 +10,9 @@ reads or writes:
 - functions of FlatDTensors, their slices, main weights and gradients of the engine, state dicts and
   the next backward wait for all pending steps.
 
-Memory that is freed meanwhile, that of gradients, is freed when compute has waited.
+Memory that is freed meanwhile, that of gradients, is freed when compute has waited. Parameters,
+which the step writes, are the optimizer's, and the host waits for its last copies when it is
+deleted.
 """
 
 from __future__ import annotations
@@ -37,8 +39,6 @@ class PendingStep:
         self._compute = compute
         self._caller: Lane = compute
         self._tickets: list[Ticket] = []  # one, or none
-        # Later allocations reuse the memory that the step writes.
-        weakref.finalize(self, _wait, compute, self._tickets).atexit = False
         self._freed: list[tuple[str, TransientStorage]] = []
         self._held: list[Any] = []
 
@@ -82,10 +82,6 @@ class PendingStep:
             self._freed.append((label, storage))
         else:
             self._compute.manage(label, storage.drain, storage)
-
-
-def _wait(compute: Lane, tickets: Sequence[Ticket]) -> None:
-    compute.wait(*tickets)
 
 
 def finish_pending_steps() -> None:
