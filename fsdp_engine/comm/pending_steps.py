@@ -86,7 +86,7 @@ class PendingStep:
 
 def finish_pending_steps() -> None:
     """Compute waits for all pending steps."""
-    pending = [found for each in PENDING if (found := each()) is not None]
+    for each in [*PENDING]:
+        if (pending := each()) is not None:
+            pending.finish()
     PENDING.clear()
-    for each in pending:
-        each.finish()

@@ -336,8 +336,8 @@ def _ms(seconds: float) -> str:
 
 
 # The first step records the order of units, and the second prefetches in that order. A third step
-# would be like the second: `test_a_third_step_adds_nothing`. (The optimizer's first step has no state
-# to copy. Where the next forward overlaps it, a third step overlaps the second.)
+# would be like the second: `test_a_third_step_adds_nothing`. (The optimizer's first step has no
+# state to copy. Where the next forward overlaps steps, a third one overlaps the second's.)
 STEPS = 2
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -310,11 +310,11 @@ def test_without_a_wait_training_is_wrong(left_out: Any) -> None:
         assert differences(train(given, on.NAME), expected)
 
 
-@pytest.mark.parametrize(
-    "access",
-    [clone_slices, clone_locals, gather, average, full_state, change_gradients, zero_gradients]
-    + [clip_again, change_weights, on_another_stream],
-)
+WAITING = [clone_slices, clone_locals, gather, average, full_state, change_gradients]
+WAITING += [zero_gradients, clip_again, change_weights, on_another_stream]
+
+
+@pytest.mark.parametrize("access", WAITING)
 @on_ranks(1)
 def test_accesses_without_a_wait_are_wrong(access: Any) -> None:
     """The control of the accesses."""
