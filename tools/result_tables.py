@@ -466,7 +466,7 @@ def offload_clock() -> str:
 def offload_clock_beside() -> str:
     """Simulated steps beside the next forward, and bounds."""
     beside = "state on the host, beside forward"
-    longer = "longer at least, by what is beside copies"
+    longer = "longer at least, beside"
     rows: list[list[str]] = []
     over: list[float] = []
     for model, by_ranks in results("offload_clock").items():
