@@ -241,9 +241,7 @@ ACCESSES: list[Callable[[fe.Engine, Any, Any], list[Tensor]]] = [
 ]
 
 
-def after_a_step(
-    access: Any, level: str, offload: fe.Offload, slow: float = SLOW
-) -> list[Tensor]:
+def after_a_step(access: Any, level: str, offload: fe.Offload, slow: float = SLOW) -> list[Tensor]:
     """What ``access`` finds right after a step, and the weights after another one."""
     engine, optimizer = sharded(offload, level)
     model: Any = engine.model

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,13 +90,8 @@ def job(pair: tuple[str, str], num_micro: int = 1, model: Any = Model, **fields:
     return Job(model, square_batch, pair, num_micro=num_micro, **fields)
 
 
-def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return fe.shard_optimizer(torch.optim.AdamW(params, lr=1e-2))
-
-
 LEVEL_3 = ("optim_grads_params", "no_shard")
 TWO_AXES = ("optim_grads_params", "optim")
-BESIDE = ("offload", fe.Offload(optimizer_state="host", overlap_forward=True))
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
 # What a program is, for people, and the program. All are of two ranks, but the last.
 PROGRAMS: dict[str, Job] = {
@@ -106,9 +101,6 @@ PROGRAMS: dict[str, Job] = {
     "weights and gradients in bf16": job(LEVEL_3, options=(("mp_policy", BF16),)),
     "`optim_grads`, two microbatches": job(("optim_grads", "no_shard"), num_micro=2),
     "`optim`": job(("optim", "no_shard")),
-    "state on the host, steps beside forward": job(
-        LEVEL_3, options=(BESIDE,), make_optimizer=adamw
-    ),
     "`no_shard`": job(("no_shard", "no_shard")),
     "two axes, weights scaled in forward": job(TWO_AXES, sizes=(2, 2), model=DecayingModel),
 }
@@ -301,11 +293,7 @@ class Program:
 def _on_streams(engine: fe.Engine, delays: Delays) -> Delays:
     if "lane" not in delays:
         return delays
-    lanes = [*engine._lanes.all]
-    for offloading in engine._offloadings:
-        assert isinstance(offloading._step_lane, DeviceLane)
-        lanes += [*offloading.lanes, offloading._step_lane]
-    ids = {lane.name: lane._target().stream_id for lane in lanes}
+    ids = {lane.name: lane._target().stream_id for lane in engine._lanes.all}
     return {"streams": {ids[delays["lane"]]: delays["seconds"]}}
 
 
