@@ -8,6 +8,11 @@ on the device and on the host, and with main weights and gradients there, too, s
 and on the host; on two machines: ``fe.H100``, whose eight GPUs share the memory of their node, and
 the same whose copies are bound by PCIe alone.
 
+With the state on the host the optimizer's step is also simulated beside the next forward
+(``overlap_forward``), and there are bounds of the time by which it makes a step longer
+(:func:`beside`), and of steps on the host that begin in backward, before the norm of gradients is
+known (:func:`speculative`).
+
 The *bound* of optimizer state is the time that the copies' bytes take at least, both directions at
 once. The *step* of the optimizer is from the end of backward to the last copy: the rest of the
 simulated step with the state on the device, subtracted from the one with it on the host. The bound
@@ -58,16 +63,21 @@ MACHINES = {
         **{each.name: getattr(fe.H100, each.name) for each in dataclasses.fields(fe.H100)}
     ),
 }
+BESIDE = "state on the host, beside forward"
 OFFLOADS = {
     "state on the device": fe.Offload(),
     "state on the host": fe.Offload(optimizer_state="host"),
+    BESIDE: fe.Offload(optimizer_state="host", overlap_forward=True),
     "everything on the host": EVERYTHING,
     "everything on the host, stepped there": dataclasses.replace(EVERYTHING, step_on="host"),
 }
+EVERYWHERE = {key: each for key, each in OFFLOADS.items() if key.startswith("everything")}
 # A step of AdamW in fp32 reads weights, gradients and two states, and writes all but gradients.
 ADAMW_BYTES = 4 * 4 + 3 * 4
 # Those that come to the device for a step there, and return.
 STEPPED_IN, STEPPED_OUT = 4 * 4, 3 * 4
+# Values that a step on the host changes: weights and two states.
+CHANGED_BYTES = 3 * 4
 # The host casts weights from fp32 to bf16.
 CAST_BYTES = 4 + 2
 
@@ -140,6 +150,54 @@ def everything(
     return before + link.least_seconds(STEPPED_IN * elements, STEPPED_OUT * elements)
 
 
+def beside(copies: float, forward: float, backward: float) -> dict[str, float]:
+    """Seconds by which copies make a step longer, at least, by what runs beside them.
+
+    A step beside backward begins with the gradients of one unit. With clipping it would have to be
+    undone, since the norm is known at the end of backward.
+
+    Args:
+        copies: the bound of copies.
+        forward, backward: their seconds.
+    """
+    beside_what = {"nothing": 0.0, "forward": forward, "backward": backward}
+    beside_what["both"] = forward + backward
+    return {key: max(copies - seconds, 0.0) for key, seconds in beside_what.items()}
+
+
+def speculative(elements: float, ranks: int, backward: float) -> dict[str, float]:
+    """Seconds of a step on the host after backward, at least: one that waits for the norm of
+    gradients, and one that begins in backward and is undone if the norm says so.
+
+    To undo it the old weights and states are kept. Either the step writes the new ones elsewhere,
+    which takes as many bytes of memory again and no time, or the old ones are copied before, which
+    are read and written once more. An undone step is done again: it takes all of its time after
+    backward.
+
+    Args:
+        elements, ranks: see :func:`fsdp2`.
+        backward: its seconds.
+    """
+    step = host_step(elements, ranks)
+    with_copies = host_step(elements, ranks, ADAMW_BYTES + 2 * CHANGED_BYTES)
+    back = host_step(elements, ranks, 2 * CHANGED_BYTES)
+    begun, copied = max(step - backward, 0.0), max(with_copies - backward, 0.0)
+    return {
+        "waits": step,
+        "begun, written elsewhere": begun,
+        "undone, written elsewhere": begun + step,
+        "begun, copied before": copied,
+        "undone, copied before": copied + back + step,
+        "bytes of memory, written elsewhere": CHANGED_BYTES * elements,
+    }
+
+
+def phase_seconds(found: fe.Simulation, phase: str) -> float:
+    """From the begin to the end of compute's work of a phase."""
+    spans = [each for each in found.spans if (each.lane, each.phase) == (COMPUTE, phase)]
+    return max(each.end for each in spans) - min(each.start for each in spans)
+
+
 def step_seconds(found: fe.Simulation) -> float:
     """Busy time of compute in the optimizer's step."""
     spans = (each for each in found.spans if (each.lane, each.phase) == (COMPUTE, "step"))
@@ -176,6 +234,8 @@ def run() -> dict[str, Any]:
                 model = here.seconds - step_seconds(here)
                 bound = link.least_seconds(*there.copied_bytes.values())
                 elements = num_elements / ranks
+                overlapped = found[BESIDE]
+                forward, backward = (phase_seconds(here, name) for name in ("forward", "backward"))
                 row: dict[str, Any] = {
                     "elements of a rank": elements,
                     "link": dataclasses.asdict(link),
@@ -193,8 +253,18 @@ def run() -> dict[str, Any]:
                     "bytes on the host": there.elsewhere["host"],
                     "FSDP2 at least": fsdp2(elements, ranks, model, link),
                     "ZeRO-Offload at least": zero_offload(elements, ranks, model, link),
+                    "forward seconds": forward,
+                    "backward seconds": backward,
+                    BESIDE: {
+                        "seconds": overlapped.seconds,
+                        "longer by": overlapped.seconds - model,
+                        "exposed": overlapped.exposed_by_lane,
+                        "peak bytes": overlapped.peak_bytes,
+                    },
+                    "longer at least, beside": beside(bound, forward, backward),
+                    "stepped on the host after backward": speculative(elements, ranks, backward),
                 }
-                for key, offload in list(OFFLOADS.items())[2:]:
+                for key, offload in EVERYWHERE.items():
                     each = found[key]
                     gathered = each.copied_bytes["copy in"]
                     row[key] = {
@@ -226,13 +296,15 @@ def run() -> dict[str, Any]:
                         ),
                         *(
                             f"{row[key]['seconds']:.3f} ({row[key]['at least']:.3f})"
-                            for key in list(OFFLOADS)[2:]
+                            for key in EVERYWHERE
                         ),
+                        f"{overlapped.seconds - model:.3f}",
+                        f"{row['longer at least, beside']['forward']:.3f}",
                     ]
                 )
                 print(rows[-1], flush=True)
     columns = ["model, ranks", "device", "host", "optimizer", "bound", "ratio", "FSDP2", "ZeRO"]
-    columns += ["everything (bound)", "stepped there"]
+    columns += ["everything (bound)", "stepped there", "beside forward", "bound"]
     harness.print_table("Seconds of a step on simulated H100s", columns, rows)
     return record
 

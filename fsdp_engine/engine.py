@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
@@ -599,6 +600,7 @@ class Engine:
         Accumulated gradients are dropped. Every rank must call it, since all of them lost a
         microbatch.
         """
+        finish_pending_steps()
         ended = [self._lanes.drain(), *(each.drain() for each in self._offloadings)]
         for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)

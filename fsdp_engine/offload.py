@@ -34,6 +34,10 @@ class Offload:
         pin_memory: of the host. False: copies take longer, and the host waits for them.
         step_on: "host": optimizers step in host memory, where all of the above lie then, by code
             of the optimizer's own.
+        overlap_forward: of an accelerator with ``optimizer_state="host"`` alone: steps run beside
+            the next forward, whose gathers wait for the step of their unit. Gradients are freed
+            then. Slices of parameters and gradients that were taken before ``step()`` must not be
+            used after it: take them anew.
 
     Raises:
         ValueError: a place is unknown, or "disk" lacks a folder.
@@ -45,6 +49,7 @@ class Offload:
     gradients: str = field(default=DEVICE, kw_only=True)
     step_on: str = field(default=DEVICE, kw_only=True)
     pin_memory: bool = field(default=True, kw_only=True)
+    overlap_forward: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -56,6 +61,14 @@ class Offload:
             raise ValueError(
                 f"offload.step_on: expected one of {(DEVICE, HOST)}; found {self.step_on!r}"
             )
+        expected = {"optimizer_state": HOST, "main_weights": DEVICE, "gradients": DEVICE}
+        if self.overlap_forward:
+            for role, place in expected.items():
+                if (found := getattr(self, role)) != place:
+                    raise ValueError(
+                        f"offload.{role}: expected {place!r} with overlap_forward, since the host "
+                        f"sees weights and gradients at their homes; found {found!r}"
+                    )
         if self.step_on == HOST:
             for role in ROLES:
                 if (place := getattr(self, role)) != HOST:

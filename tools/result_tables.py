@@ -463,6 +463,87 @@ def offload_clock() -> str:
     return table(columns, rows) + note
 
 
+def offload_clock_beside() -> str:
+    """Simulated steps beside the next forward, and bounds."""
+    beside = "state on the host, beside forward"
+    longer = "longer at least, beside"
+    rows: list[list[str]] = []
+    over: list[float] = []
+    for model, by_ranks in results("offload_clock").items():
+        for ranks, by_machine in by_ranks.items():
+            for where, row in by_machine.items():
+                found, bounds = row[beside], row[longer]
+                seconds = row["seconds, state on the device"]
+                model_seconds = seconds - row["optimizer seconds, state on the device"]
+                over.append(found["seconds"] / (model_seconds + bounds["forward"]))
+                rows.append(
+                    [
+                        f"{model}, {ranks}",
+                        where,
+                        f"{row['forward seconds'] * 1e3:,.0f}",
+                        f"{row['optimizer seconds, state on the host'] * 1e3:,.0f}",
+                        f"{found['longer by'] * 1e3:,.0f}",
+                        *(f"{bounds[key] * 1e3:,.0f}" for key in ("forward", "backward", "both")),
+                        f"{seconds * 1e3:,.0f}",
+                        f"{row['seconds, state on the host'] * 1e3:,.0f}",
+                        f"{found['seconds'] * 1e3:,.0f}",
+                        f"{row['peak bytes, state on the host'] / GIB:,.1f}",
+                        f"{found['peak bytes'] / GIB:,.1f}",
+                    ]
+                )
+    columns = ["model, GPUs", "copies bound by", "forward ms"]
+    columns += ["step longer by ms: after backward", "beside forward"]
+    columns += ["at least, beside forward", "beside backward", "beside both"]
+    columns += ["step ms: state on the device", "on the host", "beside forward"]
+    columns += ["GiB of a rank: on the host", "beside forward"]
+    note = (
+        f"\n\nSteps beside forward take {min(over):.3f} to {max(over):.3f} of the bound of a whole "
+        "step. (`offload_clock.json`)"
+    )
+    return table(columns, rows) + note
+
+
+def offload_clock_speculative() -> str:
+    """Bounds of steps on the host that begin before the norm is known."""
+    rows: list[list[str]] = []
+    for model, by_ranks in results("offload_clock").items():
+        for ranks, by_machine in by_ranks.items():
+            row = next(iter(by_machine.values()))
+            found = row["stepped on the host after backward"]
+            waits = found["waits"]
+            rows.append(
+                [
+                    f"{model}, {ranks}",
+                    f"{row['backward seconds'] * 1e3:,.0f}",
+                    *(
+                        f"{found[key] * 1e3:,.0f}"
+                        for key in (
+                            "waits",
+                            "begun, written elsewhere",
+                            "undone, written elsewhere",
+                            "begun, copied before",
+                            "undone, copied before",
+                        )
+                    ),
+                    *(
+                        # Of a share p of undone steps: begun + p (undone - begun) = waits.
+                        f"{(waits - begun) / (found[f'undone, {how}'] - begun):.0%}"
+                        if (begun := found[f"begun, {how}"]) < waits
+                        else "never"
+                        for how in ("written elsewhere", "copied before")
+                    ),
+                    f"{found['bytes of memory, written elsewhere'] / GIB:,.1f}",
+                ]
+            )
+    columns = ["model, GPUs", "backward ms", "after backward ms: waits for the norm"]
+    columns += ["new values written elsewhere", "and undone"]
+    columns += ["old values copied before", "and undone"]
+    columns += ["faster below undone steps: written elsewhere", "copied before"]
+    columns += ["GiB more of a rank's host memory"]
+    note = "\n\nFormulas, bound by the host's memory. (`offload_clock.json`)"
+    return table(columns, rows) + note
+
+
 def offload_clock_everything() -> str:
     """Simulated steps with everything on the host, beside formulas."""
     here, there = "everything on the host", "everything on the host, stepped there"
@@ -1320,6 +1401,8 @@ TABLES: tuple[Callable[[], str], ...] = (
     offload_step,
     offload_memory,
     offload_clock,
+    offload_clock_beside,
+    offload_clock_speculative,
     offload_clock_everything,
     offload_activations_clock,
     modules_left_out,

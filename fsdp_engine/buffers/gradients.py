@@ -71,6 +71,7 @@ from fsdp_engine.buffers.redistribute import (
 )
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.lanes import Chain, Ticket
+from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
@@ -322,6 +323,7 @@ class GradientMemory:
     Args:
         spec, context: of the buffer.
         last_axes: reduced on the last microbatch only, innermost first.
+        pending: a step that may read the gradients.
         is_resident: the memory stays allocated while gradients are cleared.
 
     Attributes:
@@ -334,11 +336,13 @@ class GradientMemory:
         spec: BufferSpec,
         context: BufferContext,
         last_axes: Sequence[Axis],
+        pending: PendingStep,
         *,
         is_resident: bool,
     ) -> None:
         self._spec = spec
         self._context = context
+        self._pending = pending
         self._last_axes = last_axes
         self.is_resident = is_resident
         dtypes, memory = spec.kind.dtypes, context.memory
@@ -428,14 +432,16 @@ class GradientMemory:
         return False
 
     def free(self) -> None:
-        """Free the accumulation buffer; compute is done with it, and gradients are cleared."""
-        compute, label = self._context.lanes.compute, self._spec.label
+        """Free the accumulation buffer; compute is done with it, or will be when it has waited for
+        a pending step, and gradients are cleared."""
+        label = self._spec.label
         for storage in self.tensors.storages if self.tensors is not None else ():
             if storage.filled:
-                compute.manage(f"free gradients of {label}", storage.drain, storage)
+                self._pending.free(f"free gradients of {label}", storage)
 
     def abandon(self) -> None:
         """Leave the accumulation buffer to references of the user; the next step gets another."""
+        self._pending.hold(self.tensors)
         for storage in self.tensors.storages if self.tensors is not None else ():
             storage.leave()
         self.tensors = None
@@ -700,6 +706,7 @@ class Gradients:
     Args:
         spec, context: of the buffer.
         config: says how gradients are divided.
+        pending: a step that may read the gradients.
 
     Attributes:
         step: of the current step; None: gradients are cleared.
@@ -710,8 +717,13 @@ class Gradients:
     """
 
     def __init__(
-        self, spec: BufferSpec, context: BufferContext, config: DistributedDataParallelConfig
+        self,
+        spec: BufferSpec,
+        context: BufferContext,
+        config: DistributedDataParallelConfig,
+        pending: PendingStep,
     ) -> None:
+        self._pending = pending
         self._spec = spec
         self._context = context
         mesh_communicators, dtypes = context.mesh_communicators, spec.kind.dtypes
@@ -729,7 +741,9 @@ class Gradients:
         ]
         has_pool = context.memory.has_pool
         is_resident = has_pool or config.fsdp_double_buffer
-        self._memory = GradientMemory(spec, context, self._last_axes, is_resident=is_resident)
+        self._memory = GradientMemory(
+            spec, context, self._last_axes, pending, is_resident=is_resident
+        )
         # [Note: Reducing again]
         has_comm = self._memory.has_comm_buffer
         self.rounds_again = has_comm or dtypes.optim_grad != dtypes.main_grad
@@ -771,6 +785,7 @@ class Gradients:
     @property
     def optim_grads(self) -> Tensor | None:
         """This rank's shard of the gradients, 1-D, padding included; None: there is none."""
+        self._pending.finish()
         tensors = self.step.tensors if self.step is not None else None
         return None if tensors is None else tensors.for_optimizer.narrow(self.optim_depth)
 
@@ -814,6 +829,7 @@ class Gradients:
 
     def give_out(self) -> GradientTensors:
         """Returns tensors that stay valid for good, with memory: zeros, if it is allocated now."""
+        self._pending.finish()
         self._memory.is_resident = True
         return self._memory.take(self._scale, zero=True)
 
@@ -824,11 +840,13 @@ class Gradients:
     def restore(self) -> None:
         """Allocate resident memory again, zeroed."""
         if self._memory.is_resident:
+            self._pending.finish()
             self._memory.take(self._scale, zero=True)
 
     def accumulated(self, index: int) -> Tensor | None:
         """Returns this rank's part of parameter ``index`` in the accumulation buffer, 1-D; None:
         nothing is accumulated."""
+        self._pending.finish()
         tensors = self.step.tensors if self.step is not None else None
         return None if tensors is None else tensors.accum.local(index, self.optim_depth)
 
@@ -899,6 +917,7 @@ class Gradients:
         """Multiply the accumulation buffer, or (``is_reduced``) the optimizer's shard."""
         if self.step is None or self.step.tensors is None:
             return
+        self._pending.finish()
         part = self.optim_grads if is_reduced else self.step.tensors.accum.tensor
         assert part is not None
         scale_(part, factor)
@@ -962,6 +981,7 @@ class Gradients:
         Returns:
             Whether there is memory. False: the step is as it was.
         """
+        self._pending.finish()
         tensors = self._memory.tensors
         if tensors is None or not tensors.has_memory:
             return False
@@ -979,6 +999,7 @@ class Gradients:
 
     def _tensors(self, *, zero: bool = False) -> GradientTensors:
         """The step's tensors, with memory."""
+        self._pending.finish()
         step = self.step
         if step is None:
             step = self.make_step()

@@ -46,6 +46,7 @@ from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
+from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
@@ -151,8 +152,9 @@ class ParamAndGradBuffer:
         reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_encodings > 1
         scratch = self._scratch if reuses else None
         codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
-        self.weights = Weights(spec, context, codec, params, scratch)
-        self.grads = Gradients(spec, context, config) if spec.kind.requires_grad else None
+        pending = PendingStep(context.lanes.compute)
+        self.weights = Weights(spec, context, codec, params, pending, scratch)
+        self.grads = Gradients(spec, context, config, pending) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
         self._load_initial_values(params, self.control_group if broadcast else None)
         bound = [self.weights.bind(index, each) for index, each in enumerate(params)]
@@ -184,7 +186,8 @@ class ParamAndGradBuffer:
     def offloaded(self) -> OffloadedBuffer:
         """What of it lies elsewhere than on the device."""
         gradients = None if self.grads is None else self.grads.home
-        return OffloadedBuffer(self.sharded_params, self.weights.home, gradients)
+        pending = self.weights.pending
+        return OffloadedBuffer(self.sharded_params, self.weights.home, gradients, pending)
 
     @property
     def label(self) -> str:
@@ -293,8 +296,9 @@ class ParamAndGradBuffer:
             self._context = replace(
                 self._context, memory=resources.memory, offloading=resources.offloading
             )
-        weights = self.weights
-        self.weights = Weights(self.spec, self._context, codec, self.full_params)
+        weights, pending = self.weights, self.weights.pending
+        pending.finish()
+        self.weights = Weights(self.spec, self._context, codec, self.full_params, pending)
         if resources is None:
             self.weights.main.tensor.copy_(weights.main.tensor)
         weights.release()
@@ -303,7 +307,7 @@ class ParamAndGradBuffer:
         if self.grads is not None:
             divisor = self.grads.divisor
             self.grads.abandon()
-            self.grads = Gradients(self.spec, self._context, self._config)
+            self.grads = Gradients(self.spec, self._context, self._config, pending)
             self.grads.divide_by(divisor)
         for index, full in enumerate(self.full_params):
             bound = self.weights.bind(index, full)

@@ -64,6 +64,7 @@ from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.codecs.base import ENCODINGS
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain, Lane, Ticket
+from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
 from fsdp_engine.memory.home import Home
@@ -196,10 +197,10 @@ class Weights:
         codec: of this buffer alone.
         params: the user's parameters, in the layout's order.
         scratch: memory of gradients that values can be gathered into before they are encoded.
+        pending: see [Note: Steps beside forward] in ``comm/pending_steps.py``.
 
     Attributes:
-        main: main weights at the depth of OPTIM. Its tensor has a version counter of its own, so
-            that edits in place are distinguished from gathers into the same memory.
+        pending: the step that compute has not waited for.
         home: where they lie, if that is not the device's memory.
         params: full compute parameters of the first encoding, in their own shapes.
         reshards: whether full parameters are freed between uses.
@@ -214,11 +215,13 @@ class Weights:
         context: BufferContext,
         codec: ParamCodec,
         params: Sequence[nn.Parameter],
+        pending: PendingStep,
         scratch: Scratch | None = None,
     ) -> None:
         self._spec = spec
         self._context = context
         self.codec = codec
+        self.pending = pending
         memory, optim_depth = context.memory, spec.optim_depth
         self.reshards = spec.param_depth > 0
         self.home = self._make_home()
@@ -239,7 +242,7 @@ class Weights:
             main = alias(self._encodings[0].wire.narrow(optim_depth))
         else:
             main = memory.persistent(numel, main_dtype, "main")
-        self.main = ShardedBuffer(spec.layout, self._at, optim_depth, main)
+        self._main = ShardedBuffer(spec.layout, self._at, optim_depth, main)
         self._full_wire = self._make_full_wire() if codec.decodes else None
         codec.prepare(params, self._pieces(), self._split_groups(), memory.device)
         is_cast_by_host = self._sent_home is not None and not codec.is_identity
@@ -250,7 +253,7 @@ class Weights:
         self._through_scratch: ThroughScratch | None = None
         if scratch is not None and not self.reshards and optim_depth > 0:
             lines = [encoding.target for encoding in self._encodings]
-            self._through_scratch = ThroughScratch(spec, context, codec, self.main, lines, scratch)
+            self._through_scratch = ThroughScratch(spec, context, codec, self._main, lines, scratch)
         for encoding in self._encodings:
             if self.reshards:
                 encoding.unshard = self._make_unshard(encoding)
@@ -269,6 +272,14 @@ class Weights:
         self._num_marks = 0
 
     @property
+    def main(self) -> ShardedBuffer:
+        """Main weights at the depth of OPTIM; compute waits for a pending step. The tensor has a
+        version counter of its own, so that edits in place are distinguished from gathers into the
+        same memory."""
+        self.pending.finish()
+        return self._main
+
+    @property
     def num_encodings(self) -> int:
         """See [Note: Encodings] in ``codecs/base.py``."""
         return len(self._encodings)
@@ -276,7 +287,7 @@ class Weights:
     @property
     def rest_bytes(self) -> int:
         """Bytes held at rest: main weights, and compute weights as far as they are kept."""
-        persistent = [self.main.tensor] if self.home is None else []
+        persistent = [self._main.tensor] if self.home is None else []
         for encoding in self._encodings:
             if encoding.wire is not None:
                 persistent.append(encoding.wire.tensor)
@@ -299,7 +310,7 @@ class Weights:
     @property
     def is_current(self) -> bool:
         """Whether gathered weights, if there are any, equal the main weights."""
-        return self._seen_version == self.main.tensor._version
+        return self._seen_version == self._main.tensor._version
 
     def mark_stale(self) -> None:
         """Main weights changed in a way that their version counter does not show."""
@@ -309,7 +320,7 @@ class Weights:
     @property
     def changes(self) -> tuple[int, int]:
         """A value that differs from earlier ones if main weights have changed since."""
-        return self.main.tensor._version, self._num_marks
+        return self._main.tensor._version, self._num_marks
 
     def bind(self, index: int, param: nn.Parameter) -> nn.Parameter:
         """Returns the parameter that modules compute with in place of ``param``, the user's
@@ -324,7 +335,7 @@ class Weights:
             if kept is not None:
                 memory.give_back(kept.tensor, "model")
         if not self.codec.is_identity and self.home is None:
-            memory.give_back(self.main.tensor, "main")
+            memory.give_back(self._main.tensor, "main")
 
     def gather(self, phase: int, held: int, compute_now: Ticket | None = None) -> list[Ticket]:
         """Gather full parameters; returns tickets to wait for.
@@ -335,24 +346,28 @@ class Weights:
             compute_now: ticket of the work that compute has so far; None: it is recorded here.
         """
         refreshed: list[Ticket] = []
-        if self.main.tensor._version != self._seen_version:
+        stepped = self.pending.tickets
+        if self._main.tensor._version != self._seen_version:
             refreshed = self._bring_up_to_date(compute_now)
             held = 0
         if not self.reshards:
-            return refreshed
-        tickets: list[Ticket] = []  # who waits for these has waited for the refresh
+            return [*refreshed, *stepped]
+        tickets = [*stepped]  # who waits for these and the others has waited for the refresh
         for encoding in self._missing_encodings(phase, held):
             assert encoding.unshard is not None
-            after = refreshed
+            after = [*refreshed]
             if self._fill(encoding.memory) or not after:
-                after = [*after, self._context.lanes.compute.record()]
+                after.append(self._context.lanes.compute.record())
+            if not refreshed:
+                after += stepped
             tickets.append(encoding.unshard.run(after))
         return tickets
 
     def _bring_up_to_date(self, compute_now: Ticket | None) -> list[Ticket]:
         """Update the compute weights that are kept at rest from the main weights."""
-        self._seen_version = self.main.tensor._version
+        self._seen_version = self._main.tensor._version
         if self._through_scratch is not None:
+            self.pending.finish()  # it reads the gradients
             return [self._through_scratch.refresh()]
         if self._refresh is None:
             return []
@@ -363,7 +378,8 @@ class Weights:
             storages += self._storages
         if self._fill(storages):
             compute_now = None  # memory that compute has used since
-        return [self._refresh.run((compute_now or self._context.lanes.compute.record(),))]
+        now = compute_now or self._context.lanes.compute.record()
+        return [self._refresh.run((now, *self.pending.tickets))]
 
     def gathered(self, phases: int, *, for_backward: bool) -> None:
         """Compute has waited for the gather.
@@ -372,6 +388,7 @@ class Weights:
             phases: whose full parameters are gathered.
             for_backward: a backward reads the gathered parameters.
         """
+        self.pending.finish()
         self._drain_staged()
         if self._through_scratch is not None:
             self._through_scratch.finish()
@@ -498,9 +515,9 @@ class Weights:
 
     def _encoded(self) -> Gather:
         """A gather of main weights, encoded by a codec of one encoding."""
-        spec, codec, main, home = self._spec, self.codec, self.main.tensor, self.home
+        spec, codec, main, home = self._spec, self.codec, self._main.tensor, self.home
         if home is None:
-            return encoded(spec, codec, self.main)
+            return encoded(spec, codec, self._main)
         if (sent := self._sent_home) is not None:
 
             def bring(part: Tensor) -> Steps:
@@ -533,13 +550,13 @@ class Weights:
         first = self._encodings[0]
         if self._sent_home is not None:
             sent = self._sent_home.bytes.view(self.codec.wire_dtype)
-            cast = partial(self.codec.encode, self.main.tensor, (sent,))
-            chain.add(lane, f"encode {spec.label}", cast, reads=[self.main.tensor], writes=[sent])
+            cast = partial(self.codec.encode, self._main.tensor, (sent,))
+            chain.add(lane, f"encode {spec.label}", cast, reads=[self._main.tensor], writes=[sent])
             return chain
         how = self._encoded()
         if self.codec.needs_whole_line:
             wires = [(each.target, each.wire) for each in self._encodings if each.wire is not None]
-            encode_in_whole_lines(chain, lane, spec.label, self.codec, self.main, wires)
+            encode_in_whole_lines(chain, lane, spec.label, self.codec, self._main, wires)
             for _, wire in wires:
                 there = Gather(spec.label, spec.tag)
                 redistribute(chain, self._context, wire, *depths, there)

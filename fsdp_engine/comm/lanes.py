@@ -15,7 +15,8 @@ for the all-gather of the previous unit. On CPU the host casts when it issues th
 optimizer state, main weights and gradients have two lanes, one for each direction, and so have
 activations. Where state of an accelerator lies on a disk, a state lane is a stream and a thread,
 which submits the lane's operations and waits for files within. Waiting for a ticket then blocks
-the host until the thread has submitted the operation.
+the host until the thread has submitted the operation. Optimizers that step beside the next forward
+have a lane for that.
 
 An operation is a generator (``collectives.py``) that yields the works that must be done before it
 continues. On CUDA it runs through at submission, because its stream waits. On CPU it starts at
@@ -159,6 +160,7 @@ LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce"
 COPY_IN = "copy in"
 STATE_LANES = ("state in", "state out")
 ACTIVATION_LANES = ("activations in", "activations out")
+STEP_LANE = "optimizer step"
 
 # "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
 _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
@@ -226,6 +228,14 @@ class Lane(Protocol):
 
     def drain(self) -> Sequence[Exception]:
         """End everything submitted; what failed is returned, not raised."""
+        ...
+
+
+class ComputeLane(Lane, Protocol):
+    """A lane on which code can run that knows no lanes."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Within it, work of the caller runs on this lane."""
         ...
 
 
@@ -315,9 +325,10 @@ _MOST_RECENT = 256
 
 _NOTHING = nullcontext()
 
-# Who makes lanes in place of make_lanes, and those of copies: see lanes_made_by.
+# Who makes lanes in place of make_lanes and make_step_lane, and those of copies: see lanes_made_by.
 _MAKERS: list[Callable[[torch.device], Any]] = []
 _COPY_MAKERS: list[Callable[[tuple[str, str]], Any]] = []
+_STEP_MAKERS: list[Callable[[torch.device], Any]] = []
 
 
 def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
@@ -352,6 +363,14 @@ def make_state_lanes(device: torch.device, *, in_threads: bool = False) -> tuple
     return _copy_lanes(device, STATE_LANES, ThreadLane if in_threads else DeviceLane)
 
 
+def make_step_lane(device: torch.device) -> ComputeLane:
+    """A lane of an accelerator, or of a simulated one, beside compute."""
+    if _STEP_MAKERS:
+        made: ComputeLane = _STEP_MAKERS[-1](device)
+        return made
+    return DeviceLane(device, module_of(device).Stream(device=device), name=STEP_LANE)
+
+
 def make_activation_lanes(device: torch.device) -> tuple[Lane, Lane]:
     """Lanes on which activations are copied to ``device`` and from it."""
     return _copy_lanes(device, ACTIVATION_LANES)
@@ -375,18 +394,24 @@ def _copy_lanes(
 def lanes_made_by(
     maker: Callable[[torch.device], Lanes],
     copy_maker: Callable[[tuple[str, str]], tuple[Lane, Lane]] | None = None,
+    step_maker: Callable[[torch.device], ComputeLane] | None = None,
 ) -> Iterator[None]:
-    """Within it, engines get the lanes that ``maker`` makes, those of a simulation, and those of
-    copies to the device and from it, of these names, from ``copy_maker``."""
-    _MAKERS.append(maker)
-    copy_makers = [] if copy_maker is None else [copy_maker]
-    _COPY_MAKERS.extend(copy_makers)
+    """Within it, engines get the lanes that ``maker`` makes, those of a simulation, those of copies
+    to the device and from it, of these names, from ``copy_maker``, and that of steps beside forward
+    from ``step_maker``."""
+    given: tuple[tuple[list[Any], Any], ...] = (
+        (_MAKERS, maker),
+        (_COPY_MAKERS, copy_maker),
+        (_STEP_MAKERS, step_maker),
+    )
+    used = [(makers, each) for makers, each in given if each is not None]
+    for makers, each in used:
+        makers.append(each)
     try:
         yield
     finally:
-        _MAKERS.pop()
-        if copy_makers:
-            _COPY_MAKERS.pop()
+        for makers, _ in used:
+            makers.pop()
 
 
 class SideStream:
@@ -859,10 +884,19 @@ class DeviceLane:
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """See :class:`Lane`."""
 
+    def entered(self) -> AbstractContextManager[None]:
+        """See :class:`ComputeLane`: this lane's stream is the current one."""
+        context: AbstractContextManager[None] = self._module.stream(self._target())
+        return context
+
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
         """See :class:`Lane`; the caching allocator ties the memory to this lane's stream."""
         with self._module.stream(self._target()):
             action()
+
+    def of_caller(self) -> DeviceLane:
+        """This lane, on the stream that is current now."""
+        return DeviceLane(self._device, self._target(), self.ranks, self.name)
 
     def drain(self) -> list[Exception]:
         """See :class:`Lane`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fsdp_engine.accelerator import is_simulated
-from fsdp_engine.comm.lanes import Lane, make_state_lanes, mark
+from fsdp_engine.comm.lanes import Lane, make_state_lanes, make_step_lane, mark
+from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads
 from fsdp_engine.memory.disk_staging import Staging
@@ -29,11 +31,13 @@ class OffloadedBuffer(NamedTuple):
         params: its sharded parameters.
         main: the home of their slices; None: they are on the device.
         gradients: the home of their gradients; None: they are on the device.
+        pending: their step, while compute has not waited for it.
     """
 
     params: Sequence[Tensor]
     main: Home | None
     gradients: HomePart | None
+    pending: PendingStep
 
 
 class Offloading:
@@ -46,8 +50,10 @@ class Offloading:
         files: by role, those that there are already.
 
     Attributes:
-        memory, compute: see the arguments.
+        memory: see the argument.
+        compute: the engine's lane; within :meth:`beside_compute` the one that steps.
         state_in, state_out: lanes.
+        overlaps_forward: steps can run beside the next forward.
         steps_on_host: optimizers step where state lies.
     """
 
@@ -58,6 +64,8 @@ class Offloading:
         self.compute = compute
         is_staged = DISK in offload.places.values() and computes_elsewhere(memory.device)
         self.state_in, self.state_out = make_state_lanes(memory.device, in_threads=is_staged)
+        self.overlaps_forward = offload.overlap_forward and compute.runs_ahead
+        self._step_lane = make_step_lane(memory.device) if self.overlaps_forward else None
         self.steps_on_host = offload.step_on == HOST
         self._offload = offload
         self._files = dict(files)
@@ -117,15 +125,30 @@ class Offloading:
         """Those of copies to the device and from it."""
         return self.state_in, self.state_out
 
+    @contextmanager
+    def beside_compute(self) -> Iterator[None]:
+        """Within it, steps are submitted to a lane of their own, behind the work of compute."""
+        lane, compute = self._step_lane, self.compute
+        assert lane is not None
+        lane.wait(compute.record())
+        self.compute = lane
+        try:
+            with lane.entered():
+                yield
+        finally:
+            self.compute = compute
+
     def drain(self) -> list[Exception]:
-        """End all copies; what failed is returned, not raised."""
-        return [error for lane in self.lanes for error in lane.drain()]
+        """End all copies and steps; what failed is returned, not raised."""
+        steps = () if self._step_lane is None else (self._step_lane,)
+        return [error for lane in (*steps, *self.lanes) for error in lane.drain()]
 
     def wait(self) -> None:
-        """Until all copies to homes are done.
+        """Until all copies to homes are done; compute waits for pending steps.
 
         Raises:
             ValueError, RuntimeError: one failed.
         """
+        finish_pending_steps()
         for error in self.state_out.drain():
             raise error

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
 from fsdp_engine.flat_dtensor import full_reductions, gathered_functions
 from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
@@ -114,8 +115,11 @@ def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         ValueError: ``func`` is not defined for slices.
         RuntimeError: ``func`` needs the full tensor and is called in an optimizer's step.
     """
+    handler = handler_of(func)
+    if PENDING and handler not in _READ_NO_ELEMENTS:
+        finish_pending_steps()
     try:
-        return handler_of(func)(cls, func, args, kwargs)
+        return handler(cls, func, args, kwargs)
     except ValueError as error:
         if not refuses(error):
             raise
@@ -351,6 +355,9 @@ def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         for grad, wrt in zip(grads, inputs, strict=True)
     )
 
+
+# Pending steps are not waited for by these.
+_READ_NO_ELEMENTS = {_metadata, _set_metadata, _detach, _gradient, _takes_data, _no_address}
 
 _SPECIAL: dict[str, Handler] = {
     **full_reductions.HANDLERS,

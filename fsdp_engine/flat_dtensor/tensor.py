@@ -32,6 +32,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
 from fsdp_engine.flat_dtensor import flat_placement, functions, tensor_parallel_spec
 from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh
@@ -110,6 +111,12 @@ class FlatDTensor(DTensor):
     @property
     def local(self) -> Tensor:
         """This rank's slice, shape ``(stop - start,)``, without a copy."""
+        return self._stepped()
+
+    def _stepped(self) -> Tensor:
+        """The slice; compute has waited for pending steps."""
+        if PENDING:
+            finish_pending_steps()
         return self._local_tensor
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -122,6 +129,7 @@ class FlatDTensor(DTensor):
             raise ValueError(
                 f"grad_placements: expected {self.placements} or None; found {grad_placements}"
             )
+        self._stepped()
         return unwrap(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -137,15 +145,16 @@ class FlatDTensor(DTensor):
             raise ValueError(
                 f"grad_placements: expected all Replicate() or None; found {grad_placements}"
             )
+        local = self._stepped()
         if torch.is_grad_enabled() and self.requires_grad:
             if self.backref is not None:
-                values = self._flat.gather_full(self._local_tensor)
+                values = self._flat.gather_full(local)
                 values_with_graph = self.backref.differentiable(values, self._flat.spread)
                 if values_with_graph is not None:
                     return values_with_graph
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
             return result
-        return self._flat.gather_full(self._local_tensor)
+        return self._flat.gather_full(local)
 
     def redistribute(
         self,
@@ -174,7 +183,7 @@ class FlatDTensor(DTensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"FlatDTensor(shape={tuple(flat.shape)}, elements [{flat.start}, {flat.stop}) here, "
-            f"local={self._local_tensor}{grad})"
+            f"local={self._stepped()}{grad})"
         )
 
     def __format__(self, spec: str) -> str:
@@ -375,7 +384,7 @@ class FlatDTensor(DTensor):
             return result
         if not self.is_leaf:
             raise RuntimeError("deepcopy: expected a leaf; found a FlatDTensor with a graph")
-        new = self._wrap(self._local_tensor.clone(), self._flat)
+        new = self._wrap(self._stepped().clone(), self._flat)
         memo[id(self)] = _with_requires_grad(new, self.requires_grad)
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.grad = copy.deepcopy(self.grad, memo)
@@ -383,7 +392,7 @@ class FlatDTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {key: value for key, value in self.__dict__.items() if key != "_flat"}
-        return _rebuild, (type(self), self._local_tensor, self._flat, self.requires_grad, state)
+        return _rebuild, (type(self), self._stepped(), self._flat, self.requires_grad, state)
 
     @property
     def __tensor_flatten__(self) -> Any:
@@ -425,7 +434,7 @@ class FlatDTensor(DTensor):
         first = self._flat.start
         for chunk, box in self._chunks():
             if chunk.offsets == index.offset:
-                return self._local_tensor[box.start - first : box.stop - first].view(box.sizes)
+                return self._stepped()[box.start - first : box.stop - first].view(box.sizes)
         raise ValueError(f"{index.fqn}: expected a chunk of {self}; found offset {index.offset}")
 
 

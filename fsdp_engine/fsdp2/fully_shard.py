@@ -58,7 +58,7 @@ def engine_offload(policy: object) -> Offload:
         )
     if not isinstance(policy, fsdp.CPUOffloadPolicy):
         return Offload()
-    roles = dict.fromkeys(ROLES, HOST)
+    roles: dict[str, Any] = dict.fromkeys(ROLES, HOST)
     return Offload(**roles, step_on=HOST, pin_memory=policy.pin_memory)
 
 

@@ -21,7 +21,9 @@ A closure is called once, before the first.
     state out            o0      o1      o2      o3
 
 Weights return with the state; gradients do not. The host waits for the last copies of weights,
-since users read parameters at their homes. The memory of a chunk on the device comes from the
+since users read parameters at their homes. With ``Offload.overlap_forward`` "compute" is a lane of
+its own, which the next forward overlaps: [Note: Steps beside forward] in ``comm/pending_steps.py``.
+Chunks are stepped in the order of units then. The memory of a chunk on the device comes from the
 allocator as it comes in, and goes when it is written back: chunk k + 1 is allocated when chunk
 k - 1 is gone, so there are never more than two.
 
@@ -36,7 +38,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence, ValuesView
 from itertools import chain, count
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -48,6 +50,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
+from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
@@ -61,6 +64,8 @@ ROLE = "optimizer"
 STATE = "optimizer_state"
 # State tensors begin at multiples of so many bytes.
 _ALIGNMENT = 64
+# Attributes of all optimizers. Defaults are those of groups, state and parameters the step's own.
+_OF_OPTIMIZER = {"defaults", "param_groups", "state"}
 # An unusual shape: state of it is state of each element. It has more elements than the vectors that
 # some optimizers exempt from quantisation (4096).
 _TRIAL_SHAPE = (4099,)
@@ -277,6 +282,8 @@ class _Chunk:
         self.kept = self._views(state, lambda slot, value: slot.to_flat(value))
         self._brought: Ticket | None = None
         self._taken: Ticket | None = None
+        self._pending = _unique_objects(buffer.pending for buffer in buffers)
+        self.has_plain = any(isinstance(slot, _PlainSlot) for slot in self.slots)
 
     def _add(self, piece: _Piece) -> int:
         """Where the next piece begins."""
@@ -412,6 +419,22 @@ class _Chunk:
             self._offload.compute.wait(self._taken)
         self._offload.compute.manage("free state", self._storage.drain, self._storage)
 
+    def begin_pending(self, ticket: Ticket, held: Sequence[Tensor]) -> None:
+        """Compute has not waited for the step of this chunk.
+
+        Args:
+            ticket: its end.
+            held: gradients that it reads in memory that is not the engine's.
+        """
+        for pending in self._pending:
+            pending.begin(ticket)
+            pending.hold(*held)
+
+    def finish_pending(self) -> None:
+        """Compute waits for the step."""
+        for pending in self._pending:
+            pending.finish()
+
     def abandon(self) -> None:
         """Free the memory on the device; its lanes have ended what they were given."""
         self._brought = self._taken = None
@@ -434,9 +457,36 @@ def _in_order(chunks: Sequence[_Chunk]) -> list[_Chunk]:
     return [*by_size[::2], *reversed(by_size[1::2])]
 
 
+def _unique_objects(objects: Iterable[Any]) -> list[Any]:
+    return list({id(each): each for each in objects}.values())
+
+
+def _has_tensors(values: Iterable[Any]) -> bool:
+    """Whether tensors are among ``values``, or within containers of them."""
+    for each in values:
+        if isinstance(each, Tensor):
+            return True
+        inner = each.values() if isinstance(each, dict) else each
+        if isinstance(inner, tuple | list | ValuesView) and _has_tensors(inner):
+            return True
+    return False
+
+
 def _unique(buffers: Iterable[OffloadedBuffer]) -> list[OffloadedBuffer]:
     """One for each home, in order."""
     return list({(id(each.main), id(each.gradients)): each for each in buffers}.values())
+
+
+class _ChunkStep(NamedTuple):
+    """A submitted step of a chunk.
+
+    Attributes:
+        ticket: its end.
+        held: gradients that it reads in memory that is not the engine's.
+    """
+
+    ticket: Ticket
+    held: Sequence[Tensor]
 
 
 class _ChunkShadow(Shadow):
@@ -542,7 +592,6 @@ class OffloadedStep:
         self._refit(optimizer)
         arguments = [self._called(a) if callable(a) else a for a in args[1:]]
         kwargs = {k: self._called(v) if k == "closure" and v else v for k, v in kwargs.items()}
-        chunks = self._chunks
         self._stored.clear()
         self._attributes.clear()
         self._entries.clear()
@@ -551,18 +600,65 @@ class OffloadedStep:
             for key, value in optimizer.state.items()
             if isinstance(key, Tensor) and id(key) not in self._slot_of
         }
+        if self._can_be_pending(optimizer):
+            for chunk in self._chunks:
+                chunk.slices.wait_for_gradients()
+            with self._offload.beside_compute():
+                steps = self._step_chunks(optimizer, arguments, kwargs)
+            self._begin_pending(steps)
+        else:
+            finish_pending_steps()
+            self._step_chunks(optimizer, arguments, kwargs)
+        return (self._without_parameters(optimizer), *arguments), kwargs
+
+    def _step_chunks(
+        self, optimizer: Any, arguments: Sequence[Any], kwargs: dict[str, Any]
+    ) -> list[_ChunkStep]:
+        """Submit the steps of all chunks and their copies."""
+        steps = []
         try:
             self._bring(optimizer, 0)
-            for number in range(len(chunks)):
+            for number in range(len(self._chunks)):
                 shadow = self._enter(optimizer, number)
                 self._function(shadow, *arguments, **kwargs)
-                self._leave(optimizer, number, shadow)
-            chunks[-1].leave()
+                steps.append(self._leave(optimizer, number, shadow))
+            self._chunks[-1].leave()
             self._offload.memory.release_idle()  # of chunks, which no backward would use
         except BaseException:
             self._abandon()
             raise
-        return (self._without_parameters(optimizer), *arguments), kwargs
+        return steps
+
+    def _can_be_pending(self, optimizer: Any) -> bool:
+        """Whether the step can run beside the next forward.
+
+        Tensors among hyperparameters or attributes (a learning rate, the scale of a ``GradScaler``)
+        may be changed before it has read them.
+        """
+        memory = self._offload.memory
+        if not self._offload.overlaps_forward or memory.has_pool:
+            return False
+        groups = (
+            value
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key != "params"
+        )
+        own = (value for key, value in vars(optimizer).items() if key not in _OF_OPTIMIZER)
+        return not _has_tensors(chain(groups, own))
+
+    def _begin_pending(self, steps: Sequence[_ChunkStep]) -> None:
+        """Compute does not wait for ``steps``, but for those of parameters that users hold as plain
+        tensors."""
+        for chunk, (ticket, held) in zip(self._chunks, steps, strict=True):
+            chunk.begin_pending(ticket, held)
+            if chunk.has_plain:
+                chunk.finish_pending()
+        if self._has_others:
+            self._offload.compute.wait(steps[0].ticket)
+        stored = chain(self._stored.values(), self._attributes.values(), self._entries.values())
+        if _has_tensors(stored):
+            self._offload.compute.wait(steps[-1].ticket)
 
     def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Step post-hook: torch has stepped groups without parameters."""
@@ -647,9 +743,15 @@ class OffloadedStep:
         return local.to(slot.local.device) if local.ndim else local
 
     @torch.no_grad()
-    def _leave(self, optimizer: Any, number: int, shadow: Any) -> None:
+    def _leave(self, optimizer: Any, number: int, shadow: Any) -> _ChunkStep:
         """A chunk has stepped: keep what it stored, and write its state home."""
         chunk = self._chunks[number]
+        transients = self._offload.memory.transients
+        held = [
+            grad
+            for local in chunk.slices.locals
+            if (grad := local.grad) is not None and storage_keys(grad)[0] not in transients
+        ]
         chunk.slices.clear_gradients()
         for index, group in zip(chunk.members, shadow.chunk_groups, strict=True):
             before = optimizer.param_groups[index]
@@ -670,6 +772,7 @@ class OffloadedStep:
             elif self._others.get(key) is not value:
                 self._others[key] = optimizer.state[key] = value
         chunk.take()
+        return _ChunkStep(self._offload.compute.record(), held)
 
     @staticmethod
     def _keep(
@@ -758,8 +861,11 @@ class OffloadedStep:
                 params = [*(slot.param for slot in chunk.slots), *params]
                 dtypes = [*chunk.dtypes, *dtypes]
             self._make_chunk(optimizer, number, unit, params, dtypes)
-        self._chunks = _in_order(self._chunks)
-        if not self._chunks:  # parameters without an offload are stepped with the last one
+        if self._offload.overlaps_forward:
+            self._chunks.sort(key=lambda chunk: chunk.unit.number)
+        else:
+            self._chunks = _in_order(self._chunks)
+        if not self._chunks:  # parameters without an offload are stepped with the first one
             self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._homes))
         self._assign_members()
 
@@ -802,13 +908,14 @@ class OffloadedStep:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             members = [[local_of[id(p)] for p in params if id(p) in local_of] for params in groups]
             chunk.members = {index: params for index, params in enumerate(members) if params}
-        # With the last one go parameters without an offload, and groups without parameters.
+        # With the first one go parameters without an offload, and groups without parameters.
         others = [[p for p in params if id(p) not in self._slot_of] for params in groups]
-        last = self._chunks[-1]
-        last.members = {
-            index: [*last.members.get(index, ()), *others[index]]
+        self._has_others = any(others)
+        first = self._chunks[0]
+        first.members = {
+            index: [*first.members.get(index, ()), *others[index]]
             for index, params in enumerate(groups)
-            if index in last.members or others[index] or not params
+            if index in first.members or others[index] or not params
         }
 
     def _check_converted(self) -> None:

@@ -67,6 +67,7 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def described(value: Any) -> Any:
+    """What other ranks know of a value in the state of a parameter."""
     if isinstance(value, Tensor):
         return TensorLeaf(tuple(value.shape), value.dtype)
     if isinstance(value, bool | int | float):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,16 +26,29 @@ class BufferSite:
         layout: of the buffer.
         depth: at which main weights and reduced gradients are sharded: 0, 1 or 2.
         grad_dtype: of reduced gradients.
-        lanes: of the buffer's engine.
-        memory: of the buffer's engine.
     """
 
     mesh: DataMesh
     layout: Layout
     depth: int
     grad_dtype: torch.dtype
-    lanes: Lanes
-    memory: Memory
+    # What lanes have been given refers to parameters.
+    _lanes: weakref.ref[Lanes]
+    _memory: weakref.ref[Memory]
+
+    @property
+    def lanes(self) -> Lanes:
+        """Those of the buffer's engine, which must be alive."""
+        lanes = self._lanes()
+        assert lanes is not None
+        return lanes
+
+    @property
+    def memory(self) -> Memory:
+        """That of the buffer's engine, which must be alive."""
+        memory = self._memory()
+        assert memory is not None
+        return memory
 
 
 class ParamSite(NamedTuple):

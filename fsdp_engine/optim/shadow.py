@@ -129,11 +129,15 @@ class Slices:
         """Whether no parameter was converted."""
         return all(map(operator.is_, map(slice_of, self.params), map(_param_local, self.slots)))
 
+    def wait_for_gradients(self) -> None:
+        """Compute waits for reductions of gradients."""
+        for reads in self._reads:
+            reads.wait()
+
     @torch.no_grad()
     def set_gradients(self) -> None:
         """Set ``.grad`` of each slice, in the slice's dtype."""
-        for reads in self._reads:
-            reads.wait()
+        self.wait_for_gradients()
         grads = gradients_of(self.params)
         slices: list[Tensor | None]
         if (bring := self._bring) is not None:

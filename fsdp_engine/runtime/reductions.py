@@ -54,6 +54,7 @@ from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.comm.offloading import Offloading
+from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import StagingBudget, Timing
 from fsdp_engine.runtime.gather_rounds import GatherRounds
 from fsdp_engine.runtime.gradient_checks import GradientChecks
@@ -410,6 +411,7 @@ class Reductions:
                 backward were put off and have not come; a gradient was edited between microbatches.
         """
         self.stream.begin()
+        finish_pending_steps()
         self._message.finish()
         if self._queue is not None and self._queue.autograd_is_done:
             raise RuntimeError(

@@ -18,6 +18,8 @@ Copies of offloaded state and activations run on lanes of theirs, those of main 
 on the lane that encodes them, and share the link to the host or to the disk (``copies.py``). What
 the host computes on offloaded state, while it issues work to a device, takes its memory's
 bandwidth and time of its own clock, as a row of the timeline ("host work").
+
+Steps beside forward run on a lane of their own, at the rate that they have alone.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from fsdp_engine.comm.lanes import (
     COMPUTE,
     COPY_IN,
     LANES,
+    STEP_LANE,
     Lanes,
     Meter,
     Operation,
@@ -226,6 +229,15 @@ class SimulatedLane:
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """See :class:`~fsdp_engine.comm.lanes.Lane`."""
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """See :class:`~fsdp_engine.comm.lanes.ComputeLane`."""
+        self._clock.entered.append(self)
+        try:
+            yield
+        finally:
+            self._clock.entered.pop()
+
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
         """See :class:`~fsdp_engine.comm.lanes.Lane`. Memory is allocated and freed on the host's
         clock, as in a caching allocator."""
@@ -270,6 +282,7 @@ class Clock:
         exposed: waits of compute for communication.
         sent_bytes: bytes sent on lanes, by axis.
         copied_bytes: bytes copied on lanes, by lane.
+        entered: lanes that run what compute would.
         memory_changed: called when the engine has allocated or freed memory.
     """
 
@@ -282,6 +295,7 @@ class Clock:
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
         self.copied_bytes: dict[str, float] = {}
+        self.entered: list[SimulatedLane] = []
         self.memory_changed: Callable[[], None] = lambda: None
         # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
@@ -305,6 +319,11 @@ class Clock:
         """Lanes of copies to the device and from it."""
         into, out = (SimulatedLane(self, name) for name in names)
         return into, out
+
+    def make_step_lane(self, device: torch.device) -> SimulatedLane:
+        """The lane of steps beside forward."""
+        del device
+        return SimulatedLane(self, STEP_LANE)
 
     def restart(self) -> None:
         """Forget the record of operations."""
@@ -330,6 +349,13 @@ class Clock:
         self.call()
         if self._work is not None:
             self._work.computed += seconds
+            return
+        if self.entered:
+            lane = self.entered[-1]
+            start = self.reached(lane)
+            lane.free = start + seconds
+            if seconds:
+                self.spans.append(Span(lane.name, label, self.phase, start, lane.free))
             return
         start = self._settle()
         self._compute.free = start + seconds

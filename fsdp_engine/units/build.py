@@ -358,8 +358,8 @@ def build_unit(
                 part.layout,
                 buffer.spec.optim_depth,
                 part.kind.dtypes.optim_grad,
-                resources.lanes,
-                resources.memory,
+                weakref.ref(resources.lanes),
+                weakref.ref(resources.memory),
             )
             add_site(site, buffer.sharded_params)
         if not (start.from_first or buffer.weights.main.tensor.is_meta):

@@ -6,6 +6,7 @@ memory.
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -249,16 +250,41 @@ def _train_with_blocks_left_out(level: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_optimizer_state_on_the_host_trains_as_on_the_device(mesh: DeviceMesh, level: str) -> None:
     found = []
-    for offload in (None, fe.Offload(optimizer_state="host")):
+    host = fe.Offload(optimizer_state="host")
+    for offload in (None, host, dataclasses.replace(host, overlap_forward=True)):
         model, engine, optimizer = with_adamw(mesh, level, offload)
         losses = steps(model, optimizer, batches())
         found.append((losses, engine.full_state_dict()))
         for state in optimizer.state_dict()["state"].values():
             local = getattr(state["exp_avg"], "local", state["exp_avg"])
             assert local.is_cuda == (offload is None)
-    assert found[0][0] == found[1][0]
-    for name, value in found[0][1].items():
-        assert torch.equal(found[1][1][name], value), name
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        for name, value in found[0][1].items():
+            assert torch.equal(weights[name], value), name
+
+
+def test_a_step_beside_forward_trains_as_one_before_it(mesh: DeviceMesh) -> None:
+    """Nothing waits for the device between steps; memory is taken again and again."""
+    found = []
+    host = fe.Offload(optimizer_state="host")
+    for offload in (host, dataclasses.replace(host, overlap_forward=True)):
+        model, engine, optimizer = with_adamw(mesh, "optim_grads_params", offload)
+        norms, averages = [], [torch.zeros_like(each) for each in model.parameters()]
+        for x, target in batches() * 5:
+            model(x, target).backward()
+            norms.append(engine.clip_grad_norm_(1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            taken = torch.full((2**20,), float("nan"), device="cuda")
+            if len(norms) % 4 == 0:
+                with torch.no_grad():
+                    torch._foreach_lerp_(averages, list(model.parameters()), 0.5)
+            del taken
+        found.append([*norms, *(each.full_tensor() for each in averages)])
+        found[-1] += engine.full_state_dict().values()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("step_on", ["device", "host"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import tempfile
@@ -91,6 +92,27 @@ def test_the_step_of_a_chunk_takes_28_bytes_of_each_element_beside_a_copy() -> N
     chunk = stepping + shared + stepping
     expected = CHUNK / ALONE + (BLOCKS - 1) * chunk + stepping + CHUNK / ALONE
     assert there.seconds == pytest.approx(here.seconds - steps + expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 3.0])
+def test_a_step_beside_forward_is_hidden_as_far_as_forward_is_longer(slowness: float) -> None:
+    shared = CHUNK / (BOTH / 2)
+    forward = slowness * shared  # of a block
+    operations = 2 * 2 * WIDTH * WIDTH
+    where = machine(processor=Processor({F32: operations / forward}, math.inf, 1e12))
+    here = simulated(where, None)
+    after = simulated(where, HOST)
+    beside = simulated(where, dataclasses.replace(HOST, overlap_forward=True))
+    copies = CHUNK / ALONE + (BLOCKS - 1) * shared
+    assert after.seconds == pytest.approx(here.seconds + copies + CHUNK / ALONE, rel=1e-3)
+    # The first block waits for its copy, each other one as far as its copy is behind the block
+    # before. The last chunk returns beside backward.
+    expected = CHUNK / ALONE + (BLOCKS - 1) * max(shared - forward, 0.0)
+    assert beside.seconds == pytest.approx(here.seconds + expected, rel=1e-3)
+    assert beside.exposed_seconds == pytest.approx(expected, rel=1e-3)
+    assert beside.copied_bytes == after.copied_bytes
+    assert beside.elsewhere == after.elsewhere
+    assert beside.peak_bytes <= after.peak_bytes + 2 * CHUNK
 
 
 def test_a_foreach_step_takes_the_bytes_that_it_reads_and_writes() -> None:
