@@ -56,7 +56,16 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
 from fsdp_engine.memory.home import Home, Homes, Steps
 from fsdp_engine.optim.quantized_state import is_blockwise
-from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class, slice_of
+from fsdp_engine.optim.shadow import (
+    Shadow,
+    Slices,
+    Slot,
+    StepHook,
+    has_step_hook,
+    method_of,
+    shadow_class,
+    slice_of,
+)
 
 # The role of chunks in the ledger.
 ROLE = "optimizer"
@@ -167,6 +176,8 @@ def prepare_offloaded(optimizer: Optimizer, *args: object) -> None:
     if (step := offloaded_step_of(optimizer)) is not None:
         if not isinstance(optimizer, Shadow):
             step.hook_last(optimizer)
+    elif has_step_hook(optimizer, takes_offload=True):
+        return
     elif _OFFLOADS and find_offload(optimizer) is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
@@ -508,7 +519,7 @@ class _ChunkShadow(Shadow):
         return self.chunk_states
 
 
-class OffloadedStep:
+class OffloadedStep(StepHook):
     """Step hooks of an optimizer whose state lies elsewhere. See [Note: Offloaded state].
 
     Args:
@@ -519,6 +530,8 @@ class OffloadedStep:
         ValueError: its state tensors are not plain (torchao's), or a trial step failed.
         OSError: there is too little space on the disk.
     """
+
+    takes_offload = True
 
     def __init__(self, optimizer: Optimizer, offload: Offloading) -> None:
         if is_blockwise(optimizer):

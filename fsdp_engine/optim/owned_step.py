@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
@@ -53,6 +54,8 @@ from fsdp_engine.optim.chunked_step import (
     entries_of,
     with_closures,
 )
+from fsdp_engine.optim.offloaded_step import STATE
+from fsdp_engine.optim.owned_homes import StateHome
 from fsdp_engine.optim.owned_params import (
     Chunk,
     MeshOwners,
@@ -73,7 +76,7 @@ from fsdp_engine.optim.ownership import (
     shares_of,
 )
 from fsdp_engine.optim.parameter_sites import ParamSite, site_of
-from fsdp_engine.optim.shadow import Shadow, Slices, Slot
+from fsdp_engine.optim.shadow import Shadow, Slices, Slot, StepHook
 
 _MOST_CHUNKS = 8
 # Of one rank in one chunk, at least.
@@ -179,7 +182,7 @@ def _chunks_of(items: Sequence[Item], owners: Sequence[int], num_ranks: int) -> 
     return [used[chunk] for chunk in chunks]
 
 
-def _keep(states: Any, slot: Slot, found: dict[Any, Any] | None) -> None:
+def _keep(states: Any, slot: Slot, found: Any) -> None:
     """Take over a slice's state after a step."""
     if not found:
         return
@@ -217,13 +220,14 @@ def _whole(each: OwnedParam, gathers: bool, leaf: Any) -> Any:
     return leaf
 
 
-class OwnedStep:
+class OwnedStep(StepHook):
     """Step hooks of an optimizer some of whose parameters have owners. See [Note: Owners].
 
     Args:
         optimizer: its step takes one tensor, one group or all at once.
         whole: patterns of names of parameters that it steps whole, each by itself; of others, a
             trial says what it needs.
+        offload: of its parameters; None: their state stays on the device.
 
     Attributes:
         needs: what the optimizer needs at once for each parameter, by name.
@@ -232,8 +236,16 @@ class OwnedStep:
         ValueError: a trial step failed, or a parameter cannot have an owner.
     """
 
-    def __init__(self, optimizer: Optimizer, whole: Sequence[str]) -> None:
+    takes_offload = True
+
+    def __init__(
+        self, optimizer: Optimizer, whole: Sequence[str], offload: Offloading | None = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._offload = offload if offload is not None and offload.moves(STATE) else None
+        self._homes = None if self._offload is None else self._offload.homes(STATE)
+        self._home_of: dict[int, StateHome] = {}  # by id of a chunk
+        self._home_of_slices = self._make_home()
         self._patterns = tuple(whole)
         self._shadows = Shadows(optimizer)
         self._groups: list[list[Tensor]] = []
@@ -292,6 +304,11 @@ class OwnedStep:
         kept = sum(owners.bytes_of_wholes for owners in self._owners)
         lines.append(f"owners keep whole weights between steps: {kept:,} bytes on this rank")
         return "; ".join(lines) + "."
+
+    def _make_home(self) -> StateHome | None:
+        if self._offload is None or self._homes is None:
+            return None
+        return StateHome(self._offload, self._homes)
 
     # Owners.
 
@@ -391,7 +408,11 @@ class OwnedStep:
                 params.append(made)
                 chunks.append(chunk)
                 self._owned[id(param)] = made
-        self._owners.append(MeshOwners(params, chunks))
+        made_owners = MeshOwners(params, chunks)
+        self._owners.append(made_owners)
+        for each in made_owners.chunks if self._homes is not None else ():
+            if (home := self._make_home()) is not None:
+                self._home_of[id(each)] = home
         self._shares.append(_describe_shares(shares_of(items, owners, mesh.size), rank, len(items)))
 
     def _check_converted(self) -> None:
@@ -470,6 +491,8 @@ class OwnedStep:
                 except Exception as caught:  # of the optimizer; others wait for weights
                     error = caught
 
+        if (home := self._home_of_slices) is not None:
+            home.bring()
         if works:
             tickets.append(self._bring(works[0]))
         step(partial(self._step_slices, optimizer, arguments, kwargs))
@@ -477,6 +500,8 @@ class OwnedStep:
             work.owners.lanes.compute.wait(tickets[number])
             if number:
                 self._end_return(works[number - 1])
+            elif home is not None:
+                home.leave()
             if number + 1 < len(works):
                 tickets.append(self._bring(works[number + 1]))
             step(partial(self._step_chunk, optimizer, work, arguments, kwargs))
@@ -504,7 +529,7 @@ class OwnedStep:
             if losses:
                 chunk.messages.fill(compute)
                 self._return(_Work(owners, chunk, [], brings_weights=False))
-                self._end_return(_Work(owners, chunk, [], brings_weights=False))
+                self._end_weights(_Work(owners, chunk, [], brings_weights=False))
             with torch.enable_grad():
                 loss = owners.mean(closure())
             losses.append(loss)
@@ -529,6 +554,8 @@ class OwnedStep:
             return call
 
         if chunk.mine:
+            if (home := self._home_of.get(id(chunk))) is not None:
+                home.bring()
             arguments, named = with_closures(args, kwargs, on_owner)
             work = _Work(owners, chunk, [None] * len(chunk.params), brings_weights=False)
             try:
@@ -560,9 +587,10 @@ class OwnedStep:
                 found[id(param)] = param.grad
         return {key: None if grad is None else flat_slice(grad) for key, grad in found.items()}
 
-    @staticmethod
-    def _bring(work: _Work) -> Ticket:
+    def _bring(self, work: _Work) -> Ticket:
         lanes, messages = work.owners.lanes, work.chunk.messages
+        if (home := self._home_of.get(id(work.chunk))) is not None:
+            home.bring()
         messages.fill(lanes.compute)
         now = lanes.compute.record()
         if work.brings_weights:  # in the same memory
@@ -577,8 +605,13 @@ class OwnedStep:
             lanes.inner_gather, lanes.compute.record(), chunk.locals, chunk.wholes
         )
 
+    def _end_return(self, work: _Work) -> None:
+        self._end_weights(work)
+        if (home := self._home_of.get(id(work.chunk))) is not None:
+            home.leave()
+
     @staticmethod
-    def _end_return(work: _Work) -> None:
+    def _end_weights(work: _Work) -> None:
         compute, chunk = work.owners.lanes.compute, work.chunk
         assert chunk.returned is not None
         compute.wait(chunk.returned)
@@ -593,6 +626,7 @@ class OwnedStep:
         mine = work.chunk.mine
         if not mine:
             return
+        home = self._home_of.get(id(work.chunk))
         states = entries_of(optimizer)
         members: dict[int, list[Tensor]] = {}
         for number, each in mine.items():
@@ -601,13 +635,16 @@ class OwnedStep:
             if work.gradients[number] is not None:
                 whole.grad = work.chunk.messages.gradients[number].to(whole.dtype)
             if state := optimizer.state.get(each.param):
-                states[whole] = state
+                states[whole] = state if home is None else home.on_device(state)
             members.setdefault(each.group, []).append(whole)
         local_of = {id(each.param): each.whole for each in mine.values()}
         try:
             shadow = self._run(optimizer, members, states, local_of, arguments, kwargs)
-            for each in mine.values():
-                if state := shadow.chunk_states.pop(each.whole, None):
+            found = [shadow.chunk_states.pop(each.whole, None) for each in mine.values()]
+            if home is not None:
+                found = home.take(found)
+            for each, state in zip(mine.values(), found, strict=True):
+                if state:
                     optimizer.state[each.param] = state
             self._shadows.keep(optimizer, shadow, list(members))
         finally:
@@ -620,14 +657,15 @@ class OwnedStep:
         """Step the slices of parameters without an owner, and plain parameters."""
         if not (self._slots or self._plain):
             return
-        states = entries_of(optimizer)
+        states, home = entries_of(optimizer), self._home_of_slices
         local_of: dict[int, Tensor] = {id(slot.param): slot.local for slot in self._slots}
         local_of |= {id(param): param for param in self._plain}
         for slot in self._slots:
             if state := optimizer.state.get(slot.param):
                 states[slot.local] = {}
                 for key, value in state.items():
-                    state[key], states[slot.local][key] = slot.to_local(key, value)
+                    state[key], local = slot.to_local(key, value)
+                    states[slot.local][key] = local if home is None else home.on_device(local)
         for param in self._plain:
             if state := optimizer.state.get(param):
                 states[param] = state
@@ -640,8 +678,11 @@ class OwnedStep:
             shadow = self._run(optimizer, members, states, local_of, arguments, kwargs)
         finally:
             self._slices.clear_gradients()
-        for slot in self._slots:
-            _keep(optimizer.state, slot, shadow.chunk_states.pop(slot.local, None))
+        found = [shadow.chunk_states.pop(slot.local, None) for slot in self._slots]
+        if home is not None:
+            found = home.take(found)
+        for slot, kept in zip(self._slots, found, strict=True):
+            _keep(optimizer.state, slot, kept)
         for param in self._plain:
             if state := shadow.chunk_states.pop(param, None):
                 optimizer.state[param] = state
@@ -709,6 +750,11 @@ class OwnedStep:
     def _abandon(self) -> None:
         """A message failed: its error is the one to be raised."""
         self._slices.clear_gradients()
+        if self._offload is not None:
+            self._offload.drain()
+        for home in (self._home_of_slices, *self._home_of.values()):
+            if home is not None:
+                home.abandon()
         for owners in self._owners:
             owners.lanes.drain()
             owners.forget_versions()
@@ -728,6 +774,8 @@ class OwnedStep:
 
     def _complete_state_dict(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """State dict post-hook: add the state of parameters of other owners."""
+        if self._offload is not None:
+            self._offload.wait()
         states = dict(state_dict["state"])
         for index, param in enumerate(chain(*self._groups)):
             if (each := self._owned.get(id(param))) is None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -29,6 +29,23 @@ def method_of(kind: type[Optimizer] | None, name: str) -> Any:
     while getattr(found, "__code__", None) is _TORCHS_WRAPPER:
         found = found.__wrapped__
     return found
+
+
+class StepHook:
+    """A step pre-hook that steps sharded parameters in place of torch.
+
+    Attributes:
+        takes_offload: also those whose state lies elsewhere.
+    """
+
+    takes_offload = False
+
+
+def has_step_hook(optimizer: Optimizer, *, takes_offload: bool = False) -> bool:
+    """Whether an optimizer has one, that takes offloaded state if asked for."""
+    hooks: Iterable[Any] = optimizer._optimizer_step_pre_hooks.values()
+    found = (hook for hook in hooks if isinstance(hook, StepHook))
+    return any(hook.takes_offload or not takes_offload for hook in found)
 
 
 class Shadow:

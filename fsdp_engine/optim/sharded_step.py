@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.offloaded_step import OffloadedStep, find_offload
 from fsdp_engine.optim.owned_step import OwnedStep
@@ -41,7 +42,15 @@ from fsdp_engine.optim.quantized_state import (
     quantize_values,
     save_values,
 )
-from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class
+from fsdp_engine.optim.shadow import (
+    Shadow,
+    Slices,
+    Slot,
+    StepHook,
+    has_step_hook,
+    method_of,
+    shadow_class,
+)
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
@@ -83,7 +92,7 @@ def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
         RuntimeError: an optimizer of torchao holds sharded parameters, and was not passed to
             :func:`shard_optimizer`.
     """
-    if not is_blockwise(optimizer) or _has_local_step(optimizer):
+    if not is_blockwise(optimizer) or has_step_hook(optimizer):
         return
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     if any(isinstance(param, FlatDTensor) for param in params):
@@ -92,11 +101,6 @@ def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
             "step, so that it quantises state in blocks of each rank's slice; found sharded "
             "parameters, which its step mixes with DTensors of its own"
         )
-
-
-def _has_local_step(optimizer: Optimizer) -> bool:
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(hook, _LocalStep | OffloadedStep | OwnedStep) for hook in hooks)
 
 
 def shard_optimizer(
@@ -145,17 +149,13 @@ def shard_optimizer(
             f"optimizer: expected differentiable=False; found True for {name}. Its step would "
             f"need the autograd history of sharded parameters"
         )
-    if _has_local_step(optimizer):
+    if has_step_hook(optimizer):
         return optimizer
     offload = find_offload(optimizer)
     if whole or not (elementwise or _is_known(optimizer)):
-        owned = OwnedStep(optimizer, ("*",) if whole is True else tuple(whole or ()))
+        owned = OwnedStep(optimizer, ("*",) if whole is True else tuple(whole or ()), offload)
         if owned.has_owners:
-            if offload is not None:
-                raise ValueError(
-                    f"optimizer: expected an elementwise one, since its parameters' state lies "
-                    f"elsewhere (offload); found {name}, which steps whole tensors"
-                )
+            _check_offload(name, offload)
             owned.register(optimizer)
             return optimizer
     if offload is not None:
@@ -168,6 +168,17 @@ def shard_optimizer(
         optimizer.register_state_dict_post_hook(save_values)
         optimizer.register_load_state_dict_post_hook(quantize_values)
     return optimizer
+
+
+def _check_offload(name: str, offload: Offloading | None) -> None:
+    """Check that parameters with owners can be offloaded."""
+    for role in ("main_weights", "gradients"):
+        if offload is not None and offload.moves(role):
+            raise ValueError(
+                f"offload.{role}: expected 'device', since {name} steps whole tensors, each on one "
+                "rank; found another place. Offload the optimizer's state alone, or use an "
+                "elementwise optimizer (AdamW)"
+            )
 
 
 class _WriteThrough(dict[Any, Any]):
@@ -339,7 +350,7 @@ class _LocalStates(_WriteThrough):
         dict.__setitem__(self, slot.local, _LocalState(self._owner, slot, values))
 
 
-class _LocalStep:
+class _LocalStep(StepHook):
     """Step pre-hook: updates the shadow and passes it to ``step`` as ``self``."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -478,3 +478,48 @@ def test_the_user_says_what_is_whole() -> None:
     assert len(step.needs) == len(plain)
     with pytest.raises(ValueError, match="whole: expected nothing beside elementwise=True"):
         fe.shard_optimizer(torch.optim.SGD(plain), elementwise=True, whole=True)
+
+
+# --- state elsewhere ---
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "mixed"])
+@on_few_ranks
+def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
+    found: list[list[Tensor]] = []
+    packed: list[Any] = []
+    for offload in (None, fe.Offload(optimizer_state="disk", folder=tmp_path)):
+        model = plain_model()
+        engine = fe.shard(
+            model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0, offload=offload
+        )
+        if name == "mixed":  # elementwise, but some are stepped whole
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+            fe.shard_optimizer(optimizer, whole=["0.*", "2.*"])
+        else:
+            optimizer = fe.shard_optimizer(MAKERS[name](model))
+        train(model, optimizer, range(2), sharded=True)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, range(2, 4), sharded=True)
+        found.append(values(model))
+        packed.append(optimizer.state_dict()["state"])
+    assert all(map(torch.equal, *found))
+    assert packed[0].keys() == packed[1].keys()
+    if name in ("Muon", "mixed"):
+        assert engine.memory_bytes("disk")["optimizer"] > 0
+    for index, state in packed[0].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                one, other = value, packed[1][index][key]
+                if isinstance(value, fe.FlatDTensor):
+                    one, other = one.local, other.local  # type: ignore[attr-defined]
+                assert torch.equal(one, other)
+
+
+@on_few_ranks
+def test_weights_of_owners_stay_on_the_device(tmp_path: Path) -> None:
+    model = plain_model()
+    offload = fe.Offload(optimizer_state="disk", main_weights="disk", folder=tmp_path)
+    fe.shard(model, None, "optim_grads_params", units=[nn.Linear], offload=offload)
+    with pytest.raises(ValueError, match=r"offload\.main_weights: expected 'device', since Muon s"):
+        fe.shard_optimizer(MAKERS["Muon"](model))

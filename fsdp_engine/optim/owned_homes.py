@@ -1,0 +1,155 @@
+"""State of parameters that are stepped together, where it lies elsewhere between steps.
+
+Its structure is the optimizer's: any tensors in any containers. It is known when a step has made
+it, so its home is made after the first step, and anew if a step or a load changed shapes or dtypes.
+0-d tensors stay where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.comm.lanes import Ticket
+from fsdp_engine.comm.offloading import Offloading
+from fsdp_engine.memory.allocator import TransientStorage, storage_keys
+from fsdp_engine.memory.home import Home, Homes
+from fsdp_engine.optim.owned_params import leaves_of, map_leaves
+from fsdp_engine.optim.owner_messages import ROLE
+
+_ALIGNMENT = 64
+
+
+class StateHome:
+    """The state of a chunk.
+
+    Args:
+        offload: of the engine.
+        homes: makes homes of state.
+    """
+
+    def __init__(self, offload: Offloading, homes: Homes) -> None:
+        self._offload = offload
+        self._homes = homes
+        self._layout: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._offsets: list[int] = []
+        self._home: Home | None = None
+        self._storage: TransientStorage | None = None
+        self._bytes: Tensor | None = None
+        self._brought: Ticket | None = None
+        self._taken: Ticket | None = None
+
+    def bring(self) -> None:
+        """Begin to copy state to the device, if there is any."""
+        if (home := self._home) is None:
+            return
+        self._fill()
+        assert self._bytes is not None
+        work, compute = self._bytes, self._offload.compute
+        after = [compute.record(), *([] if self._taken is None else [self._taken])]
+        bring = lambda: home.bring(work)  # noqa: E731
+        self._brought = self._offload.state_in.submit("bring owned state", bring, after=after)
+
+    def on_device(self, state: Any) -> Any:
+        """State as a step reads it. Compute waits for :meth:`bring`."""
+        if self._brought is not None:
+            self._offload.compute.wait(self._brought)
+            self._brought = None
+        return map_leaves(self._leaf_on_device, state)
+
+    def _leaf_on_device(self, leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.ndim):
+            return leaf
+        if self._home is not None and storage_keys(leaf) == storage_keys(self._home.bytes):
+            assert self._bytes is not None
+            first = int(leaf.storage_offset()) * leaf.itemsize
+            return _view(self._bytes, first, tuple(leaf.shape), leaf.dtype)
+        return leaf.to(self._offload.memory.device)
+
+    def take(self, states: Sequence[Any]) -> list[Any]:
+        """A step is submitted: begin to copy its state home.
+
+        Args:
+            states: of each parameter, as the step left it.
+
+        Returns:
+            The same with tensors at home.
+        """
+        large = [leaf for leaf in leaves_of(list(states)) if _is_large(leaf)]
+        layout = [(tuple(leaf.shape), leaf.dtype) for leaf in large]
+        if not layout and self._home is None:
+            return list(states)
+        if layout != self._layout or self._home is None:
+            self._make(layout)
+        self._fill()
+        home, work = self._home, self._bytes
+        assert home is not None
+        assert work is not None
+        for leaf, first, (shape, dtype) in zip(large, self._offsets, layout, strict=True):
+            place = _view(work, first, shape, dtype)
+            if place.data_ptr() != leaf.data_ptr():
+                place.copy_(leaf)
+        compute = self._offload.compute
+        take = lambda: home.take(work)  # noqa: E731
+        self._taken = self._offload.state_out.submit(
+            "return owned state", take, after=[compute.record()]
+        )
+        offsets = iter(zip(self._offsets, layout, strict=True))
+
+        def kept(leaf: Any) -> Any:
+            if not _is_large(leaf):
+                return leaf
+            first, (shape, dtype) = next(offsets)
+            return _view(home.bytes, first, shape, dtype)
+
+        return [map_leaves(kept, state) for state in states]
+
+    def leave(self) -> None:
+        """Free the memory on the device as soon as it is copied."""
+        if self._storage is not None:
+            for ticket in (self._brought, self._taken):
+                if ticket is not None:
+                    self._offload.compute.wait(ticket)
+            self._brought = None
+            storage = self._storage
+            self._offload.compute.manage("free owned state", storage.drain, storage)
+
+    def abandon(self) -> None:
+        """As :meth:`leave`, after the lanes have ended what they were given."""
+        self._brought = self._taken = None
+        self.leave()
+
+    def _fill(self) -> None:
+        storage = self._storage
+        assert storage is not None
+        self._offload.compute.manage("allocate owned state", storage.fill, storage)
+
+    def _make(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Make the home, for tensors of these shapes and dtypes."""
+        old = self._storage  # what a step has made may lie there
+        self._offload.wait()
+        self._layout, self._offsets, size = list(layout), [], 0
+        for shape, dtype in layout:
+            self._offsets.append(size)
+            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._home = self._homes.make(size, self._offload.state_out.drain)
+        self._taken = None
+        self._storage = self._offload.memory.transient(size, torch.uint8, ROLE)
+        self._fill()
+        self._bytes = self._storage.view(0, (size,))
+        if old is not None:
+            old.leave()
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def _view(memory: Tensor, first: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    shape = tuple(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return memory[first : first + num_bytes].view(dtype).view(shape)
