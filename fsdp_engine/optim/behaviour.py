@@ -32,7 +32,7 @@ import enum
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.chunked_step import Shadows, lists_of_params
+from fsdp_engine.optim.chunked_step import Shadows
 
 _DIMS = (24, 161)  # at most
 _BLOCK = 256
@@ -204,7 +204,7 @@ class Trials:
         shadows = Shadows(optimizer)
         made = [{**copy.deepcopy(like), "params": group} for group in params]
         shadow = shadows.make(optimizer, made, defaultdict(dict), {})
-        _detach_attributes(shadow, optimizer, flat)
+        _detach_attributes(shadow, optimizer, shadows.lists, flat)
         device = self._device
         devices = [device] if is_accelerator(device) else []
         with torch.random.fork_rng(devices, device_type=device.type):
@@ -239,11 +239,12 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _detach_attributes(shadow: Any, optimizer: Any, params: Sequence[Tensor]) -> None:
+def _detach_attributes(
+    shadow: Any, optimizer: Any, lists: Collection[str], params: Sequence[Tensor]
+) -> None:
     """Give the shadow attributes of its own; lists of parameters hold those of the trial."""
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         shadow.__dict__[hooks] = OrderedDict()  # a step may call that of its parent class
-    lists = lists_of_params(optimizer)
     for name, value in vars(optimizer).items():
         if name in lists:
             shadow.__dict__[name] = list(params)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -64,14 +65,29 @@ class Shadows:
 
     Args:
         optimizer: is not kept.
+
+    Attributes:
+        function: its step.
+        lists: its attributes that are lists of its parameters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._class = shadow_class(ChunkShadow, optimizer, ("chunk_groups", "chunk_states"))
         self.function: Callable[..., Any] = method_of(type(optimizer), "step")
+        self.lists: dict[str, list[Tensor]] = {}
+        self.refresh(optimizer)
         self._groups: dict[tuple[int, str], Any] = {}
         self._attributes: dict[str, Any] = {}
         self._entries: dict[Any, Any] = {}
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Param groups have other parameters."""
+        ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self.lists = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if isinstance(value, list) and value and all(id(each) in ids for each in value)
+        }
 
     def make(
         self,
@@ -90,7 +106,7 @@ class Shadows:
         """
         shadow = object.__new__(self._class)
         shadow.__dict__ = dict(optimizer.__dict__)
-        for name, params in lists_of_params(optimizer).items():
+        for name, params in self.lists.items():
             held = [local_of[id(param)] for param in params if id(param) in local_of]
             shadow.__dict__[name] = held
         shadow.chunk_groups, shadow.chunk_states = groups, states
@@ -109,13 +125,18 @@ class Shadows:
             for key, value in group.items():
                 if key != "params" and before.get(key, group) is not value:
                     self._groups.setdefault((number, key), value)
-        before, lists = vars(optimizer), lists_of_params(optimizer)
+        before = vars(optimizer)
         for key, value in vars(shadow).items():
-            if key not in lists and before.get(key, shadow) is not value:
+            if key not in self.lists and before.get(key, shadow) is not value:
                 self._attributes.setdefault(key, value)
         for key, value in shadow.chunk_states.items():
             if not isinstance(key, Tensor):
                 self._entries.setdefault(key, value)
+
+    @property
+    def values(self) -> Iterator[Any]:
+        """What steps stored."""
+        return chain(self._groups.values(), self._attributes.values(), self._entries.values())
 
     @property
     def stored(self) -> Stored:
@@ -151,16 +172,6 @@ def _is_small(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
     return value is None or isinstance(value, bool | int | float | complex | str)
-
-
-def lists_of_params(optimizer: Any) -> dict[str, list[Tensor]]:
-    """The optimizer's attributes that are lists of its parameters."""
-    ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, list) and value and all(id(each) in ids for each in value)
-    }
 
 
 def entries_of(optimizer: Any) -> defaultdict[Any, Any]:

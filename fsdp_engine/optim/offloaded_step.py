@@ -8,13 +8,8 @@ copied from a *home*, pinned host memory or a range of a file. The home of state
 optimizer, those of shards with their buffers. Which tensors a state has, and their dtypes, is known
 from two trial steps on a parameter of 4,099 zeros with the hyperparameters of each group.
 
-The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
-hyperparameters. The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow
-optimizer] in ``sharded_step.py``) that holds the chunk's slices and their state on the device; then
-torch runs it on groups without parameters. (No hook would see it raise: chunks stay in memory.)
-Every chunk sees the hyperparameters that groups had before the step; what a step stores in a group,
-or in the state under a key that is no parameter (a counter), is stored once, after the last chunk.
-A closure is called once, before the first.
+The unmodified ``step`` runs once for each chunk ([Note: Steps in chunks] in ``chunked_step.py``),
+on a shadow that holds the slices of the chunk and their state on the device.
 
     state in     i0  i1      i2      i3
     compute          s0      s1      s2      s3
@@ -35,7 +30,6 @@ slice (a step counter) stays where it is.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence, ValuesView
@@ -55,6 +49,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
 from fsdp_engine.memory.home import Home, Homes, Steps
+from fsdp_engine.optim.chunked_step import Shadows, called_once, entries_of, with_closures
 from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import (
     Shadow,
@@ -62,8 +57,6 @@ from fsdp_engine.optim.shadow import (
     Slot,
     StepHook,
     has_step_hook,
-    method_of,
-    shadow_class,
     slice_of,
 )
 
@@ -500,25 +493,6 @@ class _ChunkStep(NamedTuple):
     held: Sequence[Tensor]
 
 
-class _ChunkShadow(Shadow):
-    """A shadow with the slices and the state of one chunk."""
-
-    __slots__ = ()
-
-    chunk_groups: list[dict[str, Any]]
-    chunk_states: dict[Any, Any]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer with parameters in the chunk."""
-        return self.chunk_groups
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        """By slices; keys that are no offloaded parameters have the optimizer's own entries."""
-        return self.chunk_states
-
-
 class OffloadedStep(StepHook):
     """Step hooks of an optimizer whose state lies elsewhere. See [Note: Offloaded state].
 
@@ -542,16 +516,10 @@ class OffloadedStep(StepHook):
         self._optimizer = weakref.ref(optimizer)
         self._offload = offload
         self._homes = offload.homes(STATE) if offload.moves(STATE) else None
-        slots = ("chunk_groups", "chunk_states")
-        self._shadow_class = shadow_class(_ChunkShadow, optimizer, slots)
-        self._function = method_of(type(optimizer), "step")
+        self._shadows = Shadows(optimizer)
         self._groups: list[list[Tensor]] = []
         self._chunks: list[_Chunk] = []
         self._slot_of: dict[int, tuple[_Chunk, int]] = {}  # by id of the parameter
-        # What a step stored in groups, and in the optimizer itself.
-        self._stored: dict[tuple[int, str], Any] = {}
-        self._attributes: dict[str, Any] = {}
-        self._entries: dict[Any, Any] = {}  # and in the state, under keys that are no parameters
         self._others: dict[Any, Any] = {}  # within a step: state of parameters without a home
         self._loaded: list[tuple[Tensor, dict[Any, Any]]] = []
         self._refresh(optimizer)
@@ -603,11 +571,8 @@ class OffloadedStep(StepHook):
             return None
         self._refresh(optimizer)
         self._refit(optimizer)
-        arguments = [self._called(a) if callable(a) else a for a in args[1:]]
-        kwargs = {k: self._called(v) if k == "closure" and v else v for k, v in kwargs.items()}
-        self._stored.clear()
-        self._attributes.clear()
-        self._entries.clear()
+        arguments, kwargs = with_closures(args, kwargs, called_once)
+        self._shadows.clear()
         self._others = {
             key: value
             for key, value in optimizer.state.items()
@@ -633,7 +598,7 @@ class OffloadedStep(StepHook):
             self._bring(optimizer, 0)
             for number in range(len(self._chunks)):
                 shadow = self._enter(optimizer, number)
-                self._function(shadow, *arguments, **kwargs)
+                self._shadows.function(shadow, *arguments, **kwargs)
                 steps.append(self._leave(optimizer, number, shadow))
             self._chunks[-1].leave()
             self._offload.memory.release_idle()  # of chunks, which no backward would use
@@ -669,21 +634,14 @@ class OffloadedStep(StepHook):
                 chunk.finish_pending()
         if self._has_others:
             self._offload.compute.wait(steps[0].ticket)
-        stored = chain(self._stored.values(), self._attributes.values(), self._entries.values())
-        if _has_tensors(stored):
+        if _has_tensors(self._shadows.values):
             self._offload.compute.wait(steps[-1].ticket)
 
     def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Step post-hook: torch has stepped groups without parameters."""
         if isinstance(optimizer, Shadow):
             return
-        for (group, key), value in self._stored.items():
-            optimizer.param_groups[group][key] = value
-        vars(optimizer).update(self._attributes)
-        optimizer.state.update(self._entries)
-        self._stored.clear()
-        self._attributes.clear()
-        self._entries.clear()
+        self._shadows.store(optimizer)
         self._others.clear()
         if any(chunk.returns_weights for chunk in self._chunks):
             self._offload.wait()  # users may look at parameters, which lie at home
@@ -708,7 +666,7 @@ class OffloadedStep(StepHook):
         if number + 1 < len(self._chunks):
             self._bring(optimizer, number + 1)
         chunk.await_brought()
-        states = self._entries_of(optimizer)
+        states = entries_of(optimizer)
         states |= self._others
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if state := optimizer.state.get(slot.param):
@@ -721,27 +679,13 @@ class OffloadedStep(StepHook):
             {**optimizer.param_groups[index], "params": list(members)}
             for index, members in chunk.members.items()
         ]
-        return self._shadow(optimizer, groups, states)
-
-    def _shadow(self, optimizer: Any, groups: list[dict[str, Any]], states: Any) -> Any:
-        shadow = object.__new__(self._shadow_class)
-        shadow.__dict__ = dict(optimizer.__dict__)
-        shadow.chunk_groups, shadow.chunk_states = groups, states
-        return shadow
+        local_of = {id(slot.param): slot.local for slot in chunk.slots}
+        return self._shadows.make(optimizer, groups, states, local_of)
 
     def _without_parameters(self, optimizer: Any) -> Any:
         """The shadow for torch's own call of the step, which no hook sees fail."""
         groups = [{**group, "params": []} for group in optimizer.param_groups]
-        return self._shadow(optimizer, groups, self._entries_of(optimizer))
-
-    @staticmethod
-    def _entries_of(optimizer: Any) -> defaultdict[Any, Any]:
-        """Copies of state under keys that are no parameters, since each chunk may change it."""
-        states: defaultdict[Any, Any] = defaultdict(dict)
-        for key, value in optimizer.state.items():
-            if not isinstance(key, Tensor):
-                states[key] = copy.deepcopy(value)
-        return states
+        return self._shadows.make(optimizer, groups, entries_of(optimizer), {})
 
     @staticmethod
     def _on_device(slot: Slot, key: Any, value: Any, kept: Any, work: Tensor | None) -> Any:
@@ -766,23 +710,13 @@ class OffloadedStep(StepHook):
             if (grad := local.grad) is not None and storage_keys(grad)[0] not in transients
         ]
         chunk.slices.clear_gradients()
-        for index, group in zip(chunk.members, shadow.chunk_groups, strict=True):
-            before = optimizer.param_groups[index]
-            for key, value in group.items():
-                if key != "params" and before.get(key, group) is not value:
-                    self._stored.setdefault((index, key), value)
-        before = vars(optimizer)
-        for key, value in vars(shadow).items():
-            if before.get(key, shadow) is not value:
-                self._attributes.setdefault(key, value)
         chunk.fill()  # where there was no state before
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
                 self._keep(optimizer.state[slot.param], chunk, slot, found, kept, work)
+        self._shadows.keep(optimizer, shadow, list(chunk.members))
         for key, value in shadow.chunk_states.items():
-            if not isinstance(key, Tensor):
-                self._entries.setdefault(key, value)
-            elif self._others.get(key) is not value:
+            if isinstance(key, Tensor) and self._others.get(key) is not value:
                 self._others[key] = optimizer.state[key] = value
         chunk.take()
         return _ChunkStep(self._offload.compute.record(), held)
@@ -820,12 +754,6 @@ class OffloadedStep(StepHook):
                 value = before if is_same else slot.to_flat(value)
             if state.get(key, found) is not value:
                 state[key] = value
-
-    def _called(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Call ``closure``, and return one that returns what it did for each chunk."""
-        with torch.enable_grad():
-            loss = closure()
-        return lambda: loss
 
     def _abandon(self) -> None:
         """A step failed: nothing of it stays on the device. Its error is the one to be raised."""
@@ -960,7 +888,7 @@ class OffloadedStep(StepHook):
         """Dtypes of the state that two steps make, by key, from the state that ``like`` has."""
         dtype, device = like.dtype, self._offload.memory.device
         param = torch.nn.Parameter(allocator.zeros(_TRIAL_SHAPE, dtype, device))
-        states = self._entries_of(optimizer)
+        states = entries_of(optimizer)
         for key, value in optimizer.state.get(like, {}).items():
             if isinstance(value, Tensor):
                 if value.ndim:
@@ -968,14 +896,14 @@ class OffloadedStep(StepHook):
                 else:  # a constant, whose value a simulation knows
                     value = torch.tensor(0, dtype=value.dtype, device=value.device)
             states[param][key] = value
-        shadow = self._shadow(optimizer, [{**group, "params": [param]}], states)
+        shadow = self._shadows.make(optimizer, [{**group, "params": [param]}], states, {})
         try:
             devices = [] if device.type == "cpu" else [device]
             with torch.random.fork_rng(devices, device_type=device.type):
                 for _ in range(2):
                     param.grad = allocator.zeros(_TRIAL_SHAPE, dtype, device)
-                    self._function(shadow)
-                self._function(self._without_parameters(optimizer))
+                    self._shadows.function(shadow)
+                self._shadows.function(self._without_parameters(optimizer))
         except Exception as error:
             raise ValueError(
                 f"optimizer: expected a step on a parameter of shape {_TRIAL_SHAPE}, from which "

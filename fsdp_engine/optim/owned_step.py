@@ -321,6 +321,7 @@ class OwnedStep(StepHook):
             self._check_converted()
             return
         self._groups = groups
+        self._shadows.refresh(optimizer)
         units: dict[int, list[list[tuple[int, Tensor]]]] = {}
         meshes: dict[int, DataMesh] = {}
         slots, plain = [], []
