@@ -1,20 +1,41 @@
-"""State of torchao's low-bit optimizers (AdamW8bit, AdamW4bit, AdamWFp8, and Adam of these).
+"""Optimizers of torchao and bitsandbytes that quantise their state in blocks of elements.
 
-They quantise state in blocks of consecutive elements, here of each rank's slice. The boundaries of
-the blocks depend on the number of ranks. Therefore ``state_dict()`` returns dequantised fp32
-values, as for any Adam, and ``load_state_dict()`` quantises them in the blocks of this rank's
-slice. With the same number of ranks the loaded codes equal the saved ones:
+A block is ``block_size`` consecutive elements of a parameter (256; torchao's 4 bits: 128) with one
+scale. No shard boundary divides a block ([Note: Blocks] in ``layout/placement.py``), so the
+package's own step on a slice computes the codes and scales of the full parameter, on any number of
+ranks and at any level:
 
-    slices   codes, scales --state_dict--> fp32 values --load_state_dict--> codes, scales
+    full     | block 0 | block 1 | block 2 | block 3 | b4|
+    rank 0   | block 0 | block 1 |
+    rank 1                       | block 2 | block 3 | b4|
 
-In a signed quantisation map the largest value is 1 and the smallest -0.993 (4 bit: -0.888). A block
-whose element of the largest magnitude is negative has no code for that element, and torchao would
-change the scale of the block at each load. :func:`_rescaled` compensates for this.
+Both packages quantise the state of tensors of at least 4,096 elements only. A shadow
+([Note: Shadow optimizer] in ``sharded_step.py``) has slices as parameters, so a mixin decides for
+each slice as the package does for the full parameter.
+
+[Note: Values of quantised state]
+A state of torchao is one tensor of a subclass with codes and scales. ``state_dict()`` replaces it
+by fp32 values, as for any Adam, and ``load_state_dict()`` quantises them. The values quantise to
+the codes and scales that they came from, bit for bit:
+
+- The scale of a block is its largest magnitude (fp8: divided by 448). A signed map of codes goes
+  from -0.993 (4 bits: -0.888) to 1. If the largest element of a block was negative, it was
+  ``-scale``, and its value is ``-scale`` instead of ``-0.993 * scale``.
+- fp8: ``(448 * scale) / 448`` may differ from ``scale`` in the last bit. The value of the largest
+  element is then a neighbour of ``448 * scale`` that does not.
+
+torch converts loaded values to the parameter's dtype, which rounds them where that is bf16. So they
+are quantised from the values as they were before.
+
+State of bitsandbytes is one tensor for codes and one for scales. They are saved as they are, under
+the package's names, as slices of the tensors of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,9 +46,14 @@ from torch.optim import Optimizer
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
 
-_MODULES = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
+_TORCHAO = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
+_BITSANDBYTES = "bitsandbytes.optim."
 _SIGNED = "exp_avg"
 _QUANTIZED = (_SIGNED, "exp_avg_sq", "max_exp_avg_sq")
+_BITSANDBYTES_BLOCK = 256
+# State of bitsandbytes: scales, one for each block; maps of codes, the same for all parameters.
+_SCALES = ("absmax1", "absmax2")
+_MAPS = ("qmap1", "qmap2")
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
@@ -37,47 +63,220 @@ def is_blockwise(optimizer: Optimizer) -> bool:
 
 def is_blockwise_class(kind: type) -> bool:
     """Whether a class is that of such an optimizer in torchao, not a subclass."""
-    return kind.__module__.startswith(_MODULES)
+    return kind.__module__.startswith(_TORCHAO)
+
+
+def is_of_bitsandbytes(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is one of bitsandbytes with state of its own, or a subclass."""
+    return hasattr(optimizer, "get_config") and any(
+        kind.__module__.startswith(_BITSANDBYTES) for kind in type(optimizer).__mro__
+    )
 
 
 def is_quantized_state(value: object) -> bool:
     """Whether a tensor, or the slice of a FlatDTensor, is a quantised tensor subclass."""
     local = value._local_tensor if isinstance(value, FlatDTensor) else value
-    return isinstance(local, Tensor) and hasattr(local, "dequantize") and _is_subclass(local)
+    return isinstance(local, Tensor) and not isinstance(local, DTensor) and _is_subclass(local)
 
 
-def save_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Post-hook of ``state_dict()``: replace quantised state by its fp32 values."""
-    states = {
-        key: {name: _values_of(value) for name, value in state.items()}
-        if isinstance(state, Mapping)
-        else state
-        for key, state in state_dict["state"].items()
-    }
-    return {**state_dict, "state": states}
+# --- which state is quantised ---
 
 
-@torch.no_grad()
-def quantize_values(optimizer: Any) -> None:
-    """Post-hook of ``load_state_dict()``: quantise values in the blocks of this rank's slices."""
-    for param, state in optimizer.state.items():
-        for name in _QUANTIZED:
-            value = state.get(name)
-            if not isinstance(value, Tensor) or is_quantized_state(value):
+class TorchaoRules:
+    """Mixin of a shadow of torchao's: the state of a slice is quantised if that of the full
+    parameter is."""
+
+    __slots__ = ()
+
+    param_of: Callable[[Tensor], Tensor]
+
+    def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+        param = self.param_of(p)
+        make: Callable[[Tensor, bool], Tensor] = super()._new_buffer  # type: ignore[misc]
+        if not isinstance(param, FlatDTensor):
+            return make(p, signed)
+        return _new_buffer(self, make, param.flat_placement, p, signed)
+
+
+def _new_buffer(
+    optimizer: Any,
+    make: Callable[[Tensor, bool], Tensor],
+    placement: FlatPlacement,
+    local: Tensor,
+    signed: bool,
+) -> Tensor:
+    """Zeros for a state of a slice, quantised if ``make`` quantises that of the full tensor."""
+    if not local.numel() or not _quantizes(make, placement, local.dtype, signed):
+        return torch.zeros_like(local)
+    made: Tensor = optimizer._subclass_zeros(local, signed, optimizer.block_size)
+    return made
+
+
+def _quantizes(
+    make: Callable[[Tensor, bool], Tensor],
+    placement: FlatPlacement,
+    dtype: torch.dtype,
+    signed: bool,
+) -> bool:
+    full = torch.empty(placement.sharded_shape, dtype=dtype, device="meta")
+    return _is_subclass(make(full, signed))
+
+
+class BitsandbytesRules:
+    """Mixin of a shadow of bitsandbytes': a slice has the configuration of its parameter, and its
+    state is quantised if that of the full parameter is."""
+
+    __slots__ = ()
+
+    def get_config(self, gindex: int, pindex: int, group: Any) -> dict[str, Any]:
+        original = _unsharded(self)
+        config: dict[str, Any] = original.get_config(gindex, pindex, group)
+        param = original.param_groups[gindex]["params"][pindex]
+        if isinstance(param, FlatDTensor):
+            is_large = _numel(param.flat_placement) >= config["min_8bit_size"]
+            config["min_8bit_size"] = 0 if is_large and param.local.numel() else sys.maxsize
+        return config
+
+    def check_overrides(self) -> None:
+        # They are of parameters of modules, which are no slices.
+        _unsharded(self).check_overrides()
+
+
+def _unsharded(shadow: Any) -> Any:
+    """The shadow with the optimizer's own parameters in its groups."""
+    original: Any = object.__new__(type(shadow).__bases__[-1])
+    original.__dict__ = shadow.__dict__
+    return original
+
+
+def slice_rules(optimizer: Optimizer) -> tuple[type, ...]:
+    """Mixins for the class of the optimizer's shadow."""
+    if is_blockwise(optimizer):
+        return (TorchaoRules,)
+    return (BitsandbytesRules,) if is_of_bitsandbytes(optimizer) else ()
+
+
+def check_blocks(optimizer: Any) -> None:
+    """Check that no shard boundary divides a block of quantised state.
+
+    Raises:
+        ValueError: one does; on all ranks.
+    """
+    if not (is_blockwise(optimizer) or is_of_bitsandbytes(optimizer)):
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if not isinstance(param, FlatDTensor):
                 continue
-            placement = param.flat_placement if isinstance(param, FlatDTensor) else None
-            local: Tensor | None = value
-            if placement is not None:
-                local, placement = _slice_of(value, placement)
-            if local is None:
-                continue  # a wrong shape; the next step raises
-            quantized = optimizer._new_buffer(local, name == _SIGNED)
-            if not _is_subclass(quantized):
-                continue
-            quantized.copy_(_rescaled(local, quantized))
-            state[name] = quantized
-            if placement is not None:
-                state[name] = FlatDTensor.from_flat_local(quantized, placement)
+            placement = param.flat_placement
+            multiple, size = placement.boundary_multiple, _block_size(optimizer, number, index)
+            if size and multiple is not None and multiple % size:
+                raise ValueError(
+                    f"{placement.name or 'a parameter'}: expected shard boundaries on multiples of "
+                    f"{size} elements, the blocks in which {type(optimizer).__name__} quantises "
+                    f"its state; found multiples of {multiple}. Return a multiple of {size} from "
+                    "fe.shard's granule for this parameter"
+                )
+
+
+def _block_size(optimizer: Any, number: int, index: int) -> int:
+    """Elements of a block of a sharded parameter's state; 0: it is not quantised."""
+    group = optimizer.param_groups[number]
+    param = group["params"][index]
+    placement = param.flat_placement
+    if is_blockwise(optimizer):
+        quantized = _quantizes(optimizer._new_buffer, placement, param.dtype, True)
+        return int(optimizer.block_size) if quantized else 0
+    config = optimizer.get_config(number, index, group)
+    quantized = config["optim_bits"] == 8 and _numel(placement) >= config["min_8bit_size"]
+    return _BITSANDBYTES_BLOCK if quantized else 0
+
+
+def _numel(placement: FlatPlacement) -> int:
+    return placement.sharded_shape.numel()
+
+
+def state_placement(optimizer: Optimizer) -> Callable[[Any, FlatPlacement], FlatPlacement | None]:
+    """Returns a function of a state's name and its parameter's placement: the placement of the
+    state, None if each rank holds all of it."""
+    return _placement_in_bitsandbytes if is_of_bitsandbytes(optimizer) else _placement_of_param
+
+
+def _placement_of_param(name: Any, placement: FlatPlacement) -> FlatPlacement | None:
+    return placement
+
+
+def _placement_in_bitsandbytes(name: Any, placement: FlatPlacement) -> FlatPlacement | None:
+    if name in _SCALES and placement.spread is None:
+        return placement.of_blocks(_BITSANDBYTES_BLOCK)
+    return None if name in (*_SCALES, *_MAPS) else placement
+
+
+# --- state dicts ---
+
+
+class ValueStateDicts:
+    """Hooks of ``state_dict()`` and ``load_state_dict()`` of an optimizer of torchao. See
+    [Note: Values of quantised state]."""
+
+    def __init__(self) -> None:
+        self._loaded: Mapping[str, Any] = {}
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Hook it to its optimizer."""
+        optimizer.register_state_dict_post_hook(self._save_values)
+        optimizer.register_load_state_dict_pre_hook(self._keep_values)
+        optimizer.register_load_state_dict_post_hook(self._quantize_values)
+
+    def _save_values(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {
+            key: {name: _values_of(value) for name, value in state.items()}
+            if isinstance(state, Mapping)
+            else state
+            for key, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
+
+    def _keep_values(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        self._loaded = state_dict
+
+    @torch.no_grad()
+    def _quantize_values(self, optimizer: Any) -> None:
+        loaded, self._loaded = self._loaded, {}
+        keys = _members(loaded["param_groups"])
+        for key, param in zip(keys, _members(optimizer.param_groups), strict=True):
+            values = loaded["state"].get(key, {})
+            for name in _QUANTIZED:
+                if isinstance(values.get(name), Tensor):
+                    quantized = _quantized(optimizer, param, name, values[name])
+                    if quantized is not None:
+                        optimizer.state[param][name] = quantized
+
+
+def _members(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(group["params"] for group in groups))
+
+
+def _quantized(optimizer: Any, param: Any, name: str, value: Tensor) -> Tensor | None:
+    """A loaded value, quantised as a step has it; None if it is not quantised, or of another
+    shape, where the next step raises."""
+    placement = param.flat_placement if isinstance(param, FlatDTensor) else None
+    local: Tensor | None = _values_of(value)
+    if placement is not None:
+        local, placement = _slice_of(_values_of(value), placement)
+    elif value.shape != param.shape:
+        return None
+    if local is None:
+        return None
+    like = torch.empty_like(local, dtype=param.dtype, device=param.device)
+    if placement is None:
+        made = optimizer._new_buffer(like, name == _SIGNED)
+    else:
+        made = _new_buffer(optimizer, optimizer._new_buffer, placement, like, name == _SIGNED)
+    if not _is_subclass(made):
+        return None
+    made.copy_(local.to(made.device, torch.float32))
+    return made if placement is None else FlatDTensor.from_flat_local(made, placement)
 
 
 def _slice_of(value: Tensor, placement: FlatPlacement) -> tuple[Tensor | None, FlatPlacement]:
@@ -94,22 +293,36 @@ def _values_of(value: Any) -> Any:
     if not is_quantized_state(value):
         return value
     if isinstance(value, FlatDTensor):
-        local: Any = value._local_tensor
-        return FlatDTensor.from_flat_local(local.dequantize(), value.flat_placement)
-    return value.dequantize()
+        return FlatDTensor.from_flat_local(_exact_values(value._local_tensor), value.flat_placement)
+    return _exact_values(value)
 
 
-def _rescaled(values: Tensor, target: Any) -> Tensor:
-    """Scale the element of the largest magnitude of each block, if it is negative, by 1 / |smallest
-    value of the quantisation map of ``target``|. Other elements are unchanged."""
-    least = target.qmap.min() if hasattr(target, "qmap") else None
-    if least is None or least >= 0:
+@torch.no_grad()
+def _exact_values(state: Any) -> Tensor:
+    """The fp32 values that quantise to the same codes and scales. See [Note: Values of quantised
+    state]."""
+    values: Tensor = state.dequantize()
+    blocks, scales = values.reshape(-1, state.block_size), state.scale.view(-1, 1)
+    if not hasattr(state, "qmap"):
+        largest = torch.finfo(state.codes.dtype).max
+        is_largest = state.codes.float().abs().view_as(blocks) == largest
+        magnitude = _divides_to(scales, largest)
+        return torch.where(is_largest, magnitude.copysign(blocks), blocks).view_as(values)
+    least = state.qmap.min()
+    if least >= 0:
         return values
-    blocks = values.reshape(-1, target.block_size)
     lowest, at = blocks.min(1, keepdim=True)
-    is_largest = -lowest >= blocks.amax(1, keepdim=True)
-    scaled = torch.where(is_largest, lowest / -least, lowest)
-    return blocks.scatter(1, at, scaled).view(values.shape)
+    was_largest = (lowest == least * scales) & (blocks.amax(1, keepdim=True) < scales)
+    return blocks.scatter(1, at, torch.where(was_largest, -scales, lowest)).view_as(values)
+
+
+def _divides_to(quotients: Tensor, divisor: float) -> Tensor:
+    """Numbers whose quotients by ``divisor`` are, rounded, the given ones."""
+    found = quotients * divisor
+    for neighbour in (found.nextafter(found * 2), found.nextafter(found * 0)):
+        is_better = (found / divisor != quotients) & (neighbour / divisor == quotients)
+        found = torch.where(is_better, neighbour, found)
+    return found
 
 
 def _is_subclass(tensor: Tensor) -> bool:

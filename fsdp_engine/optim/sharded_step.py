@@ -35,10 +35,12 @@ from torch.optim import Optimizer
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.offloaded_step import OffloadedStep, find_offload
 from fsdp_engine.optim.quantized_state import (
+    ValueStateDicts,
+    check_blocks,
     is_blockwise,
     is_blockwise_class,
-    quantize_values,
-    save_values,
+    slice_rules,
+    state_placement,
 )
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class
 
@@ -143,12 +145,12 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
         if (offload := find_offload(optimizer)) is not None:
             OffloadedStep(optimizer, offload).register()
             return optimizer
+        check_blocks(optimizer)
         step = _LocalStep(optimizer)
         optimizer.register_step_pre_hook(step)
         optimizer.register_step_post_hook(step.finish)
         if is_blockwise(optimizer):
-            optimizer.register_state_dict_post_hook(save_values)
-            optimizer.register_load_state_dict_post_hook(quantize_values)
+            ValueStateDicts().register(optimizer)
     return optimizer
 
 
@@ -159,14 +161,14 @@ class _WriteThrough(dict[Any, Any]):
         """The mapping that changes are also applied to."""
         raise NotImplementedError
 
-    def converted(self, value: Any) -> Any:
+    def converted(self, key: Any, value: Any) -> Any:
         """The value that is stored in the target."""
         return value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self or self[key] is not value:
             super().__setitem__(key, value)
-            self.target()[key] = self.converted(value)
+            self.target()[key] = self.converted(key, value)
 
     def __delitem__(self, key: Any) -> None:
         super().__delitem__(key)
@@ -232,6 +234,10 @@ class _LocalShadow(Shadow):
         """The optimizer's, by slices."""
         return self.local_states
 
+    def param_of(self, local: Tensor) -> Tensor:
+        """The parameter of a slice; a tensor that is no slice itself."""
+        return self.local_states.param_of(local)
+
 
 class _Owner:
     """Access of the shadow's state to the optimizer's state.
@@ -274,8 +280,8 @@ class _LocalState(_WriteThrough):
         state: MutableMapping[Any, Any] = self._owner.state_to_change()[self._slot.param]
         return state
 
-    def converted(self, value: Any) -> Any:
-        return self._slot.to_flat(value)
+    def converted(self, key: Any, value: Any) -> Any:
+        return self._slot.to_flat(key, value)
 
 
 class _LocalStates(_WriteThrough):
@@ -309,6 +315,11 @@ class _LocalStates(_WriteThrough):
         slot = self._owner.slot_of.get(id(key))
         self._owner.state_to_change().pop(key if slot is None else slot.param, None)
 
+    def param_of(self, local: Tensor) -> Tensor:
+        """The parameter of a slice; a tensor that is no slice itself."""
+        slot = self._owner.slot_of.get(id(local))
+        return local if slot is None else slot.param
+
     def load_other(self, key: Any, value: Any) -> None:
         """Add the optimizer's own entry of a key that is not a slice."""
         dict.__setitem__(self, key, value)
@@ -325,7 +336,9 @@ class _LocalStep:
     """Step pre-hook: updates the shadow and passes it to ``step`` as ``self``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._shadow_class = shadow_class(_LocalShadow, optimizer, ("local_of", "local_states"))
+        slots = ("local_of", "local_states")
+        self._shadow_class = shadow_class(_LocalShadow, optimizer, slots, slice_rules(optimizer))
+        self._state_placement = state_placement(optimizer)
         self._owner = _Owner(optimizer)
         self._params: list[Tensor] = []
         self._slices = Slices([])
@@ -342,7 +355,7 @@ class _LocalStep:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
             return None
-        self._refresh_params(optimizer.param_groups)
+        self._refresh_params(optimizer)
         if self._owner.changed or not self._state_is_known(optimizer.state):
             self._load_state(optimizer.state)
         self._slices.set_gradients()
@@ -372,8 +385,9 @@ class _LocalStep:
 
         return with_new_gradients
 
-    def _refresh_params(self, groups: list[dict[str, Any]]) -> None:
+    def _refresh_params(self, optimizer: Any) -> None:
         """Update the slots if parameters were added, removed or converted."""
+        groups = optimizer.param_groups
         params = list(chain.from_iterable(group["params"] for group in groups))
         if (
             len(params) == len(self._params)
@@ -381,9 +395,11 @@ class _LocalStep:
             and self._slices.are_current
         ):
             return
+        check_blocks(optimizer)
         known = {id(slot.param): slot for slot in self._slices.slots if slot.is_current}
         self._params = params
-        slots = [known.get(id(p)) or Slot(p) for p in params if isinstance(p, FlatDTensor)]
+        flat = [param for param in params if isinstance(param, FlatDTensor)]
+        slots = [known.get(id(p)) or Slot(p, self._state_placement) for p in flat]
         self._slices = Slices(slots)
         self._local_of = {id(slot.param): slot.local for slot in slots}
         self._owner.slot_of = {id(slot.local): slot for slot in slots}
