@@ -45,6 +45,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
+from fsdp_engine.memory import allocator
 
 _TORCHAO = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
 _BITSANDBYTES = "bitsandbytes.optim."
@@ -54,6 +55,8 @@ _BITSANDBYTES_BLOCK = 256
 # State of bitsandbytes: scales, one for each block; maps of codes, the same for all parameters.
 _SCALES = ("absmax1", "absmax2")
 _MAPS = ("qmap1", "qmap2")
+# Its state dicts have these and codes in a dict within a parameter's state.
+_WITHIN = "__bnb_optimizer_quant_state__"
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
@@ -107,7 +110,7 @@ def _new_buffer(
 ) -> Tensor:
     """Zeros for a state of a slice, quantised if ``make`` quantises that of the full tensor."""
     if not local.numel() or not _quantizes(make, placement, local.dtype, signed):
-        return torch.zeros_like(local)
+        return allocator.zeros(tuple(local.shape), local.dtype, local.device)
     made: Tensor = optimizer._subclass_zeros(local, signed, optimizer.block_size)
     return made
 
@@ -128,14 +131,22 @@ class BitsandbytesRules:
 
     __slots__ = ()
 
+    state: Mapping[Any, dict[str, Any]]
+
     def get_config(self, gindex: int, pindex: int, group: Any) -> dict[str, Any]:
         original = _unsharded(self)
         config: dict[str, Any] = original.get_config(gindex, pindex, group)
         param = original.param_groups[gindex]["params"][pindex]
         if isinstance(param, FlatDTensor):
             is_large = _numel(param.flat_placement) >= config["min_8bit_size"]
-            config["min_8bit_size"] = 0 if is_large and param.local.numel() else sys.maxsize
+            config["min_8bit_size"] = 0 if is_large else sys.maxsize
         return config
+
+    def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+        if p.numel():
+            super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
+        else:  # kernels cannot be launched for no element
+            self.state[p]["step"] += 1
 
     def check_overrides(self) -> None:
         # They are of parameters of modules, which are no slices.
@@ -215,6 +226,33 @@ def _placement_in_bitsandbytes(name: Any, placement: FlatPlacement) -> FlatPlace
 # --- state dicts ---
 
 
+def flattened(name: str, param: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """State of a parameter in a state dict, without bitsandbytes' dict within it.
+
+    Args:
+        name: of the parameter, for messages.
+        param: the parameter.
+        state: its state.
+
+    Raises:
+        ValueError: a tensor of bitsandbytes' is one part of the parameter's state on each rank, and
+            no FlatDTensor.
+    """
+    if _WITHIN not in state:
+        return state
+    found = {**state, **state[_WITHIN]}
+    del found[_WITHIN]
+    for key, value in found.items():
+        is_whole = not isinstance(value, Tensor) or not value.ndim or key in _MAPS
+        if isinstance(param, FlatDTensor) and not isinstance(value, FlatDTensor) and not is_whole:
+            raise ValueError(
+                f"optimizer: expected state of {name} in its shape, or a scale for each block of "
+                f"{_BITSANDBYTES_BLOCK} elements; found {key!r} of shape {tuple(value.shape)}, "
+                "which differs between ranks. Save optimizer.state_dict() on each rank"
+            )
+    return found
+
+
 class ValueStateDicts:
     """Hooks of ``state_dict()`` and ``load_state_dict()`` of an optimizer of torchao. See
     [Note: Values of quantised state]."""
@@ -228,13 +266,21 @@ class ValueStateDicts:
         optimizer.register_load_state_dict_pre_hook(self._keep_values)
         optimizer.register_load_state_dict_post_hook(self._quantize_values)
 
-    def _save_values(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _save_values(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
             key: {name: _values_of(value) for name, value in state.items()}
             if isinstance(state, Mapping)
             else state
             for key, state in state_dict["state"].items()
         }
+        # A rank without elements of a parameter has plain state, in the parameter's dtype.
+        keys = _members(state_dict["param_groups"])
+        for key, param in zip(keys, _members(optimizer.param_groups), strict=True):
+            if key not in states or not isinstance(param, FlatDTensor) or param.local.numel():
+                continue
+            if _quantizes(optimizer._new_buffer, param.flat_placement, param.dtype, True):
+                state = states[key]
+                state.update({k: state[k].float() for k in _QUANTIZED if k in state})
         return {**state_dict, "state": states}
 
     def _keep_values(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -268,7 +314,7 @@ def _quantized(optimizer: Any, param: Any, name: str, value: Tensor) -> Tensor |
         return None
     if local is None:
         return None
-    like = torch.empty_like(local, dtype=param.dtype, device=param.device)
+    like = allocator.empty(tuple(local.shape), param.dtype, param.device)
     if placement is None:
         made = optimizer._new_buffer(like, name == _SIGNED)
     else:

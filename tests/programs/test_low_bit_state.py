@@ -1,0 +1,305 @@
+"""torchao's and bitsandbytes' optimizers with state in 8 and 4 bits have the bits of one process of
+plain torch, on any number of ranks, at every level, and through checkpoints of other ranks."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import fsdp_engine as fe
+from tests.integrations.trainer_scene import LEVELS
+from tests.pool import Ranks
+from tests.programs.packages import LOW_BIT, with_torchao
+
+pytestmark = LOW_BIT
+OPTIMIZERS = (
+    "torchao.AdamW8bit",
+    "torchao.AdamW4bit",
+    "torchao.AdamWFp8",
+    "torchao.Adam8bit",
+    "bitsandbytes.AdamW8bit",
+    "bitsandbytes.Lion8bit",
+    "bitsandbytes.AdEMAMix8bit",
+)
+NUM_STEPS = 6
+# After so many steps 2 ranks save, and then 3.
+SAVED = (2, 4)
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Weights whose elements are a multiple of 256, and are not; below and above 4,096."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(67, 96), nn.Tanh(), nn.LayerNorm(96), nn.Linear(96, 128)]
+    return nn.Sequential(*layers, nn.Linear(128, 128, False), nn.Linear(128, 50)).to(dtype)
+
+
+def _optimizer(name: str, model: nn.Module, **options: Any) -> Any:
+    library, _, kind = name.partition(".")
+    with with_torchao():
+        module = importlib.import_module(f"{library}.optim")
+    return getattr(module, kind)(model.parameters(), lr=1e-2, **options)
+
+
+def _shard(model: nn.Module, level: str, mesh: Any = None, **options: Any) -> fe.Engine:
+    for param in model.parameters():
+        param.gradient_divisor = 1 / dist.get_world_size()  # type: ignore[attr-defined]
+    return fe.shard(model, mesh, level, min_unit_size=0, **options)
+
+
+def _train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    """Only the first rank has a gradient, so that its sum has the bits of one process'."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    dtype = next(model.parameters()).dtype
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(first, last):
+            batch = torch.randn(16, 67, generator=torch.Generator().manual_seed(step)).to(dtype)
+            (model(batch) * is_first).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _alone(name: str) -> dict[str, Tensor]:
+    model = _model()
+    _train(model, _optimizer(name, model), 0, NUM_STEPS)
+    return dict(model.state_dict())
+
+
+def _is_equal(found: Any, expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    return {name: ranks.run(_alone, name, world_size=1)[0] for name in OPTIMIZERS}
+
+
+def _sharded(
+    name: str, level: str, expected: dict[str, Tensor], mesh: tuple[int, ...] | None = None
+) -> bool:
+    model = _model()
+    engine = _shard(model, level, mesh, outer_strategy=None if mesh is None else "optim")
+    optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
+    _train(model, optimizer, 0, NUM_STEPS)
+    return _is_equal(engine.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_are_those_of_one_process(
+    ranks: Ranks, alone: dict[str, dict[str, Tensor]], name: str, level: str
+) -> None:
+    for world_size in (1, 2, 3, 4):
+        assert all(ranks.run(_sharded, name, level, alone[name], world_size=world_size))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_on_two_axes(ranks: Ranks, alone: dict[str, dict[str, Tensor]], name: str) -> None:
+    assert all(ranks.run(_sharded, name, LEVELS[3], alone[name], (2, 2), world_size=4))
+
+
+def _save(keeper: str, folder: str, model: nn.Module, engine: Any, optimizer: Any) -> None:
+    if keeper == "checkpointer":
+        fe.save_checkpoint(folder, engine, optimizer)
+    else:
+        states = {"model": model.state_dict()}
+        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        dcp.save(states, checkpoint_id=folder)
+
+
+def _load(keeper: str, folder: str, model: nn.Module, engine: Any, optimizer: Any) -> None:
+    if keeper == "checkpointer":
+        fe.load_checkpoint(folder, engine, optimizer)
+        return
+    with torch.compiler.set_stance("force_eager"):
+        states = {"model": model.state_dict()}
+        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    model.load_state_dict(states["model"])
+    set_optimizer_state_dict(model, optimizer, states["optimizer"])
+
+
+def _resume(
+    name: str, level: str | None, keeper: str, folder: str, part: int, expected: dict[str, Tensor]
+) -> bool:
+    """Load the checkpoint of the part before, train, and save; returns whether the weights are
+    those of one process at its end."""
+    steps = (0, *SAVED, NUM_STEPS)
+    model = _model()
+    engine = None if level is None else _shard(model, level)
+    optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
+    if part:
+        _load(keeper, f"{folder}/{part - 1}", model, engine, optimizer)
+    _train(model, optimizer, steps[part], steps[part + 1])
+    if part < 2:
+        _save(keeper, f"{folder}/{part}", model, engine, optimizer)
+        return True
+    return _is_equal(model.state_dict() if engine is None else engine.full_state_dict(), expected)
+
+
+# Two parts of the state of AdEMAMix are one tensor, of which each rank has a part.
+RESHARDED = [name for name in OPTIMIZERS if "AdEMAMix" not in name]
+
+
+@pytest.mark.parametrize("keeper", ["checkpointer", "dcp"])
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("name", RESHARDED)
+def test_bits_through_checkpoints_of_other_ranks(
+    ranks: Ranks,
+    alone: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+    name: str,
+    first: int,
+    keeper: str,
+) -> None:
+    levels: list[str | None] = [LEVELS[(first + part) % 4] for part in range(3)]
+    if keeper == "dcp" and first == 0:
+        levels[2] = None  # a model that is not sharded
+    for part, world_size in enumerate((2, 3, 1)):
+        arguments = (name, levels[part], keeper, str(tmp_path), part, alone[name])
+        assert all(ranks.run(_resume, *arguments, world_size=world_size))
+
+
+def _save_alone(name: str, path: str, as_values: bool) -> None:
+    model = _model()
+    optimizer = _optimizer(name, model)
+    if as_values:
+        fe.shard_optimizer(optimizer, elementwise=True)
+    _train(model, optimizer, 0, SAVED[0])
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+
+def _load_alone(name: str, level: str, path: str, expected: dict[str, Tensor]) -> bool:
+    model = _model()
+    with with_torchao():
+        states = torch.load(path)
+    model.load_state_dict(states["model"])
+    engine = _shard(model, level)
+    optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
+    optimizer.load_state_dict(states["optimizer"])
+    _train(model, optimizer, SAVED[0], NUM_STEPS)
+    return _is_equal(engine.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("as_values", [False, True])
+@pytest.mark.parametrize("name", RESHARDED)
+def test_state_of_one_process_is_loaded(
+    ranks: Ranks,
+    alone: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+    name: str,
+    as_values: bool,
+) -> None:
+    path = str(tmp_path / "alone.pt")
+    ranks.run(_save_alone, name, path, as_values, world_size=1)
+    assert all(ranks.run(_load_alone, name, LEVELS[3], path, alone[name], world_size=3))
+
+
+def _try_to_save(folder: str) -> str:
+    model = _model()
+    engine = _shard(model, LEVELS[3])
+    optimizer = fe.shard_optimizer(
+        _optimizer("bitsandbytes.AdEMAMix8bit", model), elementwise=True
+    )
+    _train(model, optimizer, 0, 1)
+    with pytest.raises(ValueError) as caught:
+        fe.save_checkpoint(folder, engine, optimizer)
+    return str(caught.value)
+
+
+def test_state_that_is_one_part_on_each_rank_is_refused_by_checkpoints(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for error in ranks.run(_try_to_save, str(tmp_path), world_size=2):
+        assert "expected state of 0.weight in its shape" in error
+        assert "found 'absmax1' of shape (2, " in error
+
+
+def _keep_in_32_bits() -> tuple[list[str], list[str]]:
+    """Dtypes of the state of weights, of which the first is kept in 32 bits: of one process, and of
+    a sharded model."""
+    found = []
+    for is_sharded in (False, True):
+        model = _model()
+        if is_sharded:
+            _shard(model, LEVELS[3])
+        optimizer = _optimizer("bitsandbytes.AdamW8bit", model)
+        manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+        manager.register_module_override(model[0], "weight", {"optim_bits": 32})
+        fe.shard_optimizer(optimizer, elementwise=True)
+        _train(model, optimizer, 0, 1)
+        weights = [param for param in model.parameters() if param.ndim == 2]
+        found.append([str(optimizer.state[weight]["state1"].dtype) for weight in weights])
+        manager.initialize()
+    return found[0], found[1]
+
+
+def test_weights_that_are_kept_in_32_bits(ranks: Ranks) -> None:
+    expected = ["torch.float32", *["torch.uint8"] * 3]
+    assert ranks.run(_keep_in_32_bits, world_size=2) == [(expected, expected)] * 2
+
+
+def _refused(name: str, options: dict[str, Any], granule: int) -> str:
+    model = _model()
+    _shard(model, LEVELS[3], granule=lambda _, param: granule if param.ndim == 2 else 1)
+    with pytest.raises(ValueError) as caught:
+        fe.shard_optimizer(_optimizer(name, model, **options), elementwise=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("torchao.AdamW8bit", {}, 256),
+        ("torchao.AdamW8bit", {"block_size": 512}, 512),
+        ("bitsandbytes.AdamW8bit", {}, 256),
+    ],
+)
+def test_boundaries_within_blocks_are_refused(
+    ranks: Ranks, name: str, options: dict[str, Any], size: int
+) -> None:
+    for error in ranks.run(_refused, name, options, 32, world_size=3):
+        assert f"expected shard boundaries on multiples of {size} elements" in error
+        assert name.partition(".")[2] in error
+
+
+def _bytes_of_state(name: str) -> tuple[int, int]:
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    _shard(model, LEVELS[3])
+    optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
+    model(torch.ones(1, 512)).sum().backward()
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    held: dict[int, int] = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            local = value._local_tensor if isinstance(value, fe.FlatDTensor) else value
+            inner = [local]
+            if hasattr(local, "__tensor_flatten__"):
+                inner = [getattr(local, each) for each in local.__tensor_flatten__()[0]]
+            held.update((each.data_ptr(), each.nbytes) for each in inner if torch.is_tensor(each))
+    params = list(model.parameters())
+    return sum(held.values()), sum(param.to_local().numel() for param in params)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("torchao.AdamW8bit", 2.1), ("torchao.AdamWFp8", 2.1), ("bitsandbytes.AdamW8bit", 2.1)]
+    + [("torchao.AdamW4bit", 1.1)],
+)
+def test_bytes_of_state_of_an_element(ranks: Ranks, name: str, limit: float) -> None:
+    """Two codes, two scales for each block, and all else: maps of codes, counters of steps."""
+    for num_bytes, num_elements in ranks.run(_bytes_of_state, name, world_size=4):
+        assert num_elements == 4 * 512 * 512 // 4
+        assert num_bytes <= limit * num_elements
