@@ -196,11 +196,16 @@ def _block_size(optimizer: Any, number: int, index: int) -> int:
     param = group["params"][index]
     placement = param.flat_placement
     if is_blockwise(optimizer):
-        quantized = _quantizes(optimizer._new_buffer, placement, param.dtype, True)
-        return int(optimizer.block_size) if quantized else 0
+        return int(optimizer.block_size) if _has_codes(optimizer, param) else 0
     config = optimizer.get_config(number, index, group)
     quantized = config["optim_bits"] == 8 and _numel(placement) >= config["min_8bit_size"]
     return _BITSANDBYTES_BLOCK if quantized else 0
+
+
+def _has_codes(optimizer: Any, param: FlatDTensor) -> bool:
+    """Whether torchao's optimizer quantises the state of a sharded parameter."""
+    make = getattr(optimizer, "_new_buffer", None)
+    return make is not None and _quantizes(make, param.flat_placement, param.dtype, True)
 
 
 def _numel(placement: FlatPlacement) -> int:
@@ -278,7 +283,7 @@ class ValueStateDicts:
         for key, param in zip(keys, _members(optimizer.param_groups), strict=True):
             if key not in states or not isinstance(param, FlatDTensor) or param.local.numel():
                 continue
-            if _quantizes(optimizer._new_buffer, param.flat_placement, param.dtype, True):
+            if _has_codes(optimizer, param):
                 state = states[key]
                 state.update({k: state[k].float() for k in _QUANTIZED if k in state})
         return {**state_dict, "state": states}

@@ -4,7 +4,6 @@ plain torch, on any number of ranks, at every level, and through checkpoints of 
 from __future__ import annotations
 
 import importlib
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +208,9 @@ def test_state_of_one_process_is_loaded(
 def _try_to_save(folder: str) -> str:
     model = _model()
     engine = _shard(model, LEVELS[3])
-    optimizer = fe.shard_optimizer(
-        _optimizer("bitsandbytes.AdEMAMix8bit", model), elementwise=True
-    )
+    optimizer = fe.shard_optimizer(_optimizer("bitsandbytes.AdEMAMix8bit", model), elementwise=True)
     _train(model, optimizer, 0, 1)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^optimizer: expected state of ") as caught:
         fe.save_checkpoint(folder, engine, optimizer)
     return str(caught.value)
 
@@ -253,7 +250,7 @@ def test_weights_that_are_kept_in_32_bits(ranks: Ranks) -> None:
 def _refused(name: str, options: dict[str, Any], granule: int) -> str:
     model = _model()
     _shard(model, LEVELS[3], granule=lambda _, param: granule if param.ndim == 2 else 1)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="weight: expected shard boundaries") as caught:
         fe.shard_optimizer(_optimizer(name, model, **options), elementwise=True)
     return str(caught.value)
 
@@ -295,11 +292,41 @@ def _bytes_of_state(name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("torchao.AdamW8bit", 2.1), ("torchao.AdamWFp8", 2.1), ("bitsandbytes.AdamW8bit", 2.1)]
-    + [("torchao.AdamW4bit", 1.1)],
+    [
+        ("torchao.AdamW8bit", 2.1),
+        ("torchao.AdamWFp8", 2.1),
+        ("bitsandbytes.AdamW8bit", 2.1),
+        ("torchao.AdamW4bit", 1.1),
+    ],
 )
 def test_bytes_of_state_of_an_element(ranks: Ranks, name: str, limit: float) -> None:
     """Two codes, two scales for each block, and all else: maps of codes, counters of steps."""
     for num_bytes, num_elements in ranks.run(_bytes_of_state, name, world_size=4):
         assert num_elements == 4 * 512 * 512 // 4
         assert num_bytes <= limit * num_elements
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.startswith("torchao")])
+def test_values_in_state_dicts_have_the_codes_and_scales(name: str, dtype: torch.dtype) -> None:
+    """Of blocks of many magnitudes, whose largest element is positive or negative, or zero."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.zeros(1024, 256, dtype=dtype))
+    optimizer = fe.shard_optimizer(_optimizer(name, nn.ParameterList([param])))
+    param.grad = torch.ones_like(param)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    signed, unsigned = (optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq"))
+    values = torch.randn(1024, 256) * torch.logspace(-30, 10, 1024).unsqueeze(1)
+    values[5] = 0
+    values[600] = values[600].clamp(max=0)
+    signed.copy_(values)
+    unsigned.copy_(values.square())
+    expected = [(each.codes.clone(), each.scale.clone()) for each in (signed, unsigned)]
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["exp_avg"].dtype is torch.float32
+    optimizer.load_state_dict(saved)
+    found = [optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
+    for each, (codes, scale) in zip(found, expected, strict=True):
+        assert torch.equal(each.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(each.scale, scale)
