@@ -1,4 +1,4 @@
-"""Optimizers of torchao and bitsandbytes that quantise their state in blocks of elements.
+"""Optimizers of torchao, bitsandbytes and pytorch_optimizer that quantise their state in blocks.
 
 A block is ``block_size`` consecutive elements of a parameter (256; torchao's 4 bits: 128) with one
 scale. No shard boundary divides a block ([Note: Blocks] in ``layout/placement.py``), so the
@@ -27,14 +27,16 @@ the codes and scales that they came from, bit for bit:
 torch converts loaded values to the parameter's dtype, which rounds them where that is bf16. So they
 are quantised from the values as they were before.
 
-State of bitsandbytes is one tensor for codes and one for scales. They are saved as they are, under
-the package's names, as slices of the tensors of one process.
+State of bitsandbytes and of pytorch_optimizer's FlashAdamW is one tensor for codes and one for
+scales. They are saved as they are, under the package's names, as slices of the tensors of one
+process.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -46,6 +48,7 @@ from torch.optim import Optimizer
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
 from fsdp_engine.memory import allocator
+from fsdp_engine.optim.shadow import Shadow
 
 _TORCHAO = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
 _BITSANDBYTES = "bitsandbytes.optim."
@@ -55,7 +58,11 @@ _BITSANDBYTES_BLOCK = 256
 # State of bitsandbytes: scales, one for each block; maps of codes, the same for all parameters.
 _SCALES = ("absmax1", "absmax2")
 _MAPS = ("qmap1", "qmap2")
-# Its state dicts have these and codes in a dict within a parameter's state.
+# FlashAdamW of pytorch_optimizer has a scale for each 32 elements of every parameter; all shard
+# boundaries are multiples of 64.
+_PYTORCH_OPTIMIZER = "pytorch_optimizer."
+_FLASH_SCALES, _FLASH_BLOCK = "::scales", 32
+# State dicts of bitsandbytes have these and codes in a dict within a parameter's state.
 _WITHIN = "__bnb_optimizer_quant_state__"
 
 
@@ -215,7 +222,9 @@ def _numel(placement: FlatPlacement) -> int:
 def state_placement(optimizer: Optimizer) -> Callable[[Any, FlatPlacement], FlatPlacement | None]:
     """Returns a function of a state's name and its parameter's placement: the placement of the
     state, None if each rank holds all of it."""
-    return _placement_in_bitsandbytes if is_of_bitsandbytes(optimizer) else _placement_of_param
+    if is_of_bitsandbytes(optimizer):
+        return _placement_in_bitsandbytes
+    return _placement_in_flash if _is_flash(optimizer) else _placement_of_param
 
 
 def _placement_of_param(name: Any, placement: FlatPlacement) -> FlatPlacement | None:
@@ -226,6 +235,58 @@ def _placement_in_bitsandbytes(name: Any, placement: FlatPlacement) -> FlatPlace
     if name in _SCALES and placement.spread is None:
         return placement.of_blocks(_BITSANDBYTES_BLOCK)
     return None if name in (*_SCALES, *_MAPS) else placement
+
+
+def _is_flash(optimizer: Optimizer) -> bool:
+    return any(
+        kind.__module__.startswith(_PYTORCH_OPTIMIZER) and kind.__name__ == "FlashAdamW"
+        for kind in type(optimizer).__mro__
+    )
+
+
+def _placement_in_flash(name: Any, placement: FlatPlacement) -> FlatPlacement | None:
+    if not str(name).endswith(_FLASH_SCALES):
+        return placement
+    return placement.of_blocks(_FLASH_BLOCK) if placement.spread is None else None
+
+
+# --- stochastic rounding ---
+
+
+class SeededRounding:
+    """Step hooks of torchao's optimizers with ``bf16_stochastic_round``: ranks that hold the same
+    elements draw the same random numbers, so that replicas stay equal.
+
+    Within a step random numbers are seeded with the number of steps and with the elements that this
+    rank holds. The step does not change the user's random numbers. If it raises, they stay seeded.
+    """
+
+    def __init__(self) -> None:
+        self._forked: AbstractContextManager[None] | None = None
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Hook it to its optimizer."""
+        optimizer.register_step_pre_hook(self._seed)
+        optimizer.register_step_post_hook(self._restore)
+
+    def _seed(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
+            return
+        params: list[Tensor] = _members(optimizer.param_groups)
+        steps = (state["step"] for state in optimizer.state.values() if "step" in state)
+        flat = [param.flat_placement for param in params if isinstance(param, FlatDTensor)]
+        held = tuple((placement.start, placement.stop) for placement in flat)
+        device = params[0].device
+        devices = [] if device.type == "cpu" else [device]
+        self._forked = torch.random.fork_rng(devices, device_type=device.type)
+        self._forked.__enter__()
+        # Of tuples of integers, the hash is the same in all processes.
+        torch.manual_seed(hash((int(next(steps, 0)), held)))
+
+    def _restore(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._forked is not None and not isinstance(optimizer, Shadow):
+            self._forked.__exit__(None, None, None)
+            self._forked = None
 
 
 # --- state dicts ---

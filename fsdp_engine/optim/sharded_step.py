@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.offloaded_step import OffloadedStep, find_offload
 from fsdp_engine.optim.quantized_state import (
+    SeededRounding,
     ValueStateDicts,
     check_blocks,
     is_blockwise,
@@ -151,6 +152,8 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
         optimizer.register_step_post_hook(step.finish)
         if is_blockwise(optimizer):
             ValueStateDicts().register(optimizer)
+            if getattr(optimizer, "bf16_stochastic_round", False):
+                SeededRounding().register(optimizer)
     return optimizer
 
 

@@ -26,7 +26,7 @@ PROGRAM = [
 
 _low_bit = [
     name
-    for name in ("torchao", "bitsandbytes")
+    for name in ("torchao", "bitsandbytes", "pytorch_optimizer")
     if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
 ]
 # Of tests that need optimizers of these packages and no program.

@@ -1,5 +1,6 @@
-"""torchao's and bitsandbytes' optimizers with state in 8 and 4 bits have the bits of one process of
-plain torch, on any number of ranks, at every level, and through checkpoints of other ranks."""
+"""Optimizers with state in 8 and 4 bits of torchao, bitsandbytes and pytorch_optimizer have the
+bits of one process of plain torch: on any number of ranks, at every level, and through checkpoints
+of other ranks."""
 
 from __future__ import annotations
 
@@ -31,30 +32,41 @@ OPTIMIZERS = (
     "bitsandbytes.AdamW8bit",
     "bitsandbytes.Lion8bit",
     "bitsandbytes.AdEMAMix8bit",
+    # Main weights are bf16; those of FlashAdamW with 8 bits more.
+    "torchao.AdamW8bit in bf16",
+    "bitsandbytes.AdamW8bit in bf16",
+    "pytorch_optimizer.FlashAdamW in bf16",
 )
 NUM_STEPS = 6
 # After so many steps 2 ranks save, and then 3.
 SAVED = (2, 4)
 
 
-def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def _model(name: str = "") -> nn.Module:
     """Weights whose elements are a multiple of 256, and are not; below and above 4,096."""
     torch.manual_seed(0)
     layers = [nn.Linear(67, 96), nn.Tanh(), nn.LayerNorm(96), nn.Linear(96, 128)]
-    return nn.Sequential(*layers, nn.Linear(128, 128, False), nn.Linear(128, 50)).to(dtype)
+    return nn.Sequential(*layers, nn.Linear(128, 128, False), nn.Linear(128, 50)).to(
+        torch.bfloat16 if name.endswith(" in bf16") else torch.float32
+    )
 
 
 def _optimizer(name: str, model: nn.Module, **options: Any) -> Any:
-    library, _, kind = name.partition(".")
+    library, _, kind = name.removesuffix(" in bf16").partition(".")
+    if kind == "FlashAdamW":
+        options["master_weight_bits"] = 24
     with with_torchao():
-        module = importlib.import_module(f"{library}.optim")
+        is_flat = library == "pytorch_optimizer"
+        module = importlib.import_module(library if is_flat else f"{library}.optim")
     return getattr(module, kind)(model.parameters(), lr=1e-2, **options)
 
 
 def _shard(model: nn.Module, level: str, mesh: Any = None, **options: Any) -> fe.Engine:
     for param in model.parameters():
         param.gradient_divisor = 1 / dist.get_world_size()  # type: ignore[attr-defined]
-    return fe.shard(model, mesh, level, min_unit_size=0, **options)
+    dtype = next(model.parameters()).dtype
+    policy = fe.MixedPrecisionPolicy(main_params_dtype=dtype)
+    return fe.shard(model, mesh, level, mp_policy=policy, min_unit_size=0, **options)
 
 
 def _train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
@@ -70,7 +82,7 @@ def _train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 
 
 def _alone(name: str) -> dict[str, Tensor]:
-    model = _model()
+    model = _model(name)
     _train(model, _optimizer(name, model), 0, NUM_STEPS)
     return dict(model.state_dict())
 
@@ -87,7 +99,7 @@ def alone(ranks: Ranks) -> dict[str, dict[str, Tensor]]:
 def _sharded(
     name: str, level: str, expected: dict[str, Tensor], mesh: tuple[int, ...] | None = None
 ) -> bool:
-    model = _model()
+    model = _model(name)
     engine = _shard(model, level, mesh, outer_strategy=None if mesh is None else "optim")
     optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
     _train(model, optimizer, 0, NUM_STEPS)
@@ -135,7 +147,7 @@ def _resume(
     """Load the checkpoint of the part before, train, and save; returns whether the weights are
     those of one process at its end."""
     steps = (0, *SAVED, NUM_STEPS)
-    model = _model()
+    model = _model(name)
     engine = None if level is None else _shard(model, level)
     optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
     if part:
@@ -171,7 +183,7 @@ def test_bits_through_checkpoints_of_other_ranks(
 
 
 def _save_alone(name: str, path: str, as_values: bool) -> None:
-    model = _model()
+    model = _model(name)
     optimizer = _optimizer(name, model)
     if as_values:
         fe.shard_optimizer(optimizer, elementwise=True)
@@ -180,7 +192,7 @@ def _save_alone(name: str, path: str, as_values: bool) -> None:
 
 
 def _load_alone(name: str, level: str, path: str, expected: dict[str, Tensor]) -> bool:
-    model = _model()
+    model = _model(name)
     with with_torchao():
         states = torch.load(path)
     model.load_state_dict(states["model"])
@@ -203,6 +215,50 @@ def test_state_of_one_process_is_loaded(
     path = str(tmp_path / "alone.pt")
     ranks.run(_save_alone, name, path, as_values, world_size=1)
     assert all(ranks.run(_load_alone, name, LEVELS[3], path, alone[name], world_size=3))
+
+
+def _round_stochastically(mesh: tuple[int, ...], level: str) -> tuple[list[Tensor], float, bool]:
+    """Weights, the norm of their difference from those that one process rounds, relative to that of
+    their change, and whether the user's random numbers are unchanged."""
+    torch.manual_seed(dist.get_rank())
+    name = "torchao.AdamW8bit in bf16"
+    models = [_model(name), _model(name)]
+    before = torch.cat([param.detach().float().view(-1) for param in models[0].parameters()])
+    optimizer = _optimizer(name, models[0], bf16_stochastic_round=True)
+    fe.shard_optimizer(optimizer)
+    engine = _shard(models[1], level, mesh)
+    sharded = fe.shard_optimizer(_optimizer(name, models[1], bf16_stochastic_round=True))
+    torch.manual_seed(dist.get_rank())
+    first = torch.rand(())
+    torch.manual_seed(dist.get_rank())
+    _train(models[1], sharded, 0, NUM_STEPS)
+    is_unchanged = bool(torch.rand(()) == first)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(NUM_STEPS):
+            generator = torch.Generator().manual_seed(step)
+            models[0](
+                torch.randn(16, 67, generator=generator).bfloat16()
+            ).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = list(engine.full_state_dict().values())
+    found = torch.cat([weight.float().view(-1) for weight in weights])
+    alone = torch.cat([param.detach().float().view(-1) for param in models[0].parameters()])
+    apart = (found - alone).norm() / (alone - before).norm()
+    return weights, apart.item(), is_unchanged
+
+
+@pytest.mark.parametrize(
+    ("mesh", "level"), [((4,), "no_shard"), ((4,), "optim"), ((2, 2), "optim_grads_params")]
+)
+def test_replicas_round_alike(ranks: Ranks, mesh: tuple[int, ...], level: str) -> None:
+    """Their random numbers are those of the elements that they hold: bits are not those of one
+    process, and the same on all ranks."""
+    found = ranks.run(_round_stochastically, mesh, level, world_size=4)
+    for weights, apart, is_unchanged in found:
+        assert all(map(torch.equal, weights, found[0][0]))
+        assert apart < 0.2
+        assert is_unchanged
 
 
 def _try_to_save(folder: str) -> str:
@@ -273,9 +329,11 @@ def test_boundaries_within_blocks_are_refused(
 
 def _bytes_of_state(name: str) -> tuple[int, int]:
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    dtype = torch.bfloat16 if name.endswith(" in bf16") else torch.float32
+    model.to(dtype)
     _shard(model, LEVELS[3])
     optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
-    model(torch.ones(1, 512)).sum().backward()
+    model(torch.ones(1, 512, dtype=dtype)).sum().backward()
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
     held: dict[int, int] = {}
@@ -297,6 +355,8 @@ def _bytes_of_state(name: str) -> tuple[int, int]:
         ("torchao.AdamWFp8", 2.1),
         ("bitsandbytes.AdamW8bit", 2.1),
         ("torchao.AdamW4bit", 1.1),
+        # Codes of two states, 8 bits of weights, two scales of 16 bits for each 32 elements.
+        ("pytorch_optimizer.FlashAdamW in bf16", 3.13),
     ],
 )
 def test_bytes_of_state_of_an_element(ranks: Ranks, name: str, limit: float) -> None:
@@ -307,7 +367,7 @@ def test_bytes_of_state_of_an_element(ranks: Ranks, name: str, limit: float) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.startswith("torchao")])
+@pytest.mark.parametrize("name", OPTIMIZERS[:4])
 def test_values_in_state_dicts_have_the_codes_and_scales(name: str, dtype: torch.dtype) -> None:
     """Of blocks of many magnitudes, whose largest element is positive or negative, or zero."""
     torch.manual_seed(0)
