@@ -301,22 +301,21 @@ def flattened(name: str, param: Tensor, state: Mapping[str, Any]) -> Mapping[str
         state: its state.
 
     Raises:
-        ValueError: a tensor of bitsandbytes' is one part of the parameter's state on each rank, and
-            no FlatDTensor.
+        ValueError: a tensor of quantised state is another part of the parameter's state on each
+            rank, and no FlatDTensor.
     """
-    if _WITHIN not in state:
-        return state
-    found = {**state, **state[_WITHIN]}
-    del found[_WITHIN]
-    for key, value in found.items():
-        is_whole = not isinstance(value, Tensor) or not value.ndim or key in _MAPS
-        if isinstance(param, FlatDTensor) and not isinstance(value, FlatDTensor) and not is_whole:
+    within = state.get(_WITHIN, {})
+    parts = {key: within[key] for key in within if key not in _MAPS}
+    parts |= {key: state[key] for key in state if str(key).endswith(_FLASH_SCALES)}
+    for key, value in parts.items():
+        is_part = isinstance(value, Tensor) and value.ndim and not isinstance(value, FlatDTensor)
+        if is_part and isinstance(param, FlatDTensor):
             raise ValueError(
                 f"optimizer: expected state of {name} in its shape, or a scale for each block of "
-                f"{_BITSANDBYTES_BLOCK} elements; found {key!r} of shape {tuple(value.shape)}, "
-                "which differs between ranks. Save optimizer.state_dict() on each rank"
+                f"its elements; found {key!r} of shape {tuple(value.shape)}, which differs between "
+                "ranks. Save optimizer.state_dict() on each rank"
             )
-    return found
+    return {**{key: state[key] for key in state if key != _WITHIN}, **within}
 
 
 class ValueStateDicts:

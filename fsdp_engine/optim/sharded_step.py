@@ -91,8 +91,8 @@ def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
     if any(isinstance(param, FlatDTensor) for param in params):
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
-            "step, so that it quantises state in blocks of each rank's slice; found sharded "
-            "parameters, which its step mixes with DTensors of its own"
+            "step, so that it steps on slices; found sharded parameters, which its step mixes with "
+            "DTensors of its own"
         )
 
 
@@ -111,7 +111,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
     Args:
         optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
             of ``torch.optim``, or a subclass that inherits their step; or torchao's AdamW8bit,
-            AdamW4bit, AdamWFp8, whose quantisation blocks are then blocks of a rank's slice. Their
+            AdamW4bit, AdamWFp8, whose state has the bits of the full parameters'. Their
             ``state_dict()`` holds fp32 values (``quantized_state.py``).
         elementwise: asserts that any other optimizer updates each element from that element's
             gradient and state alone, and that its state tensors have the parameter's shape, or
@@ -119,7 +119,8 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-        ValueError: it is not known to be elementwise, or has ``differentiable=True``; or its
+        ValueError: it is not known to be elementwise, or has ``differentiable=True``; or a shard
+            boundary divides a block of its quantised state; or its
             parameters' state lies elsewhere (:class:`~fsdp_engine.Offload`), and it cannot: see
             :class:`~.offloaded_step.OffloadedStep`.
         OSError: there is too little space on the disk for its state.

@@ -327,6 +327,45 @@ def test_boundaries_within_blocks_are_refused(
         assert name.partition(".")[2] in error
 
 
+def _bytes_of_training(kind: str) -> tuple[int, int]:
+    """Bytes of weights, gradients and optimizer state between steps, and elements, of this rank."""
+    bf16 = torch.bfloat16
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    policy = fe.MixedPrecisionPolicy(param_dtype=bf16)
+    if kind == "FlashAdamW":
+        policy = fe.MixedPrecisionPolicy(
+            param_dtype=bf16, main_params_dtype=bf16, main_grads_dtype=bf16
+        )
+    engine = fe.shard(model, mp_policy=policy, min_unit_size=0)
+    name = "pytorch_optimizer.FlashAdamW in bf16"
+    is_flash = kind == "FlashAdamW"
+    made = _optimizer(name, model) if is_flash else torch.optim.AdamW(model.parameters())
+    optimizer = fe.shard_optimizer(made, elementwise=True)
+    model(torch.ones(1, 512, dtype=bf16)).sum().backward()
+    optimizer.step()
+    num_elements = sum(param.to_local().numel() for param in model.parameters())
+    return sum(engine.memory_bytes().values()) + _held(optimizer), num_elements
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("AdamW", 16.01), ("FlashAdamW", 7.14)])
+def test_bytes_of_training_of_an_element(ranks: Ranks, kind: str, limit: float) -> None:
+    for num_bytes, num_elements in ranks.run(_bytes_of_training, kind, world_size=2):
+        assert limit - 0.1 < num_bytes / num_elements <= limit
+
+
+def _held(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors of the state, and of what they share once."""
+    held: dict[int, int] = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            local = value._local_tensor if isinstance(value, fe.FlatDTensor) else value
+            inner = [local]
+            if hasattr(local, "__tensor_flatten__"):
+                inner = [getattr(local, each) for each in local.__tensor_flatten__()[0]]
+            held.update((each.data_ptr(), each.nbytes) for each in inner if torch.is_tensor(each))
+    return sum(held.values())
+
+
 def _bytes_of_state(name: str) -> tuple[int, int]:
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     dtype = torch.bfloat16 if name.endswith(" in bf16") else torch.float32
@@ -336,16 +375,8 @@ def _bytes_of_state(name: str) -> tuple[int, int]:
     model(torch.ones(1, 512, dtype=dtype)).sum().backward()
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
-    held: dict[int, int] = {}
-    for state in optimizer.state.values():
-        for value in state.values():
-            local = value._local_tensor if isinstance(value, fe.FlatDTensor) else value
-            inner = [local]
-            if hasattr(local, "__tensor_flatten__"):
-                inner = [getattr(local, each) for each in local.__tensor_flatten__()[0]]
-            held.update((each.data_ptr(), each.nbytes) for each in inner if torch.is_tensor(each))
     params = list(model.parameters())
-    return sum(held.values()), sum(param.to_local().numel() for param in params)
+    return _held(optimizer), sum(param.to_local().numel() for param in params)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tests.integrations.trainer_scene import arguments, figures, llama, shared_folder, trainer
 
 OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
-# Weights of 16,384 elements, of which each rank's slices are large enough to be quantised.
+# Weights of 16,384 elements, which are quantised.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SAVED = 3
 
