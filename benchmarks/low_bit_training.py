@@ -138,7 +138,8 @@ def bytes_of_element(optimizer: torch.optim.Optimizer) -> float:
             inner = [getattr(local, name) for name in names] if names else [local]
             held.update((each.data_ptr(), each.nbytes) for each in inner if each.numel())
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return sum(held.values()) / sum(param.to_local().numel() for param in params)
+    num_elements: int = sum(param.to_local().numel() for param in params)
+    return sum(held.values()) / num_elements
 
 
 def train(steps: int, seed: int) -> dict[str, Any]:

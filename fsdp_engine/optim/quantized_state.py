@@ -55,6 +55,7 @@ _BITSANDBYTES = "bitsandbytes.optim."
 _SIGNED = "exp_avg"
 _QUANTIZED = (_SIGNED, "exp_avg_sq", "max_exp_avg_sq")
 _BITSANDBYTES_BLOCK = 256
+_ELEMENTWISE_OF_BITSANDBYTES = ("adam", "ademamix", "adagrad", "lion", "momentum", "rmsprop")
 # State of bitsandbytes: scales, one for each block; maps of codes, the same for all parameters.
 _SCALES = ("absmax1", "absmax2")
 _MAPS = ("qmap1", "qmap2")
@@ -80,6 +81,21 @@ def is_of_bitsandbytes(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is one of bitsandbytes with state of its own, or a subclass."""
     return hasattr(optimizer, "get_config") and any(
         kind.__module__.startswith(_BITSANDBYTES) for kind in type(optimizer).__mro__
+    )
+
+
+def is_elementwise_of_bitsandbytes(optimizer: Any) -> bool:
+    """Whether ``optimizer`` is one of bitsandbytes', no subclass, that updates elements by
+    themselves or in blocks: not LARS and LAMB, and without clipping by norms of parameters."""
+    if not (type(optimizer).__module__.startswith(_BITSANDBYTES) and is_of_bitsandbytes(optimizer)):
+        return False
+    args = getattr(optimizer, "args", None)
+    # The last two were options of version 0.48 and earlier.
+    return (
+        getattr(optimizer, "optimizer_name", "") in _ELEMENTWISE_OF_BITSANDBYTES
+        and not getattr(args, "max_unorm", 0)
+        and getattr(args, "percentile_clipping", 100) == 100
+        and getattr(args, "block_wise", True)
     )
 
 

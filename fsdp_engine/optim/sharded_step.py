@@ -40,6 +40,7 @@ from fsdp_engine.optim.quantized_state import (
     check_blocks,
     is_blockwise,
     is_blockwise_class,
+    is_elementwise_of_bitsandbytes,
     slice_rules,
     state_placement,
 )
@@ -60,6 +61,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether its step is that of an optimizer which updates each element by itself."""
+    if is_elementwise_of_bitsandbytes(optimizer):
+        return True
     return _known_ancestor(optimizer) is not None and _own_method(optimizer) is None
 
 
@@ -110,9 +113,10 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
 
     Args:
         optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
-            of ``torch.optim``, or a subclass that inherits their step; or torchao's AdamW8bit,
-            AdamW4bit, AdamWFp8, whose state has the bits of the full parameters'. Their
-            ``state_dict()`` holds fp32 values (``quantized_state.py``).
+            of ``torch.optim``, or a subclass that inherits their step; torchao's AdamW8bit,
+            AdamW4bit, AdamWFp8, whose ``state_dict()`` holds fp32 values; or one of bitsandbytes
+            other than LARS and LAMB. State in 8 and 4 bits has the bits of full parameters
+            (``quantized_state.py``).
         elementwise: asserts that any other optimizer updates each element from that element's
             gradient and state alone, and that its state tensors have the parameter's shape, or
             shape ().
