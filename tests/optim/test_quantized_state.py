@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_engine as fe
+from tests.composition.tensor_parallel import mesh_of
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -167,7 +170,8 @@ class Momentum8bit(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float, min_8bit_size: int = LEAST) -> None:
         super().__init__(params, {"lr": lr})
-        self.args = SimpleNamespace(optim_bits=8, min_8bit_size=min_8bit_size)
+        self.args = SimpleNamespace(optim_bits=8, min_8bit_size=min_8bit_size, max_unorm=0.0)
+        self.optimizer_name = "momentum"
         self.overridden: dict[int, dict[str, Any]] = {}
         self.index2config: dict[tuple[int, int], dict[str, Any]] = {}
         self.initialized = False
@@ -281,7 +285,7 @@ def steps_have_the_bits_of_one_process(kind: str, level: str) -> None:
     alone = model_of()
     train(alone, KINDS[kind](alone.parameters(), 1e-3), 0, 4, alone=True)
     model, engine = sharded(level)
-    optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3), elementwise=True)
+    optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
     train(model, optimizer, 0, 4)
     assert_equal(engine.full_state_dict(), alone.state_dict())
 
@@ -303,7 +307,7 @@ def test_bits_of_three_ranks(kind: str, level: str) -> None:
 def resume(kind: str, level: str, folder: str, part: int) -> dict[str, Tensor]:
     """Load the checkpoint of the part before, train, and save."""
     model, engine = sharded(level)
-    optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3), elementwise=True)
+    optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
     if part:
         fe.load_checkpoint(f"{folder}/{part - 1}", engine, optimizer)
     train(model, optimizer, 2 * part, 2 * part + 2)
@@ -332,9 +336,9 @@ def test_bits_through_checkpoints_of_other_ranks(ranks: Ranks, tmp_path: Any, ki
 @on_few_ranks
 def test_state_dicts_keep_codes_and_scales(level: str, kind: str, how: str) -> None:
     model, engine = sharded(level)
-    optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3), elementwise=True)
+    optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
     again, engine_again = sharded(level)
-    optimizer_again = fe.shard_optimizer(KINDS[kind](again.parameters(), 1e-3), elementwise=True)
+    optimizer_again = fe.shard_optimizer(KINDS[kind](again.parameters(), 1e-3))
     train(model, optimizer, 0, 2)
     again.load_state_dict(model.state_dict())
     saved = copy.deepcopy(optimizer.state_dict())
@@ -377,7 +381,7 @@ def test_boundaries_within_blocks_are_refused_on_all_ranks(kind: str) -> None:
     with pytest.raises(
         ValueError, match=r"2.weight: expected shard boundaries on multiples of 256"
     ):
-        fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3), elementwise=True)
+        fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
 
 
 @on_ranks(2)
@@ -386,7 +390,15 @@ def test_small_parameters_that_are_quantised_are_refused() -> None:
     fe.shard(model, strategy="optim")
     optimizer = Momentum8bit(model.parameters(), 1e-3, min_8bit_size=64)
     with pytest.raises(ValueError, match=r"weight: expected shard boundaries on multiples of 256"):
-        fe.shard_optimizer(optimizer, elementwise=True)
+        fe.shard_optimizer(optimizer)
+
+
+def test_norms_of_whole_parameters_are_not_known_to_be_elementwise() -> None:
+    for name, value in (("max_unorm", 1.0), ("percentile_clipping", 5), ("block_wise", False)):
+        optimizer = Momentum8bit(nn.Linear(2, 2).parameters(), 1e-3)
+        setattr(optimizer.args, name, value)
+        with pytest.raises(ValueError, match=r"found Momentum8bit. If it updates every element"):
+            fe.shard_optimizer(optimizer)
 
 
 @on_ranks(2)
@@ -394,7 +406,43 @@ def test_a_parameter_keeps_its_override() -> None:
     model, _ = sharded("optim_grads_params")
     optimizer = Momentum8bit(model.parameters(), 1e-3)
     optimizer.overridden[id(model[0].weight)] = {"optim_bits": 32}  # type: ignore[index]
-    fe.shard_optimizer(optimizer, elementwise=True)
+    fe.shard_optimizer(optimizer)
     train(model, optimizer, 0, 1)
     dtypes = [optimizer.state[each]["state1"].dtype for each in model.parameters() if each.ndim > 1]
     assert dtypes == [torch.float32, *[torch.uint8] * 3]
+
+
+def save_after_a_step(model: nn.Module, engine: fe.Engine, x: Tensor, folder: str) -> str:
+    optimizer = fe.shard_optimizer(Momentum8bit(model.parameters(), 1e-3))
+    model(x).square().sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"^optimizer: expected state of ") as caught:
+        fe.save_checkpoint(folder, engine, optimizer)
+    return str(caught.value)
+
+
+def save_experts(folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(64, 72, bias=False)])})
+    model.forward = lambda x: model["experts"][0](x)  # type: ignore[index]
+    for param in model.parameters():
+        param.allreduce = False  # type: ignore[attr-defined]
+    engine = fe.shard(model, strategy="optim", expert_mesh=mesh["copies"])
+    return save_after_a_step(model, engine, torch.ones(2, 64), folder)
+
+
+def test_scales_of_experts_are_not_saved(ranks: Ranks, tmp_path: Any) -> None:
+    for error in ranks.run(save_experts, str(tmp_path), world_size=4):
+        assert "an expert's parameter, in its shape; found 'absmax1'" in error
+
+
+def save_tensor_parallel(folder: str) -> str:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model = parallelize_module(nn.Linear(64, 144, bias=False), mesh["tp"], ColwiseParallel())
+    engine = fe.shard(model, mesh["dp"], "optim")
+    return save_after_a_step(model, engine, torch.ones(2, 64), folder)
+
+
+def test_scales_of_tensor_parallel_parameters_are_not_saved(ranks: Ranks, tmp_path: Any) -> None:
+    for error in ranks.run(save_tensor_parallel, str(tmp_path), world_size=4):
+        assert "expected state of weight in its shape, or a scale for each block" in error
