@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -144,8 +145,10 @@ def _quantizes(
     dtype: torch.dtype,
     signed: bool,
 ) -> bool:
-    full = torch.empty(placement.sharded_shape, dtype=dtype, device="meta")
-    return _is_subclass(make(full, signed))
+    # In a simulation, too: torchao reads the values of its maps of codes once, and keeps them.
+    with unset_fake_temporarily():
+        full = torch.empty(placement.sharded_shape, dtype=dtype, device="meta")
+        return _is_subclass(make(full, signed))
 
 
 class BitsandbytesRules:
@@ -453,4 +456,4 @@ def _divides_to(quotients: Tensor, divisor: float) -> Tensor:
 
 
 def _is_subclass(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, nn.Parameter)
+    return type(tensor) not in (Tensor, nn.Parameter, FakeTensor)

@@ -353,6 +353,21 @@ def test_bytes_of_training_of_an_element(ranks: Ranks, kind: str, limit: float) 
         assert limit - 0.1 < num_bytes / num_elements <= limit
 
 
+def test_a_simulation_knows_state_in_8_bits() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+
+    def make(params: Any) -> Any:
+        with with_torchao():
+            return importlib.import_module("torchao.optim").AdamW8bit(params)
+
+    with torch.compiler.set_stance("force_eager"):
+        found = fe.simulate(
+            build, 8, batch=torch.ones(4, 512), loss=torch.sum, optimizer=make, strategy=LEVELS[3]
+        )
+    assert 2 < found.memory["optimizer"] / (2 * 512 * 512 / 8) < 2.1
+
+
 def _held(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all tensors of the state, and of what they share once."""
     held: dict[int, int] = {}
