@@ -1014,6 +1014,20 @@ def fp8_bytes() -> str:
     return table([*columns, "collectives: gathers + amaxes"], rows)
 
 
+def low_bit_losses() -> str:
+    rows = []
+    for name, row in results("low_bit_training")["held_out"].items():
+        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+        ratio = f"{row['median']:.4f} ({min(row['ratios']):.4f}-{row['most']:.4f})"
+        is_base = row["bytes"] == 8
+        verdict = "met" if row["most"] <= 1.005 else "**missed**"
+        target = "" if is_base else f"at most 1.005: {verdict}"
+        rows.append([name, f"{row['bytes']:.2f}", losses, ratio, target])
+    columns = ["optimizer", "bytes of state an element", "held-out loss by seed"]
+    columns += ["x 32 bits: median (least-most)", "target"]
+    return with_machine(table(columns, rows), "low_bit_training")
+
+
 def padding() -> str:
     found = json.loads((RESULTS / "padding.json").read_text(encoding="utf-8"))
     rows = [
@@ -1424,6 +1438,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     checkpoints,
     fp8_losses,
     fp8_bytes,
+    low_bit_losses,
     padding,
     planned_memory,
     two_versions,

@@ -225,6 +225,7 @@ class ParamAndGradBuffer:
             is_written=self.records[index].is_written,
             num_rows=self._num_rows,
             norm_is_dtensor=self._norms_are_dtensors,
+            boundary_multiple=self.layout.boundary_multiple(index),
         )
 
     def rename(self, index: int, name: str) -> None:

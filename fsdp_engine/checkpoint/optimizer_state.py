@@ -43,6 +43,7 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.optim.offloaded_step import offloaded_step_of
 from fsdp_engine.optim.owned_params import map_leaves
 from fsdp_engine.optim.owned_step import OwnedStep, owned_step_of
+from fsdp_engine.optim.quantized_state import flattened, state_placement
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -93,12 +94,13 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
         member = member_of.get(index)
         if member is None:
             raise ValueError(f"optimizer: expected state of parameters; found state of {index!r}")
-        is_owned = any(step.owns(member.held) for step in owned)
-        for key, value in state.items():
-            if is_owned:
-                value = map_leaves(partial(_owned_as_saved, member, key), value)
-                states.setdefault(member.name, {})[key] = value
-                continue
+        if any(step.owns(member.held) for step in owned):
+            states[member.name] = {
+                key: map_leaves(partial(_owned_as_saved, member, key), value)
+                for key, value in state.items()
+            }
+            continue
+        for key, value in flattened(member.name, member.held, state).items():
             if isinstance(value, Mapping | list):
                 raise ValueError(
                     f"optimizer: expected tensors and numbers in the state of {member.name}; "
@@ -112,6 +114,11 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
                 )
             if isinstance(value, Tensor) and value.shape == member.held.shape:
                 value = member.as_saved(value)
+            elif isinstance(value, FlatDTensor) and member.is_of_experts:
+                raise ValueError(
+                    f"optimizer: expected state of {member.name}, an expert's parameter, in its "
+                    f"shape; found {key!r} of shape {tuple(value.shape)}, of this rank's expert"
+                )
             if is_first or isinstance(value, Tensor):
                 states.setdefault(member.name, {})[key] = value
     if not is_first:
@@ -171,6 +178,7 @@ class OptimizerMatch:
         self._offloaded = [step for step in steps if step is not None]
         self._owned = _owned_steps(optimizer)
         self._of_owners: dict[str, Tensor] = {}
+        self._state_placement = state_placement(optimizer)
         self._canonical = {alias: param.name for param in named.values() for alias in param.aliases}
         self.targets: Targets = {}
         self.problems: list[str] = []
@@ -319,7 +327,9 @@ class OptimizerMatch:
             if key in self._of_owners:
                 self.targets[key] = _owned_as_saved(member, state, self._of_owners[key])
                 continue
-            if target is not None and self._is_like_parameter(member, state, key):
+            if (scales := self._scales_of_blocks(member, state, target)) is not None:
+                target = scales
+            elif target is not None and self._is_like_parameter(member, state, key):
                 if target.shape == member.saved.shape:
                     try:
                         for step in self._offloaded:
@@ -335,6 +345,20 @@ class OptimizerMatch:
                     )
                     continue
             self.targets[key] = target
+
+    def _scales_of_blocks(
+        self, member: SavedParam, state: str, target: Tensor | None
+    ) -> Tensor | None:
+        """A tensor for this rank's elements of a state with an element for each block of the
+        parameter; None: it is no such state."""
+        if target is None or not isinstance(member.held, FlatDTensor):
+            return None
+        of_param = member.held.flat_placement
+        placement = self._state_placement(state, of_param)
+        if placement in (None, of_param) or placement.shape != target.shape:
+            return None
+        local = allocator.zeros(placement.numel, target.dtype, member.held.device)
+        return FlatDTensor.from_flat_local(local, placement)
 
     def _target_like(self, member: SavedParam, state: str, dtype: torch.dtype) -> Tensor:
         """The existing state if it has the parameter's placement; otherwise a new tensor."""

@@ -196,6 +196,8 @@ class FlatPlacement:
             the full tensor.
         norm_is_dtensor: the norm of several such tensors is a replicated DTensor, as in FSDP2;
             False: a plain tensor.
+        boundary_multiple: ``start`` and ``stop`` of all ranks, except the tensor's end, are
+            multiples of so many elements; 0: one rank holds the tensor. None: unknown.
 
     Raises:
         ValueError: the range is not inside the tensor, or ``num_sharded_axes`` is not a number of
@@ -214,6 +216,7 @@ class FlatPlacement:
     is_written: bool = field(default=True, compare=False)
     num_rows: int = 1
     norm_is_dtensor: bool = field(default=False, compare=False)
+    boundary_multiple: int | None = field(default=None, compare=False)
     # Cached by dtype, because they are expensive to construct.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -362,13 +365,23 @@ class FlatPlacement:
         full = shard if self.spread is None else self.spread.gather_full(shard)
         return full.to(local.device)
 
+    def of_blocks(self, size: int) -> FlatPlacement:
+        """The placement of a vector with one element for each ``size`` elements of the tensor, the
+        last of which may be fewer. No shard boundary divides such a block."""
+        shape = torch.Size((-(-math.prod(self.shape) // size),))
+        start, stop = -(-self.start // size), -(-self.stop // size)
+        return replace(self, shape=shape, start=start, stop=stop, boundary_multiple=None)
+
     @cached_property
     def of_parts(self) -> FlatPlacement:
         """The placement of ``torch.view_as_real`` of a complex tensor, with a last dim of size
         2."""
         shape = torch.Size((*self.shape, 2))
         spread = None if self.spread is None else replace(self.spread, shape=shape)
-        return replace(self, shape=shape, spread=spread, start=2 * self.start, stop=2 * self.stop)
+        start, stop = 2 * self.start, 2 * self.stop
+        return replace(
+            self, shape=shape, spread=spread, start=start, stop=stop, boundary_multiple=None
+        )
 
     @cached_property
     def of_numbers(self) -> FlatPlacement | None:
@@ -380,7 +393,10 @@ class FlatPlacement:
         spread = None if self.spread is None else replace(self.spread, shape=shape)
         if spread is not None and len(shape) in {getattr(p, "dim", -1) for p in spread.placements}:
             return None
-        return replace(self, shape=shape, spread=spread, start=self.start // 2, stop=self.stop // 2)
+        start, stop = self.start // 2, self.stop // 2
+        return replace(
+            self, shape=shape, spread=spread, start=start, stop=stop, boundary_multiple=None
+        )
 
     @property
     def numel(self) -> int:

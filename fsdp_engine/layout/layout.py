@@ -26,6 +26,11 @@ from functools import cached_property
 # Tensors start, and shards end, on multiples of this many elements: 64 one-byte elements are a
 # cache line, and every rank's part is 16-byte aligned for any dtype and any world size.
 ALIGNMENT = 64
+# Optimizers quantise state in blocks of 256 consecutive elements of tensors of at least 4,096. No
+# shard boundary divides such a block, counted from the tensor's start ([Note: Blocks] in
+# placement.py).
+BLOCK = 256
+MIN_BLOCK_NUMEL = 4096
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -164,6 +169,17 @@ class Layout:
         size = inner // self.outer_size
         start += (at.outer % self.outer_size) * size
         return start, start + size
+
+    def boundary_multiple(self, index: int) -> int:
+        """Shard boundaries inside tensor ``index`` lie at multiples of so many of its elements; 0:
+        there are none."""
+        slot, size = self.slots[index], self.shard_numel
+        if not slot.numel:
+            return 0
+        first, last = slot.offset // size + 1, (slot.stop - 1) // size
+        if first > last:
+            return 0
+        return math.gcd(first * size - slot.offset, size if last > first else 0)
 
     def tensor_range(self, index: int, depth: int, at: Coordinate) -> tuple[int, int]:
         """The part ``[start, stop)`` of tensor ``index`` that lies in ``range(depth, at)``.

@@ -185,7 +185,7 @@ class _PlainSlot(Slot):
         self.param: Any = param
         self.local = self.param_local = param
 
-    def to_flat(self, value: Any) -> Any:
+    def to_flat(self, key: Any, value: Any) -> Any:
         return value
 
     def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
@@ -277,13 +277,13 @@ class _Chunk:
         with self._storage.while_filled():
             self._bytes = self._storage.view(0, (size,))
             self.slots = [self._slot(param) for param in params]
-            self.work = self._views(self._bytes, lambda slot, value: value)
+            self.work = self._views(self._bytes, lambda slot, key, value: value)
         self.slices = Slices(
             [slot for slot in self.slots if isinstance(slot.param, FlatDTensor)],
             self._gradient if any(not piece.returns for piece in self._pieces) else None,
         )
         state = self._pieces[0].home.bytes if self._moves_state else self._bytes
-        self.kept = self._views(state, lambda slot, value: slot.to_flat(value))
+        self.kept = self._views(state, lambda slot, key, value: slot.to_flat(key, value))
         self._brought: Ticket | None = None
         self._taken: Ticket | None = None
         self._pending = _unique_objects(buffer.pending for buffer in buffers)
@@ -318,11 +318,11 @@ class _Chunk:
         return local.to(self._offload.memory.device) if found is None else found
 
     def _views(
-        self, memory: Tensor, shown: Callable[[Slot, Tensor], Tensor]
+        self, memory: Tensor, shown: Callable[[Slot, Any, Tensor], Tensor]
     ) -> list[dict[Any, Tensor]]:
         return [
             {
-                key: shown(slot, self._view(memory, start, dtype, slot.local))
+                key: shown(slot, key, self._view(memory, start, dtype, slot.local))
                 for key, (start, dtype) in places.items()
             }
             for slot, places in zip(self.slots, self._places, strict=True)
@@ -751,7 +751,7 @@ class OffloadedStep(StepHook):
                     )
                 before = state.get(key)
                 is_same = before is not None and _slice_within(before) is value
-                value = before if is_same else slot.to_flat(value)
+                value = before if is_same else slot.to_flat(key, value)
             if state.get(key, found) is not value:
                 state[key] = value
 

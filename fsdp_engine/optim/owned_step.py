@@ -194,7 +194,7 @@ def _keep(states: Any, slot: Slot, found: Any) -> None:
         if isinstance(before, FlatDTensor) and before.local is value:
             continue
         if before is not value:
-            state[key] = slot.to_flat(value)
+            state[key] = slot.to_flat(key, value)
 
 
 def _as_number(key: Any) -> tuple[bool, Any]:

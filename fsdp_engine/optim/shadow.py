@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor import (
+    FlatDTensor,
+    FlatPlacement,
+    clear_gradients,
+    gradients_of,
+    set_gradients,
+)
 from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 
 slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
@@ -60,17 +66,41 @@ class Shadow:
 AnyShadow = TypeVar("AnyShadow", bound=Shadow)
 
 
-def shadow_class(mixin: type[AnyShadow], optimizer: Optimizer, slots: tuple[str, ...]) -> Any:
-    """The class of shadows of ``optimizer``, with ``slots`` of their own."""
+def shadow_class(
+    mixin: type[AnyShadow],
+    optimizer: Optimizer,
+    slots: tuple[str, ...],
+    others: tuple[type, ...] = (),
+) -> Any:
+    """The class of shadows of ``optimizer``, with ``slots`` of their own, and ``others`` as further
+    mixins."""
     kind = type(optimizer)
-    return type(kind.__name__, (mixin, kind), {"__slots__": slots})
+    return type(kind.__name__, (mixin, *others, kind), {"__slots__": slots})
+
+
+StatePlacement = Callable[[Any, FlatPlacement], FlatPlacement | None]
+
+
+def _placement_of_param(key: Any, placement: FlatPlacement) -> FlatPlacement | None:
+    return placement
 
 
 class Slot:
-    """One FlatDTensor of the optimizer, and the slice that replaces it in the shadow."""
+    """One FlatDTensor of the optimizer, and the slice that replaces it in the shadow.
 
-    def __init__(self, param: FlatDTensor) -> None:
+    Args:
+        param: the FlatDTensor.
+        state_placement: returns the placement of a state from its key and the parameter's
+            placement; None: it is not sharded.
+    """
+
+    state_placement: StatePlacement = staticmethod(_placement_of_param)
+
+    def __init__(
+        self, param: FlatDTensor, state_placement: StatePlacement = _placement_of_param
+    ) -> None:
         self.param = param
+        self.state_placement = state_placement
         # A separate tensor, so that it has a separate .grad. It shares the parameter's memory and
         # version counter.
         self.local = param.local.detach()
@@ -81,10 +111,13 @@ class Slot:
         """Whether the parameter was not converted."""
         return slice_of(self.param) is self.param_local
 
-    def to_flat(self, value: Any) -> Any:
+    def to_flat(self, key: Any, value: Any) -> Any:
         """Convert state of the slice to state of the parameter."""
-        if isinstance(value, Tensor) and value.shape == self.local.shape:
-            return FlatDTensor.from_flat_local(value, self.param.flat_placement)
+        placement = self.state_placement(key, self.param.flat_placement)
+        if placement is None or not isinstance(value, Tensor):
+            return value
+        if value.shape == (placement.numel,):
+            return FlatDTensor.from_flat_local(value, placement)
         return value
 
     def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
@@ -96,7 +129,9 @@ class Slot:
         Raises:
             ValueError: ``value`` is a FlatDTensor of another slice.
         """
-        placement = self.param.flat_placement
+        placement = self.state_placement(key, self.param.flat_placement)
+        if placement is None:
+            return value, value
         if isinstance(value, FlatDTensor):
             if value.flat_placement != placement:
                 raise ValueError(

@@ -37,10 +37,14 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.offloaded_step import OffloadedStep, find_offload
 from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.quantized_state import (
+    SeededRounding,
+    ValueStateDicts,
+    check_blocks,
     is_blockwise,
     is_blockwise_class,
-    quantize_values,
-    save_values,
+    is_elementwise_of_bitsandbytes,
+    slice_rules,
+    state_placement,
 )
 from fsdp_engine.optim.shadow import (
     Shadow,
@@ -67,6 +71,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether its step is that of an optimizer which updates each element by itself."""
+    if is_elementwise_of_bitsandbytes(optimizer):
+        return True
     return _known_ancestor(optimizer) is not None and _own_method(optimizer) is None
 
 
@@ -98,8 +104,8 @@ def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
     if any(isinstance(param, FlatDTensor) for param in params):
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
-            "step, so that it quantises state in blocks of each rank's slice; found sharded "
-            "parameters, which its step mixes with DTensors of its own"
+            "step, so that it steps on slices; found sharded parameters, which its step mixes with "
+            "DTensors of its own"
         )
 
 
@@ -121,9 +127,10 @@ def shard_optimizer(
         optimizer: any whose step treats each element, each tensor or each param group by itself, or
             all of them together. Which of these it is follows from trial steps on small tensors
             (``behaviour.py``), except for Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax,
-            NAdam, RAdam, ASGD, Rprop of ``torch.optim``, subclasses that inherit their step, and
-            torchao's AdamW8bit, AdamW4bit, AdamWFp8, whose quantisation blocks are then blocks of a
-            rank's slice (their ``state_dict()`` holds fp32 values: ``quantized_state.py``).
+            NAdam, RAdam, ASGD, Rprop of ``torch.optim``, subclasses that inherit their step,
+            torchao's AdamW8bit, AdamW4bit, AdamWFp8, whose ``state_dict()`` holds fp32 values, and
+            those of bitsandbytes other than LARS and LAMB. State in 8 and 4 bits has the bits of
+            full parameters (``quantized_state.py``).
         elementwise: asserts that it updates each element from that element's gradient and state
             alone, and that its state tensors have the parameter's shape, or shape (); no trial.
         whole: patterns (``fnmatch``) of names of parameters that it steps whole, each by itself; no
@@ -132,8 +139,9 @@ def shard_optimizer(
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         ValueError: it has ``differentiable=True``; or a trial step failed; or a parameter that has
-            to be stepped whole is a DTensor over other mesh dimensions; or its parameters' state
-            lies elsewhere (:class:`~fsdp_engine.Offload`), and it cannot: see
+            to be stepped whole is a DTensor over other mesh dimensions; or a shard boundary divides
+            a block of its quantised state; or its parameters' state lies elsewhere
+            (:class:`~fsdp_engine.Offload`), and it cannot: see
             :class:`~.offloaded_step.OffloadedStep`.
         OSError: there is too little space on the disk for its state.
     """
@@ -161,12 +169,14 @@ def shard_optimizer(
     if offload is not None:
         OffloadedStep(optimizer, offload).register()
         return optimizer
+    check_blocks(optimizer)
     step = _LocalStep(optimizer)
     optimizer.register_step_pre_hook(step)
     optimizer.register_step_post_hook(step.finish)
     if is_blockwise(optimizer):
-        optimizer.register_state_dict_post_hook(save_values)
-        optimizer.register_load_state_dict_post_hook(quantize_values)
+        ValueStateDicts().register(optimizer)
+        if getattr(optimizer, "bf16_stochastic_round", False):
+            SeededRounding().register(optimizer)
     return optimizer
 
 
@@ -188,14 +198,14 @@ class _WriteThrough(dict[Any, Any]):
         """The mapping that changes are also applied to."""
         raise NotImplementedError
 
-    def converted(self, value: Any) -> Any:
+    def converted(self, key: Any, value: Any) -> Any:
         """The value that is stored in the target."""
         return value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self or self[key] is not value:
             super().__setitem__(key, value)
-            self.target()[key] = self.converted(value)
+            self.target()[key] = self.converted(key, value)
 
     def __delitem__(self, key: Any) -> None:
         super().__delitem__(key)
@@ -261,6 +271,10 @@ class _LocalShadow(Shadow):
         """The optimizer's, by slices."""
         return self.local_states
 
+    def param_of(self, local: Tensor) -> Tensor:
+        """The parameter of a slice; a tensor that is no slice itself."""
+        return self.local_states.param_of(local)
+
 
 class _Owner:
     """Access of the shadow's state to the optimizer's state.
@@ -303,8 +317,8 @@ class _LocalState(_WriteThrough):
         state: MutableMapping[Any, Any] = self._owner.state_to_change()[self._slot.param]
         return state
 
-    def converted(self, value: Any) -> Any:
-        return self._slot.to_flat(value)
+    def converted(self, key: Any, value: Any) -> Any:
+        return self._slot.to_flat(key, value)
 
 
 class _LocalStates(_WriteThrough):
@@ -338,6 +352,11 @@ class _LocalStates(_WriteThrough):
         slot = self._owner.slot_of.get(id(key))
         self._owner.state_to_change().pop(key if slot is None else slot.param, None)
 
+    def param_of(self, local: Tensor) -> Tensor:
+        """The parameter of a slice; a tensor that is no slice itself."""
+        slot = self._owner.slot_of.get(id(local))
+        return local if slot is None else slot.param
+
     def load_other(self, key: Any, value: Any) -> None:
         """Add the optimizer's own entry of a key that is not a slice."""
         dict.__setitem__(self, key, value)
@@ -354,7 +373,9 @@ class _LocalStep(StepHook):
     """Step pre-hook: updates the shadow and passes it to ``step`` as ``self``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._shadow_class = shadow_class(_LocalShadow, optimizer, ("local_of", "local_states"))
+        slots = ("local_of", "local_states")
+        self._shadow_class = shadow_class(_LocalShadow, optimizer, slots, slice_rules(optimizer))
+        self._state_placement = state_placement(optimizer)
         self._owner = _Owner(optimizer)
         self._params: list[Tensor] = []
         self._slices = Slices([])
@@ -371,7 +392,7 @@ class _LocalStep(StepHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
             return None
-        self._refresh_params(optimizer.param_groups)
+        self._refresh_params(optimizer)
         if self._owner.changed or not self._state_is_known(optimizer.state):
             self._load_state(optimizer.state)
         self._slices.set_gradients()
@@ -401,8 +422,9 @@ class _LocalStep(StepHook):
 
         return with_new_gradients
 
-    def _refresh_params(self, groups: list[dict[str, Any]]) -> None:
+    def _refresh_params(self, optimizer: Any) -> None:
         """Update the slots if parameters were added, removed or converted."""
+        groups = optimizer.param_groups
         params = list(chain.from_iterable(group["params"] for group in groups))
         if (
             len(params) == len(self._params)
@@ -410,9 +432,11 @@ class _LocalStep(StepHook):
             and self._slices.are_current
         ):
             return
+        check_blocks(optimizer)
         known = {id(slot.param): slot for slot in self._slices.slots if slot.is_current}
         self._params = params
-        slots = [known.get(id(p)) or Slot(p) for p in params if isinstance(p, FlatDTensor)]
+        flat = [param for param in params if isinstance(param, FlatDTensor)]
+        slots = [known.get(id(p)) or Slot(p, self._state_placement) for p in flat]
         self._slices = Slices(slots)
         self._local_of = {id(slot.param): slot.local for slot in slots}
         self._owner.slot_of = {id(slot.local): slot for slot in slots}

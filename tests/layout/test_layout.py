@@ -49,6 +49,15 @@ def test_rounding_up_gives_the_smallest_multiple(value: int, multiple: int) -> N
 
 @given(layouts())
 @settings(deadline=None)
+def test_the_multiple_of_boundaries_is_that_of_all_ranks_ranges(layout: Layout) -> None:
+    for index, slot in enumerate(layout.slots):
+        ranges = [layout.tensor_range(index, 2, rank) for rank in ranks_of(layout)]
+        inner = [at for pair in ranges for at in pair if at not in (0, slot.numel)]
+        assert layout.boundary_multiple(index) == math.gcd(*inner)
+
+
+@given(layouts())
+@settings(deadline=None)
 def test_slots_do_not_overlap_and_are_aligned_and_in_bounds(layout: Layout) -> None:
     end = 0
     for slot in layout.slots:

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_engine.layout import ALIGNMENT, Layout, TensorSlot, round_up
+from fsdp_engine.layout import (
+    ALIGNMENT,
+    BLOCK,
+    MIN_BLOCK_NUMEL,
+    Layout,
+    TensorSlot,
+    round_up,
+)
 from fsdp_engine.layout.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layouts
 
 ROWS = st.sampled_from([1, 2, 3, 4, 6, 27, 48, 64, 96, 100, 128, 192, 320])
@@ -39,13 +46,19 @@ def requests_with_granules(draw: st.DrawFn) -> list[TensorRequest]:
     return found
 
 
+def granule_of(request: TensorRequest, num_shards: int) -> int:
+    """Elements that stay together: the requested granule, or a block of a large tensor."""
+    has_blocks = num_shards > 1 and request.granule == 1 and request.numel >= MIN_BLOCK_NUMEL
+    return BLOCK if has_blocks else request.granule
+
+
 def padding_of_the_lcm_rule(requests: Sequence[TensorRequest], num_shards: int) -> int:
     """One buffer, shards a multiple of all granules, tensors in order on their own granule."""
-    steps = [math.lcm(ALIGNMENT, request.granule) for request in requests if request.numel]
+    filled = [request for request in requests if request.numel]
+    steps = [math.lcm(ALIGNMENT, granule_of(request, num_shards)) for request in filled]
     end = 0
-    for request in requests:
-        if request.numel:
-            end = round_up(end, math.lcm(ALIGNMENT, request.granule)) + request.numel
+    for request, step in zip(filled, steps, strict=True):
+        end = round_up(end, step) + request.numel
     shard = round_up(-(-end // num_shards), math.lcm(ALIGNMENT, *steps))
     return shard * num_shards - sum(request.numel for request in requests)
 
@@ -60,7 +73,10 @@ def assert_no_boundary_cuts_a_granule(layout: Layout) -> None:
         if slot.numel:
             first = round_up(slot.offset + 1, layout.shard_numel)
             cuts = range(first, slot.stop, layout.shard_numel)
-            assert all((cut - slot.offset) % slot.granule == 0 for cut in cuts)
+            granule = granule_of(
+                TensorRequest(slot.name, slot.shape, slot.granule), layout.num_shards
+            )
+            assert all((cut - slot.offset) % granule == 0 for cut in cuts)
 
 
 @given(requests_with_granules(), WORLDS)
@@ -93,14 +109,15 @@ def test_there_are_never_more_layouts_than_granules(
     requests: list[TensorRequest], world: tuple[int, int]
 ) -> None:
     layouts = plan_layouts(requests, inner_size=world[0], outer_size=world[1])
-    classes = {request.granule for request in requests if request.numel}
+    granules = {r.name: granule_of(r, math.prod(world)) for r in requests if r.numel}
+    classes = set(granules.values())
     assert 1 <= len(layouts) <= max(1, len(classes))
     # A granule is never spread over two buffers: that would only pad more.
     for granule in classes:
         holders = [
             layout
             for layout in layouts
-            if any(slot.granule == granule and slot.numel for slot in layout.slots)
+            if any(granules.get(slot.name) == granule for slot in layout.slots)
         ]
         assert len(holders) == 1
 
@@ -122,11 +139,12 @@ def test_without_granules_order_is_kept_in_the_shortest_aligned_buffer(
     free = [TensorRequest(request.name, request.shape) for request in requests]
     (layout,) = plan_layouts(free, inner_size=world[0], outer_size=world[1])
     assert [slot.name for slot in layout.slots] == [request.name for request in requests]
-    end = 0
-    for slot in layout.slots:
-        assert slot.offset == round_up(end, ALIGNMENT)
+    end, num_shards = 0, math.prod(world)
+    steps = [math.lcm(ALIGNMENT, granule_of(request, num_shards)) for request in free]
+    for slot, step in zip(layout.slots, steps, strict=True):
+        assert slot.offset == round_up(end, step)
         end = slot.stop
-    assert layout.numel == round_up(end, math.prod(world) * ALIGNMENT)
+    assert layout.numel == round_up(end, num_shards * max(steps))
 
 
 @given(requests_with_granules(), WORLDS)
@@ -218,8 +236,8 @@ def test_a_llama_block_on_1024_ranks_is_split_by_rows_as_the_module_says() -> No
     assert len(layouts) == 3
     assert by_granule[4096].shard_numel == 38 * 4096
     assert by_granule[14336].shard_numel == 4 * 14336
-    assert by_granule[1].shard_numel == ALIGNMENT
-    assert padding(layouts) / num_elements == pytest.approx(0.0003, abs=5e-5)
+    assert by_granule[1].shard_numel == BLOCK
+    assert padding(layouts) / num_elements == pytest.approx(0.0012, abs=5e-5)
     assert padding_of_the_lcm_rule(requests, 1024) / num_elements == pytest.approx(0.077, abs=5e-4)
 
 

@@ -309,7 +309,7 @@ def test_the_worked_example_of_the_module_holds() -> None:
 def test_bytes_at_rest_follow_the_formulas_of_the_levels(world_size: int) -> None:
     """Without padding: P(m+g+s), P(p+g+(m+s)/n), P(p+(g+m+s)/n), P(m+g+s)/n; fp32, where the main
     weights cost nothing beside the compute weights."""
-    elements = 32 * 64 * 24000  # every shard of every unit is a multiple of 64
+    elements = 32 * 64 * 96000  # every shard of every unit is a multiple of 256
     expected = {
         "no_shard": elements * (4 + 4 + 8),
         "optim": elements * (4 + 4) + elements * 8 / world_size,

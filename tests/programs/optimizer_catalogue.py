@@ -43,9 +43,6 @@ WAYS = ("as it is", "shard_optimizer", "elementwise=True")
 NUM_STEPS = 8  # RAdam's and its relatives' first steps are others
 # Norm of the differences of weights, of the norm of their changes in one process.
 EXACT = {torch.float64: 1e-6, torch.float32: 1e-3}
-CLOSE = 0.4
-# State in blocks of elements with a scale each; blocks of a slice start at other elements.
-QUANTISED = re.compile(r"(8bit|4bit|Fp8)$")
 
 # Optimizers that train other weights without an error. SOAP does at no_shard, on plain tensors: its
 # eigenvectors of singular matrices depend on the rounding of gradients.
@@ -174,10 +171,8 @@ def tried(
         return "refused", _text(error)
     found = engine.full_state_dict()
     apart = distance(found, expected) / distance(start, expected)
-    if apart <= EXACT[use.dtype]:
-        return "exact", ""
-    close = apart <= CLOSE and QUANTISED.search(kind.__name__)
-    return ("close" if close else "differs"), f"{apart:.0e} of the change"
+    word = "exact" if apart <= EXACT[use.dtype] else "differs"
+    return word, "" if word == "exact" else f"{apart:.0e} of the change"
 
 
 def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -248,9 +243,9 @@ def instead(library: str, found: dict[str, dict[str, Outcome]]) -> str:
     """How to use an optimizer."""
     as_it_is = {word for word, _ in found[WAYS[0]].values()}
     known, claimed = found[WAYS[1]], found[WAYS[2]]
-    if known and {word for word, _ in known.values()} <= {"exact", "close"}:
+    if known and {word for word, _ in known.values()} == {"exact"}:
         return "`fe.shard_optimizer(optimizer)`"
-    if library in ELEMENTWISE and {word for word, _ in claimed.values()} in ({"exact"}, {"close"}):
+    if library in ELEMENTWISE and {word for word, _ in claimed.values()} == {"exact"}:
         return "`fe.shard_optimizer(optimizer, elementwise=True)`"
     if as_it_is <= {"exact"}:
         return "as it is"

@@ -24,6 +24,20 @@ PROGRAM = [
     ),
 ]
 
+_low_bit = [
+    name
+    for name in ("torchao", "bitsandbytes", "pytorch_optimizer")
+    if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
+]
+# Of tests that need optimizers of these packages and no program.
+LOW_BIT = [
+    pytest.mark.programs,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        bool(_low_bit), reason=f"needs what `make test-all` installs; found no {_low_bit}"
+    ),
+]
+
 
 @contextlib.contextmanager
 def with_torchao() -> Iterator[None]:

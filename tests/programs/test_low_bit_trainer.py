@@ -1,5 +1,5 @@
-"""transformers' Trainer with ``optim="adamw_torch_8bit"`` and ``"adamw_torch_4bit"``: over the
-engine, beside itself over DDP."""
+"""transformers' Trainer with ``optim="adamw_torch_8bit"``, ``"adamw_torch_4bit"`` and
+``"adamw_bnb_8bit"``: over the engine, beside itself over DDP."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import pytest
 
 from tests.integrations.launching import Launched
 from tests.integrations.trainer_scene import LEVELS
-from tests.programs.packages import PROGRAM
+from tests.programs.packages import LOW_BIT
 
-pytestmark = PROGRAM
+pytestmark = LOW_BIT
 SCRIPT = Path(__file__).with_name("train_low_bit.py")
-OPTIMIZERS = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
+OPTIMIZERS = {
+    "adamw_torch_8bit": "AdamW8bit",
+    "adamw_torch_4bit": "AdamW4bit",
+    "adamw_bnb_8bit": "AdamW",
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def test_it_trains_and_resumes_with_quantised_state(
     plain, found = results[name]["plain"], results[name][level]
     assert found["optimizer"] == OPTIMIZERS[name]
     assert found["num_quantized"] > 0
-    # Blocks are those of slices. Norms vary more than losses do.
+    # Sums of gradients have another order. Norms vary more than losses do.
     losses = {key: value for key, value in plain["logged"].items() if "loss" in key}
-    assert {key: found["logged"][key] for key in losses} == pytest.approx(losses, rel=5e-3)
+    assert {key: found["logged"][key] for key in losses} == pytest.approx(losses, rel=1e-5)
     assert found["resumed"] == pytest.approx(found["logged"], rel=1e-5)

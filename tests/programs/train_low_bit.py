@@ -1,4 +1,5 @@
-r"""transformers' ``Trainer`` with torchao's optimizers, by their names in its arguments.
+r"""transformers' ``Trainer`` with optimizers of torchao and bitsandbytes, by their names in its
+arguments.
 
 ::
 
@@ -25,8 +26,8 @@ import torch.distributed as dist
 
 from tests.integrations.trainer_scene import arguments, figures, llama, shared_folder, trainer
 
-OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
-# Weights of 16,384 elements, of which each rank's slices are large enough to be quantised.
+OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit")
+# Weights of 16,384 elements, which are quantised.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SAVED = 3
 
@@ -44,13 +45,18 @@ def train(kind: str, optim: str) -> dict[str, Any]:
     optimizer = made.optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)
     values = [value for state in optimizer.state.values() for value in state.values()]
-    names = [type(getattr(value, "_local_tensor", value)).__name__ for value in values]
+    locals_ = [getattr(value, "_local_tensor", value) for value in values]
     return {
         "logged": _rows(figures(made)),
         "resumed": _rows(figures(resumed)),
         "optimizer": type(optimizer).__name__,
-        "num_quantized": sum(name.startswith("OptimState") for name in names),
+        "num_quantized": sum(map(_is_quantized, locals_)),
     }
+
+
+def _is_quantized(value: Any) -> bool:
+    is_of_torchao = type(value).__name__.startswith("OptimState")
+    return is_of_torchao or getattr(value, "dtype", None) is torch.uint8
 
 
 def _rows(logged: dict[tuple[int, str], float]) -> dict[str, float]:

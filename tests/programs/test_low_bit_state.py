@@ -1,0 +1,438 @@
+"""Optimizers with state in 8 and 4 bits of torchao, bitsandbytes and pytorch_optimizer have the
+bits of one process of plain torch: on any number of ranks, at every level, and through checkpoints
+of other ranks."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import fsdp_engine as fe
+from tests.integrations.trainer_scene import LEVELS
+from tests.pool import Ranks
+from tests.programs.packages import LOW_BIT, with_torchao
+
+pytestmark = LOW_BIT
+OPTIMIZERS = (
+    "torchao.AdamW8bit",
+    "torchao.AdamW4bit",
+    "torchao.AdamWFp8",
+    "torchao.Adam8bit",
+    "bitsandbytes.AdamW8bit",
+    "bitsandbytes.Lion8bit",
+    "bitsandbytes.AdEMAMix8bit",
+    # Main weights are bf16; those of FlashAdamW with 8 bits more.
+    "torchao.AdamW8bit in bf16",
+    "bitsandbytes.AdamW8bit in bf16",
+    "pytorch_optimizer.FlashAdamW in bf16",
+)
+NUM_STEPS = 6
+# After so many steps 2 ranks save, and then 3.
+SAVED = (2, 4)
+
+
+def _model(name: str = "") -> nn.Module:
+    """Weights whose elements are a multiple of 256, and are not; below and above 4,096."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(67, 96), nn.Tanh(), nn.LayerNorm(96), nn.Linear(96, 128)]
+    return nn.Sequential(*layers, nn.Linear(128, 128, False), nn.Linear(128, 50)).to(
+        torch.bfloat16 if name.endswith(" in bf16") else torch.float32
+    )
+
+
+def _optimizer(name: str, model: nn.Module, **options: Any) -> Any:
+    library, _, kind = name.removesuffix(" in bf16").partition(".")
+    if kind == "FlashAdamW":
+        options["master_weight_bits"] = 24
+    with with_torchao():
+        is_flat = library == "pytorch_optimizer"
+        module = importlib.import_module(library if is_flat else f"{library}.optim")
+    return getattr(module, kind)(model.parameters(), lr=1e-2, **options)
+
+
+def _shard(model: nn.Module, level: str, mesh: Any = None, **options: Any) -> fe.Engine:
+    for param in model.parameters():
+        param.gradient_divisor = 1 / dist.get_world_size()  # type: ignore[attr-defined]
+    dtype = next(model.parameters()).dtype
+    policy = fe.MixedPrecisionPolicy(main_params_dtype=dtype)
+    return fe.shard(model, mesh, level, mp_policy=policy, min_unit_size=0, **options)
+
+
+def _train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    """Only the first rank has a gradient, so that its sum has the bits of one process'."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    dtype = next(model.parameters()).dtype
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(first, last):
+            batch = torch.randn(16, 67, generator=torch.Generator().manual_seed(step)).to(dtype)
+            (model(batch) * is_first).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _alone(name: str) -> dict[str, Tensor]:
+    model = _model(name)
+    _train(model, _optimizer(name, model), 0, NUM_STEPS)
+    return dict(model.state_dict())
+
+
+def _is_equal(found: Any, expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    return {name: ranks.run(_alone, name, world_size=1)[0] for name in OPTIMIZERS}
+
+
+def _sharded(
+    name: str, level: str, expected: dict[str, Tensor], mesh: tuple[int, ...] | None = None
+) -> bool:
+    model = _model(name)
+    engine = _shard(model, level, mesh, outer_strategy=None if mesh is None else "optim")
+    optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
+    _train(model, optimizer, 0, NUM_STEPS)
+    return _is_equal(engine.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_are_those_of_one_process(
+    ranks: Ranks, alone: dict[str, dict[str, Tensor]], name: str, level: str
+) -> None:
+    for world_size in (1, 2, 3, 4):
+        assert all(ranks.run(_sharded, name, level, alone[name], world_size=world_size))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_on_two_axes(ranks: Ranks, alone: dict[str, dict[str, Tensor]], name: str) -> None:
+    assert all(ranks.run(_sharded, name, LEVELS[3], alone[name], (2, 2), world_size=4))
+
+
+def _save(keeper: str, folder: str, model: nn.Module, engine: Any, optimizer: Any) -> None:
+    if keeper == "checkpointer":
+        fe.save_checkpoint(folder, engine, optimizer)
+    else:
+        states = {"model": model.state_dict()}
+        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        dcp.save(states, checkpoint_id=folder)
+
+
+def _load(keeper: str, folder: str, model: nn.Module, engine: Any, optimizer: Any) -> None:
+    if keeper == "checkpointer":
+        fe.load_checkpoint(folder, engine, optimizer)
+        return
+    with torch.compiler.set_stance("force_eager"):
+        states = {"model": model.state_dict()}
+        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    model.load_state_dict(states["model"])
+    set_optimizer_state_dict(model, optimizer, states["optimizer"])
+
+
+def _resume(
+    name: str, level: str | None, keeper: str, folder: str, part: int, expected: dict[str, Tensor]
+) -> bool:
+    """Load the checkpoint of the part before, train, and save; returns whether the weights are
+    those of one process at its end."""
+    steps = (0, *SAVED, NUM_STEPS)
+    model = _model(name)
+    engine = None if level is None else _shard(model, level)
+    optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
+    if part:
+        _load(keeper, f"{folder}/{part - 1}", model, engine, optimizer)
+    _train(model, optimizer, steps[part], steps[part + 1])
+    if part < 2:
+        _save(keeper, f"{folder}/{part}", model, engine, optimizer)
+        return True
+    return _is_equal(model.state_dict() if engine is None else engine.full_state_dict(), expected)
+
+
+# Two parts of the state of AdEMAMix are one tensor, of which each rank has a part.
+RESHARDED = [name for name in OPTIMIZERS if "AdEMAMix" not in name]
+
+
+@pytest.mark.parametrize("keeper", ["checkpointer", "dcp"])
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("name", RESHARDED)
+def test_bits_through_checkpoints_of_other_ranks(
+    ranks: Ranks,
+    alone: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+    name: str,
+    first: int,
+    keeper: str,
+) -> None:
+    levels: list[str | None] = [LEVELS[(first + part) % 4] for part in range(3)]
+    if keeper == "dcp" and first == 0:
+        levels[2] = None  # a model that is not sharded
+    for part, world_size in enumerate((2, 3, 1)):
+        arguments = (name, levels[part], keeper, str(tmp_path), part, alone[name])
+        assert all(ranks.run(_resume, *arguments, world_size=world_size))
+
+
+def _save_alone(name: str, path: str, as_values: bool) -> None:
+    model = _model(name)
+    optimizer = _optimizer(name, model)
+    if as_values:
+        fe.shard_optimizer(optimizer, elementwise=True)
+    _train(model, optimizer, 0, SAVED[0])
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+
+def _load_alone(name: str, level: str, path: str, expected: dict[str, Tensor]) -> bool:
+    model = _model(name)
+    with with_torchao():
+        states = torch.load(path)
+    model.load_state_dict(states["model"])
+    engine = _shard(model, level)
+    optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
+    optimizer.load_state_dict(states["optimizer"])
+    _train(model, optimizer, SAVED[0], NUM_STEPS)
+    return _is_equal(engine.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("as_values", [False, True])
+@pytest.mark.parametrize("name", RESHARDED)
+def test_state_of_one_process_is_loaded(
+    ranks: Ranks,
+    alone: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+    name: str,
+    as_values: bool,
+) -> None:
+    path = str(tmp_path / "alone.pt")
+    ranks.run(_save_alone, name, path, as_values, world_size=1)
+    assert all(ranks.run(_load_alone, name, LEVELS[3], path, alone[name], world_size=3))
+
+
+def _round_stochastically(mesh: tuple[int, ...], level: str) -> tuple[list[Tensor], float, bool]:
+    """Weights, the norm of their difference from those that one process rounds, relative to that of
+    their change, and whether the user's random numbers are unchanged."""
+    torch.manual_seed(dist.get_rank())
+    name = "torchao.AdamW8bit in bf16"
+    models = [_model(name), _model(name)]
+    before = torch.cat([param.detach().float().view(-1) for param in models[0].parameters()])
+    optimizer = _optimizer(name, models[0], bf16_stochastic_round=True)
+    fe.shard_optimizer(optimizer)
+    engine = _shard(models[1], level, mesh)
+    sharded = fe.shard_optimizer(_optimizer(name, models[1], bf16_stochastic_round=True))
+    torch.manual_seed(dist.get_rank())
+    first = torch.rand(())
+    torch.manual_seed(dist.get_rank())
+    _train(models[1], sharded, 0, NUM_STEPS)
+    is_unchanged = bool(torch.rand(()) == first)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(NUM_STEPS):
+            generator = torch.Generator().manual_seed(step)
+            models[0](
+                torch.randn(16, 67, generator=generator).bfloat16()
+            ).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = list(engine.full_state_dict().values())
+    found = torch.cat([weight.float().view(-1) for weight in weights])
+    alone = torch.cat([param.detach().float().view(-1) for param in models[0].parameters()])
+    apart = (found - alone).norm() / (alone - before).norm()
+    return weights, apart.item(), is_unchanged
+
+
+@pytest.mark.parametrize(
+    ("mesh", "level"), [((4,), "no_shard"), ((4,), "optim"), ((2, 2), "optim_grads_params")]
+)
+def test_replicas_round_alike(ranks: Ranks, mesh: tuple[int, ...], level: str) -> None:
+    """Their random numbers are those of the elements that they hold: bits are not those of one
+    process, and the same on all ranks."""
+    found = ranks.run(_round_stochastically, mesh, level, world_size=4)
+    for weights, apart, is_unchanged in found:
+        assert all(map(torch.equal, weights, found[0][0]))
+        assert apart < 0.2
+        assert is_unchanged
+
+
+def _try_to_save(folder: str) -> str:
+    model = _model()
+    engine = _shard(model, LEVELS[3])
+    optimizer = fe.shard_optimizer(_optimizer("bitsandbytes.AdEMAMix8bit", model), elementwise=True)
+    _train(model, optimizer, 0, 1)
+    with pytest.raises(ValueError, match=r"^optimizer: expected state of ") as caught:
+        fe.save_checkpoint(folder, engine, optimizer)
+    return str(caught.value)
+
+
+def test_state_that_is_one_part_on_each_rank_is_refused_by_checkpoints(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for error in ranks.run(_try_to_save, str(tmp_path), world_size=2):
+        assert "expected state of 0.weight in its shape" in error
+        assert "found 'absmax1' of shape (2, " in error
+
+
+def _keep_in_32_bits() -> tuple[list[str], list[str]]:
+    """Dtypes of the state of weights, of which the first is kept in 32 bits: of one process, and of
+    a sharded model."""
+    found = []
+    for is_sharded in (False, True):
+        model = _model()
+        if is_sharded:
+            _shard(model, LEVELS[3])
+        optimizer = _optimizer("bitsandbytes.AdamW8bit", model)
+        manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+        manager.register_module_override(model[0], "weight", {"optim_bits": 32})
+        fe.shard_optimizer(optimizer, elementwise=True)
+        _train(model, optimizer, 0, 1)
+        weights = [param for param in model.parameters() if param.ndim == 2]
+        found.append([str(optimizer.state[weight]["state1"].dtype) for weight in weights])
+        manager.initialize()
+    return found[0], found[1]
+
+
+def test_weights_that_are_kept_in_32_bits(ranks: Ranks) -> None:
+    expected = ["torch.float32", *["torch.uint8"] * 3]
+    assert ranks.run(_keep_in_32_bits, world_size=2) == [(expected, expected)] * 2
+
+
+def _refused(name: str, options: dict[str, Any], granule: int) -> str:
+    model = _model()
+    _shard(model, LEVELS[3], granule=lambda _, param: granule if param.ndim == 2 else 1)
+    with pytest.raises(ValueError, match="weight: expected shard boundaries") as caught:
+        fe.shard_optimizer(_optimizer(name, model, **options), elementwise=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("torchao.AdamW8bit", {}, 256),
+        ("torchao.AdamW8bit", {"block_size": 512}, 512),
+        ("bitsandbytes.AdamW8bit", {}, 256),
+    ],
+)
+def test_boundaries_within_blocks_are_refused(
+    ranks: Ranks, name: str, options: dict[str, Any], size: int
+) -> None:
+    for error in ranks.run(_refused, name, options, 32, world_size=3):
+        assert f"expected shard boundaries on multiples of {size} elements" in error
+        assert name.partition(".")[2] in error
+
+
+def _bytes_of_training(kind: str) -> tuple[int, int]:
+    """Bytes of weights, gradients and optimizer state between steps, and elements, of this rank."""
+    bf16 = torch.bfloat16
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    policy = fe.MixedPrecisionPolicy(param_dtype=bf16)
+    if kind == "FlashAdamW":
+        policy = fe.MixedPrecisionPolicy(
+            param_dtype=bf16, main_params_dtype=bf16, main_grads_dtype=bf16
+        )
+    engine = fe.shard(model, mp_policy=policy, min_unit_size=0)
+    name = "pytorch_optimizer.FlashAdamW in bf16"
+    is_flash = kind == "FlashAdamW"
+    made = _optimizer(name, model) if is_flash else torch.optim.AdamW(model.parameters())
+    optimizer = fe.shard_optimizer(made, elementwise=True)
+    model(torch.ones(1, 512, dtype=bf16)).sum().backward()
+    optimizer.step()
+    num_elements = sum(param.to_local().numel() for param in model.parameters())
+    return sum(engine.memory_bytes().values()) + _held(optimizer), num_elements
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("AdamW", 16.01), ("FlashAdamW", 7.14)])
+def test_bytes_of_training_of_an_element(ranks: Ranks, kind: str, limit: float) -> None:
+    for num_bytes, num_elements in ranks.run(_bytes_of_training, kind, world_size=2):
+        assert limit - 0.1 < num_bytes / num_elements <= limit
+
+
+def test_a_simulation_knows_state_in_8_bits() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+
+    def make(params: Any) -> Any:
+        with with_torchao():
+            return importlib.import_module("torchao.optim").AdamW8bit(params)
+
+    with torch.compiler.set_stance("force_eager"):
+        found = fe.simulate(
+            build, 8, batch=torch.ones(4, 512), loss=torch.sum, optimizer=make, strategy=LEVELS[3]
+        )
+    assert 2 < found.memory["optimizer"] / (2 * 512 * 512 / 8) < 2.1
+
+
+def _held(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors of the state, and of what they share once."""
+    held: dict[int, int] = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            local = value._local_tensor if isinstance(value, fe.FlatDTensor) else value
+            inner = [local]
+            if hasattr(local, "__tensor_flatten__"):
+                inner = [getattr(local, each) for each in local.__tensor_flatten__()[0]]
+            held.update((each.data_ptr(), each.nbytes) for each in inner if torch.is_tensor(each))
+    return sum(held.values())
+
+
+def _bytes_of_state(name: str) -> tuple[int, int]:
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    dtype = torch.bfloat16 if name.endswith(" in bf16") else torch.float32
+    model.to(dtype)
+    _shard(model, LEVELS[3])
+    optimizer = fe.shard_optimizer(_optimizer(name, model), elementwise=True)
+    model(torch.ones(1, 512, dtype=dtype)).sum().backward()
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    params = list(model.parameters())
+    return _held(optimizer), sum(param.to_local().numel() for param in params)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("torchao.AdamW8bit", 2.1),
+        ("torchao.AdamWFp8", 2.1),
+        ("bitsandbytes.AdamW8bit", 2.1),
+        ("torchao.AdamW4bit", 1.1),
+        # Codes of two states, 8 bits of weights, two scales of 16 bits for each 32 elements.
+        ("pytorch_optimizer.FlashAdamW in bf16", 3.13),
+    ],
+)
+def test_bytes_of_state_of_an_element(ranks: Ranks, name: str, limit: float) -> None:
+    """Two codes, two scales for each block, and all else: maps of codes, counters of steps."""
+    for num_bytes, num_elements in ranks.run(_bytes_of_state, name, world_size=4):
+        assert num_elements == 4 * 512 * 512 // 4
+        assert num_bytes <= limit * num_elements
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS[:4])
+def test_values_in_state_dicts_have_the_codes_and_scales(name: str, dtype: torch.dtype) -> None:
+    """Of blocks of many magnitudes, whose largest element is positive or negative, or zero."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.zeros(1024, 256, dtype=dtype))
+    optimizer = fe.shard_optimizer(_optimizer(name, nn.ParameterList([param])))
+    param.grad = torch.ones_like(param)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    signed, unsigned = (optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq"))
+    values = torch.randn(1024, 256) * torch.logspace(-30, 10, 1024).unsqueeze(1)
+    values[5] = 0
+    values[600] = values[600].clamp(max=0)
+    signed.copy_(values)
+    unsigned.copy_(values.square())
+    expected = [(each.codes.clone(), each.scale.clone()) for each in (signed, unsigned)]
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["exp_avg"].dtype is torch.float32
+    optimizer.load_state_dict(saved)
+    found = [optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
+    for each, (codes, scale) in zip(found, expected, strict=True):
+        assert torch.equal(each.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(each.scale, scale)
