@@ -229,6 +229,7 @@ class OwnedStep:
         self._slices = Slices([])
         self._plain: list[Tensor] = []
         self._reads: list[Any] = []
+        self._stepped: set[int] = set()  # groups in this step, on this rank
         self.needs: dict[str, Needs] = {}
         self._refresh(optimizer)
         self._takes_nothing = self._try_without_parameters(optimizer)
@@ -376,6 +377,7 @@ class OwnedStep:
             return None
         self._refresh(optimizer)
         self._shadows.clear()
+        self._stepped.clear()
         try:
             if self._is_joint and any(map(callable, (*args[1:], *kwargs.values()))):
                 error, loss = self._step_jointly(optimizer, args, kwargs)
@@ -626,6 +628,7 @@ class OwnedStep:
         shadow = self._shadows.make(optimizer, groups, states, local_of)
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
             self._shadows.function(shadow, *arguments, **kwargs)
+        self._stepped.update(members)
         return shadow
 
     def _without_parameters(self, optimizer: Any) -> Any:
@@ -655,8 +658,9 @@ class OwnedStep:
         """Step post-hook: torch has stepped groups without parameters."""
         if isinstance(optimizer, Shadow):
             return
-        if self._takes_nothing:  # counters of groups of which this rank owns nothing
-            self._shadows.keep(optimizer, self._last, range(len(self._groups)))
+        if self._takes_nothing and not self._is_coupled:
+            # Counters of groups of which this rank owns nothing. Of others it may store nonsense.
+            self._shadows.keep(optimizer, self._last, range(len(self._groups)), self._stepped)
         self._shadows.store(optimizer)
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(
