@@ -42,7 +42,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.offloaded_step import offloaded_step_of
 from fsdp_engine.optim.owned_params import map_leaves
-from fsdp_engine.optim.owned_step import owned_step_of
+from fsdp_engine.optim.owned_step import OwnedStep, owned_step_of
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -81,7 +81,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
     """
     groups = name_params(saved_params(engine), optimizer)
     packed = optimizer.state_dict()
-    owned = owned_step_of(optimizer)
+    owned = [step for step, _ in _owned_steps(optimizer)]
     member_of = {
         index: member
         for group, members in zip(packed[GROUPS], groups, strict=True)
@@ -93,7 +93,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
         member = member_of.get(index)
         if member is None:
             raise ValueError(f"optimizer: expected state of parameters; found state of {index!r}")
-        is_owned = owned is not None and owned.owns(member.held)
+        is_owned = any(step.owns(member.held) for step in owned)
         for key, value in state.items():
             if is_owned:
                 value = map_leaves(partial(_owned_as_saved, member, key), value)
@@ -169,8 +169,7 @@ class OptimizerMatch:
         self._members = name_params(named, optimizer)
         steps = [offloaded_step_of(each) for each in single_optimizers(optimizer)]
         self._offloaded = [step for step in steps if step is not None]
-        owned = [owned_step_of(each) for each in single_optimizers(optimizer)]
-        self._owned = [step for step in owned if step is not None]
+        self._owned = _owned_steps(optimizer)
         self._of_owners: dict[str, Tensor] = {}
         self._canonical = {alias: param.name for param in named.values() for alias in param.aliases}
         self.targets: Targets = {}
@@ -226,10 +225,10 @@ class OptimizerMatch:
 
     def _put_with_owner(self, member: SavedParam, state: Any) -> bool:
         """Give the state of a parameter that has an owner its saved dtypes."""
-        for owned in self._owned:
+        for owned, optimizer in self._owned:
             if owned.owns(member.held):
                 if state:
-                    owned.put_state(self._optimizer, member.held, state)
+                    owned.put_state(optimizer, member.held, state)
                 return True
         return False
 
@@ -311,7 +310,7 @@ class OptimizerMatch:
         for path, key in self._keys.get(member.name, {}).items():
             state = str(path[0])
             target = self._saved.empty(key)
-            for owned in self._owned:
+            for owned, _ in self._owned:
                 if target is None:
                     break
                 held = owned.target_of(member.held, target.shape, target.dtype)
@@ -435,6 +434,14 @@ def _class_within(value: object) -> type | None:
     if not isinstance(local, Tensor) or type(local) in (Tensor, nn.Parameter, FakeTensor):
         return None
     return None if isinstance(local, DTensor) else type(local)
+
+
+def _owned_steps(
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[OwnedStep, torch.optim.Optimizer]]:
+    """The hooks of those optimizers whose parameters have owners."""
+    found = [(owned_step_of(each), each) for each in single_optimizers(optimizer)]
+    return [(step, each) for step, each in found if step is not None]
 
 
 def _names(member: SavedParam) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ import copy
 import enum
 import inspect
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.chunked_step import Shadows, lists_of_params
+from fsdp_engine.optim.chunked_step import Shadows, entries_of, lists_of_params
 from fsdp_engine.optim.owned_params import leaves_of
 
 _DIMS = (24, 161)  # at most
@@ -243,7 +243,7 @@ class Trials:
         flat = [param for group in params for param in group]
         shadows = Shadows(optimizer)
         made = [{**copy.deepcopy(like), "params": group} for group in params]
-        shadow = shadows.make(optimizer, made, defaultdict(dict), {})
+        shadow = shadows.make(optimizer, made, entries_of(optimizer), {})
         _detach_attributes(shadow, optimizer, flat)
         if callable(train := getattr(shadow, "train", None)):
             train()  # schedule-free optimizers step in this mode only

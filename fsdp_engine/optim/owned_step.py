@@ -147,6 +147,32 @@ def _check_whole(param: Any, optimizer: str) -> None:
         )
 
 
+def _check_together(params: Sequence[Tensor], optimizer: Any) -> None:
+    """Check that parameters that are stepped at once are shared by the same ranks.
+
+    Raises:
+        ValueError: they are not, so that no rank has all of them.
+    """
+    if len(params) < 2:
+        return
+    kind = type(optimizer).__name__
+    first, *others = params
+    for param in others:
+        meshes = [each.buffer.mesh for each in map(site_of, (first, param)) if each is not None]
+        if len(meshes) < 2 or meshes[0].ranks != meshes[1].ranks:
+            raise ValueError(
+                f"{_name_of(param)}: expected a parameter that the same ranks share as "
+                f"{_name_of(first)}, since {kind} steps both at once, on one rank; found one of "
+                f"{_ranks_of(param)} beside one of {_ranks_of(first)}. Step them with optimizers "
+                "of their own, or with one that treats each parameter by itself"
+            )
+
+
+def _ranks_of(param: Tensor) -> str:
+    site = site_of(param)
+    return "no engine" if site is None else f"ranks {list(site.buffer.mesh.ranks)}"
+
+
 def _chunks_of(items: Sequence[Item], owners: Sequence[int], num_ranks: int) -> list[int]:
     """The chunk of each item: in each, every rank has about the same share of its work."""
     of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -274,6 +300,7 @@ class OwnedStep:
         meshes: dict[int, DataMesh] = {}
         slots, plain = [], []
         for members in self._units_of(optimizer):
+            _check_together([param for _, param in members], optimizer)
             first = site_of(members[0][1]) if members else None
             if first is None or id(members[0][1]) in self._owned:
                 continue
@@ -321,7 +348,7 @@ class OwnedStep:
                 needs_most = max(needs_most, needs)
             coupled = max(coupled, needs_most)
             if needs_most == Needs.GROUP:
-                units.append([(number, p) for p in group["params"] if _shape_of(p) is not None])
+                units.append([(number, param) for param in group["params"]])
             else:
                 units.extend([each] for each in of_group)
         self._is_coupled, self._is_joint = coupled >= Needs.GROUP, coupled == Needs.ALL
@@ -331,7 +358,6 @@ class OwnedStep:
                     (number, param)
                     for number, group in enumerate(optimizer.param_groups)
                     for param in group["params"]
-                    if _shape_of(param) is not None
                 ]
             ]
         return units

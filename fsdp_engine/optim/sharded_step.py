@@ -51,11 +51,6 @@ _STEP = ("step", "_init_group")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether :func:`shard_optimizer` accepts ``optimizer`` without ``elementwise=True``."""
-    return _is_known(optimizer) and not optimizer.defaults.get("differentiable")
-
-
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether its step is that of an optimizer which updates each element by itself."""
     return _known_ancestor(optimizer) is not None and _own_method(optimizer) is None

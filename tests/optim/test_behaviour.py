@@ -21,6 +21,8 @@ class Rule(torch.optim.Optimizer):
     def __init__(self, params: Any, rule: Callable[..., None], **defaults: Any) -> None:
         super().__init__(params, {"lr": 0.01, "step": 0, **defaults})
         self.rule = rule
+        if rule is counts_in_state:
+            self.state["count"] = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -42,6 +44,12 @@ def by_element(self: Rule) -> None:
 
 def in_train_mode(self: Rule) -> None:
     assert all(group.get("train_mode") for group in self.param_groups)
+    by_element(self)
+
+
+def counts_in_state(self: Rule) -> None:
+    """As SPAM, whose state has had the counter since its construction."""
+    self.state["count"] += 1  # type: ignore[operator]
     by_element(self)
 
 
@@ -85,6 +93,7 @@ def weakly_coupled(self: Rule) -> None:
 RULES = {
     by_element: Needs.ELEMENT,
     in_train_mode: Needs.ELEMENT,
+    counts_in_state: Needs.ELEMENT,
     by_row: Needs.TENSOR,
     sums_of_state: Needs.TENSOR,
     sums_of_groups: Needs.GROUP,
@@ -113,7 +122,7 @@ def test_what_a_step_needs(
     before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
     assert Trials(optimizer, torch.device("cpu")).needs(0, shape, dtype) == RULES[rule]
     assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
-    assert not optimizer.state
+    assert optimizer.state == ({"count": 0} if rule is counts_in_state else {})
     assert optimizer.param_groups[0]["step"] == 0
 
 
