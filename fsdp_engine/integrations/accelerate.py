@@ -31,8 +31,8 @@ from fsdp_engine.integrations.preparation import (
     checked_arguments,
     compile_units,
     held_by_name,
+    shard_if_possible,
 )
-from fsdp_engine.optim.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.sharding import shard as shard_model
@@ -209,10 +209,8 @@ class FSDPEngineAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """As ``Accelerator.prepare_optimizer``; an elementwise one steps on plain slices."""
-        plain = plain_optimizer(optimizer)
-        if is_elementwise(plain):
-            shard_optimizer(plain)
+        """As ``Accelerator.prepare_optimizer``; passes the optimizer to ``shard_optimizer``."""
+        shard_if_possible(plain_optimizer(optimizer))
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_of
-from fsdp_engine.optim.sharded_step import is_elementwise, shard_optimizer
+from fsdp_engine.optim.sharded_step import shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import WHAT, shard
 from fsdp_engine.sharding import shard as shard_model
@@ -172,7 +172,7 @@ class EngineArguments:
 
 
 def prepare_optimizers(engines: Sequence[Engine], optimizers: Sequence[Optimizer]) -> None:
-    """Check the optimizers' parameters, and let elementwise optimizers step on slices. Collective.
+    """Check the optimizers' parameters, and pass the optimizers to ``shard_optimizer``. Collective.
 
     Raises:
         ValueError, TypeError: an optimizer has parameters that are not sharded by the engines.
@@ -189,8 +189,18 @@ def prepare_optimizers(engines: Sequence[Engine], optimizers: Sequence[Optimizer
     if error is not None:
         raise error
     for optimizer in optimizers:
-        if is_elementwise(optimizer):
-            shard_optimizer(optimizer)
+        shard_if_possible(optimizer)
+
+
+def shard_if_possible(optimizer: Any) -> None:
+    """``shard_optimizer``, except for optimizers with ``differentiable=True``, and for objects that
+    are no optimizers of torch: these step as they are. Collective.
+
+    Raises:
+        ValueError: see :func:`~fsdp_engine.shard_optimizer`.
+    """
+    if isinstance(optimizer, Optimizer) and not optimizer.defaults.get("differentiable"):
+        shard_optimizer(optimizer)
 
 
 def has_all_gradients(engine: Engine, optimizer: Optimizer) -> bool:

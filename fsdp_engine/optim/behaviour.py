@@ -6,13 +6,16 @@ from the optimizer's code, which may be of any package. So it is tried, on small
 hyperparameters of a group and the number of dims of its parameters:
 
     one tensor    against two slices of it, flat     equal: it steps each element by itself
-    two tensors   against each of them alone         equal: it steps each tensor by itself
-    two groups    against each of them alone         equal: it steps each group by itself
+    two tensors   against each of them alone, and    equal: it steps each tensor by itself
+                  beside a tensor of other values
+    two groups    the same                           equal: it steps each group by itself
 
-Equal means up to rounding, in the changes of the parameters over some steps. State of another shape
-than the parameter's, or in objects, is that of the tensor, also if it does not serve from the first
-step on. A step that raises for slices needs the tensor, and one that never changes anything all
-tensors. A closure that a step calls returns a linear loss with the trial's gradients.
+Equal means up to rounding, in the changes of the parameters over some steps, and in the numbers
+that the steps store in groups, attributes and state: Prodigy and SWATS sum from the first step on,
+but use these sums much later. State of another shape than the parameter's, or in objects, is that
+of the tensor, for the same reason. A step that raises for slices needs the tensor, and one that
+never changes anything all tensors. A closure that a step calls returns a linear loss with the
+trial's gradients.
 
 Gradients differ in scale between the parts and between steps, so that sums over the parts (norms,
 means, factored moments, Gram matrices) do not agree by chance; some are orthogonal to the parameter
@@ -31,17 +34,20 @@ import copy
 import enum
 import inspect
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.chunked_step import Shadows
+from fsdp_engine.optim.chunked_step import Shadows, entries_of
+from fsdp_engine.optim.owned_params import leaves_of
 
 _DIMS = (24, 161)  # at most
 _BLOCK = 256
@@ -49,8 +55,11 @@ _SCALES = (1.0, 1e-6)  # of parameters
 _LEAST_RATE = 0.01  # a schedule may begin with 0
 _NUM_STEPS = 12
 _MOST_STEPS = 36  # of those that only collect statistics at first
-# Norm of the difference of two changes, of the norm of one.
-_TOLERANCE = 1e-3
+# Norm of the difference of two changes, of the norm of one, at most.
+_TOLERANCE = 1e-5
+# The same where matrix products may differ by rounding, in 16 bits: those of one matrix and of a
+# batch.
+_TOLERANCE_OF_BATCHES = 1e-3
 
 
 class Needs(enum.IntEnum):
@@ -64,6 +73,40 @@ class Needs(enum.IntEnum):
 
 class TrialFailed(Exception):
     """A step of a trial raised, which is this exception's cause."""
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Mode in which collectives raise: owners step different tensors, so that those of a step would
+    wait for each other."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(
+                f"expected a step without collectives, since each rank steps other tensors; found "
+                f"that it calls {func.overloadpacket}"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _Outcome(NamedTuple):
+    """What some steps did.
+
+    Attributes:
+        changes: of each parameter, flat.
+        states: of each parameter.
+        common: of each group, its hyperparameters, and what the step stored elsewhere.
+    """
+
+    changes: list[Tensor]
+    states: list[dict[Any, Any]]
+    common: list[list[Any]]
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether some parameter changed."""
+        return any(bool(change.any()) for change in self.changes)
 
 
 class Trials:
@@ -113,30 +156,41 @@ class Trials:
         cut = numel // 5 * 2 // _BLOCK * _BLOCK or numel // 2
         flat = [value.flatten() for value in values]
         parts = [value[:cut] for value in flat], [value[cut:] for value in flat]
-        states: list[dict[Any, Any]] = []
-        whole = self._changes([[values]], number, states)
+        whole = self._run_until_changes([[values]], number)
         try:
-            slices = [self._run([[part]], number, self._num_steps)[0] for part in parts]
+            slices = [self._run([[part]], number, self._num_steps) for part in parts]
         except TrialFailed:
             return True
-        return _is_structured(states[0], shape) or not _equal(whole, [torch.cat(slices)], values[0])
+        changes = torch.cat([each.changes[0] for each in slices])
+        return (
+            _is_structured(whole.states[0], shape)
+            or not _equal(whole.changes, [changes], values[0], _TOLERANCE)
+            or not all(
+                _same_numbers(each.common, whole.common)
+                and _same_numbers(each.states, whole.states)
+                for each in slices
+            )
+        )
 
     def _needs_others(
         self, number: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float
     ) -> Needs:
-        first, second = (self._values(shape, dtype, scale, seed) for seed in (1, 2))
-        beside = self._changes([[first, second]], number)
-        if not any(change.any() for change in beside):
+        first, second, third = (self._values(shape, dtype, scale, seed) for seed in (1, 2, 3))
+        beside = self._run_until_changes([[first, second]], number)
+        if not beside.has_changes:
             return Needs.ALL  # nothing is known
-        num_steps = self._num_steps
-        alone = [self._run([[values]], number, num_steps)[0] for values in (first, second)]
-        if _equal(beside, alone, first[0]):
+
+        def run(*groups: list[list[Tensor]]) -> _Outcome:
+            return self._run(groups, number, self._num_steps)
+
+        alone = run([first]), run([second])
+        if _is_sum_of(beside, alone, run([first, third]), first[0]):
             return Needs.ELEMENT
         try:
-            together = self._run([[first], [second]], number, num_steps)
+            together, other = run([first], [second]), run([first], [third])
         except TrialFailed:  # it takes one group only
             return Needs.ALL
-        return Needs.GROUP if _equal(together, alone, first[0]) else Needs.ALL
+        return Needs.GROUP if _is_sum_of(together, alone, other, first[0]) else Needs.ALL
 
     def _values(
         self, shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int
@@ -159,37 +213,24 @@ class Trials:
             values.append(grad * (0.3 if (step + seed) % 2 else 2.0))
         return [value.to(self._device, dtype) for value in values]
 
-    def _changes(
-        self,
-        groups: Sequence[Sequence[list[Tensor]]],
-        number: int,
-        states: list[dict[Any, Any]] | None = None,
-    ) -> list[Tensor]:
+    def _run_until_changes(self, groups: Sequence[Sequence[list[Tensor]]], number: int) -> _Outcome:
         """As :meth:`_run`, with so many steps that there is a change, if possible."""
         self._num_steps = _NUM_STEPS
-        found = self._run(groups, number, _NUM_STEPS, states)
-        if any(change.any() for change in found):
+        found = self._run(groups, number, _NUM_STEPS)
+        if found.has_changes:
             return found
         self._num_steps = _MOST_STEPS
-        return self._run(groups, number, _MOST_STEPS, states)
+        return self._run(groups, number, _MOST_STEPS)
 
     def _run(
-        self,
-        groups: Sequence[Sequence[list[Tensor]]],
-        number: int,
-        num_steps: int,
-        states: list[dict[Any, Any]] | None = None,
-    ) -> list[Tensor]:
-        """Changes of parameters in some steps.
+        self, groups: Sequence[Sequence[list[Tensor]]], number: int, num_steps: int
+    ) -> _Outcome:
+        """Do some steps.
 
         Args:
             groups: of each group, of each parameter, its value and its gradients.
             number: of the param group whose hyperparameters all have.
             num_steps: how many steps.
-            states: receives the state of each parameter.
-
-        Returns:
-            Flat, in order.
 
         Raises:
             TrialFailed: a step raised.
@@ -203,8 +244,10 @@ class Trials:
         flat = [param for group in params for param in group]
         shadows = Shadows(optimizer)
         made = [{**copy.deepcopy(like), "params": group} for group in params]
-        shadow = shadows.make(optimizer, made, defaultdict(dict), {})
+        shadow = shadows.make(optimizer, made, entries_of(optimizer), {})
         _detach_attributes(shadow, optimizer, shadows.lists, flat)
+        if callable(train := getattr(shadow, "train", None)):
+            train()  # schedule-free optimizers step in this mode only
         device = self._device
         devices = [device] if is_accelerator(device) else []
         with torch.random.fork_rng(devices, device_type=device.type):
@@ -214,23 +257,30 @@ class Trials:
                     for param, each in zip(group, values, strict=True):
                         param.grad = each[1 + step].clone()
                 self._step(shadows, shadow, flat)
-        if states is not None:
-            states[:] = [shadow.chunk_states[param] for param in flat]
         starts = [values[0] for group in groups for values in group]
-        return [
+        changes = [
             (param.detach().double() - start.double()).flatten()
             for param, start in zip(flat, starts, strict=True)
         ]
+        kept = {"state", "param_groups", *shadows.lists}
+        attributes = {key: value for key, value in vars(shadow).items() if key not in kept}
+        entries = {
+            key: value for key, value in shadow.chunk_states.items() if not isinstance(key, Tensor)
+        }
+        states = [shadow.chunk_states[param] for param in flat]
+        common = [[_without_params(group), attributes, entries] for group in shadow.param_groups]
+        return _Outcome(changes, states, common)
 
     def _step(self, shadows: Shadows, shadow: Any, params: Sequence[Any]) -> None:
         parameter = inspect.signature(shadows.function).parameters.get("closure")
         needs_closure = parameter is not None and parameter.default is inspect.Parameter.empty
+        # A linear loss with these gradients.
+        closure = (
+            [lambda: sum((p.detach() * p.grad).sum() for p in params)] if needs_closure else []
+        )
         try:
-            if needs_closure:
-                # A linear loss with these gradients.
-                shadows.function(shadow, lambda: sum((p.detach() * p.grad).sum() for p in params))
-            else:
-                shadows.function(shadow)
+            with _NoCollectives():  # type: ignore[no-untyped-call]
+                shadows.function(shadow, *closure)
         except Exception as error:
             raise TrialFailed from error
 
@@ -274,12 +324,55 @@ def _is_structured(state: dict[Any, Any], shape: tuple[int, ...]) -> bool:
     )
 
 
-def _equal(found: Sequence[Tensor], expected: Sequence[Tensor], start: Tensor) -> bool:
+def _is_sum_of(found: _Outcome, alone: Sequence[_Outcome], other: _Outcome, start: Tensor) -> bool:
+    """Whether steps on two parameters did what steps on each of them do alone.
+
+    Args:
+        found: on both.
+        alone: on each.
+        other: on the first and on one of other values in place of the second.
+        start: the first.
+    """
+    changes = [each.changes[0] for each in alone]
+    last = len(found.common) - 1
+    return (
+        _equal(found.changes[:1], other.changes[:1], start, _TOLERANCE)
+        and _equal(found.changes, changes, start, _TOLERANCE_OF_BATCHES)
+        and _same_numbers(found.states, [each.states[0] for each in alone])
+        and all(
+            _same_numbers(found.common[min(number, last)], each.common[0])
+            for number, each in enumerate(alone)
+        )
+    )
+
+
+def _same_numbers(found: Any, expected: Any) -> bool:
+    """Whether numbers in nested dicts and lists are equal up to rounding."""
+    one, other = list(map(_number, leaves_of(found))), list(map(_number, leaves_of(expected)))
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=_TOLERANCE_OF_BATCHES) or (a != a and b != b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _number(leaf: Any) -> float:
+    """A number, or the only element of a tensor; 0 for others."""
+    if isinstance(leaf, Tensor):
+        is_one = leaf.numel() == 1 and not leaf.is_complex() and not isinstance(leaf, DTensor)
+        return float(leaf) if is_one else 0.0
+    return float(leaf) if isinstance(leaf, bool | int | float) else 0.0
+
+
+def _equal(
+    found: Sequence[Tensor], expected: Sequence[Tensor], start: Tensor, tolerance: float
+) -> bool:
     """Whether changes are equal up to rounding of parameters like ``start``."""
     if len(found) != len(expected):
         return False
-    rounding = _NUM_STEPS * torch.finfo(start.dtype).eps * start.double().norm()
+    eps = torch.finfo(start.dtype).eps
+    rounding = _NUM_STEPS * eps * start.double().norm()
+    relative = max(tolerance, eps)
     return all(
-        bool((one - other).norm() <= _TOLERANCE * other.norm() + rounding)
+        bool((one - other).norm() <= relative * other.norm() + rounding)
         for one, other in zip(found, expected, strict=True)
     )

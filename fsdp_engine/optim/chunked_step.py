@@ -6,7 +6,8 @@ hyperparameters. ``step`` runs once for each chunk, on a shadow ([Note: Shadow o
 ``sharded_step.py``) that holds the parameters and the state of the chunk; then torch runs it on
 groups without parameters. Every chunk sees the hyperparameters that groups had before the step;
 what a step stores in a group, in the optimizer, or in the state under a key that is no parameter (a
-counter), is stored once, after the last chunk. A closure is called once, before the first.
+counter), is stored once, after the last chunk; tensors of one element in groups and attributes are
+copies in each chunk, which a step may change in place. A closure is called once, before the first.
 
 Attributes of the optimizer that are lists of its parameters (``_params`` of LBFGS) hold those of
 the chunk in its shadow.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ class ChunkShadow(Shadow):
 
     chunk_groups: list[dict[str, Any]]
     chunk_states: dict[Any, Any]
+    chunk_start: list[dict[str, Any]]  # the groups, and the attributes, before the step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -72,7 +74,9 @@ class Shadows:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._class = shadow_class(ChunkShadow, optimizer, ("chunk_groups", "chunk_states"))
+        self._class = shadow_class(
+            ChunkShadow, optimizer, ("chunk_groups", "chunk_states", "chunk_start")
+        )
         self.function: Callable[..., Any] = method_of(type(optimizer), "step")
         self.lists: dict[str, list[Tensor]] = {}
         self.refresh(optimizer)
@@ -105,29 +109,39 @@ class Shadows:
             local_of: by ``id`` of a parameter, the tensor of the chunk that replaces it.
         """
         shadow = object.__new__(self._class)
-        shadow.__dict__ = dict(optimizer.__dict__)
+        shadow.__dict__ = {key: _own(value) for key, value in vars(optimizer).items()}
         for name, params in self.lists.items():
             held = [local_of[id(param)] for param in params if id(param) in local_of]
             shadow.__dict__[name] = held
+        groups = [{key: _own(value) for key, value in group.items()} for group in groups]
         shadow.chunk_groups, shadow.chunk_states = groups, states
+        shadow.chunk_start = [*map(dict, groups), dict(vars(shadow))]
         return shadow
 
-    def keep(self, optimizer: Any, shadow: Any, numbers: Sequence[int]) -> None:
+    def keep(
+        self,
+        optimizer: Any,
+        shadow: Any,
+        numbers: Sequence[int],
+        known: Collection[int] = (),
+    ) -> None:
         """A step on ``shadow`` is over: remember what it stored, unless another one did.
 
         Args:
             optimizer: whose shadow it is.
             shadow: was stepped.
             numbers: those of its groups in the optimizer.
+            known: of these, groups of which other steps stored everything. If there are any, these
+                have also stored what is in no group.
         """
-        for number, group in zip(numbers, shadow.chunk_groups, strict=True):
-            before = optimizer.param_groups[number]
-            for key, value in group.items():
-                if key != "params" and before.get(key, group) is not value:
-                    self._groups.setdefault((number, key), value)
-        before = vars(optimizer)
-        for key, value in vars(shadow).items():
-            if key not in self.lists and before.get(key, shadow) is not value:
+        *starts, start = shadow.chunk_start
+        for number, group, before in zip(numbers, shadow.chunk_groups, starts, strict=True):
+            for key, value in _changed(before, group) if number not in known else ():
+                self._groups.setdefault((number, key), value)
+        if known:
+            return
+        for key, value in _changed(start, vars(shadow)):
+            if key not in self.lists:
                 self._attributes.setdefault(key, value)
         for key, value in shadow.chunk_states.items():
             if not isinstance(key, Tensor):
@@ -156,8 +170,9 @@ class Shadows:
     def store(self, optimizer: Any) -> None:
         """Store in the optimizer what steps of its shadows stored there."""
         for (number, key), value in self._groups.items():
-            optimizer.param_groups[number][key] = value
-        vars(optimizer).update(self._attributes)
+            _store(optimizer.param_groups[number], key, value)
+        for name, value in self._attributes.items():
+            _store(vars(optimizer), name, value)
         optimizer.state.update(self._entries)
         self.clear()
 
@@ -166,6 +181,35 @@ class Shadows:
         self._groups.clear()
         self._attributes.clear()
         self._entries.clear()
+
+
+def _own(value: Any) -> Any:
+    """A copy of a tensor of one element, since a step may change it in place."""
+    is_number = isinstance(value, Tensor) and value.numel() == 1
+    return value.detach().clone() if is_number and not value.requires_grad else value
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a step stored in a dict of :func:`_own` values."""
+    for key, value in after.items():
+        is_new = before.get(key, after) is not value
+        in_place = isinstance(value, Tensor) and value.numel() == 1 and value._version > 0
+        if key != "params" and (is_new or (in_place and not value.requires_grad)):
+            yield key, value
+
+
+@torch.no_grad()
+def _store(target: dict[str, Any], key: str, value: Any) -> None:
+    """Store a value; a tensor keeps its identity."""
+    before = target.get(key)
+    if (
+        isinstance(value, Tensor)
+        and isinstance(before, Tensor)
+        and (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device)
+    ):
+        before.copy_(value)
+    else:
+        target[key] = value
 
 
 def _is_small(value: Any) -> bool:

@@ -163,6 +163,32 @@ def _check_whole(param: Any, optimizer: str) -> None:
         )
 
 
+def _check_together(params: Sequence[Tensor], optimizer: Any) -> None:
+    """Check that parameters that are stepped at once are shared by the same ranks.
+
+    Raises:
+        ValueError: they are not, so that no rank has all of them.
+    """
+    if len(params) < 2:
+        return
+    kind = type(optimizer).__name__
+    first, *others = params
+    for param in others:
+        meshes = [each.buffer.mesh for each in map(site_of, (first, param)) if each is not None]
+        if len(meshes) < 2 or meshes[0].ranks != meshes[1].ranks:
+            raise ValueError(
+                f"{_name_of(param)}: expected a parameter that the same ranks share as "
+                f"{_name_of(first)}, since {kind} steps both at once, on one rank; found one of "
+                f"{_ranks_of(param)} beside one of {_ranks_of(first)}. Step them with optimizers "
+                "of their own, or with one that treats each parameter by itself"
+            )
+
+
+def _ranks_of(param: Tensor) -> str:
+    site = site_of(param)
+    return "no engine" if site is None else f"ranks {list(site.buffer.mesh.ranks)}"
+
+
 def _chunks_of(items: Sequence[Item], owners: Sequence[int], num_ranks: int) -> list[int]:
     """The chunk of each item: in each, every rank has about the same share of its work."""
     of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -255,6 +281,7 @@ class OwnedStep(StepHook):
         self._slices = Slices([])
         self._plain: list[Tensor] = []
         self._reads: list[Any] = []
+        self._stepped: set[int] = set()  # groups in this step, on this rank
         self.needs: dict[str, Needs] = {}
         self._shares: list[str] = []
         self._last: Any = None  # within a step, the shadow that torch steps
@@ -326,6 +353,7 @@ class OwnedStep(StepHook):
         meshes: dict[int, DataMesh] = {}
         slots, plain = [], []
         for members in self._units_of(optimizer):
+            _check_together([param for _, param in members], optimizer)
             first = site_of(members[0][1]) if members else None
             if first is None or id(members[0][1]) in self._owned:
                 continue
@@ -373,7 +401,7 @@ class OwnedStep(StepHook):
                 needs_most = max(needs_most, needs)
             coupled = max(coupled, needs_most)
             if needs_most == Needs.GROUP:
-                units.append([(number, p) for p in group["params"] if _shape_of(p) is not None])
+                units.append([(number, param) for param in group["params"]])
             else:
                 units.extend([each] for each in of_group)
         self._is_coupled, self._is_joint = coupled >= Needs.GROUP, coupled == Needs.ALL
@@ -383,7 +411,6 @@ class OwnedStep(StepHook):
                     (number, param)
                     for number, group in enumerate(optimizer.param_groups)
                     for param in group["params"]
-                    if _shape_of(param) is not None
                 ]
             ]
         return units
@@ -436,6 +463,7 @@ class OwnedStep(StepHook):
             return None
         self._refresh(optimizer)
         self._shadows.clear()
+        self._stepped.clear()
         try:
             if self._is_joint and any(map(callable, (*args[1:], *kwargs.values()))):
                 error, loss = self._step_jointly(optimizer, args, kwargs)
@@ -706,6 +734,7 @@ class OwnedStep(StepHook):
         shadow = self._shadows.make(optimizer, groups, states, local_of)
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
             self._shadows.function(shadow, *arguments, **kwargs)
+        self._stepped.update(members)
         return shadow
 
     def _without_parameters(self, optimizer: Any) -> Any:
@@ -737,8 +766,9 @@ class OwnedStep(StepHook):
         """Step post-hook: torch has stepped groups without parameters."""
         if isinstance(optimizer, Shadow):
             return
-        if self._takes_nothing:  # counters of groups of which this rank owns nothing
-            self._shadows.keep(optimizer, self._last, range(len(self._groups)))
+        if self._takes_nothing and not self._is_coupled:
+            # Counters of groups of which this rank owns nothing. Of others it may store nonsense.
+            self._shadows.keep(optimizer, self._last, range(len(self._groups)), self._stepped)
         self._last = None  # it refers to hooks
         self._shadows.store(optimizer)
         # Fused steps do not increment version counters (torch 2.11 to 2.13).

@@ -64,11 +64,6 @@ _STEP = ("step", "_init_group")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether :func:`shard_optimizer` accepts ``optimizer`` without ``elementwise=True``."""
-    return _is_known(optimizer) and not optimizer.defaults.get("differentiable")
-
-
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether its step is that of an optimizer which updates each element by itself."""
     if is_elementwise_of_bitsandbytes(optimizer):

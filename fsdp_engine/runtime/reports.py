@@ -35,6 +35,7 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.allocator import Memory, Peak, begin_device_peak, device_peak
 from fsdp_engine.optim.offloaded_step import is_offloaded
+from fsdp_engine.optim.owned_params import leaves_of
 from fsdp_engine.optim.owned_step import describe_owners
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
@@ -258,7 +259,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Of this rank's part of its state, as far as it does not lie elsewhere."""
     storages = {}
     for param, state in optimizer.state.items():
-        for value in state.values():
+        for value in leaves_of(state):
             if isinstance(value, Tensor) and not (value.ndim and is_offloaded(param)):
                 local = value.to_local() if isinstance(value, DTensor) else value
                 storage = local.untyped_storage()

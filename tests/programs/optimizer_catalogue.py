@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import fsdp_engine as fe
+from fsdp_engine.optim.behaviour import Needs
+from fsdp_engine.optim.owned_step import owned_step_of
 from tests.pool import Ranks
 from tests.programs.packages import TORCHTITAN
 
@@ -39,7 +41,9 @@ LIBRARIES = {
     "bitsandbytes": "bitsandbytes.optim",
 }
 # The ways to use an optimizer, in the order of the columns.
-WAYS = ("as it is", "shard_optimizer", "elementwise=True")
+WAYS = ("as it is", "shard_optimizer")
+STEPPED = "stepped"
+CLAIMED = "elementwise=True"
 NUM_STEPS = 8  # RAdam's and its relatives' first steps are others
 # Norm of the differences of weights, of the norm of their changes in one process.
 EXACT = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -47,9 +51,21 @@ EXACT = {torch.float64: 1e-6, torch.float32: 1e-3}
 # Optimizers that train other weights without an error. SOAP does at no_shard, on plain tensors: its
 # eigenvectors of singular matrices depend on the rounding of gradients.
 KNOWN_TO_DIFFER = {"pytorch_optimizer.SOAP"}
-# Libraries whose optimizers are elementwise where the trial says so. Those of pytorch_optimizer may
-# differ in later steps: D-Adaptation and Prodigy sum over the model, GaLore projects matrices.
-ELEMENTWISE = ("schedulefree", "bitsandbytes")
+# Options of the groups of matrices and of other parameters, without which these do nothing of their
+# own.
+_LOW_RANK = {"rank": 4, "update_proj_gap": 3, "scale": 1.0, "projection_type": "std"}
+_MUON = {"use_muon": True}, {"use_muon": False}
+GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "APOLLO": ({**_LOW_RANK, "scale_type": "channel"}, {}),
+    "AdaGO": _MUON,
+    "AdaMuon": _MUON,
+    "DistributedMuon": _MUON,
+    "Fira": (_LOW_RANK, {}),
+    "GaLore": (_LOW_RANK, {}),
+    "Muon": _MUON,
+    "MuonClip": _MUON,
+    "NorMuon": _MUON,
+}
 
 # A word for the outcome of one use, and the error or the difference.
 Outcome = tuple[str, str]
@@ -151,7 +167,13 @@ def made(kind: type[Optimizer], model: nn.Module) -> Any:
     options = {"lr": 1e-2} if "lr" in takes else {}
     if kind.__module__.startswith("bitsandbytes") and "momentum" in takes:
         options["momentum"] = 0.9  # its SGD and LARS refuse their own default, 0
-    return kind(model.parameters(), **options)  # type: ignore[call-arg]
+    params: Any = list(model.parameters())
+    if kind.__module__.startswith("pytorch_optimizer") and kind.__name__ in GROUPS:
+        of_matrices, of_others = GROUPS[kind.__name__]
+        matrices = {"params": [p for p in params if p.ndim == 2], **of_matrices}
+        others = {"params": [p for p in params if p.ndim != 2], **of_others}
+        params = [group for group in (matrices, others) if group["params"]]
+    return kind(params, **options)
 
 
 def tried(
@@ -165,7 +187,7 @@ def tried(
     try:
         optimizer = made(kind, model)
         if way != WAYS[0]:
-            fe.shard_optimizer(optimizer, elementwise=way == WAYS[2])
+            fe.shard_optimizer(optimizer, elementwise=way == CLAIMED)
         train(model, optimizer, use, mesh.get_local_rank(), mesh.size())
     except Exception as error:  # whatever a user may meet
         return "refused", _text(error)
@@ -189,25 +211,31 @@ def run(library: str, name: str) -> Found:
         alone = in_one_process(kind)
         if isinstance(alone, str):
             return alone
-        known = is_known(kind, alone[0])
-        found: dict[str, dict[str, Outcome]] = {}
-        for way, levels in (
-            (WAYS[0], LEVELS),
-            (WAYS[1], LEVELS if known else ()),
-            # Whether it is elementwise is a property of the optimizer: one level shows it.
-            (WAYS[2], () if known else LEVELS[1:2]),
-        ):
-            found[way] = {level: agreed(tried(kind, *alone, level, way)) for level in levels}
+        found: dict[str, dict[str, Outcome]] = {
+            way: {level: agreed(tried(kind, *alone, level, way)) for level in LEVELS}
+            for way in WAYS
+        }
+        found[STEPPED] = {LEVELS[-1]: (stepped(kind, alone[0]), "")}
         return found
 
 
-def is_known(kind: type[Optimizer], use: Use) -> bool:
-    """Whether ``fe.shard_optimizer`` takes it without a claim of the caller's."""
+def stepped(kind: type[Optimizer], use: Use) -> str:
+    """How ``fe.shard_optimizer`` steps it."""
+    model = model_of(use)
+    fe.shard(model, None, strategy=LEVELS[-1], min_unit_size=0)
     try:
-        fe.shard_optimizer(made(kind, model_of(use)))
-    except ValueError:
-        return False
-    return True
+        step = owned_step_of(fe.shard_optimizer(made(kind, model)))
+    except Exception:  # the outcomes have it
+        return ""
+    if step is None:
+        return "slices"
+    most = max(step.needs.values())
+    if most > Needs.TENSOR:
+        return "all on one rank" if most == Needs.ALL else "each group on one rank"
+    vectors = [name for name, param in model.named_parameters() if param.ndim == 1]
+    if vectors and all(step.needs[name] == Needs.ELEMENT for name in vectors):
+        return "whole matrices, slices of vectors"
+    return "whole tensors"
 
 
 def agreed(outcome: Outcome) -> Outcome:
@@ -239,19 +267,6 @@ def by_level(outcomes: dict[str, Outcome]) -> str:
     return "; ".join(parts).replace(sharded, "the other levels")
 
 
-def instead(library: str, found: dict[str, dict[str, Outcome]]) -> str:
-    """How to use an optimizer."""
-    as_it_is = {word for word, _ in found[WAYS[0]].values()}
-    known, claimed = found[WAYS[1]], found[WAYS[2]]
-    if known and {word for word, _ in known.values()} == {"exact"}:
-        return "`fe.shard_optimizer(optimizer)`"
-    if library in ELEMENTWISE and {word for word, _ in claimed.values()} == {"exact"}:
-        return "`fe.shard_optimizer(optimizer, elementwise=True)`"
-    if as_it_is <= {"exact"}:
-        return "as it is"
-    return "`no_shard`; or AdamW"
-
-
 def table(library: str, found: dict[str, Found]) -> list[str]:
     """The rows of a library: optimizers of the same outcomes share a row."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
@@ -260,17 +275,17 @@ def table(library: str, found: dict[str, Found]) -> list[str]:
         if isinstance(outcomes, str):
             untried.setdefault(outcomes, []).append(f"`{name}`")
             continue
-        as_it_is, known, claimed = (outcomes[way] for way in WAYS)
-        sliced = by_level(known) if known else "needs `elementwise=True`: " + by_level(claimed)
-        note = next((text for word, text in as_it_is.values() if word == "refused"), "")
-        note = shortened(note.replace(f"{name}: ", ""))
-        row = (by_level(as_it_is), sliced, instead(library, outcomes), note)
+        as_it_is, sharded = (outcomes[way] for way in WAYS)
+        errors = (text for word, text in sharded.values() if word == "refused")
+        note = shortened(next(errors, "").replace(f"{name}: ", ""))
+        row = (by_level(sharded), by_level(outcomes[STEPPED]), by_level(as_it_is), note)
         rows.setdefault(row, []).append(f"`{name}`")
     lines = [
-        "| optimizer | as it is | with `fe.shard_optimizer` | how to use it | error, as it is |",
+        "| optimizer | with `fe.shard_optimizer` | steps | as it is "
+        "| error of `fe.shard_optimizer` |",
         "|---|---|---|---|---|",
     ]
-    order = sorted(rows, key=lambda row: (row[0] != "exact", row[2], -len(rows[row]), row))
+    order = sorted(rows, key=lambda row: (row[0] != "exact", row[1], -len(rows[row]), row))
     lines += [f"| {' '.join(rows[row])} | {' | '.join(row)} |" for row in order]
     if untried:
         lines += ["", "One process of plain torch cannot train the model with these:", ""]
