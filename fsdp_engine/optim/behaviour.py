@@ -240,14 +240,14 @@ class Trials:
         if "lr" in like:
             lr = like["lr"]
             like["lr"] = lr * 0 + max(float(lr), _LEAST_RATE)
+        if "train_mode" in like:
+            like["train_mode"] = True  # schedule-free optimizers step in this mode only
         params = [[nn.Parameter(values[0].clone()) for values in group] for group in groups]
         flat = [param for group in params for param in group]
         shadows = Shadows(optimizer)
         made = [{**copy.deepcopy(like), "params": group} for group in params]
         shadow = shadows.make(optimizer, made, entries_of(optimizer), {})
         _detach_attributes(shadow, optimizer, shadows.lists, flat)
-        if callable(train := getattr(shadow, "train", None)):
-            train()  # schedule-free optimizers step in this mode only
         device = self._device
         devices = [device] if is_accelerator(device) else []
         with torch.random.fork_rng(devices, device_type=device.type):

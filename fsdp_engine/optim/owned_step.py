@@ -559,6 +559,7 @@ class OwnedStep(StepHook):
                 chunk.messages.fill(compute)
                 self._return(_Work(owners, chunk, [], brings_weights=False))
                 self._end_weights(_Work(owners, chunk, [], brings_weights=False))
+                self._note_changed()
             with torch.enable_grad():
                 loss = owners.mean(closure())
             losses.append(loss)
@@ -771,12 +772,16 @@ class OwnedStep(StepHook):
             self._shadows.keep(optimizer, self._last, range(len(self._groups)), self._stepped)
         self._last = None  # it refers to hooks
         self._shadows.store(optimizer)
-        # Fused steps do not increment version counters (torch 2.11 to 2.13).
+        self._note_changed()
+        for owners in self._owners:
+            owners.remember_versions()
+
+    def _note_changed(self) -> None:
+        """Let the engine know that weights changed, on all ranks: also where a rank's slice is empty,
+        and by fused steps, which do not increment version counters (torch 2.11 to 2.13)."""
         torch.autograd.graph.increment_version(
             [*self._slices.locals, *(each.local for each in self._owned.values())]
         )
-        for owners in self._owners:
-            owners.remember_versions()
 
     def _abandon(self) -> None:
         """A message failed: its error is the one to be raised."""

@@ -104,14 +104,9 @@ RULES = {
 }
 
 
-def train(self: Rule) -> None:
-    for group in self.param_groups:
-        group["train_mode"] = True
-
-
 def made(rule: Callable[..., None], shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> Rule:
-    kind = type("Rule", (Rule,), {"train": train}) if rule is in_train_mode else Rule
-    return kind([nn.Parameter(torch.randn(*shape).to(dtype)) for shape in shapes], rule)
+    params = [nn.Parameter(torch.randn(*shape).to(dtype)) for shape in shapes]
+    return Rule(params, rule, **({"train_mode": False} if rule is in_train_mode else {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -337,9 +337,20 @@ def test_a_closure_of_a_step_is_called_once() -> None:
 
 @on_few_ranks
 def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial() -> None:
+    check_line_search()
+
+
+@on_ranks(4)
+def test_a_line_search_where_ranks_have_empty_slices() -> None:
+    check_line_search()
+
+
+def check_line_search() -> None:
     found = []
     for sharded in (True, False):
+        # The last layer has fewer elements than slices have room for.
         model = plain_model()
+        model.append(nn.Linear(SIZES[-1], 1, bias=False).double())
         if sharded:
             fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
         optimizer = torch.optim.LBFGS(
@@ -357,7 +368,7 @@ def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial() -> Non
 
         losses = [float(optimizer.step(closure)) for _ in range(3)]
         found.append([*values(model), torch.tensor(losses)])
-    assert found[1][-1][2] < 0.1 * found[1][-1][0]
+    assert found[1][-1][2] < 0.5 * found[1][-1][0]
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-7
 

@@ -163,11 +163,15 @@ def in_one_process(kind: type[Optimizer]) -> tuple[Use, dict[str, Tensor]] | str
 
 def made(kind: type[Optimizer], model: nn.Module) -> Any:
     """An optimizer with its own hyperparameters, the learning rate where it takes one."""
+    return made_of(kind, list(model.parameters()))
+
+
+def made_of(kind: type[Optimizer], params: Any) -> Any:
+    """As :func:`made`, of some parameters."""
     takes = inspect.signature(kind).parameters
     options = {"lr": 1e-2} if "lr" in takes else {}
     if kind.__module__.startswith("bitsandbytes") and "momentum" in takes:
         options["momentum"] = 0.9  # its SGD and LARS refuse their own default, 0
-    params: Any = list(model.parameters())
     if kind.__module__.startswith("pytorch_optimizer") and kind.__name__ in GROUPS:
         of_matrices, of_others = GROUPS[kind.__name__]
         matrices = {"params": [p for p in params if p.ndim == 2], **of_matrices}
@@ -224,15 +228,24 @@ def stepped(kind: type[Optimizer], use: Use) -> str:
     model = model_of(use)
     fe.shard(model, None, strategy=LEVELS[-1], min_unit_size=0)
     try:
-        step = owned_step_of(fe.shard_optimizer(made(kind, model)))
+        return how_stepped(model, fe.shard_optimizer(made(kind, model)))
     except Exception:  # the outcomes have it
         return ""
+
+
+def how_stepped(model: nn.Module, optimizer: Optimizer) -> str:
+    """Which part of the model one step of the optimizer takes at once."""
+    step = owned_step_of(optimizer)
     if step is None:
         return "slices"
     most = max(step.needs.values())
     if most > Needs.TENSOR:
         return "all on one rank" if most == Needs.ALL else "each group on one rank"
-    vectors = [name for name, param in model.named_parameters() if param.ndim == 1]
+    vectors = [
+        name
+        for name, param in model.named_parameters()
+        if param.ndim == 1 and param.numel() > 1 and name in step.needs
+    ]
     if vectors and all(step.needs[name] == Needs.ELEMENT for name in vectors):
         return "whole matrices, slices of vectors"
     return "whole tensors"
@@ -315,7 +328,7 @@ def everything(ranks: Ranks) -> dict[str, dict[str, Found]]:
     """The outcomes of all optimizers by library and name, from two ranks."""
     return {
         library: {
-            name: ranks.run(run, library, name, world_size=2, timeout=120)[0]
+            name: ranks.run(run, library, name, world_size=2, timeout=400)[0]
             for name in classes(library)
         }
         for library in LIBRARIES

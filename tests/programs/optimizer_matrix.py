@@ -1,0 +1,335 @@
+"""Optimizers at all levels on several meshes, beside one process of plain torch.
+
+``python -m tests.programs.optimizer_matrix --write`` writes the table of docs/optimizers.md.
+
+The model has what makes sharding uneven: odd sizes, a parameter of one element and an empty one, a
+tied weight, an embedding, a convolution. A second model has experts, which only some ranks share.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import fsdp_engine as fe
+from tests.pool import Ranks
+from tests.programs import optimizer_catalogue as catalogue
+from tests.programs.optimizer_catalogue import LEVELS, PAGE, distance
+from tests.units import experts
+
+BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
+OPTIMIZERS = {
+    "torch": ("AdamW", "Adafactor", "LBFGS", "Muon"),
+    "schedulefree": ("AdamWScheduleFree",),
+    "pytorch_optimizer": (
+        *("APOLLO", "AdaMuon", "Adan", "Alice", "CAME", "Conda", "DAdaptAdam", "Fira", "GaLore"),
+        *("Kron", "Lamb", "MARS", "Muon", "NorMuon", "Prodigy", "RACS", "SCION", "SM3", "SOAP"),
+        *("SPlus", "SWATS", "ScalableShampoo", "Shampoo", "StableAdamW"),
+    ),
+}
+MESHES: dict[str, tuple[int, ...]] = {"1": (1,), "2": (2,), "4": (4,), "2 x 2": (2, 2)}
+EXPERTS, RESUMED = "experts", "resumed"
+COLUMNS = (*MESHES, EXPERTS, RESUMED)
+# Ranks and level of a save, and those that resume from it.
+SAVED = (2, LEVELS[3])
+RESUMES = ((1, LEVELS[0]), (3, LEVELS[3]), (4, LEVELS[2]), (2, LEVELS[1]))
+SAVED_AFTER, NUM_STEPS = 3, 5
+# Norm of the differences of weights, of the norm of their changes in one process. Muon and its
+# relatives multiply matrices in 16 bits, which makes other rounding of gradients larger.
+MOST = {torch.float64: 1e-6, torch.float32: 1e-3}
+MOST_OF_16_BITS = 2e-2
+IN_16_BITS = {"torch.Muon", "pytorch_optimizer.AdaMuon"} | {
+    f"pytorch_optimizer.{name}" for name in ("Muon", "NorMuon", "SCION")
+}
+
+# Of each column: the largest difference at any level, or an error.
+Row = dict[str, float | str]
+
+
+class Ragged(nn.Module):
+    """The parameters that are stepped: all, or those with elements, or matrices among them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 7)
+        self.convolution = nn.Conv2d(1, 3, (2, 3), padding=(1, 1))
+        self.blocks = nn.ModuleList([nn.Linear(7, 13), nn.Linear(13, 7, bias=False)])
+        self.norm = nn.LayerNorm(7)
+        self.scale = nn.Parameter(torch.tensor([0.7]))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        image = self.convolution(x.unsqueeze(1)).mean(1)[:, : x.shape[1]]
+        x = x + image + self.blocks[1](torch.tanh(self.blocks[0](x))) * self.scale
+        logits = self.head(self.norm(x)) + self.nothing.sum()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Use:
+    """How plain torch trains the model with an optimizer."""
+
+    dtype: torch.dtype = torch.float64
+    with_closure: bool = False
+    has_empty: bool = True
+    only_matrices: bool = False
+
+    def params(self, model: nn.Module) -> list[nn.Parameter]:
+        """Those that are stepped."""
+        return [
+            p
+            for p in model.parameters()
+            if (p.numel() or self.has_empty) and (p.ndim == 2 or not self.only_matrices)
+        ]
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(11, (24, 6), generator=torch.Generator().manual_seed(step))
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    use: Use,
+    *,
+    steps: Iterable[int] = range(NUM_STEPS),
+    rank: int = 0,
+    size: int = 1,
+) -> None:
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for step in steps:
+        torch.manual_seed(step)
+        batch = tokens(step).chunk(size)[rank]
+
+        def loss_of(batch: Tensor = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(batch)
+            loss.backward()
+            return loss
+
+        if use.with_closure:
+            optimizer.step(loss_of)
+        else:
+            loss_of()
+            optimizer.step()
+
+
+def in_one_process(kind: Any) -> tuple[Use, dict[str, Tensor], dict[str, Tensor]]:
+    """The first use that works, and the weights before and after."""
+    first: Exception | None = None
+    for use in (
+        Use(),
+        Use(has_empty=False),
+        Use(has_empty=False, only_matrices=True),
+        Use(dtype=torch.float32),
+        Use(dtype=torch.float32, has_empty=False),
+        Use(with_closure=True),
+    ):
+        model = Ragged(use.dtype)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        try:
+            train(model, catalogue.made_of(kind, use.params(model)), use)
+        except Exception as error:  # whatever a library raises
+            first = first or error
+            continue
+        after = model.state_dict()
+        if all(bool(value.isfinite().all()) for value in after.values()):
+            return use, before, after
+    raise RuntimeError(f"{kind.__name__} trains in no way") from first
+
+
+def sharded(level: Sequence[str], mesh: Any, use: Use, kind: Any) -> tuple[Any, fe.Engine, Any]:
+    model = Ragged(use.dtype)
+    engine = fe.shard(model, mesh, *level, units=[nn.Linear, nn.Conv2d], min_unit_size=0)
+    return model, engine, fe.shard_optimizer(catalogue.made_of(kind, use.params(model)))
+
+
+def on_mesh(kind: Any, alone: Any, sizes: tuple[int, ...]) -> float:
+    """The largest difference at any level."""
+    use, before, expected = alone
+    mesh = init_device_mesh("cpu", sizes)
+    levels: list[tuple[str, ...]] = [(level, "no_shard") for level in LEVELS]
+    if len(sizes) == 2:
+        levels.append((LEVELS[3], LEVELS[1]))
+    most = 0.0
+    for level in levels:
+        model, engine, optimizer = sharded(level, mesh, use, kind)
+        train(model, optimizer, use, rank=dist.get_rank(), size=dist.get_world_size())
+        apart = distance(engine.full_state_dict(), expected)
+        most = max(most, apart / distance(before, expected))
+    return most
+
+
+def with_experts(kind: Any, use: Use) -> float:
+    """The same for a model whose experts lie on two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    held = mesh["experts"].get_local_rank()
+    alone = experts.build([0, 1]).to(use.dtype)
+    start = {name: value.clone() for name, value in alone.state_dict().items()}
+    # Groups as in catalogue.made_of; of one class for both.
+    plain = catalogue.made_of(kind, use.params(alone))
+    if hasattr(plain, "train"):
+        plain.train()
+    data = [
+        [(x.to(use.dtype), y.to(use.dtype)) for x, y in micro]
+        for micro in experts.batches(NUM_STEPS)
+    ]
+    for step, micro in enumerate(data):
+        torch.manual_seed(step)
+        plain.zero_grad()
+        alone(*(torch.cat(parts) for parts in zip(*micro, strict=True))).backward()
+        plain.step()
+    expected = alone.state_dict()
+    most = 0.0
+    for level in LEVELS:
+        model = experts.build([held], mesh["experts"].get_group()).to(use.dtype)
+        fe.shard(model, strategy=level, expert_mesh=mesh["copies"], min_unit_size=0)
+        optimizer = fe.shard_optimizer(catalogue.made_of(kind, use.params(model)))
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        for step, micro in enumerate(data):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            model(*micro[dist.get_rank()]).backward()
+            optimizer.step()
+        found = {
+            name: p.full_tensor() if isinstance(p, fe.FlatDTensor) else p.detach()
+            for name, p in model.named_parameters()
+        }
+        mine = {name: expected[name] for name in found}
+        before = {name: start[name] for name in found}
+        most = max(most, distance(found, mine) / distance(before, mine))
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, most)
+    return max(everywhere)
+
+
+def saved(kind: Any, use: Use, level: str, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, engine, optimizer = sharded((level,), mesh, use, kind)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    train(model, optimizer, use, steps=range(SAVED_AFTER), rank=rank, size=size)
+    fe.save_checkpoint(folder, engine, optimizer)
+
+
+def resumed(kind: Any, alone: Any, level: str, folder: str) -> float:
+    use, before, expected = alone
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, engine, optimizer = sharded((level,), mesh, use, kind)
+    fe.load_checkpoint(folder, engine, optimizer)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    train(model, optimizer, use, steps=range(SAVED_AFTER, NUM_STEPS), rank=rank, size=size)
+    return distance(engine.full_state_dict(), expected) / distance(before, expected)
+
+
+def run(library: str, name: str, what: str, *args: Any) -> float | str:
+    """On a rank: one cell."""
+    kind = catalogue.classes(library)[name]
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = in_one_process(kind)
+        try:
+            if what == "stepped":
+                model, _, optimizer = sharded((LEVELS[3],), None, alone[0], kind)
+                return catalogue.how_stepped(model, optimizer)
+            if what in MESHES:
+                return on_mesh(kind, alone, MESHES[what])
+            if what == EXPERTS:
+                return with_experts(kind, replace(alone[0], has_empty=True))
+            if what == "save":
+                saved(kind, alone[0], *args)
+                return 0.0
+            return resumed(kind, alone, *args)
+        except (ValueError, TypeError) as error:
+            return catalogue._text(error)
+
+
+def row(ranks: Ranks, library: str, name: str) -> Row:
+    """The cells of one optimizer."""
+
+    def cell(what: str, num_ranks: int, *args: Any) -> float | str:
+        found = ranks.run(run, library, name, what, *args, world_size=num_ranks, timeout=300)
+        errors = [each for each in found if isinstance(each, str)]
+        return errors[0] if errors else max(found)
+
+    def save_and_resume() -> float | str:
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/checkpoint"
+            if isinstance(error := cell("save", SAVED[0], SAVED[1], path), str):
+                return error
+            found = [cell("resume", size, level, path) for size, level in RESUMES]
+        errors = [each for each in found if isinstance(each, str)]
+        return errors[0] if errors else max(map(float, found))
+
+    cells: Row = {"stepped": cell("stepped", 2)}
+    for what, sizes in MESHES.items():
+        cells[what] = cell(what, torch.Size(sizes).numel())
+    cells[EXPERTS] = cell(EXPERTS, 4)
+    cells[RESUMED] = save_and_resume()
+    return cells
+
+
+def everything(ranks: Ranks) -> dict[str, Row]:
+    """A row for each optimizer."""
+    return {
+        f"{library}.{name}": row(ranks, library, name)
+        for library, names in OPTIMIZERS.items()
+        for name in names
+    }
+
+
+def page(rows: dict[str, Row]) -> str:
+    """The part of docs/optimizers.md between ``BEGIN`` and ``END``, markers included."""
+    titles = [*(f"{mesh} ranks" if mesh != "1" else "1 rank" for mesh in MESHES), *COLUMNS[-2:]]
+    lines = [f"| optimizer | steps | {' | '.join(titles)} |", "|---|---|" + "---|" * len(titles)]
+    notes: dict[str, list[str]] = {}
+    for name, cells in rows.items():
+        shown = []
+        for column in COLUMNS:
+            value = cells[column]
+            if isinstance(value, str):
+                notes.setdefault(catalogue.shortened(value, 240), []).append(f"`{name}`")
+            shown.append("refused" if isinstance(value, str) else power(value))
+        lines.append(f"| `{name}` | {cells['stepped']} | {' | '.join(shown)} |")
+    lines += [""] + [f"- {' '.join(names)}: {note}" for note, names in notes.items()]
+    return "\n".join([BEGIN, "", *lines, "", END])
+
+
+def power(value: float) -> str:
+    """A bound that does not change with rounding: a power of ten, in words for 1e-9 and less."""
+    bounds = (1e-9, 1e-6, 1e-3, 2e-2)
+    return next((f"{bound:.0e}" for bound in bounds if value <= bound), f"**{value:.0e}**")
+
+
+def main() -> None:
+    """Writes the table."""
+    if "--write" not in sys.argv:
+        raise SystemExit(__doc__)
+    ranks = Ranks(4)
+    try:
+        made_page = page(everything(ranks))
+    finally:
+        ranks.close()
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(before + made_page + rest.split(END, 1)[1], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
