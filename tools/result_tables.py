@@ -347,6 +347,51 @@ def host_step() -> str:
     return with_machine(table(columns, rows) + note, "host_step")
 
 
+def muon_step() -> str:
+    """Steps of Muon with owners beside steps in which every rank does all."""
+    found = results("muon_step")["step"]
+    base = next(name for name in found if name.startswith("of "))
+    rows = [
+        [
+            name,
+            spread(seconds, 3),
+            spread(found[base][name]),
+            f"{found['bytes'][name] / 1e6:.1f}" if name in found["bytes"] else "-",
+        ]
+        for name, seconds in found["seconds"].items()
+    ]
+    columns = ["torch.optim.Muon", "seconds", f"x {base.removeprefix('of ')}", "MB sent"]
+    level3 = found[base]["owners, level 3"]["median"]
+    note = (
+        f"\n\n{found['elements'] / 1e6:.1f}M fp32 elements in 24 matrices, 2 ranks of one thread; "
+        f"MB are those that all ranks send in a step, of which a gather and a scatter of the "
+        f"matrices take {found['bytes of a gather and a scatter'] / 1e6:.1f}. Owners at level 3, "
+        f"{against(level3, 0.55)}. Load before: {found['load before']:.1f}."
+    )
+    return with_machine(table(columns, rows) + note, "muon_step")
+
+
+def muon_shares() -> str:
+    """Shares of owners at scale, by formula."""
+    found = results("muon_step")["shares"]
+    rows = [
+        [
+            name,
+            f"{each['matrices']:,}",
+            f"{each['of the mean']:.2f}",
+            f"{each['of the bound']:.2f}",
+            f"{each['every rank does all, ms']:,.0f}",
+            f"{each['owners compute, ms']:,.1f}",
+            f"{each['a message, ms']:,.1f}",
+            f"{each['step, ms']:,.1f}",
+        ]
+        for name, each in found.items()
+    ]
+    columns = ["model, ranks", "matrices", "largest share x mean", "x lower bound"]
+    columns += ["every rank does all, ms", "owners compute, ms", "a message, ms", "step, ms"]
+    return table(columns, rows)
+
+
 def host_threads() -> str:
     """Steps of several ranks on the cores of one host, by threads of a rank."""
     found = results("host_step")["ranks"]
@@ -1410,6 +1455,8 @@ TABLES: tuple[Callable[[], str], ...] = (
     uneven_batches,
     local_checkpoints,
     host_step,
+    muon_step,
+    muon_shares,
     host_threads,
     offload_rates,
     offload_step,

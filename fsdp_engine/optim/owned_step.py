@@ -777,8 +777,8 @@ class OwnedStep(StepHook):
             owners.remember_versions()
 
     def _note_changed(self) -> None:
-        """Tell the engine that weights changed: on all ranks, also on those without elements, and for
-        fused steps, which do not increment version counters (torch 2.11 to 2.13)."""
+        """Tell the engine that weights changed: on all ranks, also on those without elements, and
+        for fused steps, which do not increment version counters (torch 2.11 to 2.13)."""
         torch.autograd.graph.increment_version(
             [*self._slices.locals, *(each.local for each in self._owned.values())]
         )
