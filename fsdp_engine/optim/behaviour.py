@@ -11,11 +11,12 @@ hyperparameters of a group and the number of dims of its parameters:
                   beside a tensor of other values
     two groups    the same                           equal: it steps each group by itself
 
-Equal means up to rounding, in the changes of the parameters over some steps, and in the numbers that
-the steps store in groups, attributes and state: Prodigy and SWATS sum from the first step on, but
-use these sums much later. State of another shape than the parameter's, or in objects, is that of
-the tensor, for the same reason. A step that raises for slices needs the tensor, and one that never changes anything all
-tensors. A closure that a step calls returns a linear loss with the trial's gradients.
+Equal means up to rounding, in the changes of the parameters over some steps, and in the numbers
+that the steps store in groups, attributes and state: Prodigy and SWATS sum from the first step on,
+but use these sums much later. State of another shape than the parameter's, or in objects, is that
+of the tensor, for the same reason. A step that raises for slices needs the tensor, and one that
+never changes anything all tensors. A closure that a step calls returns a linear loss with the
+trial's gradients.
 
 Gradients differ in scale between the parts and between steps, so that sums over the parts (norms,
 means, factored moments, Gram matrices) do not agree by chance; some are orthogonal to the parameter
@@ -279,9 +280,11 @@ class Trials:
         parameter = inspect.signature(shadows.function).parameters.get("closure")
         needs_closure = parameter is not None and parameter.default is inspect.Parameter.empty
         # A linear loss with these gradients.
-        closure = [lambda: sum((p.detach() * p.grad).sum() for p in params)] if needs_closure else []
+        closure = (
+            [lambda: sum((p.detach() * p.grad).sum() for p in params)] if needs_closure else []
+        )
         try:
-            with _NoCollectives():
+            with _NoCollectives():  # type: ignore[no-untyped-call]
                 shadows.function(shadow, *closure)
         except Exception as error:
             raise TrialFailed from error
@@ -325,9 +328,7 @@ def _is_structured(state: dict[Any, Any], shape: tuple[int, ...]) -> bool:
     )
 
 
-def _is_sum_of(
-    found: _Outcome, alone: Sequence[_Outcome], other: _Outcome, start: Tensor
-) -> bool:
+def _is_sum_of(found: _Outcome, alone: Sequence[_Outcome], other: _Outcome, start: Tensor) -> bool:
     """Whether steps on two parameters did what steps on each of them do alone.
 
     Args:

@@ -694,8 +694,8 @@ class OwnedStep:
             owners.remember_versions()
 
     def _note_changed(self) -> None:
-        """Let the engine know that weights changed, on all ranks: also where a rank's slice is empty,
-        and by fused steps, which do not increment version counters (torch 2.11 to 2.13)."""
+        """Let the engine know that weights changed: also on ranks with empty slices, and by fused
+        steps, which do not increment version counters (torch 2.11 to 2.13)."""
         torch.autograd.graph.increment_version(
             [*self._slices.locals, *(each.local for each in self._owned.values())]
         )

@@ -31,7 +31,9 @@ class Rule(torch.optim.Optimizer):
         self.rule(self)
 
     def members(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
-        return [(g, p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        return [
+            (g, p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None
+        ]
 
 
 def by_element(self: Rule) -> None:
@@ -148,7 +150,9 @@ def test_a_step_that_communicates_is_refused() -> None:
     model = nn.Linear(8, 8)
     fe.shard(model, None, "optim_grads_params", min_unit_size=0)
     optimizer = Rule(model.parameters(), communicates)
-    with pytest.raises(ValueError, match=r"weight, .*Rule raises RuntimeError: expected a step wit"):
+    with pytest.raises(
+        ValueError, match=r"weight, .*Rule raises RuntimeError: expected a step wit"
+    ):
         fe.shard_optimizer(optimizer)
 
 

@@ -102,7 +102,7 @@ def test_a_grad_scaler_unscales_and_skips(name: str) -> None:
             optimizer.zero_grad()
         assert scaler.get_scale() == 4.0
         found.append(values(model))
-    assert_close(*found, name)
+    assert_close(found[0], found[1], name)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -126,7 +126,7 @@ def test_groups_are_added_and_parameters_frozen(name: str) -> None:
         found.append(values(model))
         states = optimizer.state_dict()["state"]
         assert len(states) == len(weights)
-    assert_close(*found, name)
+    assert_close(found[0], found[1], name)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -172,7 +172,9 @@ def test_tensor_parallel_parameters_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     parallelize_module(model[1], mesh["tensor"], ColwiseParallel())
     fe.shard(model, mesh["data"], "optim_grads_params", min_unit_size=0)
-    with pytest.raises(ValueError, match=r"1\.weight: expected a parameter that is sharded over da"):
+    with pytest.raises(
+        ValueError, match=r"1\.weight: expected a parameter that is sharded over da"
+    ):
         fe.shard_optimizer(torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]))
 
 
@@ -206,9 +208,7 @@ def test_an_optimizer_that_has_stepped_is_sharded(name: str) -> None:
 def test_memory_of_state_is_reported() -> None:
     model, engine, optimizer = make(LEVEL, "Whitening")
     train(model, optimizer, [0], sharded=True)
-    held = sum(
-        leaf.nbytes for leaf in leaves_of(dict(optimizer.state)) if isinstance(leaf, Tensor)
-    )
+    held = sum(leaf.nbytes for leaf in leaves_of(dict(optimizer.state)) if isinstance(leaf, Tensor))
     with engine.measure() as measured:
         train(model, optimizer, [1], sharded=True)
     assert held
@@ -222,7 +222,7 @@ def test_parameters_of_other_ranks_are_not_stepped_at_once() -> None:
     for param in model[1].parameters():
         param.allreduce = False  # type: ignore[attr-defined]
     fe.shard(model, strategy="optim_grads_params", expert_mesh=mesh["copies"], min_unit_size=0)
-    with pytest.raises(ValueError, match=r"1\.\w+: expected a parameter that the same ranks share a"):
+    with pytest.raises(ValueError, match=r"1\.\w+: expected a parameter that the same ranks"):
         fe.shard_optimizer(Coupled(model.parameters()))
 
 
@@ -252,4 +252,4 @@ def test_two_optimizers_in_one_checkpoint() -> None:
             if step == 1 and not resumes:
                 fe.save_checkpoint(shared[0], engine, join_optimizers(optimizers))
         found.append(values(model))
-    assert_close(*found, "Muon")
+    assert_close(found[0], found[1], "Muon")

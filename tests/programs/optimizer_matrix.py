@@ -53,7 +53,14 @@ IN_16_BITS = {"torch.Muon", "pytorch_optimizer.AdaMuon"} | {
 }
 # Columns in which an optimizer is refused.
 AT_ONCE = {"DAdaptAdam", "Prodigy", "Kron", "APOLLO"}
-REFUSED = {f"pytorch_optimizer.{name}": {EXPERTS} for name in AT_ONCE} | {"torch.LBFGS": {EXPERTS}}
+WITH_OBJECTS = {"APOLLO", "Conda", "Fira", "GaLore"}  # state that is not saved
+REFUSED: dict[str, set[str]] = {
+    f"pytorch_optimizer.{name}": {
+        *({EXPERTS} if name in AT_ONCE else ()),
+        *({RESUMED} if name in WITH_OBJECTS else ()),
+    }
+    for name in AT_ONCE | WITH_OBJECTS
+} | {"torch.LBFGS": {EXPERTS}}
 
 # Of each column: the largest difference at any level, or an error.
 Row = dict[str, float | str]
