@@ -5,7 +5,8 @@ Whether a rank may step its slice of a parameter, or needs the whole tensor, or 
 from the optimizer's code, which may be of any package. So it is tried, on small parameters with the
 hyperparameters of a group and the number of dims of its parameters:
 
-    one tensor    against two slices of it, flat     equal: it steps each element by itself
+    one tensor    against slices of it, flat, one    equal: it steps each element by itself
+                  of them empty
     two tensors   against each of them alone, and    equal: it steps each tensor by itself
                   beside a tensor of other values
     two groups    the same                           equal: it steps each group by itself
@@ -33,6 +34,7 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -134,6 +136,7 @@ class Trials:
         Raises:
             TrialFailed: the step raised.
         """
+        shape = tuple(shape) or (1,)
         small, large = (tuple(min(size, dim) for size in shape) for dim in _DIMS)
         key = number, large, dtype
         if key not in self._found:
@@ -150,12 +153,11 @@ class Trials:
         self, number: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float
     ) -> bool:
         numel = math.prod(shape)
-        if numel < 2:
-            return False
         values = self._values(shape, dtype, scale, 1)
         cut = numel // 5 * 2 // _BLOCK * _BLOCK or numel // 2
         flat = [value.flatten() for value in values]
-        parts = [value[:cut] for value in flat], [value[cut:] for value in flat]
+        ends = (0, cut, numel, numel)  # ranks may have empty slices
+        parts = [[value[a:b] for value in flat] for a, b in itertools.pairwise(ends)]
         whole = self._run_until_changes([[values]], number)
         try:
             slices = [self._run([[part]], number, self._num_steps) for part in parts]
@@ -167,7 +169,10 @@ class Trials:
             or not _equal(whole.changes, [changes], values[0], _TOLERANCE)
             or not all(
                 _same_numbers(each.common, whole.common)
-                and _same_numbers(each.states, whole.states)
+                and _same_numbers(
+                    _beside_tensors(each.states[0], each.changes[0].shape),
+                    _beside_tensors(whole.states[0], shape),
+                )
                 for each in slices
             )
         )
@@ -353,6 +358,15 @@ def _same_numbers(found: Any, expected: Any) -> bool:
         math.isclose(a, b, rel_tol=_TOLERANCE_OF_BATCHES) or (a != a and b != b)
         for a, b in zip(one, other, strict=True)
     )
+
+
+def _beside_tensors(state: dict[Any, Any], shape: Sequence[int]) -> list[Any]:
+    """State without tensors of the parameter's shape."""
+    return [
+        value
+        for value in state.values()
+        if not isinstance(value, Tensor) or value.shape != torch.Size(shape)
+    ]
 
 
 def _number(leaf: Any) -> float:

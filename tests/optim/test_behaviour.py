@@ -92,11 +92,18 @@ def weakly_coupled(self: Rule) -> None:
         p.sub_(grad.sign(), alpha=group["lr"])
 
 
+def by_own_norm(self: Rule) -> None:
+    """As Adafactor, which cannot step an empty slice."""
+    for group, p, grad in self.members():
+        p.sub_(grad.sign(), alpha=group["lr"] * float(p.norm()) / p.numel())
+
+
 RULES = {
     by_element: Needs.ELEMENT,
     in_train_mode: Needs.ELEMENT,
     counts_in_state: Needs.ELEMENT,
     by_row: Needs.TENSOR,
+    by_own_norm: Needs.TENSOR,
     sums_of_state: Needs.TENSOR,
     sums_of_groups: Needs.GROUP,
     sums_now_for_later: Needs.ALL,
@@ -105,7 +112,7 @@ RULES = {
 
 
 def made(rule: Callable[..., None], shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> Rule:
-    params = [nn.Parameter(torch.randn(*shape).to(dtype)) for shape in shapes]
+    params = [nn.Parameter(torch.randn(tuple(shape)).to(dtype)) for shape in shapes]
     return Rule(params, rule, **({"train_mode": False} if rule is in_train_mode else {}))
 
 
@@ -127,6 +134,15 @@ def communicates(self: Rule) -> None:
     for group, p, grad in self.members():
         dist.all_reduce(grad)
         p.sub_(grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("shape", [(1,), ()])
+@pytest.mark.parametrize("rule", [by_element, by_own_norm])
+def test_a_parameter_of_one_element_may_have_empty_slices(
+    rule: Callable[..., None], shape: tuple[int, ...]
+) -> None:
+    trials = Trials(made(rule, [shape], torch.float32), torch.device("cpu"))
+    assert trials.needs(0, shape, torch.float32) == RULES[rule]
 
 
 @on_ranks(2)

@@ -337,22 +337,22 @@ def test_a_closure_of_a_step_is_called_once() -> None:
 
 @on_few_ranks
 def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial() -> None:
-    check_line_search()
+    check_line_search("optim_grads_params")
 
 
 @on_ranks(4)
 def test_a_line_search_where_ranks_have_empty_slices() -> None:
-    check_line_search()
+    check_line_search("optim")
 
 
-def check_line_search() -> None:
+def check_line_search(level: str) -> None:
     found = []
     for sharded in (True, False):
         # The last layer has fewer elements than slices have room for.
         model = plain_model()
         model.append(nn.Linear(SIZES[-1], 1, bias=False).double())
         if sharded:
-            fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
+            fe.shard(model, None, level, units=[nn.Linear], min_unit_size=0)
         optimizer = torch.optim.LBFGS(
             model.parameters(), lr=0.5, line_search_fn="strong_wolfe", max_iter=5
         )
