@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.optim.owned_params import leaves_of
 from fsdp_engine.optim.owned_step import OwnedStep, owned_step_of
 from fsdp_engine.optim.owner_messages import ChunkMessages
 from tests.pairs import PAIRS
@@ -387,6 +388,40 @@ def test_state_is_loaded_from_its_own_and_from_plain_dicts() -> None:
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(again, other, [3], sharded=True)
     assert_close(values(again), trained("Whitening"), "")
+
+
+class Restoring(Whitening):
+    """Reads and changes what torch has loaded, as optimizers of pytorch_optimizer do."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                loaded = state_dict["state"][index]
+                self.state[p] = {key: self.state[p][key] for key in loaded}
+                self.state[p]["grams"] = [*loaded["grams"]]
+
+
+@on_few_ranks
+def test_an_optimizer_reads_what_it_has_loaded() -> None:
+    made = []
+    for _ in range(2):
+        model = plain_model()
+        fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
+        made.append((model, fe.shard_optimizer(Restoring(model.parameters()))))
+    (model, optimizer), (again, other) = made
+    train(model, optimizer, range(2), sharded=True)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    packed = other.state_dict()["state"]
+    assert {leaf.shape for state in packed.values() for leaf in state["grams"]}
+    train(again, other, range(2, 4), sharded=True)
+    assert_close(values(again), trained("Whitening"), "")
+    assert all(
+        not isinstance(leaf, fe.FlatDTensor)
+        for state in other.state.values()
+        for leaf in leaves_of(state)
+    )
 
 
 def _save(folder: str, name: str, level: str) -> None:
