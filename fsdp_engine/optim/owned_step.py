@@ -246,6 +246,23 @@ def _whole(each: OwnedParam, gathers: bool, leaf: Any) -> Any:
     return leaf
 
 
+def _empty(each: OwnedParam, leaf: Any) -> Any:
+    """A loaded tensor on ranks that do not own it: without elements."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    local = allocator.empty(0, leaf.dtype, each.param.device)
+    return FlatDTensor.from_flat_local(local, each.placement(leaf.shape))
+
+
+def _settled(now: Any, loaded: Any) -> Any:
+    """State after a load: the state ``now``, with whole tensors where it has others."""
+    if isinstance(now, Mapping):
+        return {key: _settled(value, loaded[key]) for key, value in now.items()}
+    if type(now) in (list, tuple):
+        return type(now)(_settled(*pair) for pair in zip(now, loaded, strict=True))
+    return loaded.to(now.dtype) if isinstance(now, DTensor) else now
+
+
 class OwnedStep(StepHook):
     """Step hooks of an optimizer some of whose parameters have owners. See [Note: Owners].
 
@@ -281,6 +298,8 @@ class OwnedStep(StepHook):
         self._slices = Slices([])
         self._plain: list[Tensor] = []
         self._reads: list[Any] = []
+        # Parameters whose state was loaded since the last step, with what their owner has.
+        self._loaded: list[tuple[OwnedParam, Any]] = []
         self._stepped: set[int] = set()  # groups in this step, on this rank
         self.needs: dict[str, Needs] = {}
         self._shares: list[str] = []
@@ -462,6 +481,7 @@ class OwnedStep(StepHook):
         if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
             return None
         self._refresh(optimizer)
+        self._settle(optimizer)
         self._shadows.clear()
         self._stepped.clear()
         try:
@@ -825,7 +845,7 @@ class OwnedStep(StepHook):
     @staticmethod
     def _state_of(optimizer: Any, each: OwnedParam) -> Any:
         def of_owner(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
                 return leaf
             flat = leaf.detach().contiguous().view(-1)
             return FlatDTensor.from_flat_local(flat, each.placement(leaf.shape))
@@ -846,6 +866,7 @@ class OwnedStep(StepHook):
     def _take_loaded(self, optimizer: Any) -> None:
         """Load post-hook: owners keep whole tensors, other ranks what they look like."""
         self._refresh(optimizer)
+        self._loaded.clear()
         for owners in self._owners:
             loaded = [optimizer.state.get(each.param) or {} for each in owners.params]
             is_whole = all(
@@ -856,12 +877,17 @@ class OwnedStep(StepHook):
             gathers = owners.tell(not is_whole)
             for each, state in zip(owners.params, loaded, strict=True):
                 if state or each.param in optimizer.state:
-                    self._put(optimizer, each, map_leaves(partial(_whole, each, gathers), state))
+                    values = map_leaves(partial(_whole, each, gathers), state)
+                    self._put(optimizer, each, values)
+                    self._loaded.append((each, values if each.is_mine else {}))
+                    if not each.is_mine:
+                        optimizer.state[each.param] = map_leaves(partial(_empty, each), values)
 
     def put_state(self, param: Tensor, state: Any) -> None:
         """Set the state of a parameter that has an owner to values that its owner has whole."""
         optimizer = self._optimizer()
         each = self._owned[id(param)]
+        self._loaded = [pair for pair in self._loaded if pair[0] is not each]
         self._put(optimizer, each, map_leaves(partial(_whole, each, False), state))
 
     @staticmethod
@@ -869,6 +895,17 @@ class OwnedStep(StepHook):
         each.known = map_leaves(described, values) if values else None
         each.numbers = [n for n in leaves_of(values) if isinstance(n, bool | int | float)]
         optimizer.state[each.param] = values if each.is_mine else {}
+
+    def _settle(self, optimizer: Any) -> None:
+        """Before a step: a ``load_state_dict`` that reads and changes what torch's has loaded, as
+        pytorch_optimizer's does, has returned."""
+        for each, values in self._loaded:
+            now = optimizer.state.get(each.param) or {}
+            if each.is_mine and now:
+                optimizer.state[each.param] = _settled(now, values)
+            else:
+                optimizer.state[each.param] = {}
+        self._loaded.clear()
 
 
 def _describe_shares(shares: Sequence[Item], rank: int, num_items: int) -> str:

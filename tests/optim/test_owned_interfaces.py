@@ -26,7 +26,7 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.fsdp2 import fully_shard
 from fsdp_engine.optim.owned_params import leaves_of
-from tests.optim.test_owned_step import (
+from tests.optim.owned import (
     MAKERS,
     Coupled,
     Whitening,

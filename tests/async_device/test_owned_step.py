@@ -1,0 +1,82 @@
+"""Owners on an asynchronous device: bits of the CPU, and wrong ones where compute does not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp_engine as fe
+from fsdp_engine.optim.owned_step import OwnedStep
+from tests.async_device.scene import Job, compare
+from tests.optim.owned import Whitening
+from tests.pairs import EVERY_PAIR
+from tests.pool import on_ranks
+
+
+class DeviceWhitening(Whitening):
+    """State on the parameter's device, and no value that the host reads."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                rows = p.grad.view(p.shape[0], -1)
+                if not state:
+                    state["grams"] = [rows.new_zeros(n, n) for n in rows.shape]
+                left, right = state["grams"]
+                left.add_(rows @ rows.T)
+                right.add_(rows.T @ rows)
+                update = rows / (left.norm().sqrt() + right.norm().sqrt() + 1e-6)
+                p.sub_(update.view_as(p), alpha=group["lr"])
+
+
+def make_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return fe.shard_optimizer(DeviceWhitening(params))
+
+
+def job(pair: tuple[str, str], **options: Any) -> Job:
+    return Job(pair=pair, make_optimizer=make_optimizer, num_micro=1, **options)
+
+
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@on_ranks(2)
+def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp_engine.optim.owned_step._CHUNK_ELEMENTS", 1)
+        for seed in range(3):
+            assert not compare(job((inner, outer), sizes=(1, 2)), seed=seed)
+
+
+@pytest.mark.parametrize("left_out", ["_end_return", "gradients"])
+@on_ranks(2)
+def test_weights_are_wrong_where_compute_does_not_wait(left_out: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp_engine.optim.owned_step._CHUNK_ELEMENTS", 1)
+        bring = OwnedStep._bring
+
+        def early(work: Any) -> Any:
+            before = work.owners.lanes.compute.record()
+            bring(work)
+            return before
+
+        def no_wait(work: Any) -> None:
+            chunk = work.chunk
+            chunk.returned = None
+            chunk.messages.drain(work.owners.lanes.compute)
+
+        if left_out == "gradients":
+            patch.setattr(OwnedStep, "_bring", staticmethod(early))
+        else:
+            patch.setattr(OwnedStep, "_end_return", staticmethod(no_wait))
+        found = [
+            compare(job(("optim_grads_params", "no_shard")), seed=n, delay=2e-3) for n in (0, 1)
+        ]
+        assert any(found)

@@ -1,0 +1,138 @@
+"""Optimizers that need whole tensors, a model, and its training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.optim.owned_step import owned_step_of
+
+SIZES = (33, 40, 48, 7)
+
+
+class Whitening(torch.optim.Optimizer):
+    """Multiplies gradients of matrices with roots of their Gram matrices, as Shampoo does; its
+    state has lists, numbers and matrices of another shape, and it counts steps in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.02, fails: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "num_steps": 0})
+        self.fails = fails
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if self.fails and p.shape == (48, 40):
+                    raise ZeroDivisionError("the step fails")
+                state = self.state[p]
+                rows = p.grad.view(p.shape[0], -1)
+                if not state:
+                    state["grams"] = [torch.zeros(n, n, dtype=p.dtype) for n in rows.shape]
+                    state["num"], state["flag"], state["rate"] = 0, True, 0.5
+                left, right = state["grams"]
+                left += rows @ rows.T
+                right += rows.T @ rows
+                state["num"] += 1
+                state["rate"] *= 0.9
+                update = rows / (left.norm().sqrt() + right.norm().sqrt() + 1e-6)
+                p.sub_((update + rows * state["rate"]).view_as(p), alpha=group["lr"])
+        return loss
+
+
+class Coupled(torch.optim.Optimizer):
+    """Divides by the norm of all gradients, which it keeps in its first group."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "norm": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        total = sum((float(p.grad.double().square().sum()) for p in params), 0.0) ** 0.5
+        for group in self.param_groups:
+            group["norm"] = 0.5 * group["norm"] + 0.5 * total
+        for p in params:
+            p.sub_(p.grad / max(self.param_groups[0]["norm"], 1e-9), alpha=0.02)
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Muon": lambda m: torch.optim.Muon(matrices(m), lr=0.02, momentum=0.9),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.02),
+    "Whitening": lambda m: Whitening(m.parameters()),
+    "Coupled": lambda m: Coupled(m.parameters()),
+}
+
+
+def plain_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(SIZES):
+        layers += [nn.Linear(before, after, bias=after != 48), nn.Tanh()]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def inputs(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(12, SIZES[0], generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def mine(batch: Tensor) -> Tensor:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return batch[rank * len(batch) // size : (rank + 1) * len(batch) // size]
+
+
+def make(
+    pair: tuple[str, str], name: str, mesh: Any = None, **options: Any
+) -> tuple[nn.Module, fe.Engine, torch.optim.Optimizer]:
+    model = plain_model()
+    engine = fe.shard(model, mesh, *pair, units=[nn.Linear], min_unit_size=0)
+    return model, engine, fe.shard_optimizer(MAKERS[name](model), **options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: Sequence[int], *, sharded: bool) -> None:
+    for step in steps:
+        batch = inputs(step)
+        model(mine(batch) if sharded else batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+    step = owned_step_of(optimizer)
+    assert step is not None
+    target = step.target_of(param, (3,), torch.float32)
+    assert isinstance(target, fe.FlatDTensor)
+    return target.local.numel() == 3
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [
+        p.full_tensor() if isinstance(p, fe.FlatDTensor) else p.detach().clone()
+        for p in model.parameters()
+    ]
+
+
+def trained(name: str, steps: Sequence[int] = range(4)) -> list[Tensor]:
+    model = plain_model()
+    train(model, MAKERS[name](model), steps, sharded=False)
+    return values(model)
+
+
+def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], name: str) -> None:
+    # Muon's iterations run in bf16, where rounding of the gradients' sums becomes larger.
+    tolerance = 1e-2 if name == "Muon" else 1e-9
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
