@@ -47,3 +47,18 @@ def with_torchao() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(TORCHTITAN))
+
+
+_MISSING_OPTIMIZERS = [
+    name
+    for name in ("schedulefree", "pytorch_optimizer", "bitsandbytes")
+    if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
+]
+# Of tests of optimizers' libraries.
+NEEDS_OPTIMIZERS = [
+    *PROGRAM,
+    pytest.mark.skipif(
+        bool(_MISSING_OPTIMIZERS),
+        reason=f"needs what `make test-all` installs; found no {_MISSING_OPTIMIZERS}",
+    ),
+]

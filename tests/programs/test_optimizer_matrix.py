@@ -7,9 +7,9 @@ import torch
 
 from tests.pool import Ranks
 from tests.programs import optimizer_matrix as matrix
-from tests.programs.test_optimizers import pytestmark as of_optimizers
+from tests.programs.packages import NEEDS_OPTIMIZERS
 
-pytestmark = [*of_optimizers, pytest.mark.timeout(3600)]
+pytestmark = [*NEEDS_OPTIMIZERS, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import PathFinder
 from typing import Any
 
 import pytest
@@ -11,20 +9,9 @@ import torch
 
 from tests.pool import Ranks
 from tests.programs import optimizer_catalogue as catalogue
-from tests.programs.packages import PROGRAM, TORCHTITAN
+from tests.programs.packages import NEEDS_OPTIMIZERS
 
-_missing = [
-    name
-    for name in ("schedulefree", "pytorch_optimizer", "bitsandbytes")
-    if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
-]
-pytestmark = [
-    *PROGRAM,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        bool(_missing), reason=f"needs what `make test-all` installs; found no {_missing}"
-    ),
-]
+pytestmark = [*NEEDS_OPTIMIZERS, pytest.mark.timeout(1800)]
 Everything = dict[str, dict[str, catalogue.Found]]
 
 
