@@ -132,7 +132,7 @@ class Shadows:
             shadow: was stepped.
             numbers: those of its groups in the optimizer.
             known: of these, groups of which other steps stored everything. If there are any, these
-                have also stored what is in no group.
+                have also stored all that is in no group.
         """
         *starts, start = shadow.chunk_start
         for number, group, before in zip(numbers, shadow.chunk_groups, starts, strict=True):
