@@ -2,8 +2,8 @@
 
     python benchmarks/muon_step.py [--rounds 7] [--ranks 2] [--sections step shares]
 
-*step*: ``torch.optim.Muon`` on the matrices of ``LAYERS`` blocks of a transformer, ``WIDTH`` wide,
-in fp32, on gloo. The ways take turns:
+*step*: ``torch.optim.Muon`` on the matrices of transformer blocks of two widths, in fp32, on gloo.
+The ways take turns:
 
 - *no_shard, as it is*: plain parameters; every rank steps all matrices.
 - *FSDP2*: torch's ``fully_shard``, whose DTensors are gathered by each product of the step.
@@ -38,7 +38,7 @@ import fsdp_engine as fe
 from fsdp_engine.comm.collectives import Communicator
 from fsdp_engine.optim.ownership import Item, assign_owners, newton_schulz_work, shares_of
 
-LAYERS, WIDTH = 4, 512
+SIZES = ((4, 512), (2, 1024))  # blocks, and how wide they are
 LIMIT = 0.55
 AS_IT_IS, FSDP2 = "no_shard, as it is", "FSDP2"
 OWNERS, REPLICATED, UNCUT = "owners, level 3", "owners, no_shard", "owners, level 3, whole matrices"
@@ -63,15 +63,15 @@ class Block(nn.Module):
         return out
 
 
-def make_model() -> nn.Sequential:
+def make_model(num_blocks: int, width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS)))
+    return nn.Sequential(*(Block(width) for _ in range(num_blocks)))
 
 
-def backward(model: nn.Module) -> None:
+def backward(model: nn.Module, width: int) -> None:
     """Give all parameters gradients."""
     torch.manual_seed(dist.get_rank())
-    model(torch.randn(64, WIDTH)).square().mean().backward()
+    model(torch.randn(64, width)).square().mean().backward()
 
 
 def whole(name: str, param: torch.Tensor) -> int:
@@ -79,13 +79,13 @@ def whole(name: str, param: torch.Tensor) -> int:
     return param.numel()
 
 
-def step_times(rounds: int) -> dict[str, Any]:
+def step_times(rounds: int, num_blocks: int, width: int) -> dict[str, Any]:
     """Seconds until all ranks have stepped, and bytes that they send."""
     steps: dict[str, Callable[[], None]] = {}
     models: list[nn.Module] = []
     shares = {}
     for name in (AS_IT_IS, OWNERS, REPLICATED, UNCUT, FSDP2):
-        model = make_model()
+        model = make_model(num_blocks, width)
         models.append(model)
         engine = None
         if name == FSDP2:
@@ -101,7 +101,7 @@ def step_times(rounds: int) -> dict[str, Any]:
             fe.shard_optimizer(optimizer)
             assert engine is not None
             shares[name] = str(engine.describe()).splitlines()[-1]
-        backward(model)
+        backward(model, width)
 
         def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.step()
@@ -182,7 +182,7 @@ def shares() -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    if step := results.get("step"):
+    for size, step in results.get("step", {}).items():
         rows = [
             [
                 name,
@@ -193,8 +193,9 @@ def show(results: dict[str, Any]) -> None:
             for name, seconds in step["seconds"].items()
         ]
         title = (
-            f"{step['elements'] / 1e6:.1f}M elements; load before: {step['load before']:.1f}; a "
-            f"gather and a scatter: {step['bytes of a gather and a scatter'] / 1e6:.1f} MB"
+            f"{size}: {step['elements'] / 1e6:.1f}M elements; load before: "
+            f"{step['load before']:.1f}; a gather and a scatter: "
+            f"{step['bytes of a gather and a scatter'] / 1e6:.1f} MB"
         )
         harness.print_table(title, ["", "seconds", f"of {AS_IT_IS}", "MB sent"], rows)
     if found := results.get("shares"):
@@ -211,7 +212,12 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {}
     if "step" in options.sections:
-        results["step"] = harness.run_ranks(step_times, options.ranks, options.rounds)
+        results["step"] = {
+            f"{num_blocks} blocks, {width} wide": harness.run_ranks(
+                step_times, options.ranks, options.rounds, num_blocks, width
+            )
+            for num_blocks, width in SIZES
+        }
     if "shares" in options.sections:
         results["shares"] = shares()
     show(results)

@@ -350,23 +350,27 @@ def host_step() -> str:
 def muon_step() -> str:
     """Steps of Muon with owners beside steps in which every rank does all."""
     found = results("muon_step")["step"]
-    base = next(name for name in found if name.startswith("of "))
+    base = "of no_shard, as it is"
     rows = [
         [
+            size,
             name,
-            spread(seconds, 3),
-            spread(found[base][name]),
-            f"{found['bytes'][name] / 1e6:.1f}" if name in found["bytes"] else "-",
+            spread(seconds, 2),
+            spread(step[base][name]),
+            f"{step['bytes'][name] / 1e6:.1f}" if name in step["bytes"] else "-",
+            against(step[base][name]["median"], 0.55) if name.startswith("owners") else "-",
         ]
-        for name, seconds in found["seconds"].items()
+        for size, step in found.items()
+        for name, seconds in step["seconds"].items()
     ]
-    columns = ["torch.optim.Muon", "seconds", f"x {base.removeprefix('of ')}", "MB sent"]
-    level3 = found[base]["owners, level 3"]["median"]
+    columns = ["matrices", "way", "seconds", "x no_shard, as it is", "MB sent", "target"]
+    bounds = ", ".join(
+        f"{step['bytes of a gather and a scatter'] / 1e6:.1f}" for step in found.values()
+    )
     note = (
-        f"\n\n{found['elements'] / 1e6:.1f}M fp32 elements in 24 matrices, 2 ranks of one thread; "
-        f"MB are those that all ranks send in a step, of which a gather and a scatter of the "
-        f"matrices take {found['bytes of a gather and a scatter'] / 1e6:.1f}. Owners at level 3, "
-        f"{against(level3, 0.55)}. Load before: {found['load before']:.1f}."
+        "\n\n`torch.optim.Muon`, fp32, 2 ranks of one thread over gloo. MB are those that both "
+        f"ranks send in a step; a gather and a scatter of the matrices take {bounds}. *Whole "
+        "matrices*: a granule for each, so that owners hold them."
     )
     return with_machine(table(columns, rows) + note, "muon_step")
 
