@@ -136,7 +136,8 @@ class Trials:
         Raises:
             TrialFailed: the step raised.
         """
-        shape = tuple(shape) or (1,)
+        # An empty parameter is stepped as others of its dims are.
+        shape = tuple(max(size, 1) for size in shape) or (1,)
         small, large = (tuple(min(size, dim) for size in shape) for dim in _DIMS)
         key = number, large, dtype
         if key not in self._found:

@@ -408,8 +408,6 @@ class OwnedStep(StepHook):
                 name = _name_of(param)
                 if any(fnmatchcase(name, pattern) for pattern in self._patterns):
                     needs = Needs.TENSOR
-                elif not param.numel():
-                    needs = Needs.ELEMENT
                 else:
                     trials = trials or Trials(optimizer, param.device)
                     needs = _tried(optimizer, trials, number, param, shape)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
+from fsdp_engine.optim.owned_step import owned_step_of
 from tests.pool import on_ranks
 
 
@@ -128,6 +129,30 @@ def test_what_a_step_needs(
     assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
     assert optimizer.state == ({"count": 0} if rule is counts_in_state else {})
     assert optimizer.param_groups[0]["step"] == 0
+
+
+@pytest.mark.parametrize(("rule", "needs"), [(by_element, 0), (by_row, 1)])
+@on_ranks(2)
+def test_an_empty_parameter_has_its_dims(rule: Callable[..., None], needs: int) -> None:
+    model = nn.Linear(8, 8)
+    model.nothing = nn.Parameter(torch.empty(0, 3))
+    fe.shard(model, None, "optim_grads_params", min_unit_size=0)
+    shapes = []
+
+    def noting(self: Rule) -> None:
+        shapes.extend(tuple(p.shape) for _, p, _ in self.members() if not p.numel())
+        rule(self)
+
+    optimizer = fe.shard_optimizer(Rule(model.parameters(), noting))
+    step = owned_step_of(optimizer)
+    assert (0 if step is None else step.needs["nothing"]) == needs
+    shapes.clear()
+    (model(torch.ones(2, 8)).sum() + model.nothing.sum()).backward()
+    optimizer.step()
+    assert ((0, 3) in shapes) <= bool(needs)
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, (0, 3) in shapes)
+    assert any(everywhere) == bool(needs)
 
 
 def communicates(self: Rule) -> None:

@@ -177,6 +177,8 @@ def made_of(kind: type[Optimizer], params: Any) -> Any:
         matrices = {"params": [p for p in params if p.ndim == 2], **of_matrices}
         others = {"params": [p for p in params if p.ndim != 2], **of_others}
         params = [group for group in (matrices, others) if group["params"]]
+    if kind is torch.optim.LBFGS:
+        options["max_iter"] = 4  # for the time of tests
     return kind(params, **options)
 
 

@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "schedulefree": ("AdamWScheduleFree",),
     "pytorch_optimizer": (
         *("APOLLO", "AdaMuon", "Adan", "Alice", "CAME", "Conda", "DAdaptAdam", "Fira", "GaLore"),
-        *("Kron", "Lamb", "MARS", "Muon", "NorMuon", "Prodigy", "RACS", "SCION", "SM3", "SOAP"),
+        *("Kron", "Lamb", "MARS", "Muon", "NorMuon", "Prodigy", "RACS", "SCION", "SM3"),
         *("SPlus", "SWATS", "ScalableShampoo", "Shampoo", "StableAdamW"),
     ),
 }
@@ -53,7 +53,8 @@ IN_16_BITS = {"torch.Muon", "pytorch_optimizer.AdaMuon"} | {
 }
 # Columns in which an optimizer is refused.
 AT_ONCE = {"DAdaptAdam", "Prodigy", "Kron", "APOLLO"}
-WITH_OBJECTS = {"APOLLO", "Conda", "Fira", "GaLore"}  # state that is not saved
+# State or hyperparameters that are not saved, or not read without trust.
+WITH_OBJECTS = {"APOLLO", "Conda", "Fira", "GaLore", "SCION", "ScalableShampoo"}
 REFUSED: dict[str, set[str]] = {
     f"pytorch_optimizer.{name}": {
         *({EXPERTS} if name in AT_ONCE else ()),
@@ -126,19 +127,21 @@ def train(
         optimizer.train()
     for step in steps:
         torch.manual_seed(step)
-        batch = tokens(step).chunk(size)[rank]
+        step_once(model, optimizer, use, [tokens(step).chunk(size)[rank]])
 
-        def loss_of(batch: Tensor = batch) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(batch)
-            loss.backward()
-            return loss
 
-        if use.with_closure:
-            optimizer.step(loss_of)
-        else:
-            loss_of()
-            optimizer.step()
+def step_once(model: nn.Module, optimizer: Any, use: Use, batch: Sequence[Tensor]) -> None:
+    def loss_of() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(*batch)
+        loss.backward()
+        return loss
+
+    if use.with_closure:
+        optimizer.step(loss_of)
+    else:
+        loss_of()
+        optimizer.step()
 
 
 def in_one_process(kind: Any) -> tuple[Use, dict[str, Tensor], dict[str, Tensor]]:
@@ -203,9 +206,7 @@ def with_experts(kind: Any, use: Use) -> float:
     ]
     for step, micro in enumerate(data):
         torch.manual_seed(step)
-        plain.zero_grad()
-        alone(*(torch.cat(parts) for parts in zip(*micro, strict=True))).backward()
-        plain.step()
+        step_once(alone, plain, use, [torch.cat(parts) for parts in zip(*micro, strict=True)])
     expected = alone.state_dict()
     most = 0.0
     for level in LEVELS:
@@ -216,9 +217,7 @@ def with_experts(kind: Any, use: Use) -> float:
             optimizer.train()
         for step, micro in enumerate(data):
             torch.manual_seed(step)
-            optimizer.zero_grad()
-            model(*micro[dist.get_rank()]).backward()
-            optimizer.step()
+            step_once(model, optimizer, use, micro[dist.get_rank()])
         found = {
             name: p.full_tensor() if isinstance(p, fe.FlatDTensor) else p.detach()
             for name, p in model.named_parameters()
