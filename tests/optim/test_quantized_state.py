@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_engine as fe
-from fsdp_engine.optim.sharded_step import is_elementwise
+from fsdp_engine.optim import sharded_step
 from tests.composition.tensor_parallel import mesh_of
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
@@ -398,8 +398,8 @@ def test_norms_of_whole_parameters_are_not_known_to_be_elementwise() -> None:
     for name, value in (("max_unorm", 1.0), ("percentile_clipping", 5), ("block_wise", False)):
         optimizer = Momentum8bit(nn.Linear(2, 2).parameters(), 1e-3)
         setattr(optimizer.args, name, value)
-        assert not is_elementwise(optimizer)
-    assert is_elementwise(Momentum8bit(nn.Linear(2, 2).parameters(), 1e-3))
+        assert not sharded_step._is_known(optimizer)
+    assert sharded_step._is_known(Momentum8bit(nn.Linear(2, 2).parameters(), 1e-3))
 
 
 @on_ranks(2)

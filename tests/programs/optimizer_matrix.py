@@ -284,7 +284,7 @@ def row(ranks: Ranks, library: str, name: str) -> Row:
             if isinstance(error := cell("save", SAVED[0], SAVED[1], path), str):
                 return error
             found = [cell("resume", size, level, path) for size, level in RESUMES]
-        errors = [each for each in found if isinstance(each, str)]
+        errors = [each.replace(f"{path}: ", "") for each in found if isinstance(each, str)]
         return errors[0] if errors else max(map(float, found))
 
     cells: Row = {"stepped": cell("stepped", 2)}
