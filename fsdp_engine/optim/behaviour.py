@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.chunked_step import Shadows, entries_of
-from fsdp_engine.optim.owned_params import leaves_of
+from fsdp_engine.optim.state_leaves import is_plain, leaves_of
 
 _DIMS = (24, 161)  # at most
 _BLOCK = 256
@@ -323,9 +323,7 @@ def _is_structured(state: dict[Any, Any], shape: tuple[int, ...]) -> bool:
     """Whether the state of a parameter is other than numbers, and tensors of its shape or of one
     element."""
     return not all(
-        value.shape == shape or value.numel() == 1
-        if isinstance(value, Tensor)
-        else value is None or isinstance(value, bool | int | float | complex | str)
+        value.shape == shape or value.numel() == 1 if isinstance(value, Tensor) else is_plain(value)
         for value in state.values()
     )
 

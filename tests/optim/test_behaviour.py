@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
-from fsdp_engine.optim.owned_step import owned_step_of
+from fsdp_engine.optim.owned_step import OwnedStep
+from fsdp_engine.optim.shadow import step_hook_of
 from tests.pool import on_ranks
 
 
@@ -144,7 +145,7 @@ def test_an_empty_parameter_has_its_dims(rule: Callable[..., None], needs: int) 
         rule(self)
 
     optimizer = fe.shard_optimizer(Rule(model.parameters(), noting))
-    step = owned_step_of(optimizer)
+    step = step_hook_of(optimizer, OwnedStep)
     assert (0 if step is None else step.needs["nothing"]) == needs
     shapes.clear()
     (model(torch.ones(2, 8)).sum() + model.nothing.sum()).backward()

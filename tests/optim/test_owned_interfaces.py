@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.fsdp2 import fully_shard
-from fsdp_engine.optim.owned_params import leaves_of
+from fsdp_engine.optim.state_leaves import leaves_of
 from tests.optim.owned import (
     MAKERS,
     Coupled,
