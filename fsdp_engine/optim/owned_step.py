@@ -46,7 +46,7 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
+from fsdp_engine.optim.behaviour import Found, Needs, TrialFailed, Trials
 from fsdp_engine.optim.chunked_step import (
     Shadows,
     called_once,
@@ -66,8 +66,8 @@ from fsdp_engine.optim.ownership import (
     Item,
     assign_owners,
     in_chunks,
-    newton_schulz_work,
     shares_of,
+    step_work,
 )
 from fsdp_engine.optim.parameter_sites import ParamSite, site_of
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot, StepHook
@@ -131,9 +131,9 @@ def _site(param: Tensor) -> ParamSite:
 
 def _tried(
     optimizer: Optimizer, trials: Trials, number: int, param: Tensor, shape: tuple[int, ...]
-) -> Needs:
+) -> Found:
     try:
-        return trials.needs(number, shape, param.dtype)
+        return trials.find(number, shape, param.dtype)
     except TrialFailed as failure:
         error = failure.__cause__
         kind = type(optimizer).__name__
@@ -311,6 +311,7 @@ class OwnedStep(StepHook):
         self._loaded: list[tuple[OwnedParam, Any]] = []
         self._stepped: set[int] = set()  # groups in this step, on this rank
         self.needs: dict[str, Needs] = {}
+        self._work: dict[int, float] = {}  # by id of the parameter
         self._shares: list[str] = []
         self._last: Any = None  # within a step, the shadow that torch steps
         self._refresh(optimizer)
@@ -406,11 +407,12 @@ class OwnedStep(StepHook):
                     continue
                 name = _name_of(param)
                 if any(fnmatchcase(name, pattern) for pattern in self._patterns):
-                    needs = Needs.TENSOR
+                    needs, multiplies = Found(Needs.TENSOR, multiplies=True)
                 else:
                     trials = trials or Trials(optimizer, param.device)
-                    needs = _tried(optimizer, trials, number, param, shape)
+                    needs, multiplies = _tried(optimizer, trials, number, param, shape)
                 self.needs[name] = needs
+                self._work[id(param)] = step_work(shape, multiplies=multiplies)
                 if needs > Needs.ELEMENT:
                     _check_whole(param, type(optimizer).__name__)
                     of_group.append((number, param))
@@ -438,8 +440,10 @@ class OwnedStep(StepHook):
             sites = [_site(param) for _, param in unit]
             shapes = [site.shape for site in sites]
             numel = sum(torch.Size(shape).numel() for shape in shapes)
-            near = sites[0].central_ranks if len(sites) == 1 else ()
-            items.append(Item(sum(map(newton_schulz_work, shapes)), numel, near))
+            work = sum(self._work[id(param)] for _, param in unit)
+            is_one = len(sites) == 1
+            near = (sites[0].central_ranks, sites[0].central_numel) if is_one else ()
+            items.append(Item(work, numel, *near))
         owners = assign_owners(items, mesh.size)
         chunk_of = _chunks_of(items, owners, mesh.size)
         rank = mesh.outer.rank * mesh.inner.size + mesh.inner.rank
