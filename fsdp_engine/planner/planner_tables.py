@@ -8,6 +8,7 @@ from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
 from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count
 
 with naming_extra():
@@ -34,7 +35,8 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         caption=(
             f"{name} of one rank: memory by kind at the peak; free of "
             f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
-            f"step. ms: step time, and exposed communication{' and copies' * is_offloaded}. Ranks: "
+            f"step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
+            f"communication{' and copies' * is_offloaded}. Ranks: "
             "outer x inner. Recompute: "
             "activation checkpointing."
             + " Elsewhere: offloaded state and activations of one rank, which each step copies."
