@@ -83,8 +83,8 @@ class TimeAccuracy:
         return (
             f"The planner is too fast on {self.where}: {took}, {self.factor:.2f} in the median. "
             f"Times are not scaled: expect {format_seconds(self.factor * seconds)} "
-            f"+-{100 * self.spread:.0f} % instead of {format_seconds(seconds)}, and as much less "
-            "throughput."
+            f"+-{100 * self.spread:.0f} % instead of {format_seconds(seconds)}, and rates lower by "
+            "the same factor."
         )
 
 

@@ -78,6 +78,12 @@ def test_texts_state_the_spread_and_the_bias() -> None:
     assert "on this machine is unknown" in accuracy_of("").sentence(1.0)
 
 
+def test_the_docs_have_them() -> None:
+    text = (RESULTS.parents[1] / "docs" / "planner.md").read_text()
+    for family, accuracy in ACCURACIES.items():
+        assert f"`{accuracy.mark}`" in text, family
+
+
 def test_machines_have_families() -> None:
     presets = {"A100": fe.A100, "H100": fe.H100, "H200": fe.H200, "B200": fe.B200}
     assert {name: family_of(each) for name, each in presets.items()} == {n: n for n in presets}
