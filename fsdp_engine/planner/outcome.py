@@ -29,6 +29,11 @@ KIND_OF_OFFLOADED = {
 }
 
 
+# Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
+# and kernels, and fragmentation of the allocator take the rest (docs/planner.md).
+USABLE = 0.9
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One configuration of a job.
@@ -165,6 +170,9 @@ class Setting:
         microbatches: per step.
         why_unknown: why activations and times, and therefore whether a candidate fits, are
             unknown. Empty: they are known.
+        machine_memory: memory of a rank's device in bytes; 0: unknown.
+        machine_family: whose accuracy of times is stated
+            (:func:`~fsdp_engine.simulation.time_accuracy.accuracy_of`); empty: unknown.
     """
 
     model: str
@@ -176,6 +184,8 @@ class Setting:
     item: str
     microbatches: int
     why_unknown: str = ""
+    machine_memory: float = 0.0
+    machine_family: str = ""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -44,7 +44,7 @@ from fsdp_engine.runtime.activations import OFFLOAD
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.machine import PRESETS
 from fsdp_engine.simulation.simulation_error import SimulationError
-from fsdp_engine.terminal import print_whole
+from fsdp_engine.terminal import print_whole, terminal_width
 
 with naming_extra():
     import typer
@@ -257,7 +257,7 @@ def plan(
                 offload=_offload(offload, offload_folder),
                 **options,
             )
-            print_whole(estimates_table(estimates, memory))
+            print_whole(estimates_table(estimates, memory, terminal_width()))
             limit = float("inf") if memory is None else memory * 2**30
             raise typer.Exit(
                 0 if any(each.peak_bytes <= limit for each in estimates) else NOTHING_FITS
@@ -338,7 +338,7 @@ def _print_and_save(
 ) -> None:
     """Print the plan, write the requested files, and exit with a status for whether any candidate
     fits."""
-    print_whole(plan_table(planning.setting, planning.outcomes))
+    print_whole(plan_table(planning.setting, planning.outcomes, terminal_width()))
     print(advice(planning.setting, planning.outcomes, planning.trials))
     if save is not None:
         planning.save(save)

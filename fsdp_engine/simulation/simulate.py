@@ -55,6 +55,7 @@ from fsdp_engine.simulation.simulation_error import (
     check_type,
     listed,
 )
+from fsdp_engine.simulation.time_accuracy import accuracy_of, family_of
 
 _aten = torch.ops.aten
 _ROWS = (_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step)
@@ -302,6 +303,7 @@ class Simulation:
         size = _gib(self.machine.processor.memory_bytes)
         lines.append(f"memory      {_gib(self.peak_bytes)} of {size} at most: {kinds}")
         lines += [f"{place:<12}{_gib(n)}" for place, n in self.elsewhere.items()]
+        lines.append(accuracy_of(family_of(self.machine)).sentence(self.seconds))
         return "\n".join(lines)
 
     def _worst(self) -> str:
