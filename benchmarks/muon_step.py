@@ -74,11 +74,6 @@ def backward(model: nn.Module, width: int) -> None:
     model(torch.randn(64, width)).square().mean().backward()
 
 
-def whole(name: str, param: torch.Tensor) -> int:
-    """A granule: parameters are not cut."""
-    return param.numel()
-
-
 def step_times(rounds: int, num_blocks: int, width: int) -> dict[str, Any]:
     """Seconds until all ranks have stepped, and bytes that they send."""
     steps: dict[str, Callable[[], None]] = {}
@@ -94,7 +89,7 @@ def step_times(rounds: int, num_blocks: int, width: int) -> dict[str, Any]:
             fully_shard(model)
         else:
             level = "optim_grads_params" if name in (OWNERS, UNCUT) else "no_shard"
-            granule = whole if name == UNCUT else None
+            granule = fe.whole_tensors if name == UNCUT else None
             engine = fe.shard(model, strategy=level, units=[Block], granule=granule)
         optimizer = torch.optim.Muon(model.parameters(), lr=1e-3)
         if name in (OWNERS, REPLICATED, UNCUT):
