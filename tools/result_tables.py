@@ -1500,6 +1500,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     fp8_losses,
     fp8_bytes,
     low_bit_losses,
+    muon_losses,
     padding,
     planned_memory,
     two_versions,
