@@ -34,8 +34,8 @@ PUBLIC_NAMES = {
     "training": (
         "Training",
         "shard Engine shard_optimizer checkpoint_units register_forward_method "
-        "MixedPrecisionPolicy DistributedDataParallelConfig Offload Float8 FlatDTensor "
-        "DistributedDataParallel finalize_model_grads ModelParallelGroups",
+        "whole_rows whole_tensors MixedPrecisionPolicy DistributedDataParallelConfig Offload "
+        "Float8 FlatDTensor DistributedDataParallel finalize_model_grads ModelParallelGroups",
     ),
     "checkpoints": (
         "Checkpoints and weights",

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.collectives import Communicator, all_reduce_
@@ -126,6 +127,8 @@ def _measure(threads: int, seconds: float, verbose: bool, folder: str | Path | N
             f"calibrate: expected the same number of ranks on each node; found {num_ranks} ranks, "
             f"{per_node} of them on this node"
         )
+    if not is_guest:
+        _start_processes()
     mesh = DataMesh.create(None, num_instances=num_ranks // per_node, what="calibrate")
     if mesh.device.type == "cpu":
         torch.set_num_threads(threads)
@@ -135,6 +138,13 @@ def _measure(threads: int, seconds: float, verbose: bool, folder: str | Path | N
     if not is_guest:
         dist.destroy_process_group()
     return machine
+
+
+def _start_processes() -> None:
+    """Make the default process group, with keys of its own in the store: a group that the job makes
+    afterwards would find the addresses of this one (gloo, torch 2.11 to 2.13)."""
+    store, rank, size = next(iter(rendezvous("env://")))
+    dist.init_process_group(store=dist.PrefixStore("calibrate", store), rank=rank, world_size=size)
 
 
 class _Meter:
