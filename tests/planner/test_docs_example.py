@@ -26,10 +26,10 @@ def first_block(language: str, after: str) -> str:
 def test_the_first_example_prints_what_the_page_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "gpt.py").write_text(first_block("python", "With this file, `gpt.py`:"))
+    (tmp_path / "my_model.py").write_text(first_block("python", "With this file, `my_model.py`:"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "gpt", raising=False)
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
     monkeypatch.setattr(planner_cli, "terminal_width", lambda: 100)
     program, *arguments = shlex.split(first_block("bash", "are planned by"))
     assert program == "fsdp-engine"
