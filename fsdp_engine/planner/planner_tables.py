@@ -36,7 +36,7 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
             f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
             f"step. ms: step time, and exposed communication{' and copies' * is_offloaded}. Ranks: "
             "outer x inner. Recompute: "
-            "activation checkpointing."
+            "activation checkpointing, of whole blocks or selective."
             + " Elsewhere: offloaded state and activations of one rank, which each step copies."
             * is_offloaded
         ),
@@ -57,7 +57,7 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         cells = [candidate.strategy]
         if has_outer:
             cells += [candidate.outer_strategy if len(candidate.mesh) == 2 else "", candidate.ranks]
-        cells.append("blocks" if candidate.recomputes else "no")
+        cells.append(candidate.recomputed)
         if is_offloaded:
             cells.append(candidate.offloaded or "no")
         if has_sizes:

@@ -175,7 +175,7 @@ def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
     output = run(f"{COUNTING} --figure plan.svg --trace step.json --save plan.json")
     table = cells(output)
     assert sorted(row[:2] for row in table) == sorted(
-        [level, recompute] for level in LEVELS for recompute in ("blocks", "no")
+        [level, recompute] for level in LEVELS for recompute in ("blocks", "no", "selective")
     )
     assert "Counting, 4.16k parameters, on 2 ranks of 8 x H100" in output
     assert "Use " in output
