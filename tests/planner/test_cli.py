@@ -244,6 +244,13 @@ def test_state_on_the_host_is_shown_with_its_bytes(folder: Path) -> None:
     assert cells(estimates)[0][3] == "3.7 GiB"  # of two units of 32
 
 
+def test_selective_checkpointing_is_planned_alone(folder: Path) -> None:
+    output = run(f"{COUNTING} --recompute selective --save plan.json")
+    assert {row[1] for row in cells(output)} == {"selective"}
+    planning = fe.StrategyPlan.load(folder / "plan.json")
+    assert planning.best["checkpointing"] == "selective"
+
+
 def test_activations_on_the_host_are_shown_as_what_they_are(folder: Path) -> None:
     output = run(f"{COUNTING} --recompute offload --save plan.json")
     assert {tuple(row[1:3]) for row in cells(output)} == {("no", "activations on the host")}

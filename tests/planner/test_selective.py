@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner.outcome import Candidate, ordinal
+from fsdp_engine.planner.outcome import Candidate, Outcome, ordinal
 from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
@@ -20,7 +20,6 @@ from tests.pool import Ranks
 WORLD = 2
 PLENTY = 2.0**40
 EVERY_SECOND = fe.Checkpointing(every=2)
-WAYS = (False, "selective", EVERY_SECOND, True)
 # Whose host does not limit steps of a small model.
 MACHINE = replace(
     fe.H100,
@@ -39,50 +38,37 @@ def planned(memory: float = PLENTY, **options: Any) -> fe.StrategyPlan:
 
 
 @functools.cache
-def all_ways() -> fe.StrategyPlan:
-    return planned(checkpointing=WAYS)
+def by_default() -> fe.StrategyPlan:
+    return planned()
 
 
-def peaks(planning: fe.StrategyPlan, level: str) -> dict[Any, int]:
-    return {
-        each.candidate.checkpointing: each.peak_bytes
-        for each in planning.outcomes
-        if each.candidate.strategy == level
-    }
+@functools.cache
+def every_second() -> fe.StrategyPlan:
+    return planned(checkpointing=(EVERY_SECOND,))
+
+
+def of_level(level: str) -> dict[Any, Outcome]:
+    """Outcomes by what becomes of activations."""
+    outcomes = by_default().outcomes + every_second().outcomes
+    return {e.candidate.checkpointing: e for e in outcomes if e.candidate.strategy == level}
 
 
 def test_memory_and_times_are_between_those_of_all_and_of_nothing() -> None:
-    level = "optim_grads_params"
-    found = peaks(all_ways(), level)
-    assert found.keys() == set(WAYS)
-    steps = {
-        each.candidate.checkpointing: each.times.step
-        for each in all_ways().outcomes
-        if each.candidate.strategy == level and each.times is not None
-    }
+    found = of_level("optim_grads_params")
+    assert found.keys() == {False, "selective", EVERY_SECOND, True}
+    peaks = {way: each.peak_bytes for way, each in found.items()}
+    steps = {way: each.times.step for way, each in found.items() if each.times is not None}
     for some in ("selective", EVERY_SECOND):
-        assert found[True] < 0.95 * found[some] < 0.9 * found[False]
+        assert peaks[True] < 0.95 * peaks[some] < 0.9 * peaks[False]
         assert steps[False] < 0.99 * steps[some] < 0.98 * steps[True]
 
 
-def test_the_default_tries_selective() -> None:
-    planning = planned()
-    assert {each.candidate.checkpointing for each in planning.outcomes} == {
-        False,
-        "selective",
-        True,
-    }
-
-
-def test_it_is_chosen_where_nothing_more_fits_and_its_arguments_are_those_of_shard(
-    tmp_path: Path,
-) -> None:
-    least = {way: min(peaks(all_ways(), level)[way] for level in LEVELS) for way in WAYS}
-    planning = planned(least["selective"], checkpointing=(False, "selective", True))
+def test_it_is_tried_and_chosen_where_nothing_faster_fits(tmp_path: Path) -> None:
+    limit = min(of_level(level)["selective"].peak_bytes for level in LEVELS)
+    planning = by_default().within(limit)
     assert planning.chosen is not None
     assert planning.best["checkpointing"] == "selective"
-    text = str(planning)
-    assert "ranks, activation checkpointing (selective): " in text
+    assert "ranks, activation checkpointing (selective): " in str(planning)
     path = tmp_path / "plan.json"
     planning.save(path)
     assert fe.StrategyPlan.load(path).best["checkpointing"] == "selective"
@@ -90,17 +76,16 @@ def test_it_is_chosen_where_nothing_more_fits_and_its_arguments_are_those_of_sha
 
 def test_every_kth_block_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    all_ways().save(path)
-    assert fe.StrategyPlan.load(path).outcomes == all_ways().outcomes
-    alone = planned(checkpointing=(EVERY_SECOND,))
-    assert alone.best["checkpointing"] == EVERY_SECOND
-    assert "activation checkpointing (blocks, every 2nd): " in str(alone)
+    every_second().save(path)
+    assert fe.StrategyPlan.load(path).outcomes == every_second().outcomes
+    assert every_second().best["checkpointing"] == EVERY_SECOND
+    assert "activation checkpointing (blocks, every 2nd): " in str(every_second())
     path.write_text(path.read_text().replace('"every": 2', '"every": 0'))
     with pytest.raises(ValueError, match="every: expected 1 or more; found 0"):
         fe.StrategyPlan.load(path)
 
 
-def test_a_function_is_planned_and_not_saved(tmp_path: Path) -> None:
+def test_a_policy_is_planned_and_not_saved(tmp_path: Path) -> None:
     policy = fe.Checkpointing(policy=[torch.ops.aten.mm.default])
     planning = planned(checkpointing=(policy,))
     assert planning.best["checkpointing"] is policy
@@ -164,10 +149,13 @@ def _shard_by_plans(paths: list[str]) -> list[list[str]]:
 
 
 def test_what_is_planned_can_be_run(ranks: Ranks, tmp_path: Path) -> None:
+    selective = by_default().within(
+        min(of_level(level)["selective"].peak_bytes for level in LEVELS)
+    )
     paths = []
-    for way in ("selective", EVERY_SECOND):
+    for planning in (selective, every_second()):
         paths.append(str(tmp_path / f"{len(paths)}.json"))
-        planned(checkpointing=(way,)).save(paths[-1])
+        planning.save(paths[-1])
     checkpointed = "CheckpointedForward"
     expected = [4 * [checkpointed], 2 * ["method", checkpointed]]
     assert ranks.run(_shard_by_plans, paths, world_size=WORLD) == WORLD * [expected]
