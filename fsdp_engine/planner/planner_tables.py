@@ -22,14 +22,15 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
     """A row for each outcome; those that do not fit are dim."""
     has_outer = any(len(each.candidate.mesh) == 2 for each in outcomes)
     is_offloaded = any(each.candidate.offloaded for each in outcomes)
+    has_lengths = len({each.candidate.sequence for each in outcomes}) > 1
     has_sizes = len({each.candidate.microbatch_size for each in outcomes}) > 1
+    has_sizes |= bool(setting.global_batch)
     unit = _GIB if max(each.peak_bytes for each in outcomes) >= 4 * _GIB else _MIB
     name = "GiB" if unit == _GIB else "MiB"
     table = Table(
         title=(
             f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
-            f"{setting.world_size:,} ranks of {setting.machine}; {setting.microbatches} "
-            f"microbatch{'es' * (setting.microbatches > 1)} per step"
+            f"{setting.world_size:,} ranks of {setting.machine}; {_step_text(setting)}"
         ),
         caption=(
             f"{name} of one rank: memory by kind at the peak; free of "
@@ -37,6 +38,7 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
             f"step. ms: step time, and exposed communication{' and copies' * is_offloaded}. Ranks: "
             "outer x inner. Recompute: "
             "activation checkpointing."
+            + " Batch: microbatches x rows of one." * bool(setting.global_batch)
             + " Elsewhere: offloaded state and activations of one rank, which each step copies."
             * is_offloaded
         ),
@@ -46,7 +48,8 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
     texts = ("strategy", *("outer", "ranks") * has_outer, "recompute")
     for column in (*texts, *("offloaded",) * is_offloaded):
         table.add_column(column, no_wrap=True)
-    numbers = [*("size",) * has_sizes, *KINDS, "at most", "free"]
+    size = "batch" if setting.global_batch else "size"
+    numbers = [*("sequence",) * has_lengths, *(size,) * has_sizes, *KINDS, "at most", "free"]
     numbers += ["elsewhere"] * is_offloaded
     numbers += ["step", "exposed", f"{setting.item}/s"]
     numbers += ["sent inner", "sent outer"] if has_outer else ["sent"]
@@ -60,8 +63,11 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         cells.append("blocks" if candidate.recomputes else "no")
         if is_offloaded:
             cells.append(candidate.offloaded or "no")
+        if has_lengths:
+            cells.append(f"{candidate.sequence:,}")
         if has_sizes:
-            cells.append(str(candidate.microbatch_size))
+            count = f"{candidate.microbatches} x " if setting.global_batch else ""
+            cells.append(f"{count}{candidate.microbatch_size}")
         counts = [*(each.memory.get(kind) for kind in KINDS), each.peak_bytes]
         cells += [_in_units(count, unit) for count in counts]
         free = _in_units(setting.memory - each.peak_bytes, unit)
@@ -80,6 +86,12 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         cells += [_in_units(each.sent.get(axis, 0), unit) for axis in axes]
         table.add_row(*cells, style="dim" if each.lacking else "")
     return table
+
+
+def _step_text(setting: Setting) -> str:
+    if setting.global_batch:
+        return f"{setting.global_batch:,} {setting.item} per step"
+    return f"{setting.microbatches} microbatch{'es' * (setting.microbatches > 1)} per step"
 
 
 def _in_units(count: float | None, unit: int) -> str:

@@ -282,6 +282,8 @@ class Clock:
         exposed: waits of compute for communication.
         sent_bytes: bytes sent on lanes, by axis.
         copied_bytes: bytes copied on lanes, by lane.
+        model_flops, seconds_at_peak: of products, without recomputation, and the time that they
+            take at the machine's peak.
         entered: lanes that run what compute would.
         memory_changed: called when the engine has allocated or freed memory.
     """
@@ -295,6 +297,7 @@ class Clock:
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
         self.copied_bytes: dict[str, float] = {}
+        self.model_flops = self.seconds_at_peak = 0.0
         self.entered: list[SimulatedLane] = []
         self.memory_changed: Callable[[], None] = lambda: None
         # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
@@ -331,6 +334,7 @@ class Clock:
         self.exposed.clear()
         self.sent_bytes.clear()
         self.copied_bytes.clear()
+        self.model_flops = self.seconds_at_peak = 0.0
         self._copies.clear()
 
     @property
