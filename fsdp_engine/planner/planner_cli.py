@@ -35,7 +35,7 @@ from fsdp_engine.planner.command_inputs import (
 )
 from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.machine_changes import named_machines, parsed_changes
+from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
 from fsdp_engine.planner.questions import GPU, NODE, check_positive, parsed_count
@@ -45,7 +45,7 @@ from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import OFFLOAD
 from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.machine import PRESETS
+from fsdp_engine.simulation.machine import PRESETS, Machine
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.terminal import print_whole
 
@@ -318,7 +318,16 @@ def plan(
     if global_batch is not None:
         _refuse(given, ("microbatches",), "expected without --global-batch; found with it")
     questions = _questions(
-        tokens, price, compare, what_if, scaling, checkpoint_bandwidth, mtbf, mtbf_of, given
+        machine,
+        tokens,
+        price,
+        compare,
+        what_if,
+        scaling,
+        checkpoint_bandwidth,
+        mtbf,
+        mtbf_of,
+        given,
     )
     if memory is not None and not 0 < memory < float("inf"):
         raise typer.BadParameter(f"--memory: expected GiB, more than 0; found {memory}")
@@ -484,6 +493,7 @@ def _batch(spec: str, model: nn.Module, *, has_sizes: bool, has_lengths: bool) -
 
 
 def _questions(
+    machine: str,
     tokens: float | None,
     price: str | None,
     compare: str | None,
@@ -513,12 +523,17 @@ def _questions(
             for each in prices:
                 check_positive("--price", each, "dollars per GPU hour")
         if len(prices) not in (1, len(machines)):
-            raise ValueError(f"one price, or {len(machines)} for --compare; found {price}")
+            raise ValueError(
+                f"--price: expected one price, or {len(machines)} for --compare; found {price}"
+            )
+        changes = tuple(map(parsed_changes, what_if or ()))
+        for change in changes:
+            changed_machine(Machine.named(machine), change)
         return Questions(
             tokens,
             tuple(prices),
             tuple(name for name, _ in named_machines(machines)),
-            tuple(map(parsed_changes, what_if or ())),
+            changes,
             scaling,
             None if checkpoint_bandwidth is None else 1e9 * checkpoint_bandwidth,
             mtbf,
