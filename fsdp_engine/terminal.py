@@ -6,6 +6,7 @@ Only functions that print tables import rich, because training must not depend o
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -121,6 +122,19 @@ def terminal_width() -> int | None:
         from rich.console import Console
 
     return Console().width if sys.stdout.isatty() else None
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """The lines of a text, wrapped between words. Continued lines are indented.
+
+    Args:
+        text: of one or more lines.
+        width: of the terminal. None: lines are not wrapped.
+    """
+    if width is None:
+        return text
+    lines = [textwrap.wrap(each, width, subsequent_indent="  ") for each in text.splitlines()]
+    return "\n".join(line for each in lines for line in each)
 
 
 def not_shown(found: Fitted, width: int | None) -> str:

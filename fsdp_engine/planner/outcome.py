@@ -155,6 +155,24 @@ STATE = "state"
 _COPIES = {STATE: "state copies", ACTIVATIONS: "activation copies"}
 
 
+def part_waiting_for(lane: str, candidate: Candidate) -> str:
+    """The part of a step's time in which compute waits for a lane: "inner link", "state copies",
+    ..., as in :meth:`Times.shares`."""
+    what = _waits_for(lane, candidate)
+    return _COPIES.get(what, f"{what} link")
+
+
+def _waits_for(lane: str, candidate: Candidate) -> str:
+    """The axis of a lane, or whose copies are on it."""
+    offload = candidate.offload
+    brings_weights = offload is not None and "main_weights" in offload.places
+    if lane in ACTIVATION_LANES:
+        return ACTIVATIONS
+    if lane in STATE_LANES or (lane == COPY_IN and brings_weights):
+        return STATE
+    return axis_of(lane)
+
+
 @dataclass(frozen=True)
 class Setting:
     """The planned job.
@@ -261,12 +279,8 @@ class Outcome:
     ) -> Outcome:
         """The result of a simulation, without its timeline."""
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
-        offload = candidate.offload
-        brings_weights = offload is not None and "main_weights" in offload.places
-        copying = dict.fromkeys((*STATE_LANES, *(COPY_IN,) * brings_weights), STATE)
-        copying |= dict.fromkeys(ACTIVATION_LANES, ACTIVATIONS)
         for lane, seconds in found.exposed_by_lane.items():
-            what = copying.get(lane) or axis_of(lane)
+            what = _waits_for(lane, candidate)
             exposed[what] = exposed.get(what, 0.0) + seconds
         return cls(
             candidate,

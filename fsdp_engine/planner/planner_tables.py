@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
 from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.planner.plan_view import in_units, table_unit
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.strategies import LEVELS
@@ -24,7 +25,8 @@ with naming_extra():
 
 
 _UNKNOWN = "?"
-_MIB, _GIB = 2**20, 2**30
+# Which columns are left out of narrow terminals first: bytes sent, and those of each kind.
+DETAILS = range(10, 30)
 
 
 def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None = None) -> Table:
@@ -35,28 +37,13 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None 
         outcomes: sorted.
         width: columns of the terminal, to which the table is fitted. None: all columns.
     """
-    is_offloaded = any(each.candidate.offloaded for each in outcomes)
-    unit, name = table_unit(outcomes)
-    found = fitted(_plan_columns(setting, outcomes, unit, is_offloaded=is_offloaded), width)
+    found = fitted(plan_columns(setting, outcomes), width)
     levels = ", ".join(f"{number} {level}" for number, level in enumerate(LEVELS))
     table = Table(
-        title=(
-            f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
-            f"{setting.world_size:,} ranks of {setting.machine}; {setting.microbatches} "
-            f"microbatch{'es' * (setting.microbatches > 1)} per step"
-        ),
-        caption=(
-            f"{name} of one rank: memory by kind at the peak; free of "
-            f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
-            f"step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
-            f"communication{' and copies' * is_offloaded}. Ranks: "
-            "outer x inner. Recompute: "
-            "activation checkpointing."
-            + " Elsewhere: offloaded state and activations of one rank, which each step copies."
-            * is_offloaded
-            + f" Levels: {levels}." * ("strategy" in found.folded)
-            + not_shown(found, width)
-        ),
+        title=plan_title(setting),
+        caption=plan_caption(setting, outcomes)
+        + f" Levels: {levels}." * ("strategy" in found.folded)
+        + not_shown(found, width),
         title_justify="left",
         caption_justify="left",
     )
@@ -64,15 +51,35 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None 
     return table
 
 
-def table_unit(outcomes: Sequence[Outcome]) -> tuple[int, str]:
-    """The unit of bytes in tables and figures of these outcomes, and its name."""
-    is_large = max(each.peak_bytes for each in outcomes) >= 4 * _GIB
-    return (_GIB, "GiB") if is_large else (_MIB, "MiB")
+def plan_title(setting: Setting) -> str:
+    """Model, ranks and machine."""
+    return (
+        f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
+        f"{setting.world_size:,} ranks of {setting.machine}; {setting.microbatches} "
+        f"microbatch{'es' * (setting.microbatches > 1)} per step"
+    )
 
 
-def _plan_columns(
-    setting: Setting, outcomes: Sequence[Outcome], unit: int, *, is_offloaded: bool
-) -> list[Column]:
+def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
+    """Units and meanings of the columns."""
+    is_offloaded = any(each.candidate.offloaded for each in outcomes)
+    _, name = table_unit(outcomes)
+    text = (
+        f"{name} of one rank: memory by kind at the peak; free of "
+        f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
+        f"step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
+        f"communication{' and copies' * is_offloaded}. Ranks: outer x inner. Recompute: "
+        "activation checkpointing."
+    )
+    if is_offloaded:
+        text += " Elsewhere: offloaded state and activations of one rank, which each step copies."
+    return text
+
+
+def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
+    """The columns of a plan, with a cell for each outcome."""
+    unit, _ = table_unit(outcomes)
+    is_offloaded = any(each.candidate.offloaded for each in outcomes)
     candidates = [each.candidate for each in outcomes]
     has_outer = any(len(each.mesh) == 2 for each in candidates)
     outer = [each.outer_strategy if len(each.mesh) == 2 else "" for each in candidates]
@@ -90,14 +97,14 @@ def _plan_columns(
     if len({each.microbatch_size for each in candidates}) > 1:
         columns.append(Column("size", [str(each.microbatch_size) for each in candidates]))
     for number, kind in enumerate(KINDS):
-        sizes = [_in_units(each.memory.get(kind), unit) for each in outcomes]
+        sizes = [in_units(each.memory.get(kind), unit) for each in outcomes]
         columns.append(Column(kind, sizes, drop=20 + number))
-    columns.append(Column("at most", [_in_units(each.peak_bytes, unit) for each in outcomes]))
+    columns.append(Column("at most", [in_units(each.peak_bytes, unit) for each in outcomes]))
     free = [_free(setting, each, unit) for each in outcomes]
     short_free = ("free", [_free(setting, each, unit, is_short=True) for each in outcomes])
     columns.append(Column("free", free, drop=90, fold=40, folded=short_free))
     if is_offloaded:
-        held = [_in_units(sum(each.elsewhere.values()), unit) for each in outcomes]
+        held = [in_units(sum(each.elsewhere.values()), unit) for each in outcomes]
         columns.append(Column("elsewhere", held, drop=50))
     times = [each.times for each in outcomes]
     steps = [_UNKNOWN if each is None else f"{each.step * 1e3:,.1f}" for each in times]
@@ -107,7 +114,7 @@ def _plan_columns(
     columns.append(Column("exposed", waits, drop=30))
     columns.append(Column(f"{setting.item}/s", rates, drop=100))
     for number, axis in enumerate(("inner", "outer") if has_outer else ("inner",)):
-        sent = [_in_units(each.sent.get(axis, 0), unit) for each in outcomes]
+        sent = [in_units(each.sent.get(axis, 0), unit) for each in outcomes]
         name = f"sent {axis}" if has_outer else "sent"
         columns.append(Column(name, sent, drop=11 - number))
     return columns
@@ -135,16 +142,10 @@ def _free(setting: Setting, outcome: Outcome, unit: int, *, is_short: bool = Fal
     """The free memory, or the excess and the largest kind of memory."""
     if outcome.fits is None:
         return _UNKNOWN
-    free = _in_units(setting.memory - outcome.peak_bytes, unit)
+    free = in_units(setting.memory - outcome.peak_bytes, unit)
     if outcome.fits:
         return free
     return f"[red]{free}[/red]" if is_short else f"[red]{free}, {outcome.largest_kind}[/red]"
-
-
-def _in_units(count: float | None, unit: int) -> str:
-    if count is None:
-        return _UNKNOWN
-    return f"{count / unit:,.2f}" if unit == _GIB else f"{count / unit:,.0f}"
 
 
 def estimates_table(

@@ -7,50 +7,17 @@ import pty
 import re
 import subprocess
 import sys
-from dataclasses import replace
-from functools import cache
 
 import pytest
 from rich.table import Table
 
 import fsdp_engine as fe
 from fsdp_engine.planner.estimates import compare
-from fsdp_engine.planner.outcome import Candidate, Outcome, Setting, Times
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from fsdp_engine.strategies import LEVELS
 from fsdp_engine.terminal import Column, fitted, table_text, terminal_width
-
-SETTING = Setting(
-    *("LlamaForCausalLM", 70_000_000_000, "8 x H100 SXM a node, 400 Gb/s a GPU", 1024, 8),
-    *(67 * 2.0**30, "tokens", 4),
-    machine_memory=80e9,
-    machine_family="H100",
-)
-
-
-@cache
-def rows(*, is_offloaded: bool = False) -> tuple[Outcome, ...]:
-    """Outcomes of 70B on 1,024 ranks; some do not fit."""
-    found = []
-    for number, pair in enumerate(ALL_STRATEGIES):
-        candidate = Candidate((128, 8), pair.inner.name, pair.outer.name, number % 2 == 0)
-        memory = dict.fromkeys(KINDS, (number + 1) * 2**33)
-        peak = sum(memory.values())
-        times = Times(12.3456, 10.0, {"inner": 1.5, "outer": 0.5})
-        found.append(
-            Outcome(
-                *(candidate, memory, {"inner": 2.0**38, "outer": 2.0**35}),
-                *(max(peak - SETTING.memory, 0.0), 10**7, times),
-            )
-        )
-    if is_offloaded:
-        offload = fe.Offload(optimizer_state="host", main_weights="host", gradients="host")
-        candidate = replace(
-            found[0].candidate, offload=offload, checkpointing="offload", microbatch_size=16
-        )
-        found.append(replace(found[0], candidate=candidate, elsewhere={"host": 2**36}))
-    return tuple(found)
+from tests.planner.made_plans import SETTING, rows
 
 
 def headings(table: Table) -> list[str]:
@@ -92,7 +59,7 @@ def test_the_most_important_columns_are_the_last_to_go() -> None:
         "level",
         "outer",
         "ranks",
-        "redo",
+        "recompute",
         "at most",
         "free",
         "step",
@@ -103,10 +70,9 @@ def test_the_most_important_columns_are_the_last_to_go() -> None:
     assert len(names(160)) > len(names(140)) > len(wide)
     table = plan_table(SETTING, rows(), 80)
     levels = [list(table.columns[column].cells) for column in (0, 1)]
-    expected = [
-        (list(LEVELS).index(s.inner.name), list(LEVELS).index(s.outer.name)) for s in ALL_STRATEGIES
-    ]
-    assert [(int(str(a)), int(str(b))) for a, b in zip(*levels, strict=True)] == expected
+    names_of = [(each.candidate.strategy, each.candidate.outer_strategy) for each in rows()]
+    found = [(int(str(a)), int(str(b))) for a, b in zip(*levels, strict=True)]
+    assert [(list(LEVELS)[a], list(LEVELS)[b]) for a, b in found] == names_of
 
 
 def test_without_a_terminal_no_column_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

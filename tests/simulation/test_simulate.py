@@ -279,7 +279,7 @@ def test_the_fields_of_a_simulation() -> None:
     lines = str(result).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["step", "compute"]
     assert any(line.startswith("exposed") for line in lines)
-    assert "GiB at most" in lines[-1]
+    assert "GiB at most" in lines[-2]
 
 
 def test_joined_units_are_simulated() -> None:
