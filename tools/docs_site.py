@@ -34,8 +34,10 @@ PUBLIC_NAMES = {
     "training": (
         "Training",
         "shard Engine shard_optimizer checkpoint_units Checkpointing register_forward_method "
-        "MixedPrecisionPolicy DistributedDataParallelConfig Offload OffloadActivations Float8 "
-        "FlatDTensor DistributedDataParallel finalize_model_grads ModelParallelGroups",
+        "shard Engine shard_optimizer checkpoint_units Checkpointing register_forward_method "
+        "whole_rows whole_tensors MixedPrecisionPolicy DistributedDataParallelConfig Offload "
+        "OffloadActivations Float8 FlatDTensor DistributedDataParallel finalize_model_grads "
+        "ModelParallelGroups",
     ),
     "checkpoints": (
         "Checkpoints and weights",

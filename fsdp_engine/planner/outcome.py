@@ -30,6 +30,11 @@ KIND_OF_OFFLOADED = {
 }
 
 
+# Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
+# and kernels, and fragmentation of the allocator take the rest (docs/planner.md).
+USABLE = 0.9
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One configuration of a job.
@@ -171,6 +176,24 @@ STATE = "state"
 _COPIES = {STATE: "state copies", ACTIVATIONS: "activation copies"}
 
 
+def part_waiting_for(lane: str, candidate: Candidate) -> str:
+    """The part of a step's time in which compute waits for a lane: "inner link", "state copies",
+    ..., as in :meth:`Times.shares`."""
+    what = _waits_for(lane, candidate)
+    return _COPIES.get(what, f"{what} link")
+
+
+def _waits_for(lane: str, candidate: Candidate) -> str:
+    """The axis of a lane, or whose copies are on it."""
+    offload = candidate.offload
+    brings_weights = offload is not None and "main_weights" in offload.places
+    if lane in ACTIVATION_LANES:
+        return ACTIVATIONS
+    if lane in STATE_LANES or (lane == COPY_IN and brings_weights):
+        return STATE
+    return axis_of(lane)
+
+
 @dataclass(frozen=True)
 class Setting:
     """The planned job.
@@ -186,6 +209,9 @@ class Setting:
         microbatches: per step.
         why_unknown: why activations and times, and therefore whether a candidate fits, are
             unknown. Empty: they are known.
+        machine_memory: memory of a rank's device in bytes; 0: unknown.
+        machine_family: whose accuracy of times is stated
+            (:func:`~fsdp_engine.simulation.time_accuracy.accuracy_of`); empty: unknown.
     """
 
     model: str
@@ -197,6 +223,8 @@ class Setting:
     item: str
     microbatches: int
     why_unknown: str = ""
+    machine_memory: float = 0.0
+    machine_family: str = ""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -272,12 +300,8 @@ class Outcome:
     ) -> Outcome:
         """The result of a simulation, without its timeline."""
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
-        offload = candidate.offload
-        brings_weights = offload is not None and "main_weights" in offload.places
-        copying = dict.fromkeys((*STATE_LANES, *(COPY_IN,) * brings_weights), STATE)
-        copying |= dict.fromkeys(ACTIVATION_LANES, ACTIVATIONS)
         for lane, seconds in found.exposed_by_lane.items():
-            what = copying.get(lane) or axis_of(lane)
+            what = _waits_for(lane, candidate)
             exposed[what] = exposed.get(what, 0.0) + seconds
         return cls(
             candidate,

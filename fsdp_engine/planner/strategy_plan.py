@@ -17,6 +17,7 @@ from typing import Any
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
+    USABLE,
     Candidate,
     Mesh,
     Outcome,
@@ -28,6 +29,7 @@ from fsdp_engine.planner.outcome import (
 )
 from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.simulation.simulation_error import check_memory, read_json
+from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 from fsdp_engine.units.checkpointing import SELECTIVE, recomputed_by
 
@@ -46,16 +48,35 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     lines = []
     if setting.why_unknown:
         lines.append(f"Activations and times are unknown: {setting.why_unknown}")
+    if limit := _limit(setting):
+        lines.append(limit)
     first = outcomes[0]
     if first.lacking:
         return "\n".join([*lines, *_nothing_fits(setting, outcomes)])
     if first.times is None:
         return "\n".join([*lines, *_unknown_fit(setting, first)])
     lines.append(_choice(setting, first, first.times))
+    lines.append(accuracy_of(setting.machine_family).sentence(first.times.step))
     lines.append(_next_faster(first, outcomes))
     lines.append(_bottleneck(setting, first, first.times))
     lines += _help(setting, first, first.times, trials)
     return "\n".join(lines)
+
+
+def _limit(setting: Setting) -> str:
+    """The memory limit, and the memory that is kept free and why; empty if the machine's memory is
+    unknown."""
+    whole = setting.machine_memory
+    if not whole:
+        return ""
+    has = f"the machine's {format_bytes(whole)} ({whole / 1e9:,.4g} GB)"
+    if setting.memory != USABLE * whole:
+        return f"Memory limit: {format_bytes(setting.memory)}, as given, of {has}."
+    return (
+        f"Memory limit: {format_bytes(setting.memory)}, {USABLE} of {has}; "
+        f"{format_bytes(whole - setting.memory)} are kept free for the driver's context, buffers "
+        "of NCCL and of kernels, and fragmentation."
+    )
 
 
 def _unknown_fit(setting: Setting, first: Outcome) -> list[str]:
@@ -73,7 +94,7 @@ def _choice(setting: Setting, chosen: Outcome, times: Times) -> str:
     held = format_bytes(chosen.peak_bytes)
     limit = format_bytes(setting.memory)
     rate = f"{format_count(chosen.rate)} {setting.item}/s"
-    step = format_seconds(times.step)
+    step = f"{format_seconds(times.step)} {accuracy_of(setting.machine_family).mark}"
     text = f"Use {chosen.candidate}: {step} per step, {rate}, at most {held} of {limit}."
     sharing = min(setting.ranks_per_node, setting.world_size)
     for place, num_bytes in chosen.elsewhere.items():

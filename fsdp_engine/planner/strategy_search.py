@@ -20,6 +20,7 @@ from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
+    USABLE,
     Candidate,
     Outcome,
     Setting,
@@ -44,11 +45,8 @@ from fsdp_engine.simulation.simulation_error import (
     check_type,
     listed,
 )
+from fsdp_engine.simulation.time_accuracy import family_of
 from fsdp_engine.units.checkpointing import SELECTIVE
-
-# Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
-# and kernels, and fragmentation of the allocator take the rest (docs/planner.md).
-USABLE = 0.9
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 
@@ -174,6 +172,8 @@ def plan(
         memory=limit,
         item=number_of_items(job.inputs(every[0].microbatch_size))[0],
         microbatches=microbatches,
+        machine_memory=where.processor.memory_bytes,
+        machine_family=family_of(where),
     )
     why_unknown = _FORMULAS_ALONE if formulas else ""
 
