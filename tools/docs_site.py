@@ -34,7 +34,6 @@ PUBLIC_NAMES = {
     "training": (
         "Training",
         "shard Engine shard_optimizer checkpoint_units Checkpointing register_forward_method "
-        "shard Engine shard_optimizer checkpoint_units Checkpointing register_forward_method "
         "whole_rows whole_tensors MixedPrecisionPolicy DistributedDataParallelConfig Offload "
         "OffloadActivations Float8 FlatDTensor DistributedDataParallel finalize_model_grads "
         "ModelParallelGroups",

@@ -33,11 +33,13 @@ for T steps, batch size B, input size I and hidden size H. ld is the size of a r
 64 bytes, plus 64 bytes if the result is a multiple of 1,024 bytes.
 
 Norms of half-precision inputs with weights in fp32 return their statistics in fp32; their fake
-versions return them in the dtype of the input.
+versions return them in the dtype of the input. Some losses first write the loss of each element into
+the memory of their result, which keeps it as long as the loss exists.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -186,15 +188,24 @@ _NORMS = (
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten.native_layer_norm.default,
 )
+_LOSSES = (
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.soft_margin_loss.default,
+)
 _PAGE = 4096
 _LINE = 16  # numbers of fp32 in 64 bytes
 
 
 def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
-    """The result ``out`` of a fake operation ``func(*args)``, with the kernel's workspace, and with
-    the dtype of the kernel's statistics."""
+    """The result ``out`` of a fake operation ``func(*args)``, with the kernel's workspace, with the
+    dtype of the kernel's statistics, or over memory of the kernel's size."""
     if func in _NORMS:
         return _with_statistics_of(args, out)
+    if func in _LOSSES and out.ndim == 0:
+        shape = torch.broadcast_shapes(*(each.shape for each in args[:2]))
+        return allocator.empty((max(math.prod(shape), 1),), out.dtype, out.device)[0]
     if func is not torch.ops.aten.mkldnn_rnn_layer.default:
         return out
     steps, hidden, keeps = args[0], args[10], args[15]

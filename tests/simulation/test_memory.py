@@ -192,3 +192,19 @@ def test_statistics_of_norms_have_the_dtype_of_the_kernel(weights: torch.dtype) 
         with FakeTensorMode(allow_non_fake_inputs=True):
             found = as_returned(norm, given, norm(*given))
         assert [each.dtype for each in found] == kernel
+
+
+@pytest.mark.parametrize(
+    "name", ["binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss", "huber_loss"]
+)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_loss_keeps_the_memory_that_the_kernel_keeps(name: str, reduction: str) -> None:
+    loss = getattr(torch.ops.aten, name).default
+    x = torch.rand(4, 8)
+    number = ("none", "mean", "sum").index(reduction)
+    given = (x, x, None, number) if name == "binary_cross_entropy" else (x, x, number)
+    kernel = loss(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = as_returned(loss, given, loss(*given))
+    assert (found.shape, found.dtype) == (kernel.shape, kernel.dtype)
+    assert found.untyped_storage().nbytes() == kernel.untyped_storage().nbytes()
