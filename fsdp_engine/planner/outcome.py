@@ -12,12 +12,13 @@ from typing import Any
 from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
 from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.planner.estimates import Estimate
-from fsdp_engine.runtime.activations import OFFLOAD
+from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
+from fsdp_engine.units.checkpointing import SELECTIVE, Checkpointing, recomputed_by
 
 Mesh = tuple[int, ...]
 
@@ -41,8 +42,9 @@ class Candidate:
     Attributes:
         mesh: ranks on each axis, (inner,) or (outer, inner).
         strategy, outer_strategy: names of the levels.
-        checkpointing: blocks' activations are recomputed in backward; "offload": they are on the
-            host until then.
+        checkpointing: blocks' activations are recomputed in backward; "selective" or a
+            :class:`~fsdp_engine.Checkpointing`: some of them; "offload": they are on the host until
+            then.
         microbatch_size: the argument of the batch function; None: the batch has one size.
         offload: where state lies between its uses; None: on the device.
     """
@@ -50,7 +52,7 @@ class Candidate:
     mesh: Mesh
     strategy: str
     outer_strategy: str
-    checkpointing: bool | str
+    checkpointing: Activations
     microbatch_size: int | None = None
     offload: Offload | None = None
 
@@ -70,8 +72,18 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the forward of blocks runs again in backward."""
-        return self.checkpointing is True
+        """Whether the forward of blocks, or parts of it, runs again in backward."""
+        return recomputed_by(self.checkpointing) is not None
+
+    @property
+    def recomputed(self) -> str:
+        """What backward runs again, as text: "no", "blocks", "selective", "blocks, every 2nd"."""
+        found = recomputed_by(self.checkpointing)
+        if found is None:
+            return "no"
+        names: dict[Any, str] = {None: "blocks", SELECTIVE: SELECTIVE}
+        every = "" if found.every == 1 else f", every {ordinal(found.every)}"
+        return names.get(found.policy, "by a policy") + every
 
     @property
     def levels(self) -> str:
@@ -89,7 +101,9 @@ class Candidate:
         parts = [f"{self.levels} on {self.ranks} ranks"]
         if self.microbatch_size is not None:
             parts.append(f"microbatches of {self.microbatch_size}")
-        parts.append("activation checkpointing" if self.recomputes else "no checkpointing")
+        kind = self.recomputed
+        kinds = {"no": "no checkpointing", "blocks": "activation checkpointing"}
+        parts.append(kinds.get(kind, f"activation checkpointing ({kind})"))
         if self.offloaded:
             parts.append(self.offloaded)
         return ", ".join(parts)
@@ -99,13 +113,20 @@ def check_checkpointing(value: object) -> None:
     """Check how a candidate treats activations.
 
     Raises:
-        TypeError: ``value`` is no bool, and not "offload".
+        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Checkpointing`.
     """
-    if not (isinstance(value, bool) or value == OFFLOAD):
+    if not (isinstance(value, bool) or value == OFFLOAD or recomputed_by(value) is not None):
         raise TypeError(
-            f"checkpointing: expected True, False or {OFFLOAD!r}, or several of them in a tuple; "
-            f"found {value!r}"
+            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Checkpointing, "
+            f"or several of them in a tuple; found {value!r}"
         )
+
+
+def ordinal(number: int) -> str:
+    """ "2nd"."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    is_teen = number % 100 // 10 == 1
+    return f"{number}{'th' if is_teen else endings.get(number % 10, 'th')}"
 
 
 def fitting_meshes(world_size: int, ranks_per_node: int) -> list[Mesh]:
@@ -133,7 +154,7 @@ def check_meshes(meshes: Iterable[Sequence[int]], world_size: int) -> list[Mesh]
 
 def candidates(
     meshes: Iterable[Mesh],
-    checkpointing: Iterable[bool | str],
+    checkpointing: Iterable[Activations],
     microbatch_sizes: Iterable[int | None],
     offload: Offload | None = None,
 ) -> Iterator[Candidate]:
@@ -314,6 +335,8 @@ class Outcome:
         candidate["mesh"] = tuple(candidate["mesh"])
         if candidate.get("offload") is not None:
             candidate["offload"] = Offload(**candidate["offload"])
+        if isinstance(candidate.get("checkpointing"), dict):
+            candidate["checkpointing"] = Checkpointing(**candidate["checkpointing"])
         times = values.pop("times")
         times = None if times is None else Times(**times)
         found = cls(Candidate(**candidate), **values, times=times)

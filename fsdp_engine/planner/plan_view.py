@@ -33,7 +33,8 @@ def row_label(outcome: Outcome) -> str:
     """A candidate as a short text."""
     candidate = outcome.candidate
     size = "" if candidate.microbatch_size is None else f", of {candidate.microbatch_size}"
-    recompute = ", recompute" if candidate.recomputes else ""
+    kind = "" if candidate.recomputed == "blocks" else f" {candidate.recomputed}"
+    recompute = f", recompute{kind}" if candidate.recomputes else ""
     offloaded = ", offload" if candidate.offloaded else ""
     return f"{candidate.levels}, {candidate.ranks}{size}{recompute}{offloaded}"
 

@@ -41,11 +41,12 @@ from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import AUTO, EVERYTHING, meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.activations import OFFLOAD
+from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.machine import PRESETS
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.terminal import print_whole, terminal_width, wrapped
+from fsdp_engine.units.checkpointing import SELECTIVE
 
 with naming_extra():
     import typer
@@ -77,20 +78,23 @@ class Where(StrEnum):
 
 
 class Recompute(StrEnum):
-    """The candidates' activation checkpointing; offload: their activations are on the host; auto:
-    both, and offload where that may be the fastest."""
+    """The candidates' activation checkpointing, of whole blocks or selective; offload: their
+    activations are on the host; auto: off, selective and on, and offload where that may be the
+    fastest."""
 
     auto = "auto"
     both = "both"
     on = "on"
+    selective = "selective"
     off = "off"
     offload = "offload"
 
 
-_CHECKPOINTING: dict[Recompute, tuple[bool | str, ...] | None] = {
+_CHECKPOINTING: dict[Recompute, tuple[Activations, ...] | None] = {
     Recompute.auto: None,
     Recompute.both: (False, True),
     Recompute.on: (True,),
+    Recompute.selective: (SELECTIVE,),
     Recompute.off: (False,),
     Recompute.offload: (OFFLOAD,),
 }
@@ -149,9 +153,10 @@ def plan(
     recompute: Annotated[
         Recompute,
         typer.Option(
-            help="candidates with activation checkpointing of each block; offload: with their "
-            "activations on the host; auto: both, and offload where it may be the fastest, but "
-            "with --offload none"
+            help="candidates with activation checkpointing of each block, or without; selective: "
+            "but for attention and every second product; offload: with their activations on the "
+            "host; auto: off, selective and on, and offload where it may be the fastest, but with "
+            "--offload none"
         ),
     ] = Recompute.auto,
     microbatch_sizes: Annotated[

@@ -69,7 +69,7 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
         f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
         f"step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
         f"communication{' and copies' * is_offloaded}. Ranks: outer x inner. Recompute: "
-        "activation checkpointing."
+        "activation checkpointing, of whole blocks or selective."
     )
     if is_offloaded:
         text += " Elsewhere: offloaded state and activations of one rank, which each step copies."
@@ -88,7 +88,7 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
     if has_outer:
         columns.append(_levels("outer", "outer", outer))
         columns.append(Column("ranks", [each.ranks for each in candidates], False, drop=110))
-    recompute = ["blocks" if each.recomputes else "no" for each in candidates]
+    recompute = [each.recomputed for each in candidates]
     columns.append(Column("recompute", recompute, False, fold=80, folded=("redo", recompute)))
     if is_offloaded:
         texts = [each.offloaded or "no" for each in candidates]

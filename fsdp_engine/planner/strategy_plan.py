@@ -31,6 +31,7 @@ from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.simulation.simulation_error import check_memory, read_json
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
+from fsdp_engine.units.checkpointing import SELECTIVE, recomputed_by
 
 # Waits below this fraction of a step are not mentioned.
 _MIN_SHARE = 0.05
@@ -312,7 +313,19 @@ class StrategyPlan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, without ``options``."""
+        """Write the plan as JSON, without ``options``.
+
+        Raises:
+            ValueError: a candidate has a policy of checkpointing that is a function or operations,
+                which the file cannot contain.
+        """
+        for each in self.outcomes:
+            recomputed = recomputed_by(each.candidate.checkpointing)
+            if recomputed is not None and recomputed.policy not in (None, SELECTIVE):
+                raise ValueError(
+                    f"checkpointing: expected a policy of None or {SELECTIVE!r} in a plan that is "
+                    f"saved; found {recomputed}"
+                )
         parts = ("setting", "outcomes", "trials")
         content = {name: _plain(getattr(self, name)) for name in parts}
         Path(path).write_text(json.dumps(content, indent=1, default=str) + "\n")

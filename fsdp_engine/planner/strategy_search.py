@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +33,7 @@ from fsdp_engine.planner.outcome import (
     sorted_outcomes,
 )
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.runtime.activations import OFFLOAD
+from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.simulation.simulate import MakeOptimizer, Simulation, build_module, simulate
@@ -45,6 +46,7 @@ from fsdp_engine.simulation.simulation_error import (
     listed,
 )
 from fsdp_engine.simulation.time_accuracy import family_of
+from fsdp_engine.units.checkpointing import SELECTIVE
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 
@@ -66,7 +68,7 @@ def plan(
     machine: Machine | str = H100,
     memory: float | None = None,
     meshes: Iterable[Sequence[int]] | None = None,
-    checkpointing: Iterable[bool | str] | None = None,
+    checkpointing: Iterable[Activations] | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     microbatches: int = 1,
     loss: Callable[[Any], Tensor] | None = None,
@@ -89,9 +91,11 @@ def plan(
         meshes: sizes of the axes to try, (inner,) or (outer, inner). None: one axis, and nodes x
             ranks per node.
         checkpointing: values to try for what becomes of blocks' activations: they are kept
-            (False), recomputed in backward (True), or on the host until then ("offload"). None:
-            False and True; and "offload", unless ``offload`` is None, for candidates whose
-            activations do not fit and that would be the fastest if copies took no time.
+            (False), recomputed in backward (True), partly kept ("selective", or a
+            :class:`~fsdp_engine.Checkpointing`), or on the host until then ("offload"). None:
+            False, "selective" and True; and "offload", unless ``offload`` is None, for candidates
+            whose activations do not fit and that would be the fastest if copies took no time.
+            "selective" is left out, with a warning, for a model that it does not work with.
         microbatch_sizes: sizes to try. None: only ``batch``.
         microbatches: forwards and backwards per step.
         loss, optimizer: see :func:`~.simulation.simulate`.
@@ -129,9 +133,9 @@ def plan(
     for name, function in (("loss", loss), ("optimizer", optimizer)):
         if function is not None:
             check_callable(name, function, "a function, or None")
-    kept: list[Any] = [False, True]
+    kept: list[Any] = [False, SELECTIVE, True]
     if checkpointing is not None:
-        kept = listed("checkpointing", checkpointing, "True, False or 'offload', in a tuple")
+        kept = listed("checkpointing", checkpointing, "True, False, 'selective' ..., in a tuple")
     for each in kept:
         check_checkpointing(each)
     batch_sizes: list[Any] = [None]
@@ -175,7 +179,16 @@ def plan(
 
     def outcomes_of(tried: Sequence[Candidate]) -> list[Outcome]:
         shown = _with_progress_bar(tried) if progress else tried
-        return [job.outcome(each, limit) for each in shown]
+        found = []
+        for each in shown:
+            try:
+                found.append(job.outcome(each, limit))
+            except SimulationError as error:
+                may_be_left_out = checkpointing is None and each.checkpointing == SELECTIVE
+                if error.needs_values or not may_be_left_out:
+                    raise
+                warnings.warn(f"plan: left out {each}: {error}", stacklevel=3)
+        return found
 
     has_host = where.host_runs_ahead and where.host_link is not None
     more: tuple[Offload, ...] = AUTO_OFFLOADS if offload == AUTO and has_host else ()

@@ -32,12 +32,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.collectives import Communicator, all_reduce_
 from fsdp_engine.comm.lanes import device_seconds
-from fsdp_engine.comm.mesh import DataMesh, MeshAxis
+from fsdp_engine.comm.mesh import DataMesh, MeshAxis, init_from_environment
 from fsdp_engine.memory import allocator
 from fsdp_engine.simulation.kernels import Kernels
 from fsdp_engine.simulation.machine import Link, Machine, TwoWayLink
@@ -128,7 +127,7 @@ def _measure(threads: int, seconds: float, verbose: bool, folder: str | Path | N
             f"{per_node} of them on this node"
         )
     if not is_guest:
-        _start_processes()
+        init_from_environment("calibrate")
     mesh = DataMesh.create(None, num_instances=num_ranks // per_node, what="calibrate")
     if mesh.device.type == "cpu":
         torch.set_num_threads(threads)
@@ -138,13 +137,6 @@ def _measure(threads: int, seconds: float, verbose: bool, folder: str | Path | N
     if not is_guest:
         dist.destroy_process_group()
     return machine
-
-
-def _start_processes() -> None:
-    """Make the default process group, with keys of its own in the store: a group that the job makes
-    afterwards would find the addresses of this one (gloo, torch 2.11 to 2.13)."""
-    store, rank, size = next(iter(rendezvous("env://")))
-    dist.init_process_group(store=dist.PrefixStore("calibrate", store), rank=rank, world_size=size)
 
 
 class _Meter:

@@ -177,7 +177,7 @@ def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
     )
     table = cells(output)
     assert sorted(row[:2] for row in table) == sorted(
-        [level, recompute] for level in LEVELS for recompute in ("blocks", "no")
+        [level, recompute] for level in LEVELS for recompute in ("blocks", "no", "selective")
     )
     assert "Counting, 4.16k parameters, on 2 ranks of 8 x H100" in output
     assert "Use " in output
@@ -247,6 +247,13 @@ def test_state_on_the_host_is_shown_with_its_bytes(folder: Path) -> None:
     for row, before in zip(cells(estimates), kept, strict=True):
         assert row[-1] == before[3]
     assert cells(estimates)[0][3] == "3.7 GiB"  # of two units of 32
+
+
+def test_selective_checkpointing_is_planned_alone(folder: Path) -> None:
+    output = run(f"{COUNTING} --recompute selective --save plan.json")
+    assert {row[1] for row in cells(output)} == {"selective"}
+    planning = fe.StrategyPlan.load(folder / "plan.json")
+    assert planning.best["checkpointing"] == "selective"
 
 
 def test_activations_on_the_host_are_shown_as_what_they_are(folder: Path) -> None:

@@ -79,11 +79,11 @@ def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing()
         (mesh, pair.inner.name, pair.outer.name, recompute)
         for mesh in ((4,), (2, 2))
         for pair in ALL_STRATEGIES
-        for recompute in (False, True)
+        for recompute in (False, "selective", True)
         if len(mesh) == 2 or pair.outer.name == "no_shard"
     }
     assert set(at_most()) == expected
-    assert len(planned().outcomes) == len(expected) == 28
+    assert len(planned().outcomes) == len(expected) == 42
 
 
 @pytest.mark.parametrize(
