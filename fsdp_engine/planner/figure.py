@@ -69,7 +69,7 @@ def _draw_memory(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome]
     for kind, colour in KIND_COLOURS.items():
         sizes = [each.memory.get(kind, 0) / unit for each in outcomes]
         _draw_part(axes, outcomes, ends, sizes, colour, kind)
-    text = f"limit {limit:,.0f} {name}"
+    text = f"limit {limit:,.1f} {name}"
     if 2 * max(ends) < limit:  # the limit is outside the axes, to leave room for the bars
         axes.set_xlim(0, (1 + _ROOM) * max(ends))
         axes.text(
@@ -139,19 +139,20 @@ def _draw_part(
 def _write_values(
     axes: Axes, outcomes: Sequence[Outcome], ends: Sequence[float], values: Sequence[str]
 ) -> None:
-    """Write each bar's value at its end; that of a truncated bar at the edge, within it."""
+    """Write each bar's value at its end; within the bar if it ends at the edge or beyond it."""
     _, edge = axes.get_xlim()
     for row, (end, value, outcome) in enumerate(zip(ends, values, outcomes, strict=True)):
-        is_cut = end > edge
-        text = f"{value} \u2192" if is_cut else f" {value}"
+        is_within = end > 0.9 * edge
         axes.text(
-            edge if is_cut else end,
+            min(end, edge),
             row,
-            text,
+            f"{value} \u2192" if end > edge else f"{value} " if is_within else f" {value}",
             fontsize=7,
             va="center",
-            ha="right" if is_cut else "left",
+            ha="right" if is_within else "left",
             color="#555555" if outcome.lacking else "black",
+            # So that the line of the limit does not cross it.
+            bbox={"facecolor": "white", "alpha": 0.75, "pad": 0.5, "edgecolor": "none"},
         )
 
 

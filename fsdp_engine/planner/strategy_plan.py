@@ -86,10 +86,12 @@ def _limit(setting: Setting) -> str:
     has = f"the machine's {format_bytes(whole)} ({whole / 1e9:,.4g} GB)"
     if setting.memory != USABLE * whole:
         return f"Memory limit: {format_bytes(setting.memory)}, as given, of {has}."
+    others = "the driver's context, buffers of NCCL and of kernels"
+    if setting.machine_family == "calibrated CPU":
+        others = "the system, buffers of messages and of kernels"
     return (
         f"Memory limit: {format_bytes(setting.memory)}, {USABLE} of {has}; "
-        f"{format_bytes(whole - setting.memory)} are kept free for the driver's context, buffers "
-        "of NCCL and of kernels, and fragmentation."
+        f"{format_bytes(whole - setting.memory)} are kept free for {others}, and fragmentation."
     )
 
 

@@ -11,6 +11,8 @@ Place = tuple[str, ...]
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
+# Fields of objects within so many others have no lines of their own.
+_DEPTH = 20
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Lines:
 
 
 def lines_of(text: str) -> Lines:
-    """The lines of all fields of the object in ``text``, also of those within other objects, but
+    """The lines of the fields of the object in ``text``, also of those within other objects, but
     not of those within lists. The text must be valid JSON."""
     lines = Lines()
     start = _after_space(text, 0)
@@ -54,7 +56,7 @@ def _object(text: str, position: int, place: Place, lines: Lines) -> int:
             lines.again.append((inner, line))
         lines.by_place[inner] = line
         position = _after_space(text, _after_space(text, after) + 1)  # a colon
-        if text[position] == "{":
+        if text[position] == "{" and len(inner) < _DEPTH:
             position = _object(text, position, inner, lines)
         else:
             _, position = _DECODER.raw_decode(text, position)

@@ -186,6 +186,8 @@ def test_lines_are_those_of_an_editor() -> None:
     assert lines.of(("a", "x")) == 6
     assert lines.of(("x", "y")) == 2
     assert lines_of("[1]").by_place == {}
+    deep = lines_of('{"a": ' * 900 + "1" + "}" * 900 + "")
+    assert 10 < len(deep.by_place) < 100
 
 
 def test_a_machine_in_a_program_names_all_its_mistakes() -> None:

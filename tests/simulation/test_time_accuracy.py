@@ -93,6 +93,10 @@ def test_machines_have_families() -> None:
         fe.A100, processor=exact, host_runs_ahead=False, name="this machine, 2 gloo ranks"
     )
     assert family_of(on_host) == "calibrated CPU"
+    planning = fe.plan(
+        lambda: nn.Linear(8, 8), torch.zeros(2, 8), world_size=1, machine=on_host, formulas=True
+    )
+    assert "are kept free for the system, buffers of messages" in str(planning)
     assert family_of(dataclasses.replace(on_host, name="a host")) == ""
     assert family_of(dataclasses.replace(fe.A100, name="other")) == ""
 
