@@ -108,7 +108,7 @@ def test_the_interval_loses_the_least_time_of_dalys_model(mtbf: float) -> None:
 
 
 def test_the_slowdown_of_rare_failures_is_that_of_saves_and_of_half_an_interval() -> None:
-    # First order: d / t for saves, (t / 2 + R) / M for what is repeated.
+    # First order: d / t for saves, (t / 2 + R) / M for repeated work.
     found = slowdown(1000.0, 10.0, 50.0, 1e7)
     assert found - 1 == pytest.approx(10 / 1000 + (1010 / 2 + 50) / 1e7, rel=2e-2)
 
