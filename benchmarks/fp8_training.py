@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from _curves import Curves, compare, shown, train_alternately, verdict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_engine.codecs import Float8Codec
@@ -88,24 +88,12 @@ def make_job(folder: str, name: str, **settings: Any) -> Job:
     return prepare(Settings(dtype="bf16", fp8_gather=GATHERS[name], out=out, **settings), Job)
 
 
-def train(steps: int, seed: int) -> dict[str, list[tuple[int, float]]]:
-    """(step, held-out loss) of all kinds of gathers, trained alternately."""
-    curves: dict[str, list[tuple[int, float]]] = {name: [] for name in GATHERS}
+def train(steps: int, seed: int) -> Curves:
+    """(step, held-out loss) of all kinds of gathers."""
     with tempfile.TemporaryDirectory() as folder:
-        jobs = {name: make_job(folder, name, steps=steps, seed=seed) for name in GATHERS}
-        every = jobs[BASE].settings.eval_every // 2
-        for step in range(steps):
-            for job in jobs.values():
-                job.train_step(step)
-            if (step + 1) % every == 0 or step + 1 == steps:
-                for name, job in jobs.items():
-                    curves[name].append((step + 1, job.held_out_loss()))
-                if dist.get_rank() == 0:
-                    found = ", ".join(f"{name} {curves[name][-1][1]:.4f}" for name in curves)
-                    print(f"seed {seed}, step {step + 1}: {found}", flush=True)
-        for job in jobs.values():
-            job.checkpointer.close()
-    return curves
+        return train_alternately(
+            {name: make_job(folder, name, steps=steps, seed=seed) for name in GATHERS}
+        )
 
 
 def count(settings: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +123,7 @@ def expected_bytes(job: Job) -> dict[str, int]:
     of gathers in ``describe()``."""
     expected: Counter[str] = Counter()
     for unit, row in zip(job.engine.units, job.engine.describe().rows, strict=True):
-        times = row.num_gathers // len(unit.buffers)
+        times = row.num_gathers // max(len(unit.buffers), 1)  # the root may have none
         for buffer in unit.buffers:
             is_fp8 = isinstance(buffer.weights.codec, Float8Codec)
             dtype = "uint8" if is_fp8 else "bfloat16"
@@ -180,38 +168,13 @@ def report_bytes(title: str, record: dict[str, Any]) -> None:
     harness.print_table(f"{title}: sent by a rank in one step", columns, rows)
 
 
-def compare_losses(curves: list[dict[str, list[Any]]]) -> dict[str, Any]:
-    """Final held-out losses, and their ratios to bf16's under the same seed."""
-    record = {}
-    for name in GATHERS:
-        losses = [curve[name][-1][1] for curve in curves]
-        ratios = [loss / curve[BASE][-1][1] for loss, curve in zip(losses, curves, strict=True)]
-        record[name] = {
-            "losses": losses,
-            "over_bf16": ratios,
-            "median": statistics.median(ratios),
-            "least": min(ratios),
-            "most": max(ratios),
-        }
-    return record
-
-
 def report_losses(title: str, record: dict[str, Any]) -> None:
     rows = [
-        [
-            name,
-            ", ".join(f"{loss:.4f}" for loss in found["losses"]),
-            f"{found['median']:.4f} ({found['least']:.4f}-{found['most']:.4f})",
-            "" if name == BASE else verdict(found["most"], MOST_LOSS),
-        ]
+        [name, *shown(found), "" if name == BASE else verdict(found["most"], MOST_LOSS)]
         for name, found in record.items()
     ]
     columns = ["gathers", "held-out loss by seed", "x bf16: median (least-most)"]
     harness.print_table(title, [*columns, f"most at most {MOST_LOSS}"], rows)
-
-
-def verdict(value: float, limit: float) -> str:
-    return "met" if value <= limit else "missed"
 
 
 def main() -> None:
@@ -235,7 +198,7 @@ def main() -> None:
     curves = []
     for seed in range(args.seeds):
         curves.append(harness.run_ranks(train, NUM_RANKS, args.steps, seed))
-        results["held_out"] = compare_losses(curves)
+        results["held_out"] = compare(curves, dict.fromkeys(GATHERS, BASE))
         results["curves"] = curves
         report_losses(f"{args.steps} steps, {len(curves)} seeds", results["held_out"])
         # After each seed, which takes minutes.

@@ -17,7 +17,6 @@ and state of vectors, which is kept in 32 bits.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from _curves import compare, shown, train_alternately, verdict
 
 import fsdp_engine as fe
 
@@ -144,7 +144,6 @@ def bytes_of_element(optimizer: torch.optim.Optimizer) -> float:
 
 def train(steps: int, seed: int) -> dict[str, Any]:
     """(step, held-out loss) of all kinds, trained alternately, and bytes of state."""
-    curves: dict[str, list[tuple[int, float]]] = {name: [] for name in KINDS}
     settings = Settings(steps=steps, seed=seed)
     # torchao compiles its step for each shape, which would take longer than the training.
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
@@ -152,37 +151,9 @@ def train(steps: int, seed: int) -> dict[str, Any]:
             name: make_job(name, Path(folder) / str(number), settings)
             for number, name in enumerate(KINDS)
         }
-        every = settings.eval_every // 2
-        for step in range(steps):
-            for job in jobs.values():
-                job.train_step(step)
-            if (step + 1) % every == 0 or step + 1 == steps:
-                for name, job in jobs.items():
-                    curves[name].append((step + 1, job.held_out_loss()))
-                if dist.get_rank() == 0:
-                    found = ", ".join(f"{name} {curves[name][-1][1]:.4f}" for name in curves)
-                    print(f"seed {seed}, step {step + 1}: {found}", flush=True)
-        for job in jobs.values():
-            job.checkpointer.close()
+        curves = train_alternately(jobs)
         num_bytes = {name: bytes_of_element(job.optimizers[0]) for name, job in jobs.items()}
     return {"curves": curves, "bytes": num_bytes}
-
-
-def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Final held-out losses, and their ratios to state in 32 bits under the same seed."""
-    record = {}
-    for name in KINDS:
-        losses = [run["curves"][name][-1][1] for run in runs]
-        bases = [run["curves"][base_of(name)][-1][1] for run in runs]
-        ratios = [loss / base for loss, base in zip(losses, bases, strict=True)]
-        record[name] = {
-            "bytes": runs[0]["bytes"][name],
-            "losses": losses,
-            "ratios": ratios,
-            "median": statistics.median(ratios),
-            "most": max(ratios),
-        }
-    return record
 
 
 def report(title: str, record: dict[str, Any]) -> None:
@@ -190,9 +161,8 @@ def report(title: str, record: dict[str, Any]) -> None:
         [
             name,
             f"{found['bytes']:.2f}",
-            ", ".join(f"{loss:.4f}" for loss in found["losses"]),
-            f"{found['median']:.4f} ({min(found['ratios']):.4f}-{found['most']:.4f})",
-            "" if name == base_of(name) else ("met" if found["most"] <= MOST_LOSS else "missed"),
+            *shown(found),
+            "" if name == base_of(name) else verdict(found["most"], MOST_LOSS),
         ]
         for name, found in record.items()
     ]
@@ -208,10 +178,12 @@ def main() -> None:
     runs = []
     for seed in range(args.seeds):
         runs.append(harness.run_ranks(train, NUM_RANKS, args.steps, seed))
-        record = compare(runs)
+        curves = [run["curves"] for run in runs]
+        record = compare(curves, {name: base_of(name) for name in KINDS})
+        for name, found in record.items():
+            found["bytes"] = runs[0]["bytes"][name]
         report(f"{args.steps} steps, {len(runs)} seeds", record)
         # After each seed, which takes minutes.
-        curves = [run["curves"] for run in runs]
         results = {"steps": args.steps, "held_out": record, "curves": curves}
         harness.write_results(NAME, results)
 

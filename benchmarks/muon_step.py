@@ -15,8 +15,8 @@ one is a gather and a scatter of the matrices: each byte of a gradient goes to t
 byte of a weight back, unless it lies there.
 
 *shares*: for models of 8B and of 101B parameters with experts, the largest share of the work of a
-rank, of the mean, and of the lower bound: the mean, or the largest matrix if that is more. Beside
-them the time of a step on H100s by formula: products of Newton-Schulz iterations at ``UTILISATION``
+rank, of the mean, and of what whole matrices allow (:func:`~.ownership.least_share`). Beside them
+the time of a step on H100s by formula: products of Newton-Schulz iterations at ``UTILISATION``
 of the peak of bf16, messages at the bandwidth between nodes, in chunks that overlap.
 """
 
@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_engine as fe
 from fsdp_engine.comm.collectives import Communicator
-from fsdp_engine.optim.ownership import Item, assign_owners, newton_schulz_work, shares_of
+from fsdp_engine.optim.ownership import Item, assign_owners, least_share, shares_of, step_work
 
 SIZES = ((4, 512), (2, 1024))  # blocks, and how wide they are
 LIMIT = 0.55
@@ -74,11 +74,6 @@ def backward(model: nn.Module, width: int) -> None:
     model(torch.randn(64, width)).square().mean().backward()
 
 
-def whole(name: str, param: torch.Tensor) -> int:
-    """A granule: parameters are not cut."""
-    return param.numel()
-
-
 def step_times(rounds: int, num_blocks: int, width: int) -> dict[str, Any]:
     """Seconds until all ranks have stepped, and bytes that they send."""
     steps: dict[str, Callable[[], None]] = {}
@@ -94,7 +89,7 @@ def step_times(rounds: int, num_blocks: int, width: int) -> dict[str, Any]:
             fully_shard(model)
         else:
             level = "optim_grads_params" if name in (OWNERS, UNCUT) else "no_shard"
-            granule = whole if name == UNCUT else None
+            granule = fe.whole_tensors if name == UNCUT else None
             engine = fe.shard(model, strategy=level, units=[Block], granule=granule)
         optimizer = torch.optim.Muon(model.parameters(), lr=1e-3)
         if name in (OWNERS, REPLICATED, UNCUT):
@@ -156,12 +151,13 @@ def shares() -> dict[str, Any]:
     """Shares and times by formula."""
     found: dict[str, Any] = {}
     for model, shapes in MODELS.items():
-        items = [Item(newton_schulz_work(shape), shape[0] * shape[1]) for shape in shapes]
+        work_of = [step_work(shape, multiplies=True) for shape in shapes]
+        items = [Item(w, shape[0] * shape[1]) for w, shape in zip(work_of, shapes, strict=True)]
         for num_ranks in (8, 64, 256, 1024):
             owned = shares_of(items, assign_owners(items, num_ranks), num_ranks)
             work, numel = (max(each) for each in zip(*(s[:2] for s in owned), strict=True))
-            mean = sum(item.work for item in items) / num_ranks
-            bound = max(mean, max(item.work for item in items))
+            mean = sum(work_of) / num_ranks
+            bound = least_share(work_of, num_ranks)
             # An iteration: a Gram matrix, its square, and their product with the matrix.
             step = NUM_ITERATIONS * 3 * 2 * work / (UTILISATION * H100_FLOPS)
             total = NUM_ITERATIONS * 3 * 2 * mean * num_ranks / (UTILISATION * H100_FLOPS)

@@ -36,7 +36,8 @@ from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoW
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.units.adapter_layers import register_adapter_layers
-from fsdp_engine.units.checkpointing import checkpoint_units
+from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
+from fsdp_engine.units.granules import whole_rows, whole_tensors
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -46,6 +47,7 @@ __all__ = [
     "H100",
     "H200",
     "Checkpointer",
+    "Checkpointing",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Engine",
@@ -79,6 +81,8 @@ __all__ = [
     "shard_optimizer",
     "simulate",
     "weight_stream",
+    "whole_rows",
+    "whole_tensors",
 ]
 
 # Materialization of meta parameters initializes the adapters of PEFT.

@@ -24,7 +24,7 @@ from fsdp_engine.memory.disk_memory import DiskFile
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import (
-    Checkpointing,
+    Activations,
     OffloadActivations,
     activations_of,
     offload_activations,
@@ -41,7 +41,7 @@ from fsdp_engine.units.build import (
     owned_within,
     take_files,
 )
-from fsdp_engine.units.checkpointing import checkpoint_units
+from fsdp_engine.units.checkpointing import checkpoint_units, recomputed_by
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
 from fsdp_engine.units.initial_values import CHOICES, FIRST, SAME, Holdings
 from fsdp_engine.units.plan import (
@@ -82,7 +82,7 @@ def shard(
     codec_rules: Iterable[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: Checkpointing = False,
+    checkpointing: Activations = False,
     offload: Offload | None = None,
     plan: Chooses | None = None,
 ) -> Engine:
@@ -121,8 +121,10 @@ def shard(
         min_unit_size: default units of fewer elements are joined with their neighbours; 0: no
             unit is joined. None: [Note: Size of a unit] in ``units/assignment.py``.
         checkpointing: recompute the forward of blocks in backward; see
-            :func:`~fsdp_engine.checkpoint_units`. "offload", or an :class:`OffloadActivations`:
-            the tensors that these blocks save for backward are in pinned host memory until then.
+            :func:`~fsdp_engine.checkpoint_units`. "selective": but for outputs of attention kernels
+            and of every second matrix product. A :class:`Checkpointing`: of each k-th block, or
+            by another policy. "offload", or an :class:`OffloadActivations`: the tensors that these
+            blocks save for backward are in pinned host memory until then.
         offload: where state lies between its uses. None: on the device.
         plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks.
             It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,
@@ -204,7 +206,7 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: Checkpointing = False,
+    checkpointing: Activations = False,
     offload: Offload | None = None,
     num_rows: int = 1,
     broadcast: bool = False,
@@ -286,8 +288,8 @@ def make_engine(
     metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
-    if checkpointing is True:
-        checkpoint_units(model, units)
+    if (recomputed := recomputed_by(checkpointing)) is not None:
+        checkpoint_units(model, units, recomputed)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators

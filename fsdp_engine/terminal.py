@@ -5,12 +5,146 @@ Only functions that print tables import rich, because training must not depend o
 
 from __future__ import annotations
 
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fsdp_engine.extras import naming_extra
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table that can be fitted to a terminal.
+
+    Attributes:
+        name: the heading.
+        cells: texts with rich's markup, one for each row.
+        is_number: align to the right.
+        drop: in which order columns are left out; 0: never.
+        fold: in which order columns are folded, together with those of the same number; 0: never.
+        folded: name and cells of the folded column.
+    """
+
+    name: str
+    cells: Sequence[str]
+    is_number: bool = True
+    drop: int = 0
+    fold: int = 0
+    folded: tuple[str, Sequence[str]] | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal with padding and a border."""
+        with naming_extra():
+            from rich.text import Text
+
+        texts = [Text(self.name), *map(Text.from_markup, self.cells)]
+        return max(text.cell_len for text in texts) + 3
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Columns that fit a terminal.
+
+    Attributes:
+        columns: those that are left.
+        left_out: names of the others.
+        folded: names of those that are folded.
+    """
+
+    columns: tuple[Column, ...]
+    left_out: tuple[str, ...]
+    folded: tuple[str, ...]
+
+
+def fitted(columns: Sequence[Column], width: int | None) -> Fitted:
+    """Leave out and fold columns, the least important first, until they fit.
+
+    Args:
+        columns: of a table.
+        width: of the terminal. None: all columns.
+    """
+    done: list[int] = []
+    order = sorted({*(each.drop for each in columns), *(each.fold for each in columns)} - {0})
+    if width is not None:
+        for number in order:
+            if _width(_after(columns, done)) <= width:
+                break
+            done.append(number)
+        for number in sorted(done, reverse=True):  # for example one that is narrower than the rest
+            fewer = [each for each in done if each != number]
+            if _width(_after(columns, fewer)) <= width:
+                done = fewer
+    left = _after(columns, done)
+    left_out = tuple(each.name for each in columns if each.drop in done)
+    folded = tuple(each.name for each in columns if each.fold in done and each.drop not in done)
+    return Fitted(tuple(left), left_out, folded)
+
+
+def _after(columns: Iterable[Column], done: Sequence[int]) -> list[Column]:
+    found = []
+    for each in columns:
+        if each.fold in done and each.folded is not None:
+            name, cells = each.folded
+            each = replace(each, name=name, cells=cells)
+        if each.drop not in done:
+            found.append(each)
+    return found
+
+
+def _width(columns: Iterable[Column]) -> int:
+    return 1 + sum(each.width for each in columns)
+
+
+def add_columns(table: Table, columns: Sequence[Column], styles: Sequence[str] = ()) -> None:
+    """Add columns and their rows to an empty table.
+
+    Args:
+        table: the table.
+        columns: all with the same number of cells.
+        styles: one for each row; none by default.
+    """
+    for each in columns:
+        table.add_column(each.name, justify="right" if each.is_number else "left", no_wrap=True)
+    rows = list(zip(*(each.cells for each in columns), strict=True))
+    for cells, style in zip(rows, styles or [""] * len(rows), strict=True):
+        table.add_row(*cells, style=style)
+
+
+def terminal_width() -> int | None:
+    """The columns of the terminal that shows stdout; None if stdout is a file or a pipe."""
+    with naming_extra():
+        from rich.console import Console
+
+    return Console().width if sys.stdout.isatty() else None
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """The lines of a text, wrapped between words. Continued lines are indented.
+
+    Args:
+        text: of one or more lines.
+        width: of the terminal. None: lines are not wrapped.
+    """
+    if width is None:
+        return text
+    lines = [textwrap.wrap(each, width, subsequent_indent="  ") for each in text.splitlines()]
+    return "\n".join(line for each in lines for line in each)
+
+
+def not_shown(found: Fitted, width: int | None) -> str:
+    """A sentence that names the columns that were left out; empty if there are none."""
+    if not found.left_out:
+        return ""
+    return (
+        f" Not shown in {width} columns: {', '.join(found.left_out)}. A wider terminal, "
+        "and a file, has all columns."
+    )
 
 
 def format_bytes(count: float) -> str:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import fsdp_engine as fe
+from tests.browser import needs_chromium, shown
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium"))), None)
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs a browser: apt-get install chromium-headless-shell"
-)
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +25,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
-
-
-def shown(page: Path, query: str, profile: Path) -> str:
-    """The document of a page opened from its file, after its scripts have run."""
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={profile}",
-        "--host-resolver-rules=MAP * ~NOTFOUND",  # no name is resolved: the page is offline
-        "--virtual-time-budget=20000",
-        "--dump-dom",
-        page.as_uri() + query,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_every_public_name_has_an_entry_in_the_api_reference(site: Path) -> None:

@@ -33,9 +33,9 @@ REPOSITORY_FILE = {page: file for file, page in ROOT_PAGES.items()}
 PUBLIC_NAMES = {
     "training": (
         "Training",
-        "shard Engine shard_optimizer checkpoint_units register_forward_method "
-        "MixedPrecisionPolicy DistributedDataParallelConfig Offload Float8 FlatDTensor "
-        "DistributedDataParallel finalize_model_grads ModelParallelGroups",
+        "shard Engine shard_optimizer checkpoint_units Checkpointing register_forward_method "
+        "whole_rows whole_tensors MixedPrecisionPolicy DistributedDataParallelConfig Offload "
+        "Float8 FlatDTensor DistributedDataParallel finalize_model_grads ModelParallelGroups",
     ),
     "checkpoints": (
         "Checkpoints and weights",

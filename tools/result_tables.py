@@ -1099,6 +1099,17 @@ def low_bit_losses() -> str:
     return with_machine(table(columns, rows), "low_bit_training")
 
 
+def muon_losses() -> str:
+    rows = []
+    for name, row in results("muon_training")["held_out"].items():
+        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+        ratio = f"{row['median']:.4f} ({row['least']:.4f}-{row['most']:.4f})"
+        verdict = "met" if row["most"] <= 1.005 else "**missed**"
+        rows.append([name, losses, ratio, "" if name == "AdamW" else f"at most 1.005: {verdict}"])
+    columns = ["optimizer", "held-out loss by seed", "x AdamW: median (least-most)", "target"]
+    return with_machine(table(columns, rows), "muon_training")
+
+
 def padding() -> str:
     found = json.loads((RESULTS / "padding.json").read_text(encoding="utf-8"))
     rows = [
@@ -1513,6 +1524,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     fp8_losses,
     fp8_bytes,
     low_bit_losses,
+    muon_losses,
     padding,
     planned_memory,
     two_versions,

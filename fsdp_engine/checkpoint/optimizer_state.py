@@ -40,10 +40,11 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.offloaded_step import offloaded_step_of
-from fsdp_engine.optim.owned_params import map_leaves
-from fsdp_engine.optim.owned_step import OwnedStep, owned_step_of
+from fsdp_engine.optim.offloaded_step import OffloadedStep
+from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.quantized_state import flattened, state_placement
+from fsdp_engine.optim.shadow import AnyHook, step_hook_of
+from fsdp_engine.optim.state_leaves import map_leaves
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -82,7 +83,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
     """
     groups = name_params(saved_params(engine), optimizer)
     packed = optimizer.state_dict()
-    owned = _owned_steps(optimizer)
+    owned = _step_hooks(optimizer, OwnedStep)
     member_of = {
         index: member
         for group, members in zip(packed[GROUPS], groups, strict=True)
@@ -174,9 +175,8 @@ class OptimizerMatch:
         self._saved = saved
         named = saved_params(engine)
         self._members = name_params(named, optimizer)
-        steps = [offloaded_step_of(each) for each in single_optimizers(optimizer)]
-        self._offloaded = [step for step in steps if step is not None]
-        self._owned = _owned_steps(optimizer)
+        self._offloaded = _step_hooks(optimizer, OffloadedStep)
+        self._owned = _step_hooks(optimizer, OwnedStep)
         self._of_owners: dict[str, Tensor] = {}
         self._state_placement = state_placement(optimizer)
         self._canonical = {alias: param.name for param in named.values() for alias in param.aliases}
@@ -414,9 +414,9 @@ def _checked_groups(read: Any) -> list[dict[str, Any]]:
     return list(groups)  # type: ignore[arg-type]
 
 
-def _owned_steps(optimizer: torch.optim.Optimizer) -> list[OwnedStep]:
-    steps = map(owned_step_of, single_optimizers(optimizer))
-    return [step for step in steps if step is not None]
+def _step_hooks(optimizer: torch.optim.Optimizer, kind: type[AnyHook]) -> list[AnyHook]:
+    hooks = (step_hook_of(each, kind) for each in single_optimizers(optimizer))
+    return [hook for hook in hooks if hook is not None]
 
 
 def _owned_as_saved(member: SavedParam, key: Any, value: Any) -> Any:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_engine.accelerator import (
@@ -301,15 +303,25 @@ def _in_rows(
     return ranks.view(num_rows, -1), list(divmod(coordinate[0], ranks.numel() // num_rows))
 
 
-def init_from_environment() -> None:
-    """Initialise torch.distributed, unless that is done: as torchrun says, or for one rank."""
+def init_from_environment(keys: str = "") -> None:
+    """Initialise torch.distributed, unless that is done: as torchrun says, or for one rank.
+
+    Args:
+        keys: a prefix of the group's keys in torchrun's store. Without one, a group that the job
+            makes after this one is destroyed would find this one's addresses (gloo, torch 2.11 to
+            2.13).
+    """
     if dist.is_initialized():
         return
     device = current_accelerator()
     if device is not None:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group()
+        options: dict[str, Any] = {}
+        if keys:
+            store, rank, size = next(iter(rendezvous("env://")))
+            options = {"store": dist.PrefixStore(keys, store), "rank": rank, "world_size": size}
+        dist.init_process_group(**options)
     else:
         dist.init_process_group(
             default_backend(device), store=dist.HashStore(), rank=0, world_size=1

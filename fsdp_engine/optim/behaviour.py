@@ -24,6 +24,10 @@ means, factored moments, Gram matrices) do not agree by chance; some are orthogo
 beside which small updates are not lost in rounding, with gradients that have a trend, from which
 optimizers that adapt their step size learn (Prodigy).
 
+Whether the time of a step grows with the elements of a matrix, or with these times its shorter
+side, follows from the operations: in the second case there is a product all of whose dims are at
+least that side, or a decomposition.
+
 Where the trial on a small tensor finds elements, one on a larger tensor follows, whose dims are
 above those from which on known optimizers factor their state (128), and whose slices begin at a
 multiple of 256 elements, the blocks in which 8-bit state is quantised.
@@ -49,7 +53,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.chunked_step import Shadows, entries_of
-from fsdp_engine.optim.owned_params import leaves_of
+from fsdp_engine.optim.ownership import shorter_side
+from fsdp_engine.optim.state_leaves import is_plain, leaves_of
 
 _DIMS = (24, 161)  # at most
 _BLOCK = 256
@@ -62,6 +67,9 @@ _TOLERANCE = 1e-5
 # The same where matrix products may differ by rounding, in 16 bits: those of one matrix and of a
 # batch.
 _TOLERANCE_OF_BATCHES = 1e-3
+# Operations of aten.
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_NOT_OF_MATRICES = ("linalg_vector_norm", "linalg_cross")
 
 
 class Needs(enum.IntEnum):
@@ -73,13 +81,34 @@ class Needs(enum.IntEnum):
     ALL = 3
 
 
+class Found(NamedTuple):
+    """How a parameter is stepped.
+
+    Attributes:
+        needs: what its step needs at once.
+        multiplies: whether matrices of its size are multiplied or decomposed.
+    """
+
+    needs: Needs
+    multiplies: bool
+
+
 class TrialFailed(Exception):
     """A step of a trial raised, which is this exception's cause."""
 
 
-class _NoCollectives(TorchDispatchMode):
+class _Watch(TorchDispatchMode):
     """Mode in which collectives raise: owners step different tensors, so that those of a step would
-    wait for each other."""
+    wait for each other.
+
+    Attributes:
+        largest_product: the smallest dim of a product or a decomposition of matrices, the largest
+            of all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest_product = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -89,6 +118,14 @@ class _NoCollectives(TorchDispatchMode):
                 f"expected a step without collectives, since each rank steps other tensors; found "
                 f"that it calls {func.overloadpacket}"
             )
+        name = func.overloadpacket.__name__
+        matrices = [each for each in args if isinstance(each, Tensor) and each.ndim >= 2]
+        if name in _PRODUCTS:
+            left, right = matrices[-2:]
+            self.largest_product = max(self.largest_product, min(*left.shape[-2:], right.shape[-1]))
+        elif "linalg" in name and name not in _NOT_OF_MATRICES:
+            dims = (min(matrix.shape[-2:]) for matrix in matrices)
+            self.largest_product = max(self.largest_product, *dims)
         return func(*args, **(kwargs or {}))
 
 
@@ -123,10 +160,11 @@ class Trials:
         self._optimizer: Any = optimizer
         self._device = device
         self._num_steps = _NUM_STEPS
-        self._found: dict[tuple[int, tuple[int, ...], torch.dtype], Needs] = {}
+        self._largest_product = 0
+        self._found: dict[tuple[int, tuple[int, ...], torch.dtype], Found] = {}
 
-    def needs(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Needs:
-        """What a step on a parameter of group ``number`` needs at once.
+    def find(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Found:
+        """How a parameter of group ``number`` is stepped.
 
         Args:
             number: of the param group.
@@ -141,13 +179,15 @@ class Trials:
         small, large = (tuple(min(size, dim) for size in shape) for dim in _DIMS)
         key = number, large, dtype
         if key not in self._found:
+            self._largest_product = 0
             found = Needs.ELEMENT
             if any(self._needs_tensor(number, small, dtype, scale) for scale in _SCALES) or any(
                 self._needs_tensor(number, large, dtype, scale) for scale in _SCALES
             ):
                 found = Needs.TENSOR
             coupled = (self._needs_others(number, small, dtype, scale) for scale in _SCALES)
-            self._found[key] = max(found, *coupled)
+            needs = max(found, *coupled)
+            self._found[key] = Found(needs, self._largest_product >= shorter_side(small))
         return self._found[key]
 
     def _needs_tensor(
@@ -285,8 +325,9 @@ class Trials:
             [lambda: sum((p.detach() * p.grad).sum() for p in params)] if needs_closure else []
         )
         try:
-            with _NoCollectives():  # type: ignore[no-untyped-call]
+            with _Watch() as watch:
                 shadows.function(shadow, *closure)
+            self._largest_product = max(self._largest_product, watch.largest_product)
         except Exception as error:
             raise TrialFailed from error
 
@@ -323,9 +364,7 @@ def _is_structured(state: dict[Any, Any], shape: tuple[int, ...]) -> bool:
     """Whether the state of a parameter is other than numbers, and tensors of its shape or of one
     element."""
     return not all(
-        value.shape == shape or value.numel() == 1
-        if isinstance(value, Tensor)
-        else value is None or isinstance(value, bool | int | float | complex | str)
+        value.shape == shape or value.numel() == 1 if isinstance(value, Tensor) else is_plain(value)
         for value in state.values()
     )
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_engine.optim.shadow import Shadow, method_of, shadow_class
+from fsdp_engine.optim.state_leaves import is_plain
 
 
 class ChunkShadow(Shadow):
@@ -213,9 +214,7 @@ def _store(target: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_small(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return value is None or isinstance(value, bool | int | float | complex | str)
+    return value.numel() == 1 if isinstance(value, Tensor) else is_plain(value)
 
 
 def entries_of(optimizer: Any) -> defaultdict[Any, Any]:

@@ -30,7 +30,6 @@ slice (a step counter) stays where it is.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence, ValuesView
 from itertools import chain, count
@@ -46,6 +45,7 @@ from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.layout import round_up
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
 from fsdp_engine.memory.home import Home, Homes, Steps
@@ -56,9 +56,10 @@ from fsdp_engine.optim.shadow import (
     Slices,
     Slot,
     StepHook,
-    has_step_hook,
     slice_of,
+    step_hook_of,
 )
+from fsdp_engine.optim.state_leaves import is_plain
 
 # The role of chunks in the ledger.
 ROLE = "optimizer"
@@ -153,25 +154,17 @@ def is_offloaded(param: Tensor) -> bool:
     return registered is not None and registered.unit.offload.moves(STATE)
 
 
-def offloaded_step_of(optimizer: Optimizer) -> OffloadedStep | None:
-    """The hooks of an optimizer whose state lies elsewhere between steps; None of another."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, OffloadedStep)), None)
-
-
-def prepare_offloaded(optimizer: Optimizer, *args: object) -> None:
+def refuse_offloaded(optimizer: Optimizer, *args: object) -> None:
     """Step pre-hook of all optimizers, before their own.
 
     Raises:
         RuntimeError: the state of its parameters is offloaded, and it was not passed to
             :func:`~fsdp_engine.shard_optimizer`.
     """
-    if (step := offloaded_step_of(optimizer)) is not None:
-        if not isinstance(optimizer, Shadow):
-            step.hook_last(optimizer)
-    elif has_step_hook(optimizer, takes_offload=True):
+    hook = step_hook_of(optimizer, StepHook)
+    if hook is not None and hook.takes_offload:
         return
-    elif _OFFLOADS and find_offload(optimizer) is not None:
+    if _OFFLOADS and find_offload(optimizer) is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
             "step, since the state of its parameters is offloaded; found that it was not called"
@@ -258,7 +251,7 @@ class _Chunk:
             places.append({})
             for key, dtype in keys.items():
                 places[-1][key] = size, dtype
-                size += _aligned(_slice_within(param).numel() * dtype.itemsize)
+                size += round_up(_slice_within(param).numel() * dtype.itemsize, _ALIGNMENT)
         self._places = places
         if homes is not None:
             home = homes.make(size, offload.state_out.drain)
@@ -292,7 +285,7 @@ class _Chunk:
     def _add(self, piece: _Piece) -> int:
         """Where the next piece begins."""
         self._pieces.append(piece)
-        return _aligned(piece.stop)
+        return round_up(piece.stop, _ALIGNMENT)
 
     def _slot(self, param: Any) -> Slot:
         if not isinstance(param, FlatDTensor):
@@ -445,14 +438,6 @@ class _Chunk:
         self.leave()
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | complex | str)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 def _in_order(chunks: Sequence[_Chunk]) -> list[_Chunk]:
     """The order in which chunks are stepped: neighbours have like sizes, since one is brought while
     the other returns; the first and the last, during whose copies nothing else is copied, are the
@@ -513,7 +498,6 @@ class OffloadedStep(StepHook):
                 f"optimizer: expected state in plain tensors, since it lies elsewhere between "
                 f"steps (offload); found {type(optimizer).__name__}, whose state is quantised"
             )
-        self._optimizer = weakref.ref(optimizer)
         self._offload = offload
         self._homes = offload.homes(STATE) if offload.moves(STATE) else None
         self._shadows = Shadows(optimizer)
@@ -524,24 +508,12 @@ class OffloadedStep(StepHook):
         self._loaded: list[tuple[Tensor, dict[Any, Any]]] = []
         self._refresh(optimizer)
 
-    def register(self) -> None:
+    def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        self._hook = optimizer.register_step_pre_hook(self).id
-        others = dict(optimizer._optimizer_step_post_hooks)
-        optimizer.register_step_post_hook(self._finish)
-        for key in others:  # they see what the step has stored
-            hooks = optimizer._optimizer_step_post_hooks
-            hooks[key] = hooks.pop(key)
+        super().register(optimizer)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-
-    def hook_last(self, optimizer: Optimizer) -> None:
-        """Let other hooks change gradients and hyperparameters before the first chunk's step."""
-        hooks = optimizer._optimizer_step_pre_hooks
-        hooks[self._hook] = hooks.pop(self._hook)
 
     def home_of(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
         """The place of a state at its home, as ``optimizer.state`` will hold it, for the values of
@@ -637,7 +609,7 @@ class OffloadedStep(StepHook):
         if _has_tensors(self._shadows.values):
             self._offload.compute.wait(steps[-1].ticket)
 
-    def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Step post-hook: torch has stepped groups without parameters."""
         if isinstance(optimizer, Shadow):
             return
@@ -913,7 +885,7 @@ class OffloadedStep(StepHook):
         for key, value in states[param].items():
             is_tensor = isinstance(value, Tensor)
             is_odd = value.numel() != 1 and value.shape != _TRIAL_SHAPE if is_tensor else False
-            if is_odd or not (is_tensor or _is_plain(value)):
+            if is_odd or not (is_tensor or is_plain(value)):
                 found = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
                 raise ValueError(
                     f"optimizer: expected state in tensors of the parameter's shape or of one "

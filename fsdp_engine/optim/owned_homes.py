@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.offloading import Offloading
+from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import TransientStorage, storage_keys
 from fsdp_engine.memory.home import Home, Homes
-from fsdp_engine.optim.owned_params import leaves_of, map_leaves
 from fsdp_engine.optim.owner_messages import ROLE
+from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 
 _ALIGNMENT = 64
 
@@ -135,7 +136,7 @@ class StateHome:
         self._layout, self._offsets, size = list(layout), [], 0
         for shape, dtype in layout:
             self._offsets.append(size)
-            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            size += round_up(math.prod(shape) * dtype.itemsize, _ALIGNMENT)
         self._home = self._homes.make(size, self._offload.state_out.drain)
         self._taken = None
         self._storage = self._offload.memory.transient(size, torch.uint8, ROLE)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,59 +20,12 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.optim.chunked_step import Stored
+from fsdp_engine.optim.owned_homes import StateHome
 from fsdp_engine.optim.owner_messages import ROLE, ChunkMessages, Owned
+from fsdp_engine.optim.state_leaves import NumberLeaf, described, leaves_of, map_leaves
 
 _TAGS = 2, 3  # of messages of gradients and weights
 _version_of = attrgetter("_version")
-
-
-class TensorLeaf(NamedTuple):
-    """A tensor in the state of a parameter, as ranks that do not own it know it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class NumberLeaf(NamedTuple):
-    """A number in the state of a parameter, whose value ranks exchange after each step."""
-
-    kind: type
-
-
-class OtherLeaf(NamedTuple):
-    """Another object in the state of a parameter, that ranks exchange when it changes."""
-
-    value: Any
-
-
-def leaves_of(tree: Any) -> Iterator[Any]:
-    """The leaves of dicts, lists and tuples, in order."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves_of(value)
-    elif type(tree) in (list, tuple):
-        for value in tree:
-            yield from leaves_of(value)
-    else:
-        yield tree
-
-
-def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The same containers with changed leaves."""
-    if isinstance(tree, Mapping):
-        return {key: map_leaves(change, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map_leaves(change, value) for value in tree)
-    return change(tree)
-
-
-def described(value: Any) -> Any:
-    """What other ranks know of a value in the state of a parameter."""
-    if isinstance(value, Tensor):
-        return TensorLeaf(tuple(value.shape), value.dtype)
-    if isinstance(value, bool | int | float):
-        return NumberLeaf(type(value))
-    return OtherLeaf(value if value is None or isinstance(value, str) else type(value).__name__)
 
 
 @dataclass(eq=False)
@@ -143,13 +96,88 @@ def flat_slice(tensor: Any) -> Tensor:
 
 
 class Chunk:
-    """Parameters that are stepped together, of all ranks of a mesh."""
+    """Parameters that are stepped together, of all ranks of a mesh.
 
-    def __init__(self, params: Sequence[OwnedParam], messages: ChunkMessages) -> None:
+    Args:
+        params: in one order on all ranks.
+        messages: theirs.
+        lanes: of the messages, and of compute.
+        home: of the state of those that this rank owns; None: it stays on the device.
+
+    Attributes:
+        params, messages, home: see the arguments.
+        mine: those that this rank owns, by number.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[OwnedParam],
+        messages: ChunkMessages,
+        lanes: Lanes,
+        home: StateHome | None,
+    ) -> None:
         self.params = params
         self.messages = messages
+        self.home = home
         self.mine = {number: params[number] for number in messages.mine}
-        self.returned: Ticket | None = None
+        self._lanes = lanes
+        self._brought: Ticket | None = None
+        self._returned: Ticket | None = None
+
+    def bring(self, gradients: Sequence[Tensor | None], *, brings_weights: bool) -> None:
+        """Begin to bring gradients, and weights if other ranks have other ones, to this rank.
+
+        Args:
+            gradients: this rank's slices, by number; None: there is no gradient, on no rank.
+            brings_weights: as well, into the same memory.
+        """
+        lanes, messages = self._lanes, self.messages
+        if self.home is not None:
+            self.home.bring()
+        messages.fill(lanes.compute)
+        now = lanes.compute.record()
+        if brings_weights:
+            now = messages.bring_weights(lanes.inner_reduce, now, self.locals, self.wholes)
+        self._brought = messages.bring_gradients(lanes.inner_reduce, now, gradients)
+
+    def await_brought(self) -> None:
+        """Compute waits for what :meth:`bring` began."""
+        assert self._brought is not None
+        self._lanes.compute.wait(self._brought)
+        self._brought = None
+
+    def return_weights(self) -> None:
+        """Begin to bring stepped weights into all slices."""
+        lanes = self._lanes
+        self.messages.fill(lanes.compute)
+        self._returned = self.messages.return_weights(
+            lanes.inner_gather, lanes.compute.record(), self.locals, self.wholes
+        )
+
+    def await_weights(self) -> None:
+        """Compute waits for what :meth:`return_weights` began, and frees the messages."""
+        compute = self._lanes.compute
+        assert self._returned is not None
+        compute.wait(self._returned)
+        self._returned = None
+        self.drop_messages()
+
+    def drop_messages(self) -> None:
+        """Free the memory of messages, and of gradients."""
+        self.messages.drain(self._lanes.compute)
+
+    def end(self) -> None:
+        """The step is over: free what it had on the device."""
+        self.await_weights()
+        if self.home is not None:
+            self.home.leave()
+
+    def abandon(self) -> None:
+        """As :meth:`end`, after the lanes have ended what they were given."""
+        self._brought = self._returned = None
+        self.drop_messages()
+        if self.home is not None:
+            self.home.abandon()
 
     @property
     def locals(self) -> list[Tensor]:
@@ -170,15 +198,20 @@ class MeshOwners:
     """The owned parameters that the ranks of one mesh share, and their messages.
 
     Args:
-        mesh: these ranks.
         params: in one order on all ranks.
         chunks: the number of each one's chunk.
+        make_home: makes the home of a chunk's state, if that lies elsewhere.
 
     Attributes:
         params, chunks: see the arguments; a chunk for each number.
     """
 
-    def __init__(self, params: Sequence[OwnedParam], chunks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: Sequence[OwnedParam],
+        chunks: Sequence[int],
+        make_home: Callable[[], StateHome | None],
+    ) -> None:
         buffer = params[0].owned.site.buffer
         self.mesh: DataMesh = buffer.mesh
         self.lanes: Lanes = buffer.lanes
@@ -196,7 +229,7 @@ class MeshOwners:
             of_chunk = [p for p, at in zip(params, chunks, strict=True) if at == number]
             owned = [each.owned for each in of_chunk]
             messages = ChunkMessages(owned, self.memory, gradients, weights, _TAGS)
-            self.chunks.append(Chunk(of_chunk, messages))
+            self.chunks.append(Chunk(of_chunk, messages, self.lanes, make_home()))
         self._before = HostMessage("the beginning of a step", self.mesh)
         self._after = HostMessage("the end of a step", self.mesh)
         self._versions: list[int] | None = None

@@ -42,12 +42,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
+from fsdp_engine.optim.behaviour import Found, Needs, TrialFailed, Trials
 from fsdp_engine.optim.chunked_step import (
     Shadows,
     called_once,
@@ -59,24 +58,26 @@ from fsdp_engine.optim.owned_homes import StateHome
 from fsdp_engine.optim.owned_params import (
     Chunk,
     MeshOwners,
-    NumberLeaf,
     OwnedParam,
-    TensorLeaf,
-    described,
     flat_slice,
-    leaves_of,
-    map_leaves,
 )
 from fsdp_engine.optim.owner_messages import Owned
 from fsdp_engine.optim.ownership import (
     Item,
     assign_owners,
     in_chunks,
-    newton_schulz_work,
     shares_of,
+    step_work,
 )
 from fsdp_engine.optim.parameter_sites import ParamSite, site_of
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot, StepHook
+from fsdp_engine.optim.state_leaves import (
+    NumberLeaf,
+    TensorLeaf,
+    described,
+    leaves_of,
+    map_leaves,
+)
 
 _MOST_CHUNKS = 8
 # Of one rank in one chunk, at least.
@@ -89,12 +90,21 @@ _NUMBERS = itertools.count()
 
 
 class _Work(NamedTuple):
-    """A chunk in a step, and this rank's slices of its gradients."""
+    """A chunk in a step.
 
-    owners: MeshOwners
+    Attributes:
+        chunk: the parameters.
+        gradients: this rank's slices, by number.
+        brings_weights: whether ranks have other weights than owners.
+    """
+
     chunk: Chunk
-    gradients: list[Tensor | None]
+    gradients: Sequence[Tensor | None]
     brings_weights: bool
+
+    def bring(self) -> None:
+        """Begin to bring what the step needs."""
+        self.chunk.bring(self.gradients, brings_weights=self.brings_weights)
 
 
 def _shape_of(param: Any) -> tuple[int, ...] | None:
@@ -121,9 +131,9 @@ def _site(param: Tensor) -> ParamSite:
 
 def _tried(
     optimizer: Optimizer, trials: Trials, number: int, param: Tensor, shape: tuple[int, ...]
-) -> Needs:
+) -> Found:
     try:
-        return trials.needs(number, shape, param.dtype)
+        return trials.find(number, shape, param.dtype)
     except TrialFailed as failure:
         error = failure.__cause__
         kind = type(optimizer).__name__
@@ -287,7 +297,6 @@ class OwnedStep(StepHook):
         self._optimizer = weakref.ref(optimizer)
         self._offload = offload if offload is not None and offload.moves(STATE) else None
         self._homes = None if self._offload is None else self._offload.homes(STATE)
-        self._home_of: dict[int, StateHome] = {}  # by id of a chunk
         self._home_of_slices = self._make_home()
         self._patterns = tuple(whole)
         self._shadows = Shadows(optimizer)
@@ -302,6 +311,7 @@ class OwnedStep(StepHook):
         self._loaded: list[tuple[OwnedParam, Any]] = []
         self._stepped: set[int] = set()  # groups in this step, on this rank
         self.needs: dict[str, Needs] = {}
+        self._work: dict[int, float] = {}  # by id of the parameter
         self._shares: list[str] = []
         self._last: Any = None  # within a step, the shadow that torch steps
         self._refresh(optimizer)
@@ -323,19 +333,9 @@ class OwnedStep(StepHook):
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer."""
         _STEPS[next(_NUMBERS)] = self
-        self._hook = optimizer.register_step_pre_hook(self).id
-        others = dict(optimizer._optimizer_step_post_hooks)
-        optimizer.register_step_post_hook(self._finish)
-        for key in others:  # they see what the step has stored
-            hooks = optimizer._optimizer_step_post_hooks
-            hooks[key] = hooks.pop(key)
+        super().register(optimizer)
         optimizer.register_state_dict_post_hook(self._complete_state_dict)
         optimizer.register_load_state_dict_post_hook(self._take_loaded)
-
-    def hook_last(self, optimizer: Optimizer) -> None:
-        """Let other hooks change gradients and hyperparameters before the first chunk's step."""
-        hooks = optimizer._optimizer_step_pre_hooks
-        hooks[self._hook] = hooks.pop(self._hook)
 
     def describe(self) -> str:
         """Which parameters are stepped how, and this rank's share, in a sentence each."""
@@ -407,11 +407,12 @@ class OwnedStep(StepHook):
                     continue
                 name = _name_of(param)
                 if any(fnmatchcase(name, pattern) for pattern in self._patterns):
-                    needs = Needs.TENSOR
+                    needs, multiplies = Found(Needs.TENSOR, multiplies=True)
                 else:
                     trials = trials or Trials(optimizer, param.device)
-                    needs = _tried(optimizer, trials, number, param, shape)
+                    needs, multiplies = _tried(optimizer, trials, number, param, shape)
                 self.needs[name] = needs
+                self._work[id(param)] = step_work(shape, multiplies=multiplies)
                 if needs > Needs.ELEMENT:
                     _check_whole(param, type(optimizer).__name__)
                     of_group.append((number, param))
@@ -439,8 +440,10 @@ class OwnedStep(StepHook):
             sites = [_site(param) for _, param in unit]
             shapes = [site.shape for site in sites]
             numel = sum(torch.Size(shape).numel() for shape in shapes)
-            near = sites[0].central_ranks if len(sites) == 1 else ()
-            items.append(Item(sum(map(newton_schulz_work, shapes)), numel, near))
+            work = sum(self._work[id(param)] for _, param in unit)
+            is_one = len(sites) == 1
+            near = (sites[0].central_ranks, sites[0].central_numel) if is_one else ()
+            items.append(Item(work, numel, *near))
         owners = assign_owners(items, mesh.size)
         chunk_of = _chunks_of(items, owners, mesh.size)
         rank = mesh.outer.rank * mesh.inner.size + mesh.inner.rank
@@ -453,11 +456,7 @@ class OwnedStep(StepHook):
                 params.append(made)
                 chunks.append(chunk)
                 self._owned[id(param)] = made
-        made_owners = MeshOwners(params, chunks)
-        self._owners.append(made_owners)
-        for each in made_owners.chunks if self._homes is not None else ():
-            if (home := self._make_home()) is not None:
-                self._home_of[id(each)] = home
+        self._owners.append(MeshOwners(params, chunks, self._make_home))
         self._shares.append(_describe_shares(shares_of(items, owners, mesh.size), rank, len(items)))
 
     def _check_converted(self) -> None:
@@ -526,8 +525,7 @@ class OwnedStep(StepHook):
             changed = owners.finish_start()
             for chunk in owners.chunks:
                 of_chunk = [found[id(each.param)] for each in chunk.params]
-                works.append(_Work(owners, chunk, of_chunk, changed))
-        tickets: list[Ticket] = []
+                works.append(_Work(chunk, of_chunk, changed))
         error: Exception | None = None
 
         def step(action: Callable[[], None]) -> None:
@@ -541,20 +539,21 @@ class OwnedStep(StepHook):
         if (home := self._home_of_slices) is not None:
             home.bring()
         if works:
-            tickets.append(self._bring(works[0]))
+            works[0].bring()
         step(partial(self._step_slices, optimizer, arguments, kwargs))
         for number, work in enumerate(works):
-            work.owners.lanes.compute.wait(tickets[number])
+            work.chunk.await_brought()
             if number:
-                self._end_return(works[number - 1])
+                works[number - 1].chunk.end()
             elif home is not None:
                 home.leave()
             if number + 1 < len(works):
-                tickets.append(self._bring(works[number + 1]))
-            step(partial(self._step_chunk, optimizer, work, arguments, kwargs))
-            self._return(work)
+                works[number + 1].bring()
+            chunk, grads, _ = work
+            step(partial(self._step_chunk, optimizer, chunk, grads, arguments, kwargs))
+            chunk.return_weights()
         if works:
-            self._end_return(works[-1])
+            works[-1].chunk.end()
         return error
 
     def _step_jointly(
@@ -568,15 +567,13 @@ class OwnedStep(StepHook):
         """
         (owners,) = self._owners
         (chunk,) = owners.chunks
-        compute = owners.lanes.compute
         losses: list[Any] = []
         error: Exception | None = None
 
         def evaluate(closure: Callable[[], Any]) -> Any:
             if losses:
-                chunk.messages.fill(compute)
-                self._return(_Work(owners, chunk, [], brings_weights=False))
-                self._end_weights(_Work(owners, chunk, [], brings_weights=False))
+                chunk.return_weights()
+                chunk.await_weights()
                 self._note_changed()
             with torch.enable_grad():
                 loss = owners.mean(closure())
@@ -585,13 +582,13 @@ class OwnedStep(StepHook):
             found = self._gradients(owners)
             gradients = [found[id(each.param)] for each in chunk.params]
             owners.start(gradients)
-            work = _Work(owners, chunk, gradients, owners.finish_start() and len(losses) == 1)
-            compute.wait(self._bring(work))
+            chunk.bring(gradients, brings_weights=owners.finish_start() and len(losses) == 1)
+            chunk.await_brought()
             for number, each in chunk.mine.items():
                 assert each.whole is not None
                 grad = chunk.messages.gradients[number]
                 each.whole.grad = None if gradients[number] is None else grad.clone()
-            chunk.messages.drain(compute)
+            chunk.drop_messages()
             return loss
 
         def on_owner(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -602,12 +599,12 @@ class OwnedStep(StepHook):
             return call
 
         if chunk.mine:
-            if (home := self._home_of.get(id(chunk))) is not None:
-                home.bring()
+            if chunk.home is not None:
+                chunk.home.bring()
             arguments, named = with_closures(args, kwargs, on_owner)
-            work = _Work(owners, chunk, [None] * len(chunk.params), brings_weights=False)
+            nothing = [None] * len(chunk.params)  # closures bring gradients
             try:
-                self._step_chunk(optimizer, work, arguments, named)
+                self._step_chunk(optimizer, chunk, nothing, arguments, named)
             except Exception as caught:  # others wait for weights
                 error = caught
             owners.tell(False)
@@ -615,9 +612,8 @@ class OwnedStep(StepHook):
             closures = [each for each in (*args[1:], *kwargs.values()) if callable(each)]
             while owners.tell(False):
                 evaluate(closures[0])
-        chunk.messages.fill(compute)
-        self._return(_Work(owners, chunk, [], brings_weights=False))
-        self._end_return(_Work(owners, chunk, [], brings_weights=False))
+        chunk.return_weights()
+        chunk.end()
         return error, losses[0] if losses else None
 
     def _wait_for_gradients(self) -> None:
@@ -635,53 +631,26 @@ class OwnedStep(StepHook):
                 found[id(param)] = param.grad
         return {key: None if grad is None else flat_slice(grad) for key, grad in found.items()}
 
-    def _bring(self, work: _Work) -> Ticket:
-        lanes, messages = work.owners.lanes, work.chunk.messages
-        if (home := self._home_of.get(id(work.chunk))) is not None:
-            home.bring()
-        messages.fill(lanes.compute)
-        now = lanes.compute.record()
-        if work.brings_weights:  # in the same memory
-            locals_, wholes = work.chunk.locals, work.chunk.wholes
-            now = messages.bring_weights(lanes.inner_reduce, now, locals_, wholes)
-        return messages.bring_gradients(lanes.inner_reduce, now, work.gradients)
-
-    @staticmethod
-    def _return(work: _Work) -> None:
-        lanes, chunk = work.owners.lanes, work.chunk
-        chunk.returned = chunk.messages.return_weights(
-            lanes.inner_gather, lanes.compute.record(), chunk.locals, chunk.wholes
-        )
-
-    def _end_return(self, work: _Work) -> None:
-        self._end_weights(work)
-        if (home := self._home_of.get(id(work.chunk))) is not None:
-            home.leave()
-
-    @staticmethod
-    def _end_weights(work: _Work) -> None:
-        compute, chunk = work.owners.lanes.compute, work.chunk
-        assert chunk.returned is not None
-        compute.wait(chunk.returned)
-        chunk.returned = None
-        chunk.messages.drain(compute)
-
     @torch.no_grad()
     def _step_chunk(
-        self, optimizer: Any, work: _Work, arguments: list[Any], kwargs: dict[str, Any]
+        self,
+        optimizer: Any,
+        chunk: Chunk,
+        gradients: Sequence[Tensor | None],
+        arguments: list[Any],
+        kwargs: dict[str, Any],
     ) -> None:
         """Step what this rank owns of a chunk."""
-        mine = work.chunk.mine
+        mine, home = chunk.mine, chunk.home
         if not mine:
             return
-        home = self._home_of.get(id(work.chunk))
         states = entries_of(optimizer)
         members: dict[int, list[Tensor]] = {}
         for number, each in mine.items():
             whole = each.whole
             assert whole is not None
-            if work.gradients[number] is not None:
-                whole.grad = work.chunk.messages.gradients[number].to(whole.dtype)
+            if gradients[number] is not None:
+                whole.grad = chunk.messages.gradients[number].to(whole.dtype)
             if state := optimizer.state.get(each.param):
                 states[whole] = state if home is None else home.on_device(state)
             members.setdefault(each.group, []).append(whole)
@@ -781,7 +750,7 @@ class OwnedStep(StepHook):
             self._last = None
         return True
 
-    def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Step post-hook: torch has stepped groups without parameters."""
         if isinstance(optimizer, Shadow):
             return
@@ -806,15 +775,13 @@ class OwnedStep(StepHook):
         self._slices.clear_gradients()
         if self._offload is not None:
             self._offload.drain()
-        for home in (self._home_of_slices, *self._home_of.values()):
-            if home is not None:
-                home.abandon()
+        if self._home_of_slices is not None:
+            self._home_of_slices.abandon()
         for owners in self._owners:
             owners.lanes.drain()
             owners.forget_versions()
             for chunk in owners.chunks:
-                chunk.returned = None
-                chunk.messages.drain(owners.lanes.compute)
+                chunk.abandon()
 
     # Saving and loading.
 
@@ -920,15 +887,3 @@ def describe_owners(params: Collection[int]) -> list[str]:
     """A line for each optimizer of this process with owners for some of ``params``, by ``id``."""
     steps = [step for step in list(_STEPS.values()) if any(map(step.owns_id, params))]
     return [step.describe() for step in steps]
-
-
-def owned_step_of(optimizer: Optimizer) -> OwnedStep | None:
-    """The hooks of an optimizer whose parameters have owners; None of another."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, OwnedStep)), None)
-
-
-def prepare_owned(optimizer: Optimizer, *args: object) -> None:
-    """Step pre-hook of all optimizers, before their own."""
-    if not isinstance(optimizer, Shadow) and (step := owned_step_of(optimizer)) is not None:
-        step.hook_last(optimizer)

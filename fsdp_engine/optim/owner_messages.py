@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fsdp_engine.comm.collectives import Communicator, Steps
 from fsdp_engine.comm.lanes import Lane, Ticket
+from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import Memory, begin_together
 from fsdp_engine.optim.parameter_sites import ParamSite
 
@@ -37,11 +38,6 @@ from fsdp_engine.optim.parameter_sites import ParamSite
 ROLE = "optimizer"
 # Parts begin at multiples of so many bytes.
 _ALIGNMENT = 16
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of the alignment of parts."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Owned(NamedTuple):
@@ -109,7 +105,8 @@ class MessageTable:
         return sizes
 
     def _bytes_of(self, part: Part) -> int:
-        return aligned((part.stop - part.start) * self._dtypes[part.number].itemsize)
+        num_bytes = (part.stop - part.start) * self._dtypes[part.number].itemsize
+        return round_up(num_bytes, _ALIGNMENT)
 
     def views(self, parts: Sequence[Part], memory: Tensor) -> list[Tensor]:
         """A tensor for each part, over ``memory``."""
@@ -182,25 +179,19 @@ class ChunkMessages:
         self._out = MessageTable(returned, taken, dtypes, mesh.size)
         self._own = {number: chunk[number].site.range_of(rank) for number in self.mine}
         # The memory of a message serves the next one.
-        as_holder = max(
-            map(sum, (self._in.sent_sizes, self._weights_in.sent_sizes, self._out.received_sizes))
-        )
-        as_owner = max(
-            map(
-                sum,
-                (self._in.received_sizes, self._weights_in.received_sizes, self._out.sent_sizes),
-            )
-        )
-        at, places = aligned(as_holder) + aligned(as_owner), {}
+        brought = self._in, self._weights_in
+        as_holder = max(sum(self._out.received_sizes), *(sum(each.sent_sizes) for each in brought))
+        as_owner = max(sum(self._out.sent_sizes), *(sum(each.received_sizes) for each in brought))
+        at, places = as_holder + as_owner, {}
         for number in self.mine:
             places[number] = at
-            at += aligned(chunk[number].numel * grad_dtypes[number].itemsize)
+            at += round_up(chunk[number].numel * grad_dtypes[number].itemsize, _ALIGNMENT)
         self.num_bytes = at
         self._storage = memory.transient(at, torch.uint8, ROLE)
         with self._storage.while_filled():
             whole = self._storage.view(0, (at,))
-            self._as_holder = whole[: aligned(as_holder)]
-            self._as_owner = whole[aligned(as_holder) :][: aligned(as_owner)]
+            self._as_holder = whole[:as_holder]
+            self._as_owner = whole[as_holder : as_holder + as_owner]
             self.gradients = {}
             for number, place in places.items():
                 num_bytes = chunk[number].numel * grad_dtypes[number].itemsize

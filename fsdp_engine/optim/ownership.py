@@ -7,10 +7,14 @@ the order of their share of all work or of all elements, whichever is larger, an
 rank that holds its middle, as long as that has less than the mean with it, and otherwise to the
 rank whose larger share is the smallest so far (longest processing time first, R. L. Graham, "Bounds
 on multiprocessing timing anomalies", 1969: at most 4/3 of the best). Afterwards single parameters
-of the busiest rank are moved, or swapped, where that lowers its share. The result depends on shapes
-alone, so ranks need not agree on it.
+of the busiest rank are moved, or swapped, where that lowers its share.
 
-No share can be below that of the largest parameter, nor below ``1 / number of ranks``.
+With few ranks many parameters lie on one rank as a whole, and those that are cut can go to any. So
+a second attempt takes first those of which most lies on one rank. It is kept if its largest share
+is not above the other's by more than ``_TOLERANCE``, and less travels.
+
+The result depends on shapes alone, so ranks need not agree on it. No share can be below
+:func:`least_share`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from typing import NamedTuple
 # Parameters of one rank that are compared with those of others, in each attempt to improve.
 _MOST_COMPARED = 64
 _MOST_ATTEMPTS = 4096
+# Of the largest share, for messages that are shorter.
+_TOLERANCE = 0.01
 
 
 class Item(NamedTuple):
@@ -32,20 +38,40 @@ class Item(NamedTuple):
         work: of its step, in any unit.
         numel: its elements.
         near: ranks that would receive the least of it.
+        numel_near: elements that each of them holds.
     """
 
     work: float
     numel: int
     near: Sequence[int] = ()
+    numel_near: int = 0
 
 
-def newton_schulz_work(shape: Sequence[int]) -> float:
-    """Work of a step that multiplies a matrix with its Gram matrix: ``rows * columns *
-    min(rows, columns)`` (Newton-Schulz iterations of Muon, K. Jordan et al. 2024; the first dim is
-    the rows). For other optimizers with matrices, the same order."""
+def shorter_side(shape: Sequence[int]) -> int:
+    """Of a tensor as a matrix, whose rows are the first dim."""
     rows = shape[0] if shape else 1
-    columns = math.prod(shape[1:])
-    return float(rows * columns * min(rows, columns))
+    return min(rows, math.prod(shape[1:]))
+
+
+def step_work(shape: Sequence[int], *, multiplies: bool) -> float:
+    """Work of a step.
+
+    Args:
+        shape: of the parameter.
+        multiplies: whether matrices of its size are multiplied or decomposed: ``rows * columns *
+            min(rows, columns)``, that of a product with the Gram matrix (Newton-Schulz iterations
+            of Muon, K. Jordan et al. 2024), and of decompositions. Else its elements.
+    """
+    return float(math.prod(shape) * (shorter_side(shape) if multiplies else 1))
+
+
+def least_share(work: Sequence[float], num_ranks: int) -> float:
+    """The work that the busiest rank has at least: the mean, or, since one rank has ``k + 1`` of
+    the ``k * num_ranks + 1`` largest items, the ``k + 1`` smallest of these, for any ``k``."""
+    most = sorted(work, reverse=True)
+    counts = range(-(-len(most) // num_ranks))
+    crowds = (sum(most[k * num_ranks - k : k * num_ranks + 1]) for k in counts)
+    return max(sum(work) / num_ranks, *crowds)
 
 
 class _Shares:
@@ -58,6 +84,17 @@ class _Shares:
         self.work = [0.0] * num_ranks
         self.elements = [0.0] * num_ranks
         self.items: list[list[int]] = [[] for _ in range(num_ranks)]
+
+    @property
+    def owners(self) -> list[int]:
+        """The rank of each item."""
+        rank_of = {number: rank for rank, numbers in enumerate(self.items) for number in numbers}
+        return [rank_of[number] for number in range(len(self.of_item))]
+
+    @property
+    def largest(self) -> float:
+        """Of all ranks."""
+        return max(map(self.larger, range(len(self.items))))
 
     def larger(self, rank: int) -> float:
         return max(self.work[rank], self.elements[rank])
@@ -95,8 +132,28 @@ def assign_owners(items: Sequence[Item], num_ranks: int) -> list[int]:
     Returns:
         The rank of each item.
     """
+    shares = _Shares(items, num_ranks).of_item
+    by_size = sorted(range(len(items)), key=lambda number: (-max(shares[number]), number))
+    found = _assign(items, by_size, num_ranks)
+    if any(item.numel_near for item in items):
+        by_place = sorted(by_size, key=lambda number: -items[number].numel_near)
+        other = _assign(items, by_place, num_ranks)
+        if other.largest <= found.largest * (1 + _TOLERANCE) and numel_held(
+            items, other.owners
+        ) > numel_held(items, found.owners):
+            found = other
+    return found.owners
+
+
+def numel_held(items: Sequence[Item], owners: Sequence[int]) -> int:
+    """Elements that lie with their owners already."""
+    pairs = zip(items, owners, strict=True)
+    return sum(item.numel_near for item, owner in pairs if owner in item.near)
+
+
+def _assign(items: Sequence[Item], order: Sequence[int], num_ranks: int) -> _Shares:
+    """Choose owners for items in this order."""
     shares = _Shares(items, num_ranks)
-    order = sorted(range(len(items)), key=lambda number: (-max(shares.of_item[number]), number))
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for number in order:
         while heap[0][0] != shares.larger(heap[0][1]):  # it has got something meanwhile
@@ -107,11 +164,7 @@ def assign_owners(items: Sequence[Item], num_ranks: int) -> list[int]:
     for _ in range(min(_MOST_ATTEMPTS, 2 * len(items))):
         if not _improve(shares):
             break
-    owners = [0] * len(items)
-    for rank, numbers in enumerate(shares.items):
-        for number in numbers:
-            owners[number] = rank
-    return owners
+    return shares
 
 
 def _improve(shares: _Shares) -> bool:

@@ -86,6 +86,15 @@ class ParamSite(NamedTuple):
             return (place // layout.shard_numel * mesh.inner.size + inner,)
         return range(inner, mesh.size, mesh.inner.size)
 
+    @property
+    def central_numel(self) -> int:
+        """The elements that each of :attr:`central_ranks` holds; 0 if there are none."""
+        ranks = self.central_ranks
+        if not ranks:
+            return 0
+        start, stop = self.range_of(ranks[0])
+        return stop - start
+
     def sources_for(self, rank: int) -> Iterator[int]:
         """The ranks whose parts, put together, are the parameter: those nearest to ``rank``."""
         mesh, depth = self.buffer.mesh, self.buffer.depth

@@ -38,7 +38,7 @@ def method_of(kind: type[Optimizer] | None, name: str) -> Any:
 
 
 class StepHook:
-    """A step pre-hook that steps sharded parameters in place of torch.
+    """A step pre-hook that steps sharded parameters in place of torch, on a shadow.
 
     Attributes:
         takes_offload: also those whose state lies elsewhere.
@@ -46,12 +46,45 @@ class StepHook:
 
     takes_offload = False
 
+    def __call__(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Called by torch before a step; returns its arguments."""
+        raise NotImplementedError
 
-def has_step_hook(optimizer: Optimizer, *, takes_offload: bool = False) -> bool:
-    """Whether an optimizer has one, that takes offloaded state if asked for."""
+    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Called by torch after a step."""
+        raise NotImplementedError
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Hook it to its optimizer. Other hooks see in a step's end what it has stored."""
+        self._number = optimizer.register_step_pre_hook(self).id
+        hooks = optimizer._optimizer_step_post_hooks
+        others = list(hooks)
+        optimizer.register_step_post_hook(self.finish)
+        for number in others:
+            hooks[number] = hooks.pop(number)
+
+    def hook_last(self, optimizer: Optimizer) -> None:
+        """Let other hooks change gradients and hyperparameters before the step."""
+        hooks = optimizer._optimizer_step_pre_hooks
+        hooks[self._number] = hooks.pop(self._number)
+
+
+AnyHook = TypeVar("AnyHook", bound=StepHook)
+
+
+def step_hook_of(optimizer: Optimizer, kind: type[AnyHook]) -> AnyHook | None:
+    """The hook of a kind that steps an optimizer; None if there is none."""
     hooks: Iterable[Any] = optimizer._optimizer_step_pre_hooks.values()
-    found = (hook for hook in hooks if isinstance(hook, StepHook))
-    return any(hook.takes_offload or not takes_offload for hook in found)
+    return next((hook for hook in hooks if isinstance(hook, kind)), None)
+
+
+def hook_last(optimizer: Optimizer, *args: object) -> None:
+    """Step pre-hook of all optimizers, before their own."""
+    hook = step_hook_of(optimizer, StepHook)
+    if hook is not None and not isinstance(optimizer, Shadow):
+        hook.hook_last(optimizer)
 
 
 class Shadow:

@@ -51,9 +51,9 @@ from fsdp_engine.optim.shadow import (
     Slices,
     Slot,
     StepHook,
-    has_step_hook,
     method_of,
     shadow_class,
+    step_hook_of,
 )
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
@@ -93,7 +93,7 @@ def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
         RuntimeError: an optimizer of torchao holds sharded parameters, and was not passed to
             :func:`shard_optimizer`.
     """
-    if not is_blockwise(optimizer) or has_step_hook(optimizer):
+    if not is_blockwise(optimizer) or step_hook_of(optimizer, StepHook) is not None:
         return
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     if any(isinstance(param, FlatDTensor) for param in params):
@@ -152,7 +152,7 @@ def shard_optimizer(
             f"optimizer: expected differentiable=False; found True for {name}. Its step would "
             f"need the autograd history of sharded parameters"
         )
-    if has_step_hook(optimizer):
+    if step_hook_of(optimizer, StepHook) is not None:
         return optimizer
     offload = find_offload(optimizer)
     if whole or not (elementwise or _is_known(optimizer)):
@@ -162,12 +162,10 @@ def shard_optimizer(
             owned.register(optimizer)
             return optimizer
     if offload is not None:
-        OffloadedStep(optimizer, offload).register()
+        OffloadedStep(optimizer, offload).register(optimizer)
         return optimizer
     check_blocks(optimizer)
-    step = _LocalStep(optimizer)
-    optimizer.register_step_pre_hook(step)
-    optimizer.register_step_post_hook(step.finish)
+    _LocalStep(optimizer).register(optimizer)
     if is_blockwise(optimizer):
         ValueStateDicts().register(optimizer)
         if getattr(optimizer, "bf16_stochastic_round", False):

@@ -27,8 +27,8 @@ from torch.optim.optimizer import (
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
-from fsdp_engine.optim.offloaded_step import prepare_offloaded
-from fsdp_engine.optim.owned_step import prepare_owned
+from fsdp_engine.optim.offloaded_step import refuse_offloaded
+from fsdp_engine.optim.shadow import hook_last
 from fsdp_engine.optim.sharded_step import refuse_blockwise
 
 
@@ -107,10 +107,8 @@ def add_step_listener(listener: Listener) -> None:
     ``listener.optimizer_stepped`` after each step.
     """
     if not _HOOKS:
-        _HOOKS.append(register_optimizer_step_pre_hook(refuse_blockwise))
-        _HOOKS.append(register_optimizer_step_pre_hook(prepare_offloaded))
-        _HOOKS.append(register_optimizer_step_pre_hook(prepare_owned))
-        _HOOKS.append(register_optimizer_step_pre_hook(adopt_loaded_state))
+        for hook in (refuse_blockwise, refuse_offloaded, hook_last, adopt_loaded_state):
+            _HOOKS.append(register_optimizer_step_pre_hook(hook))
         _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
         _HOOKS.append(register_optimizer_step_post_hook(_after_step))
     _LISTENERS[next(_NUMBERS)] = listener

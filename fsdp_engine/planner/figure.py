@@ -8,24 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.outcome import Outcome
+from fsdp_engine.planner.plan_view import (
+    CHOSEN_COLOUR,
+    KIND_COLOURS,
+    TIME_COLOURS,
+    in_units,
+    row_label,
+    table_unit,
+    time_label,
+)
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.terminal import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette for colour-blind readers.
-_KIND_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00")
-_TIME_COLOURS = {
-    "compute": "#0072B2",
-    "inner link": "#CC79A7",
-    "outer link": "#D55E00",
-    "state copies": "#009E73",
-    "activation copies": "#E69F00",
-    "host": "#999999",
-}
 _ROW_INCHES, _FADED = 0.28, 0.35
-_GIB = 2**30
+# Room for values at the ends of bars, as a fraction of the longest bar.
+_ROOM = 0.3
 
 
 def save_figure(planning: StrategyPlan, path: str | Path) -> None:
@@ -39,50 +40,84 @@ def save_figure(planning: StrategyPlan, path: str | Path) -> None:
 
     outcomes = planning.outcomes[::-1]  # the y axis is upwards
     has_times = all(each.times is not None for each in outcomes)
-    height = 1.8 + _ROW_INCHES * len(outcomes)
-    figure = Figure(figsize=(13 if has_times else 9, height), layout="constrained")
+    height = 2.2 + _ROW_INCHES * len(outcomes)
+    figure = Figure(figsize=(14 if has_times else 9, height), layout="constrained")
     setting = planning.setting
     title = f"{setting.model} on {setting.world_size:,} ranks of {setting.machine}"
+    if planning.chosen is not None:
+        title += f"\nchosen: {planning.chosen.candidate}"
     figure.suptitle(title, fontsize=11)
     axes: Any = figure.subplots(1, 2 if has_times else 1, sharey=True, squeeze=False)
+    for each in axes[0]:
+        _mark_chosen(each, planning, outcomes)
     _draw_memory(axes[0][0], planning, outcomes)
     if has_times:
-        _draw_times(axes[0][1], outcomes)
+        _draw_times(axes[0][1], planning, outcomes)
     figure.savefig(str(path), dpi=150)
 
 
+def _mark_chosen(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome]) -> None:
+    if planning.chosen is not None:
+        row = len(outcomes) - 1 - planning.outcomes.index(planning.chosen)
+        axes.axhspan(row - 0.5, row + 0.5, color=CHOSEN_COLOUR, zorder=0)
+
+
 def _draw_memory(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome]) -> None:
-    limit = planning.setting.memory / _GIB
+    unit, name = table_unit(planning.outcomes)
+    limit = planning.setting.memory / unit
     ends = [0.0] * len(outcomes)
-    for kind, colour in zip(KINDS, _KIND_COLOURS, strict=True):
-        sizes = [each.memory.get(kind, 0) / _GIB for each in outcomes]
+    for kind, colour in KIND_COLOURS.items():
+        sizes = [each.memory.get(kind, 0) / unit for each in outcomes]
         _draw_part(axes, outcomes, ends, sizes, colour, kind)
+    text = f"limit {limit:,.0f} {name}"
     if 2 * max(ends) < limit:  # the limit is outside the axes, to leave room for the bars
-        label = f"limit {limit:,.0f} GiB \u2192"
-        axes.set_xlim(0, 1.2 * max(ends))
-        axes.text(1.19 * max(ends), len(outcomes) - 0.3, label, fontsize=8, ha="right")
+        axes.set_xlim(0, (1 + _ROOM) * max(ends))
+        axes.text(
+            1,
+            len(outcomes) - 0.3,
+            f"{text} \u2192",
+            transform=axes.get_yaxis_transform(),
+            fontsize=8,
+            ha="right",
+        )
     else:
         # Truncates bars far beyond the limit, so that the others are readable.
-        axes.set_xlim(0, min(1.15 * max(*ends, limit), 2.5 * limit))
+        axes.set_xlim(0, min((1 + _ROOM) * max(*ends, limit), 2.5 * limit))
         axes.axvline(limit, color="black", linestyle="--", linewidth=1)
-        axes.text(limit, len(outcomes) - 0.3, f"limit {limit:,.0f} GiB ", fontsize=8, ha="right")
-    axes.set_yticks(range(len(outcomes)), [_label(each) for each in outcomes], fontsize=8)
+        axes.text(limit, len(outcomes) - 0.3, f"{text} ", fontsize=8, ha="right")
+    values = [in_units(each.peak_bytes, unit) for each in outcomes]
+    _write_values(axes, outcomes, ends, values)
+    chosen = planning.chosen
+    labels = [
+        f"\u25b6 {row_label(each)}" if each is chosen else row_label(each) for each in outcomes
+    ]
+    axes.set_yticks(range(len(outcomes)), labels, fontsize=8)
+    for label, each in zip(axes.get_yticklabels(), outcomes, strict=True):
+        label.set_fontweight("bold" if each is chosen else "normal")
     axes.set_ylim(-0.6, len(outcomes) + 0.4)
-    axes.set_xlabel("peak memory of one rank (GiB)")
+    faded = "; faded: does not fit" if any(each.lacking for each in outcomes) else ""
+    axes.set_xlabel(f"peak memory of one rank ({name}){faded}")
     _add_legend(axes)
 
 
-def _draw_times(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _draw_times(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome]) -> None:
     ends = [0.0] * len(outcomes)
-    for name, colour in _TIME_COLOURS.items():
+    for name, colour in TIME_COLOURS.items():
         spent = []
         for each in outcomes:
             assert each.times is not None
             spent.append(1e3 * each.times.shares().get(name, 0.0) * each.times.step)
         if name == "compute" or any(spent):
-            label = name if name in ("compute", "host") else f"waits for the {name}"
-            _draw_part(axes, outcomes, ends, spent, colour, label)
-    axes.set_xlabel("step time (ms)")
+            _draw_part(axes, outcomes, ends, spent, colour, time_label(name))
+    item = planning.setting.item
+    values = [
+        f"{end:,.1f}, {format_count(each.rate)} {item}/s"
+        for end, each in zip(ends, outcomes, strict=True)
+    ]
+    axes.set_xlim(0, (1 + 1.4 * _ROOM) * max(ends))
+    _write_values(axes, outcomes, ends, values)
+    mark = accuracy_of(planning.setting.machine_family).mark
+    axes.set_xlabel(f"step time (ms) {mark}, and {item}/s of all ranks")
     _add_legend(axes)
 
 
@@ -101,6 +136,25 @@ def _draw_part(
     ends[:] = [end + size for end, size in zip(ends, sizes, strict=True)]
 
 
+def _write_values(
+    axes: Axes, outcomes: Sequence[Outcome], ends: Sequence[float], values: Sequence[str]
+) -> None:
+    """Write each bar's value at its end; that of a truncated bar at the edge, within it."""
+    _, edge = axes.get_xlim()
+    for row, (end, value, outcome) in enumerate(zip(ends, values, outcomes, strict=True)):
+        is_cut = end > edge
+        text = f"{value} \u2192" if is_cut else f" {value}"
+        axes.text(
+            edge if is_cut else end,
+            row,
+            text,
+            fontsize=7,
+            va="center",
+            ha="right" if is_cut else "left",
+            color="#555555" if outcome.lacking else "black",
+        )
+
+
 def _add_legend(axes: Axes) -> None:
     legend = axes.legend(
         loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False
@@ -108,11 +162,3 @@ def _add_legend(axes: Axes) -> None:
     for handle in legend.legend_handles:
         if handle is not None:
             handle.set_alpha(1.0)
-
-
-def _label(outcome: Outcome) -> str:
-    candidate = outcome.candidate
-    size = "" if candidate.microbatch_size is None else f", of {candidate.microbatch_size}"
-    recompute = ", recompute" if candidate.recomputes else ""
-    offloaded = ", offload" if candidate.offloaded else ""
-    return f"{candidate.levels}, {candidate.ranks}{size}{recompute}{offloaded}"

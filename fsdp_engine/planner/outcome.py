@@ -12,12 +12,13 @@ from typing import Any
 from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
 from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.planner.estimates import Estimate
-from fsdp_engine.runtime.activations import OFFLOAD
+from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
+from fsdp_engine.units.checkpointing import SELECTIVE, Checkpointing, recomputed_by
 
 Mesh = tuple[int, ...]
 
@@ -29,6 +30,11 @@ KIND_OF_OFFLOADED = {
 }
 
 
+# Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
+# and kernels, and fragmentation of the allocator take the rest (docs/planner.md).
+USABLE = 0.9
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One configuration of a job.
@@ -36,8 +42,9 @@ class Candidate:
     Attributes:
         mesh: ranks on each axis, (inner,) or (outer, inner).
         strategy, outer_strategy: names of the levels.
-        checkpointing: blocks' activations are recomputed in backward; "offload": they are on the
-            host until then.
+        checkpointing: blocks' activations are recomputed in backward; "selective" or a
+            :class:`~fsdp_engine.Checkpointing`: some of them; "offload": they are on the host until
+            then.
         microbatch_size: the argument of the batch function; None: the batch has one size.
         offload: where state lies between its uses; None: on the device.
         microbatches: of a step; None: those of the job.
@@ -47,7 +54,7 @@ class Candidate:
     mesh: Mesh
     strategy: str
     outer_strategy: str
-    checkpointing: bool | str
+    checkpointing: Activations
     microbatch_size: int | None = None
     offload: Offload | None = None
     microbatches: int | None = None
@@ -69,8 +76,25 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the forward of blocks runs again in backward."""
-        return self.checkpointing is True
+        """Whether the forward of blocks, or parts of it, runs again in backward."""
+        return recomputed_by(self.checkpointing) is not None
+
+    @property
+    def recomputed(self) -> str:
+        """What backward runs again, as text: "no", "blocks", "selective", "blocks, every 2nd"."""
+        found = recomputed_by(self.checkpointing)
+        if found is None:
+            return "no"
+        names: dict[Any, str] = {None: "blocks", SELECTIVE: SELECTIVE}
+        every = "" if found.every == 1 else f", every {ordinal(found.every)}"
+        return names.get(found.policy, "by a policy") + every
+
+    @property
+    def has_own_policy(self) -> bool:
+        """Whether a function or operations of the user decide what is recomputed, so that a file
+        cannot contain the candidate."""
+        found = recomputed_by(self.checkpointing)
+        return found is not None and found.policy not in (None, SELECTIVE)
 
     @property
     def levels(self) -> str:
@@ -91,7 +115,9 @@ class Candidate:
             parts.append(f"{count}microbatch{'es' * (count != '1 ')} of {self.microbatch_size}")
         if self.sequence is not None:
             parts.append(f"sequences of {self.sequence:,}")
-        parts.append("activation checkpointing" if self.recomputes else "no checkpointing")
+        kind = self.recomputed
+        kinds = {"no": "no checkpointing", "blocks": "activation checkpointing"}
+        parts.append(kinds.get(kind, f"activation checkpointing ({kind})"))
         if self.offloaded:
             parts.append(self.offloaded)
         return ", ".join(parts)
@@ -101,13 +127,20 @@ def check_checkpointing(value: object) -> None:
     """Check how a candidate treats activations.
 
     Raises:
-        TypeError: ``value`` is no bool, and not "offload".
+        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Checkpointing`.
     """
-    if not (isinstance(value, bool) or value == OFFLOAD):
+    if not (isinstance(value, bool) or value == OFFLOAD or recomputed_by(value) is not None):
         raise TypeError(
-            f"checkpointing: expected True, False or {OFFLOAD!r}, or several of them in a tuple; "
-            f"found {value!r}"
+            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Checkpointing, "
+            f"or several of them in a tuple; found {value!r}"
         )
+
+
+def ordinal(number: int) -> str:
+    """ "2nd"."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    is_teen = number % 100 // 10 == 1
+    return f"{number}{'th' if is_teen else endings.get(number % 10, 'th')}"
 
 
 def fitting_meshes(world_size: int, ranks_per_node: int) -> list[Mesh]:
@@ -135,7 +168,7 @@ def check_meshes(meshes: Iterable[Sequence[int]], world_size: int) -> list[Mesh]
 
 def candidates(
     meshes: Iterable[Mesh],
-    checkpointing: Iterable[bool | str],
+    checkpointing: Iterable[Activations],
     microbatch_sizes: Iterable[int | None],
     offload: Offload | None = None,
     sequences: Iterable[int | None] = (None,),
@@ -194,6 +227,24 @@ STATE = "state"
 _COPIES = {STATE: "state copies", ACTIVATIONS: "activation copies"}
 
 
+def part_waiting_for(lane: str, candidate: Candidate) -> str:
+    """The part of a step's time in which compute waits for a lane: "inner link", "state copies",
+    ..., as in :meth:`Times.shares`."""
+    what = _waits_for(lane, candidate)
+    return _COPIES.get(what, f"{what} link")
+
+
+def _waits_for(lane: str, candidate: Candidate) -> str:
+    """The axis of a lane, or whose copies are on it."""
+    offload = candidate.offload
+    brings_weights = offload is not None and "main_weights" in offload.places
+    if lane in ACTIVATION_LANES:
+        return ACTIVATIONS
+    if lane in STATE_LANES or (lane == COPY_IN and brings_weights):
+        return STATE
+    return axis_of(lane)
+
+
 @dataclass(frozen=True)
 class Setting:
     """The planned job.
@@ -209,6 +260,9 @@ class Setting:
         microbatches: per step.
         why_unknown: why activations and times, and therefore whether a candidate fits, are
             unknown. Empty: they are known.
+        machine_memory: memory of a rank's device in bytes; 0: unknown.
+        machine_family: whose accuracy of times is stated
+            (:func:`~fsdp_engine.simulation.time_accuracy.accuracy_of`); empty: unknown.
         global_batch: tokens or samples of a step on all ranks, if microbatches were searched for
             it, else 0.
         is_quick: only the candidates of a quick plan were tried.
@@ -223,6 +277,8 @@ class Setting:
     item: str
     microbatches: int
     why_unknown: str = ""
+    machine_memory: float = 0.0
+    machine_family: str = ""
     global_batch: int = 0
     is_quick: bool = False
 
@@ -311,12 +367,8 @@ class Outcome:
     ) -> Outcome:
         """The result of a simulation, without its timeline."""
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
-        offload = candidate.offload
-        brings_weights = offload is not None and "main_weights" in offload.places
-        copying = dict.fromkeys((*STATE_LANES, *(COPY_IN,) * brings_weights), STATE)
-        copying |= dict.fromkeys(ACTIVATION_LANES, ACTIVATIONS)
         for lane, seconds in found.exposed_by_lane.items():
-            what = copying.get(lane) or axis_of(lane)
+            what = _waits_for(lane, candidate)
             exposed[what] = exposed.get(what, 0.0) + seconds
         return cls(
             candidate,
@@ -352,6 +404,8 @@ class Outcome:
         candidate["mesh"] = tuple(candidate["mesh"])
         if candidate.get("offload") is not None:
             candidate["offload"] = Offload(**candidate["offload"])
+        if isinstance(candidate.get("checkpointing"), dict):
+            candidate["checkpointing"] = Checkpointing(**candidate["checkpointing"])
         times = values.pop("times")
         times = None if times is None else Times(**times)
         found = cls(Candidate(**candidate), **values, times=times)

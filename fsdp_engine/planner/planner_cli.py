@@ -36,6 +36,7 @@ from fsdp_engine.planner.command_inputs import (
 from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
+from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
 from fsdp_engine.planner.questions import GPU, NODE, check_positive, parsed_count
@@ -43,11 +44,12 @@ from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import AUTO, EVERYTHING, meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.activations import OFFLOAD
+from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.machine import PRESETS, Machine
 from fsdp_engine.simulation.simulation_error import SimulationError
-from fsdp_engine.terminal import print_whole
+from fsdp_engine.terminal import print_whole, terminal_width, wrapped
+from fsdp_engine.units.checkpointing import SELECTIVE
 
 with naming_extra():
     import typer
@@ -79,20 +81,23 @@ class Where(StrEnum):
 
 
 class Recompute(StrEnum):
-    """The candidates' activation checkpointing; offload: their activations are on the host; auto:
-    both, and offload where that may be the fastest."""
+    """The candidates' activation checkpointing, of whole blocks or selective; offload: their
+    activations are on the host; auto: off, selective and on, and offload where that may be the
+    fastest."""
 
     auto = "auto"
     both = "both"
     on = "on"
+    selective = "selective"
     off = "off"
     offload = "offload"
 
 
-_CHECKPOINTING: dict[Recompute, tuple[bool | str, ...] | None] = {
+_CHECKPOINTING: dict[Recompute, tuple[Activations, ...] | None] = {
     Recompute.auto: None,
     Recompute.both: (False, True),
     Recompute.on: (True,),
+    Recompute.selective: (SELECTIVE,),
     Recompute.off: (False,),
     Recompute.offload: (OFFLOAD,),
 }
@@ -111,7 +116,7 @@ def _root() -> None:
 
 
 # Options that are only valid with, or without, others.
-_OUTPUTS = ("figure", "trace", "save")
+_OUTPUTS = ("figure", "html", "trace", "save")
 _QUESTIONS = (
     *("tokens", "price", "compare", "what_if", "scaling"),
     *("checkpoint_bandwidth", "mtbf", "mtbf_of"),
@@ -166,9 +171,10 @@ def plan(
     recompute: Annotated[
         Recompute,
         typer.Option(
-            help="candidates with activation checkpointing of each block; offload: with their "
-            "activations on the host; auto: both, and offload where it may be the fastest, but "
-            "with --offload none"
+            help="candidates with activation checkpointing of each block, or without; selective: "
+            "but for attention and every second product; offload: with their activations on the "
+            "host; auto: off, selective and on, and offload where it may be the fastest, but with "
+            "--offload none"
         ),
     ] = Recompute.auto,
     microbatch_sizes: Annotated[
@@ -284,6 +290,9 @@ def plan(
         Path | None, typer.Option(help="with --offload disk: a folder of a local disk")
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="save a figure to this file")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="save a page for a browser, one file, to this file")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="write the chosen step's timeline, for ui.perfetto.dev")
     ] = None,
@@ -307,7 +316,7 @@ def plan(
         _refuse(given, ("num_units",), "expected with --elements; found with --model")
     if formulas:
         _refuse(given, _OF_A_SIMULATION, "expected without --formulas; found with it")
-    _check_outputs(figure, trace, save)
+    _check_outputs(figure, html, trace, save)
     if (offload is Where.disk) != (offload_folder is not None):
         raise typer.BadParameter(
             "--offload-folder: expected with --offload disk; found "
@@ -355,7 +364,7 @@ def plan(
                 offload=_offload(offload, offload_folder),
                 **options,
             )
-            print_whole(estimates_table(estimates, memory))
+            print_whole(estimates_table(estimates, memory, terminal_width()))
             limit = float("inf") if memory is None else memory * 2**30
             raise typer.Exit(
                 0 if any(each.peak_bytes <= limit for each in estimates) else NOTHING_FITS
@@ -403,7 +412,7 @@ def plan(
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _save(planning, figure, trace, save)
+    _save(planning, figure, html, trace, save)
 
 
 @app.command("calibrate")
@@ -451,20 +460,30 @@ def build_on_meta(spec: str) -> nn.Module:
 
 
 def _print(planning: StrategyPlan) -> None:
-    print_whole(plan_table(planning.setting, planning.outcomes))
-    print(advice(planning.setting, planning.outcomes, planning.trials))
+    width = terminal_width()
+    print_whole(plan_table(planning.setting, planning.outcomes, width))
+    print(wrapped(advice(planning.setting, planning.outcomes, planning.trials), width))
 
 
 def _save(
-    planning: StrategyPlan, figure: Path | None, trace: Path | None, save: Path | None
+    planning: StrategyPlan,
+    figure: Path | None,
+    html: Path | None,
+    trace: Path | None,
+    save: Path | None,
 ) -> None:
     """Write the requested files, and exit with a status for whether any candidate fits."""
     if save is not None:
         planning.save(save)
     if figure is not None:
         save_figure(planning, figure)
-    if trace is not None and planning.simulate is not None:
-        planning.simulate(planning.outcomes[0].candidate).save_trace(trace)
+    step = None
+    if planning.simulate is not None and (html is not None or trace is not None):
+        step = planning.simulate(planning.outcomes[0].candidate)
+    if html is not None:
+        save_page(planning, html, step)
+    if trace is not None and step is not None:
+        step.save_trace(trace)
     raise typer.Exit(_status(planning))
 
 
@@ -585,9 +604,12 @@ def _refuse(given: set[str], names: Sequence[str], why: str) -> None:
         raise typer.BadParameter(f"{', '.join(found)}: {why}")
 
 
-def _check_outputs(figure: Path | None, trace: Path | None, save: Path | None) -> None:
+def _check_outputs(
+    figure: Path | None, html: Path | None, trace: Path | None, save: Path | None
+) -> None:
     """Check that files can be written, before minutes of planning."""
-    for option, path in (("--figure", figure), ("--trace", trace), ("--save", save)):
+    outputs = {"--figure": figure, "--html": html, "--trace": trace, "--save": save}
+    for option, path in outputs.items():
         if path is not None:
             _check_writable(path, option)
     if figure is not None:

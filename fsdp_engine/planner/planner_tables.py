@@ -7,85 +7,56 @@ from collections.abc import Sequence
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
 from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.planner.plan_view import in_units, table_unit
 from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.terminal import format_bytes, format_count
+from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.strategies import LEVELS
+from fsdp_engine.terminal import (
+    Column,
+    add_columns,
+    fitted,
+    format_bytes,
+    format_count,
+    not_shown,
+)
 
 with naming_extra():
     from rich.table import Table
 
 
 _UNKNOWN = "?"
-_MIB, _GIB = 2**20, 2**30
+# Which columns are left out of narrow terminals first: bytes sent, and those of each kind.
+DETAILS = range(10, 30)
 
 
-def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
-    """A row for each outcome; those that do not fit are dim."""
-    has_outer = any(len(each.candidate.mesh) == 2 for each in outcomes)
-    is_offloaded = any(each.candidate.offloaded for each in outcomes)
-    has_lengths = len({each.candidate.sequence for each in outcomes}) > 1
-    has_sizes = len({each.candidate.microbatch_size for each in outcomes}) > 1
-    has_sizes |= bool(setting.global_batch)
-    unit = _GIB if max(each.peak_bytes for each in outcomes) >= 4 * _GIB else _MIB
-    name = "GiB" if unit == _GIB else "MiB"
+def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None = None) -> Table:
+    """A row for each outcome; those that do not fit are dim.
+
+    Args:
+        setting: the job.
+        outcomes: sorted.
+        width: columns of the terminal, to which the table is fitted. None: all columns.
+    """
+    found = fitted(plan_columns(setting, outcomes), width)
+    levels = ", ".join(f"{number} {level}" for number, level in enumerate(LEVELS))
     table = Table(
-        title=(
-            f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
-            f"{setting.world_size:,} ranks of {setting.machine}; {_step_text(setting)}"
-        ),
-        caption=(
-            f"{name} of one rank: memory by kind at the peak; free of "
-            f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
-            f"step. ms: step time, and exposed communication{' and copies' * is_offloaded}. Ranks: "
-            "outer x inner. Recompute: "
-            "activation checkpointing."
-            + " Batch: microbatches x rows of one." * bool(setting.global_batch)
-            + " Elsewhere: offloaded state and activations of one rank, which each step copies."
-            * is_offloaded
-        ),
+        title=plan_title(setting),
+        caption=plan_caption(setting, outcomes)
+        + f" Levels: {levels}." * ("strategy" in found.folded)
+        + not_shown(found, width),
         title_justify="left",
         caption_justify="left",
     )
-    texts = ("strategy", *("outer", "ranks") * has_outer, "recompute")
-    for column in (*texts, *("offloaded",) * is_offloaded):
-        table.add_column(column, no_wrap=True)
-    size = "batch" if setting.global_batch else "size"
-    numbers = [*("sequence",) * has_lengths, *(size,) * has_sizes, *KINDS, "at most", "free"]
-    numbers += ["elsewhere"] * is_offloaded
-    numbers += ["step", "exposed", f"{setting.item}/s"]
-    numbers += ["sent inner", "sent outer"] if has_outer else ["sent"]
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    for each in outcomes:
-        candidate = each.candidate
-        cells = [candidate.strategy]
-        if has_outer:
-            cells += [candidate.outer_strategy if len(candidate.mesh) == 2 else "", candidate.ranks]
-        cells.append("blocks" if candidate.recomputes else "no")
-        if is_offloaded:
-            cells.append(candidate.offloaded or "no")
-        if has_lengths:
-            cells.append(f"{candidate.sequence:,}")
-        if has_sizes:
-            count = f"{candidate.microbatches} x " if setting.global_batch else ""
-            cells.append(f"{count}{candidate.microbatch_size}")
-        counts = [*(each.memory.get(kind) for kind in KINDS), each.peak_bytes]
-        cells += [_in_units(count, unit) for count in counts]
-        free = _in_units(setting.memory - each.peak_bytes, unit)
-        if each.fits is None:
-            cells.append(_UNKNOWN)
-        else:
-            cells.append(free if each.fits else f"[red]{free}, {each.largest_kind}[/red]")
-        if is_offloaded:
-            cells.append(_in_units(sum(each.elsewhere.values()), unit))
-        if each.times is None:
-            cells += [_UNKNOWN] * 3
-        else:
-            cells += [f"{each.times.step * 1e3:,.1f}", f"{each.times.exposed_sum * 1e3:,.1f}"]
-            cells.append(format_count(each.rate))
-        axes = ("inner", "outer") if has_outer else ("inner",)
-        cells += [_in_units(each.sent.get(axis, 0), unit) for axis in axes]
-        table.add_row(*cells, style="dim" if each.lacking else "")
+    add_columns(table, found.columns, ["dim" if each.lacking else "" for each in outcomes])
     return table
+
+
+def plan_title(setting: Setting) -> str:
+    """Model, ranks and machine."""
+    return (
+        f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
+        f"{setting.world_size:,} ranks of {setting.machine}; {_step_text(setting)}"
+    )
 
 
 def _step_text(setting: Setting) -> str:
@@ -94,54 +65,158 @@ def _step_text(setting: Setting) -> str:
     return f"{setting.microbatches} microbatch{'es' * (setting.microbatches > 1)} per step"
 
 
-def _in_units(count: float | None, unit: int) -> str:
-    if count is None:
+def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
+    """Units and meanings of the columns."""
+    is_offloaded = any(each.candidate.offloaded for each in outcomes)
+    _, name = table_unit(outcomes)
+    text = (
+        f"{name} of one rank: memory by kind at the peak; free of "
+        f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
+        f"step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
+        f"communication{' and copies' * is_offloaded}. Ranks: outer x inner. Recompute: "
+        "activation checkpointing, of whole blocks or selective."
+    )
+    if setting.global_batch:
+        text += " Batch: microbatches x rows of one."
+    if is_offloaded:
+        text += " Elsewhere: offloaded state and activations of one rank, which each step copies."
+    return text
+
+
+def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
+    """The columns of a plan, with a cell for each outcome."""
+    unit, _ = table_unit(outcomes)
+    is_offloaded = any(each.candidate.offloaded for each in outcomes)
+    candidates = [each.candidate for each in outcomes]
+    has_outer = any(len(each.mesh) == 2 for each in candidates)
+    outer = [each.outer_strategy if len(each.mesh) == 2 else "" for each in candidates]
+    strategies = [each.strategy for each in candidates]
+    columns = [_levels("strategy", "level", strategies)]
+    if has_outer:
+        columns.append(_levels("outer", "outer", outer))
+        columns.append(Column("ranks", [each.ranks for each in candidates], False, drop=110))
+    recompute = [each.recomputed for each in candidates]
+    columns.append(Column("recompute", recompute, False, fold=80, folded=("redo", recompute)))
+    if is_offloaded:
+        texts = [each.offloaded or "no" for each in candidates]
+        short = ("offload", list(map(_short_offload, texts)))
+        columns.append(Column("offloaded", texts, False, fold=70, folded=short))
+    if len({each.sequence for each in candidates}) > 1:
+        columns.append(Column("sequence", [f"{each.sequence:,}" for each in candidates]))
+    if setting.global_batch:
+        batches = [f"{each.microbatches} x {each.microbatch_size}" for each in candidates]
+        columns.append(Column("batch", batches))
+    elif len({each.microbatch_size for each in candidates}) > 1:
+        columns.append(Column("size", [str(each.microbatch_size) for each in candidates]))
+    for number, kind in enumerate(KINDS):
+        sizes = [in_units(each.memory.get(kind), unit) for each in outcomes]
+        columns.append(Column(kind, sizes, drop=20 + number))
+    columns.append(Column("at most", [in_units(each.peak_bytes, unit) for each in outcomes]))
+    free = [_free(setting, each, unit) for each in outcomes]
+    short_free = ("free", [_free(setting, each, unit, is_short=True) for each in outcomes])
+    columns.append(Column("free", free, drop=90, fold=40, folded=short_free))
+    if is_offloaded:
+        held = [in_units(sum(each.elsewhere.values()), unit) for each in outcomes]
+        columns.append(Column("elsewhere", held, drop=50))
+    times = [each.times for each in outcomes]
+    steps = [_UNKNOWN if each is None else f"{each.step * 1e3:,.1f}" for each in times]
+    waits = [_UNKNOWN if each is None else f"{each.exposed_sum * 1e3:,.1f}" for each in times]
+    rates = [_UNKNOWN if each.times is None else format_count(each.rate) for each in outcomes]
+    columns.append(Column("step", steps))
+    columns.append(Column("exposed", waits, drop=30))
+    columns.append(Column(f"{setting.item}/s", rates, drop=100))
+    for number, axis in enumerate(("inner", "outer") if has_outer else ("inner",)):
+        sent = [in_units(each.sent.get(axis, 0), unit) for each in outcomes]
+        name = f"sent {axis}" if has_outer else "sent"
+        columns.append(Column(name, sent, drop=11 - number))
+    return columns
+
+
+def _levels(name: str, short_name: str, strategies: Sequence[str]) -> Column:
+    """A column of levels, which is folded to their numbers."""
+    numbers = {level: str(number) for number, level in enumerate(LEVELS)}
+    short = [numbers.get(each, each) for each in strategies]
+    return Column(name, strategies, False, fold=60, folded=(short_name, short))
+
+
+def _short_offload(text: str) -> str:
+    """ "state, acts" for "optimizer state on the host, activations on the host"."""
+    for long, short in (
+        *((" on the host", ""), (" on the", ""), ("optimizer state", "state")),
+        *(("everything", "all"), ("main weights", "weights"), ("activations", "acts")),
+        *((" and ", "+"), (", stepped there", "")),
+    ):
+        text = text.replace(long, short)
+    return text
+
+
+def _free(setting: Setting, outcome: Outcome, unit: int, *, is_short: bool = False) -> str:
+    """The free memory, or the excess and the largest kind of memory."""
+    if outcome.fits is None:
         return _UNKNOWN
-    return f"{count / unit:,.2f}" if unit == _GIB else f"{count / unit:,.0f}"
+    free = in_units(setting.memory - outcome.peak_bytes, unit)
+    if outcome.fits:
+        return free
+    return f"[red]{free}[/red]" if is_short else f"[red]{free}, {outcome.largest_kind}[/red]"
 
 
-def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = None) -> Table:
+def estimates_table(
+    estimates: Sequence[Estimate], memory_gib: float | None = None, width: int | None = None
+) -> Table:
     """A row for each estimate.
 
     Args:
         estimates: of one model on one number of ranks.
         memory_gib: memory of a rank; adds a column with the rest.
+        width: columns of the terminal, to which the table is fitted. None: all columns.
     """
     first = estimates[0]
     padding = max(each.padding for each in estimates)
+    found = fitted(_estimate_columns(estimates, memory_gib), width)
     table = Table(
         title=(
             f"{first.num_elements:,} elements (and at most {padding:,} of padding) on "
             f"{first.outer_size} x {first.inner_size} ranks (outer x inner); bytes of one rank"
         ),
-        caption=f"+: temporary, at most. Sent: per step, at most. {NOT_INCLUDED}",
+        caption=f"+: temporary, at most. Sent: per step, at most. {NOT_INCLUDED}"
+        + not_shown(found, width),
         title_justify="left",
         caption_justify="left",
     )
-    has_outer = first.outer_size > 1
-    table.add_column("strategy", no_wrap=True)
-    if has_outer:
-        table.add_column("outer", no_wrap=True)
-    columns = ["weights", "gradients", "optimizer", "at rest", "+ full", "+ staging", "at most"]
-    columns += ["sent inner", "sent outer"] if has_outer else ["sent"]
-    places = list(dict.fromkeys(place for each in estimates for place in each.elsewhere))
-    columns += [f"on the {place}" for place in places]
-    if memory_gib is not None:
-        columns.append("left")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for each in estimates:
-        cells = [each.strategy.inner.name]
-        if has_outer:
-            cells.append(each.strategy.outer.name)
-        counts = [each.weight_bytes, each.grad_bytes, each.optimizer_bytes, each.rest_bytes]
-        counts += [each.full_bytes, each.staging_bytes, each.peak_bytes, each.inner_traffic_bytes]
-        if has_outer:
-            counts.append(each.outer_traffic_bytes)
-        counts += [each.elsewhere.get(place, 0) for place in places]
-        cells += [format_bytes(count) for count in counts]
-        if memory_gib is not None:
-            left = memory_gib * 2**30 - each.peak_bytes
-            cells.append(format_bytes(left) if left > 0 else f"[red]-{format_bytes(-left)}[/red]")
-        table.add_row(*cells)
+    add_columns(table, found.columns)
     return table
+
+
+def _estimate_columns(estimates: Sequence[Estimate], memory_gib: float | None) -> list[Column]:
+    def of_bytes(name: str, drop: int, counts: Sequence[float]) -> Column:
+        return Column(name, list(map(format_bytes, counts)), drop=drop)
+
+    has_outer = estimates[0].outer_size > 1
+    columns = [Column("strategy", [each.strategy.inner.name for each in estimates], False)]
+    if has_outer:
+        columns.append(Column("outer", [each.strategy.outer.name for each in estimates], False))
+    columns += [
+        of_bytes("weights", 7, [each.weight_bytes for each in estimates]),
+        of_bytes("gradients", 6, [each.grad_bytes for each in estimates]),
+        of_bytes("optimizer", 5, [each.optimizer_bytes for each in estimates]),
+        of_bytes("at rest", 8, [each.rest_bytes for each in estimates]),
+        of_bytes("+ full", 4, [each.full_bytes for each in estimates]),
+        of_bytes("+ staging", 3, [each.staging_bytes for each in estimates]),
+        of_bytes("at most", 0, [each.peak_bytes for each in estimates]),
+    ]
+    inner = [each.inner_traffic_bytes for each in estimates]
+    columns.append(of_bytes("sent inner" if has_outer else "sent", 2, inner))
+    if has_outer:
+        columns.append(of_bytes("sent outer", 1, [each.outer_traffic_bytes for each in estimates]))
+    places = dict.fromkeys(place for each in estimates for place in each.elsewhere)
+    for place in places:
+        held = [each.elsewhere.get(place, 0) for each in estimates]
+        columns.append(of_bytes(f"on the {place}", 9, held))
+    if memory_gib is not None:
+        left = [memory_gib * 2**30 - each.peak_bytes for each in estimates]
+        cells = [
+            format_bytes(each) if each > 0 else f"[red]-{format_bytes(-each)}[/red]"
+            for each in left
+        ]
+        columns.append(Column("left", cells))
+    return columns

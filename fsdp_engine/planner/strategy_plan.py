@@ -19,6 +19,7 @@ from fsdp_engine.planner.machine_changes import changed_machine, named_machines,
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
+    USABLE,
     Candidate,
     Mesh,
     Outcome,
@@ -32,7 +33,9 @@ from fsdp_engine.planner.questions import GPU, CheckpointInterval, TrainingRun
 from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.simulation.simulation_error import check_count, check_memory, listed, read_json
+from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
+from fsdp_engine.units.checkpointing import SELECTIVE
 
 # Numbers of ranks of `scaling`: one node of eight, and more.
 RANKS = tuple(2**power for power in range(3, 13))
@@ -52,6 +55,8 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     lines = []
     if setting.why_unknown:
         lines.append(f"Activations and times are unknown: {setting.why_unknown}")
+    if limit := _limit(setting):
+        lines.append(limit)
     first = outcomes[0]
     if first.lacking:
         if setting.is_quick:
@@ -60,6 +65,7 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     if first.times is None:
         return "\n".join([*lines, *_unknown_fit(setting, first)])
     lines.append(_choice(setting, first, first.times))
+    lines.append(accuracy_of(setting.machine_family).sentence(first.times.step))
     if setting.is_quick:
         lines.append(
             f"This is a quick plan, of {len(outcomes)} of the candidates: others may be faster."
@@ -69,6 +75,22 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     lines.append(_bottleneck(setting, first, first.times))
     lines += _help(setting, first, first.times, trials)
     return "\n".join(lines)
+
+
+def _limit(setting: Setting) -> str:
+    """The memory limit, and the memory that is kept free and why; empty if the machine's memory is
+    unknown."""
+    whole = setting.machine_memory
+    if not whole:
+        return ""
+    has = f"the machine's {format_bytes(whole)} ({whole / 1e9:,.4g} GB)"
+    if setting.memory != USABLE * whole:
+        return f"Memory limit: {format_bytes(setting.memory)}, as given, of {has}."
+    return (
+        f"Memory limit: {format_bytes(setting.memory)}, {USABLE} of {has}; "
+        f"{format_bytes(whole - setting.memory)} are kept free for the driver's context, buffers "
+        "of NCCL and of kernels, and fragmentation."
+    )
 
 
 def _unknown_fit(setting: Setting, first: Outcome) -> list[str]:
@@ -86,7 +108,7 @@ def _choice(setting: Setting, chosen: Outcome, times: Times) -> str:
     held = format_bytes(chosen.peak_bytes)
     limit = format_bytes(setting.memory)
     rate = f"{format_count(chosen.rate)} {setting.item}/s"
-    step = format_seconds(times.step)
+    step = f"{format_seconds(times.step)} {accuracy_of(setting.machine_family).mark}"
     text = f"Use {chosen.candidate}: {step} per step, {rate}, at most {held} of {limit}."
     sharing = min(setting.ranks_per_node, setting.world_size)
     for place, num_bytes in chosen.elsewhere.items():
@@ -425,7 +447,18 @@ class StrategyPlan:
         return self.chosen
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, without ``options``."""
+        """Write the plan as JSON, without ``options``.
+
+        Raises:
+            ValueError: a candidate has a policy of checkpointing that is a function or operations,
+                which the file cannot contain.
+        """
+        for each in self.outcomes:
+            if each.candidate.has_own_policy:
+                raise ValueError(
+                    f"checkpointing: expected a policy of None or {SELECTIVE!r} in a plan that is "
+                    f"saved; found {each.candidate.checkpointing}"
+                )
         parts = ("setting", "outcomes", "trials")
         content = {name: _plain(getattr(self, name)) for name in parts}
         Path(path).write_text(json.dumps(content, indent=1, default=str) + "\n")

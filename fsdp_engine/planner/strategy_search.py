@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
+    USABLE,
     Candidate,
     Outcome,
     Setting,
@@ -45,7 +47,7 @@ from fsdp_engine.planner.plan_cache import JobCache, cache_of, digest
 from fsdp_engine.planner.progress import PlanProgress, plan_progress
 from fsdp_engine.planner.questions import check_positive
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.runtime.activations import OFFLOAD
+from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.simulation.simulate import MakeOptimizer, Simulation, build_module, simulate
@@ -57,10 +59,8 @@ from fsdp_engine.simulation.simulation_error import (
     check_type,
     listed,
 )
-
-# Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
-# and kernels, and fragmentation of the allocator take the rest (docs/planner.md).
-USABLE = 0.9
+from fsdp_engine.simulation.time_accuracy import family_of
+from fsdp_engine.units.checkpointing import SELECTIVE
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 
@@ -85,7 +85,7 @@ def plan(
     machine: Machine | str = H100,
     memory: float | None = None,
     meshes: Iterable[Sequence[int]] | None = None,
-    checkpointing: Iterable[bool | str] | None = None,
+    checkpointing: Iterable[Activations] | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     microbatches: int = 1,
     loss: Callable[[Any], Tensor] | None = None,
@@ -113,9 +113,11 @@ def plan(
         meshes: sizes of the axes to try, (inner,) or (outer, inner). None: one axis, and nodes x
             ranks per node.
         checkpointing: values to try for what becomes of blocks' activations: they are kept
-            (False), recomputed in backward (True), or on the host until then ("offload"). None:
-            False and True; and "offload", unless ``offload`` is None, for candidates whose
-            activations do not fit and that would be the fastest if copies took no time.
+            (False), recomputed in backward (True), partly kept ("selective", or a
+            :class:`~fsdp_engine.Checkpointing`), or on the host until then ("offload"). None:
+            False, "selective" and True; and "offload", unless ``offload`` is None, for candidates
+            whose activations do not fit and that would be the fastest if copies took no time.
+            "selective" is left out, with a warning, for a model that it does not work with.
         microbatch_sizes: sizes to try. None: only ``batch``.
         microbatches: forwards and backwards per step.
         loss, optimizer: see :func:`~.simulation.simulate`.
@@ -222,9 +224,9 @@ def _plan(
     for name, function in (("loss", loss), ("optimizer", optimizer)):
         if function is not None:
             check_callable(name, function, "a function, or None")
-    kept: list[Any] = [False, True]
+    kept: list[Any] = [False, SELECTIVE, True]
     if checkpointing is not None:
-        kept = listed("checkpointing", checkpointing, "True, False or 'offload', in a tuple")
+        kept = listed("checkpointing", checkpointing, "True, False, 'selective' ..., in a tuple")
     for each in kept:
         check_checkpointing(each)
     batch_sizes: list[Any] = [None]
@@ -284,6 +286,8 @@ def _plan(
         memory=limit,
         item=job.unit(every[0])[0],
         microbatches=microbatches,
+        machine_memory=where.processor.memory_bytes,
+        machine_family=family_of(where),
         is_quick=quick,
     )
     if cache and not formulas:
@@ -308,9 +312,16 @@ def _plan(
                 has_time = has_time or is_compared or not quick
                 if not has_time and any(other.fits for other in found):
                     break
-                chosen = each if search is None else search.sized(each)
-                found.append(job.outcome(chosen, limit))
-                shown.found(found[-1], setting.item)
+                try:
+                    chosen = each if search is None else search.sized(each)
+                    found.append(job.outcome(chosen, limit))
+                except SimulationError as error:
+                    may_be_left_out = checkpointing is None and each.checkpointing == SELECTIVE
+                    if error.needs_values or not may_be_left_out:
+                        raise
+                    warnings.warn(f"plan: left out {each}: {error}", stacklevel=3)
+                else:
+                    shown.found(found[-1], setting.item)
         job.progress = PlanProgress()
         return found
 
@@ -490,7 +501,7 @@ class _Job:
         if factor > 1:
             inputs = _doubled(inputs)
         row = None
-        if self.cache is not None:
+        if self.cache is not None and not candidate.has_own_policy:
             row = digest((repr(candidate), self.microbatches, inputs))
         if self.cache is not None and row is not None:
             found = self.cache.get(row)

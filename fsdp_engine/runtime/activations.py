@@ -55,7 +55,13 @@ from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.scheduler import in_backward
 from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.checkpointing import WrappedForward, find_blocks
+from fsdp_engine.units.checkpointing import (
+    SELECTIVE,
+    Checkpointing,
+    WrappedForward,
+    find_blocks,
+    recomputed_by,
+)
 
 OFFLOAD = "offload"
 # The role of the host's memory in ledgers.
@@ -92,8 +98,8 @@ class OffloadActivations:
                 raise ValueError(f"{name}: expected a number of bytes; found {value}")
 
 
-# As `shard` takes it; a string is OFFLOAD.
-Checkpointing = bool | str | OffloadActivations
+# As `shard` takes it; a string is SELECTIVE or OFFLOAD.
+Activations = bool | str | Checkpointing | OffloadActivations
 
 
 def activations_of(checkpointing: object) -> OffloadActivations | None:
@@ -102,14 +108,14 @@ def activations_of(checkpointing: object) -> OffloadActivations | None:
     Raises:
         ValueError: the argument is none of those that ``shard`` takes.
     """
-    if isinstance(checkpointing, bool):
+    if isinstance(checkpointing, bool) or recomputed_by(checkpointing) is not None:
         return None
     if checkpointing == OFFLOAD:
         return OffloadActivations()
     if not isinstance(checkpointing, OffloadActivations):
         raise ValueError(
-            f"checkpointing: expected True, False, {OFFLOAD!r} or fe.OffloadActivations; "
-            f"found {checkpointing!r}"
+            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, fe.Checkpointing or "
+            f"fe.OffloadActivations; found {checkpointing!r}"
         )
     return checkpointing
 

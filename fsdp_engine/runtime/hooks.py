@@ -63,6 +63,7 @@ from fsdp_engine.runtime.inputs import (
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
+from fsdp_engine.units.checkpointing import outside_selection
 from fsdp_engine.units.installing import holders
 
 _frames: Any = eval_frame
@@ -91,6 +92,20 @@ def compiled_within(function: Any) -> Any:
     function._torchdynamo_disable = True
     _frames.set_code_exec_strategy(function.__code__, _SKIP_ONE)
     return function
+
+
+def _outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that runs without modes of selective checkpoints; see
+    [Note: Selective checkpointing] in ``units/checkpointing.py``."""
+
+    @functools.wraps(method)
+    def hook(*args: Any) -> Any:
+        if not torch._C._len_torch_dispatch_stack():
+            return method(*args)
+        with outside_selection():
+            return method(*args)
+
+    return hook
 
 
 # Weak both ways: hooks refer to their module, and a value that holds its key is never collected.
@@ -250,6 +265,7 @@ class ModuleHooks:
         return True
 
     @not_compiled
+    @_outside_checkpoints
     def before(self, args: Any, kwargs: Any) -> Any:
         """The module is called."""
         if self.paused:
@@ -316,6 +332,7 @@ class ModuleHooks:
             )
 
     @not_compiled
+    @_outside_checkpoints
     def after(self, output: Any) -> Any:
         """The module has returned."""
         if self.paused or not self._entered:
@@ -447,6 +464,7 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
         return
 
     @not_compiled
+    @_outside_checkpoints
     def before(module: nn.Module, args: Any) -> None:
         if in_backward():
             scheduler.recompute(unit)

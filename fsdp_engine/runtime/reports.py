@@ -35,8 +35,8 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.allocator import Memory, Peak, begin_device_peak, device_peak
 from fsdp_engine.optim.offloaded_step import is_offloaded
-from fsdp_engine.optim.owned_params import leaves_of
 from fsdp_engine.optim.owned_step import describe_owners
+from fsdp_engine.optim.state_leaves import leaves_of
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy

@@ -36,7 +36,7 @@ from torch import Tensor
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.collectives import Communicator, all_reduce_
 from fsdp_engine.comm.lanes import device_seconds
-from fsdp_engine.comm.mesh import DataMesh, MeshAxis
+from fsdp_engine.comm.mesh import DataMesh, MeshAxis, init_from_environment
 from fsdp_engine.memory import allocator
 from fsdp_engine.simulation.kernels import Kernels
 from fsdp_engine.simulation.machine import Link, Machine, TwoWayLink
@@ -126,6 +126,8 @@ def _measure(threads: int, seconds: float, verbose: bool, folder: str | Path | N
             f"calibrate: expected the same number of ranks on each node; found {num_ranks} ranks, "
             f"{per_node} of them on this node"
         )
+    if not is_guest:
+        init_from_environment("calibrate")
     mesh = DataMesh.create(None, num_instances=num_ranks // per_node, what="calibrate")
     if mesh.device.type == "cpu":
         torch.set_num_threads(threads)

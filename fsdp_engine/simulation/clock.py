@@ -55,13 +55,22 @@ HOST_WORK = "host work"
 
 @dataclass(frozen=True)
 class Span:
-    """The time interval of one operation on a lane."""
+    """The time interval of one operation on a lane.
+
+    Attributes:
+        lane: its name.
+        label: of the operation.
+        phase: of the program: "forward", "backward" or "step".
+        start, end: in seconds.
+        module: name of the module whose operation it is; "" if it is none's.
+    """
 
     lane: str
     label: str
     phase: str
     start: float
     end: float
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -286,6 +295,7 @@ class Clock:
             take at the machine's peak.
         entered: lanes that run what compute would.
         memory_changed: called when the engine has allocated or freed memory.
+        module: returns the name of the module whose operation runs.
     """
 
     def __init__(self, machine: Machine, num_ranks: int = 1) -> None:
@@ -300,6 +310,7 @@ class Clock:
         self.model_flops = self.seconds_at_peak = 0.0
         self.entered: list[SimulatedLane] = []
         self.memory_changed: Callable[[], None] = lambda: None
+        self.module: Callable[[], str] = lambda: ""
         # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
         self.lanes = {name: SimulatedLane(self, name) for name in names}
@@ -338,6 +349,11 @@ class Clock:
         self._copies.clear()
 
     @property
+    def now(self) -> float:
+        """The time at which compute runs what the program issues."""
+        return max(self.host, self._compute.free)
+
+    @property
     def lane_at_work(self) -> str | None:
         """The lane whose operation runs; None: the compute lane."""
         return None if self._work is None else self._work.lane.name
@@ -366,7 +382,8 @@ class Clock:
         if not self.machine.host_runs_ahead:
             self.host = self._compute.free
         if seconds:
-            self.spans.append(Span(COMPUTE, label, self.phase, start, self._compute.free))
+            end = self._compute.free
+            self.spans.append(Span(COMPUTE, label, self.phase, start, end, self.module()))
 
     def compute_on_host(self, label: str, num_bytes: float) -> None:
         """The host of a device reads and writes ``num_bytes`` of its own memory, at once, and

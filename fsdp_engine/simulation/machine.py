@@ -28,16 +28,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fsdp_engine.memory.disk_memory import PIECE
 from fsdp_engine.offload import DISK, HOST
+from fsdp_engine.simulation.json_lines import lines_of
+from fsdp_engine.simulation.machine_fields import (
+    FLOPS,
+    LINK_FIELDS,
+    MACHINE_FIELDS,
+    PROCESSOR_FIELDS,
+    TWO_WAY_FIELDS,
+    both_mistake,
+    check_figures,
+    file_mistakes,
+)
 from fsdp_engine.simulation.simulation_error import read_json
 
 _DTYPES = {
@@ -71,10 +82,7 @@ class Link:
     processor_share: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rate("bandwidth", self.bandwidth)
-        _check_seconds("latency", self.latency)
-        _check_fraction("achievable", self.achievable)
-        _check_seconds("processor_share", self.processor_share)
+        check_figures(self, LINK_FIELDS)
 
     @property
     def rate(self) -> float:
@@ -108,15 +116,8 @@ class TwoWayLink:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rate("into", self.into)
-        _check_rate("out", self.out)
-        _check_rate("both", self.both)
-        if self.both > self.into + self.out:
-            raise ValueError(
-                f"both: expected at most the sum of into and out, {self.into + self.out}; "
-                f"found {self.both}"
-            )
-        _check_seconds("latency", self.latency)
+        mistake = both_mistake(self.into, self.out, self.both)
+        check_figures(self, TWO_WAY_FIELDS, [] if mistake is None else [f"both: {mistake}"])
 
     def within(self, bandwidth: float) -> TwoWayLink:
         """Returns the link at whose end there are only ``bandwidth`` bytes per second."""
@@ -169,21 +170,7 @@ class Processor:
     function_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if torch.float32 not in self.matrix_flops:
-            raise ValueError(
-                "matrix_flops: expected torch.float32 among its dtypes, the default for missing "
-                f"ones; found {sorted(map(str, self.matrix_flops))}"
-            )
-        for dtype, flops in self.matrix_flops.items():
-            _check_rate(f"matrix_flops of {dtype}", flops)
-        for name in ("memory_bandwidth", "memory_bytes", "attention_share"):
-            _check_rate(name, getattr(self, name))
-        for name in ("call_seconds", "function_seconds"):
-            _check_seconds(name, getattr(self, name))
-        for name in ("achievable_flops", "achievable_bandwidth"):
-            _check_fraction(name, getattr(self, name))
-        if not (_is_number(self.overlap) and 0 <= self.overlap <= 1):
-            raise ValueError(f"overlap: expected a fraction from 0 to 1; found {self.overlap!r}")
+        check_figures(self, PROCESSOR_FIELDS, _flops_mistakes(self.matrix_flops))
 
     def seconds(
         self,
@@ -249,21 +236,18 @@ class Machine:
     host_memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        per_node = self.ranks_per_node
-        if not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1:
-            raise ValueError(f"ranks_per_node: expected 1 rank or more; found {per_node!r}")
-        _check_seconds("host_seconds", self.host_seconds)
-        if not isinstance(self.name, str):
-            raise ValueError(f"name: expected a string; found {self.name!r}")
-        if not isinstance(self.host_runs_ahead, bool):
-            raise ValueError(f"host_runs_ahead: expected a bool; found {self.host_runs_ahead!r}")
-        for name in ("host_link", "disk"):
-            if not isinstance(getattr(self, name), TwoWayLink | None):
-                raise ValueError(
-                    f"{name}: expected a TwoWayLink or None; found {getattr(self, name)!r}"
-                )
-        if self.host_memory_bandwidth is not None:
-            _check_rate("host_memory_bandwidth", self.host_memory_bandwidth)
+        kinds: dict[str, Any] = {"processor": Processor, "within_node": Link}
+        kinds |= {"between_nodes": Link, "host_link": TwoWayLink | None, "disk": TwoWayLink | None}
+        wrong = {
+            name: (kind, getattr(self, name))
+            for name, kind in kinds.items()
+            if not isinstance(getattr(self, name), kind)
+        }
+        mistakes = [
+            f"{name}: expected a {_type_name(kind)}; found {value!r}"
+            for name, (kind, value) in wrong.items()
+        ]
+        check_figures(self, MACHINE_FIELDS, mistakes)
 
     def link(self, num_ranks: int, stride: int) -> Link:
         """Returns the effective link of a ring collective over ``num_ranks`` ranks with a stride of
@@ -372,25 +356,28 @@ class Machine:
 
         Raises:
             OSError: there is no such file.
-            ValueError: the file has other contents.
+            ValueError: the file has other contents; has all mistakes with their lines.
         """
-        content = read_json(path, "a machine as written by `calibrate`")
-        try:
-            processor = content.pop("processor")
-            flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
-            for name in ("host_link", "disk"):  # files of before have none
-                if content.get(name) is not None:
-                    content[name] = TwoWayLink(**content[name])
-            return cls(
-                processor=Processor(flops, **processor),
-                within_node=Link(**content.pop("within_node")),
-                between_nodes=Link(**content.pop("between_nodes")),
-                **content,
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        expected = "a machine as written by `calibrate`"
+        content = read_json(path, expected)
+        lines = lines_of(Path(path).read_text(encoding="utf-8"))
+        mistakes = file_mistakes(content, lines, _DTYPES)
+        if mistakes:
+            number = f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}"
             raise ValueError(
-                f"{path}: expected a machine as written by `calibrate`; found {error!r}"
-            ) from error
+                "\n  ".join([f"{path}: expected {expected}; found {number}:", *mistakes])
+            )
+        processor = content.pop("processor")
+        flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
+        for name in ("host_link", "disk"):  # files of before have none
+            if content.get(name) is not None:
+                content[name] = TwoWayLink(**content[name])
+        return cls(
+            processor=Processor(flops, **processor),
+            within_node=Link(**content.pop("within_node")),
+            between_nodes=Link(**content.pop("between_nodes")),
+            **content,
+        )
 
 
 @functools.cache
@@ -400,30 +387,38 @@ def _in_nodes(num_ranks: int, stride: int, ranks_per_node: int) -> tuple[int, in
     return min(ranks_by_node.values()), len(ranks_by_node)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _flops_mistakes(flops: object) -> list[str]:
+    """Mistakes of the rates of products."""
+    if not isinstance(flops, Mapping):
+        return [f"matrix_flops: expected {FLOPS.unit} by torch.dtype; found {flops!r}"]
+    found = []
+    for dtype, rate in flops.items():
+        if not isinstance(dtype, torch.dtype):
+            found.append(f"matrix_flops: expected torch.dtypes; found {dtype!r}")
+        elif mistake := FLOPS.mistake(rate):
+            found.append(f"matrix_flops of {dtype}: {mistake}")
+    if torch.float32 not in flops:
+        found.append(
+            "matrix_flops: expected torch.float32 among its dtypes, the default for missing "
+            f"ones; found {sorted(map(str, flops))}"
+        )
+    return found
 
 
-def _check_rate(name: str, value: float) -> None:
-    if not (_is_number(value) and value > 0):
-        raise ValueError(f"{name}: expected a number larger than 0; found {value!r}")
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else "TwoWayLink or None"
 
 
-def _check_fraction(name: str, value: float) -> None:
-    if not (_is_number(value) and 0 < value <= 1):
-        raise ValueError(f"{name}: expected a fraction, at most 1, larger than 0; found {value!r}")
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if not (_is_number(value) and 0 <= value < math.inf):
-        raise ValueError(f"{name}: expected 0 or a larger number; found {value!r}")
-
-
-# Fractions of all presets. Large bf16 products achieve about 70 % of an H100's peak, which it
-# cannot sustain within its power limit; streaming kernels achieve about 90 % of the memory
-# bandwidth. NCCL's all-gather reports a bus bandwidth of about 360 of NVLink 4's 450 GB/s, and
-# close to the line rate of a 400 Gb/s link. None of them was measured by this project.
-_FLOPS, _MEMORY, _NVLINK, _NETWORK = 0.70, 0.90, 0.80, 0.90
+# Fractions of peaks that programs achieve. Products: jobs that others published reach 0.70 on A100,
+# and 0.50 on H100 in 2023 and 2024 (``benchmarks/planner_published.py``); the H200 that this
+# project measured reaches 0.60 (``planner_gpu.py``). So Hopper has 0.55: its cards cannot sustain
+# their peak within their power limit (some are limited to 500 W instead of 700), and attention
+# reaches less on it (FlashAttention 2: 0.35, J. Shah et al., "FlashAttention-3", 2024). Blackwell
+# has the same, since nothing was compared. The others are assumptions: streaming kernels achieve
+# about 90 % of the memory bandwidth; NCCL's all-gather reports a bus bandwidth of about 360 of
+# NVLink 4's 450 GB/s, and close to the line rate of a 400 Gb/s link.
+_AMPERE_FLOPS, _HOPPER_FLOPS = 0.70, 0.55
+_MEMORY, _NVLINK, _NETWORK = 0.90, 0.80, 0.90
 # Duration of a small kernel; of one hop of a ring within a node and over a network; host time of an
 # operation, from Python through autograd to the launch.
 _KERNEL, _NVLINK_HOP, _NETWORK_HOP, _HOST = 3e-6, 2e-6, 6e-6, 8e-6
@@ -457,7 +452,7 @@ _HOPPER = {
 }
 H100 = Machine(
     "8 x H100 SXM a node, 400 Gb/s a GPU",
-    Processor(_HOPPER, 3.35e12, 80e9, _KERNEL, _FLOPS, _MEMORY),
+    Processor(_HOPPER, 3.35e12, 80e9, _KERNEL, _HOPPER_FLOPS, _MEMORY),
     Link(450e9, _NVLINK_HOP, _NVLINK),
     _PORT,
     ranks_per_node=8,
@@ -470,7 +465,7 @@ H100 = Machine(
 # "NVIDIA H200 Tensor Core GPU" data sheet, SXM column: the same chip with 141 GB at 4.8 TB/s.
 H200 = Machine(
     "8 x H200 SXM a node, 400 Gb/s a GPU",
-    Processor(_HOPPER, 4.8e12, 141e9, _KERNEL, _FLOPS, _MEMORY),
+    Processor(_HOPPER, 4.8e12, 141e9, _KERNEL, _HOPPER_FLOPS, _MEMORY),
     Link(450e9, _NVLINK_HOP, _NVLINK),
     _PORT,
     ranks_per_node=8,
@@ -496,7 +491,7 @@ B200 = Machine(
         8e12,
         180e9,
         _KERNEL,
-        _FLOPS,
+        _HOPPER_FLOPS,
         _MEMORY,
     ),
     Link(900e9, _NVLINK_HOP, _NVLINK),
@@ -523,7 +518,7 @@ A100 = Machine(
         2.039e12,
         80e9,
         _KERNEL,
-        _FLOPS,
+        _AMPERE_FLOPS,
         _MEMORY,
     ),
     Link(300e9, _NVLINK_HOP, _NVLINK),

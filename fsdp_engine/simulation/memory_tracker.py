@@ -57,10 +57,14 @@ class MemoryTracker:
     Attributes:
         peak: bytes by kind at the time of the largest sum since :meth:`restart`.
         elsewhere: current bytes at other places than the device, by place.
+        series: times and bytes by kind, in the order of ``KINDS``, since :meth:`restart`.
+        now: returns the time.
     """
 
     def __init__(self) -> None:
         self.peak: dict[str, int] = {}
+        self.series: list[tuple[float, tuple[int, ...]]] = []
+        self.now: Callable[[], float] = lambda: 0.0
         self.elsewhere: dict[str, int] = {}
         self._places: dict[int, str] = {}  # of storages that are not on the device
         self._held: Callable[[], Mapping[str, int]] = dict
@@ -72,6 +76,7 @@ class MemoryTracker:
         # Storages that were made before the last sample alone, and the peak before it.
         self._newest: set[int] = set()
         self._peak_before: dict[str, int] = {}
+        self._num_before = 0
 
     def watch(self, held: Callable[[], Mapping[str, int]]) -> None:
         """Start tracking an engine. Existing storages are counted as weights.
@@ -102,9 +107,9 @@ class MemoryTracker:
                 # every storage, alive.
                 self._storages[key] = weakref.ref(storage, partial(self._gone, key))
         if grew:
-            before = self.peak
+            before, num_before = self.peak, len(self.series)
             self.sample()
-            self._newest, self._peak_before = newest, before
+            self._newest, self._peak_before, self._num_before = newest, before, num_before
 
     def moved(self, tensor: Tensor, place: str) -> None:
         """The memory of a tensor that was just made is not on the device."""
@@ -112,6 +117,7 @@ class MemoryTracker:
         size = self._sizes[key]
         if key in self._newest:
             self.peak = self._peak_before
+            del self.series[self._num_before :]
         self._made[self._kinds[key]] -= size
         self._kinds[key] = self._places[key] = place
         self.elsewhere[place] = self.elsewhere.get(place, 0) + size
@@ -143,6 +149,7 @@ class MemoryTracker:
     def restart(self) -> None:
         """Reset the peak."""
         self.peak = {}
+        self.series = []
         self.sample()
 
     def sample(self) -> None:
@@ -155,6 +162,9 @@ class MemoryTracker:
             now[kind] += size
         if not self.peak or sum(now.values()) > sum(self.peak.values()):
             self.peak = now
+        sizes = tuple(now.values())
+        if not self.series or self.series[-1][1] != sizes:
+            self.series.append((self.now(), sizes))
 
     def _booked(self) -> dict[str, int]:
         now = dict.fromkeys(KINDS, 0)

@@ -44,7 +44,8 @@ from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
 from fsdp_engine.simulation.machine import H100, Machine
-from fsdp_engine.simulation.memory_tracker import MemoryTracker
+from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
+from fsdp_engine.simulation.module_names import ModuleNames, parents_of
 from fsdp_engine.simulation.operations import OperationCache, Operations
 from fsdp_engine.simulation.simulation_error import (
     NEEDS_VALUES,
@@ -55,6 +56,7 @@ from fsdp_engine.simulation.simulation_error import (
     check_type,
     listed,
 )
+from fsdp_engine.simulation.time_accuracy import accuracy_of, family_of
 
 _aten = torch.ops.aten
 _ROWS = (_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step)
@@ -207,6 +209,8 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 _WAITS = "compute waits for"
+# The row of modules in the timeline.
+MODULES = "modules"
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,8 @@ class Simulation:
         elsewhere: bytes of offloaded state and activations by place ("host", "disk"), beside
             ``memory``.
         copied_bytes: bytes of them that a rank copies, by lane.
+        memory_series: memory over time: seconds, and bytes by kind in the order of ``KINDS``. The
+            time is that at which compute runs the operations that are issued then.
         model_flops: floating-point operations of the model on one rank, without recomputation.
         seconds_at_peak: the time that they take at the machine's peak.
         checkpoint_bytes: of parameters and optimizer state in full.
@@ -243,6 +249,7 @@ class Simulation:
     staging_budget: StagingBudget
     elsewhere: dict[str, int] = field(default_factory=dict)
     copied_bytes: dict[str, float] = field(default_factory=dict)
+    memory_series: tuple[tuple[float, tuple[int, ...]], ...] = ()
     model_flops: float = 0.0
     seconds_at_peak: float = 0.0
     checkpoint_bytes: int = 0
@@ -283,8 +290,9 @@ class Simulation:
         return sum(self.memory.values())
 
     def trace(self) -> dict[str, Any]:
-        """The timeline in Chrome's trace event format: a row for each lane, and one for waits."""
-        rows = [COMPUTE, _WAITS, *self.message_seconds]
+        """The timeline in Chrome's trace event format: a row for each lane, one for the modules
+        whose operations compute runs, one for waits, and a counter of bytes by kind."""
+        rows = [MODULES, COMPUTE, _WAITS, *self.message_seconds]
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
         ]
@@ -292,14 +300,45 @@ class Simulation:
             place: dict[str, Any] = {"ph": "M", "pid": 0, "tid": row}
             events.append({**place, "name": "thread_name", "args": {"name": name}})
             events.append({**place, "name": "thread_sort_index", "args": {"sort_index": row}})
+        for span in self.module_spans():
+            event = self._event(rows.index(MODULES), span.module, span.start, span.end)
+            events.append({**event, "args": {"phase": span.phase}})
         for span in self.spans:
             event = self._event(rows.index(span.lane), span.label, span.start, span.end)
-            events.append({**event, "args": {"phase": span.phase}})
+            module = {"module": span.module} if span.module else {}
+            events.append({**event, "args": {"phase": span.phase, **module}})
         for each in self.exposed:
             name = name_of_wait(each.lane, each.unit)
             event = self._event(rows.index(_WAITS), name, each.start, each.start + each.seconds)
             events.append({**event, "args": {"phase": each.phase}})
+        for time, sizes in self.memory_series:
+            named = dict(zip(KINDS, sizes, strict=True))
+            counter = {"ph": "C", "pid": 0, "name": "memory (bytes)", "ts": time * 1e6}
+            events.append({**counter, "args": named})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def module_spans(self) -> list[Span]:
+        """The time intervals of modules on the compute lane: from the first of successive
+        operations of a module and the modules in it to the last. Those of outer modules are before
+        those of inner ones. The lane of each is "modules"."""
+        found: list[Span] = []
+        running: list[int] = []  # numbers of the last spans, the outermost module first
+        for span in self.spans:
+            if span.lane != COMPUTE or not span.module:  # the engine's own, between others
+                continue
+            names = parents_of(span.module)
+            depth = 0
+            for number, name in zip(running, names, strict=False):
+                if (found[number].module, found[number].phase) != (name, span.phase):
+                    break
+                depth += 1
+            del running[depth:]
+            for number in running:
+                found[number] = replace(found[number], end=span.end)
+            for name in names[depth:]:
+                running.append(len(found))
+                found.append(Span(MODULES, name, span.phase, span.start, span.end, name))
+        return found
 
     def save_trace(self, path: str | Path) -> None:
         """Write :meth:`trace` as JSON, for Perfetto (ui.perfetto.dev)."""
@@ -314,6 +353,7 @@ class Simulation:
         size = _gib(self.machine.processor.memory_bytes)
         lines.append(f"memory      {_gib(self.peak_bytes)} of {size} at most: {kinds}")
         lines += [f"{place:<12}{_gib(n)}" for place, n in self.elsewhere.items()]
+        lines.append(accuracy_of(family_of(self.machine)).sentence(self.seconds))
         return "\n".join(lines)
 
     def _worst(self) -> str:
@@ -429,7 +469,9 @@ def simulate(
         )
     _check_links(machine, options.get("offload"), options.get("checkpointing", False), world_size)
     clock, memory = Clock(machine, world_size), MemoryTracker()
-    clock.memory_changed = memory.sample
+    names = ModuleNames()
+    clock.memory_changed, clock.module = memory.sample, names.current
+    memory.now = lambda: clock.now
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         simulated_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
@@ -437,9 +479,11 @@ def simulate(
         watching_elsewhere(memory.moved),
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
+        names.recording(),
     ):
         model = build_fake_model(build)
         signature = _signature(model)
+        names.set_model(model)
         # Fake tensors have no values to compare between ranks.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
         memory.watch(lambda: _held_bytes(engine))
@@ -456,6 +500,7 @@ def simulate(
             start = clock.finish()
             memory.restart()
             clock.restart()
+            names.restart()
             step.run(clock, memory)
         seconds = clock.finish() - start
         checkpoint_bytes = _checkpoint_bytes(model, trained)
@@ -464,6 +509,8 @@ def simulate(
         replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
     )
     exposed = tuple(replace(each, start=each.start - start) for each in clock.exposed)
+    series = [(time - start, sizes) for time, sizes in memory.series]
+    series.append((seconds, series[-1][1]))
     peak = dict(memory.peak)
     budgets = (engine.budget, engine.staging_budget)
     sent, copied = dict(clock.sent_bytes), dict(clock.copied_bytes)
@@ -479,6 +526,7 @@ def simulate(
         *budgets,
         elsewhere,
         copied,
+        tuple(series),
         clock.model_flops,
         clock.seconds_at_peak,
         checkpoint_bytes,

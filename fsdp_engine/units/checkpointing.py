@@ -3,18 +3,40 @@
 Only the forward method of the instance is replaced: classes, names and hooks, and the arguments of
 hooks, are unchanged, so a model may be sharded before or after. The recomputation runs within the
 unit's backward, in which its full parameters are gathered anyway.
+
+[Note: Selective checkpointing]
+Contexts of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` are dispatch modes: in
+forward one keeps outputs of the operations that a policy chooses, in the recomputation the other
+returns them. They number operations by kind, so both runs must have the same ones. Hooks of units
+within a block gather, cast and listen in one run and not in the other; they run without these modes
+(``outside_selection``).
+
+The policy "selective" is that of torchtitan's ``SelectiveAC``: outputs are kept of attention
+kernels, convolutions, batched, scaled and grouped products, reductions over ranks, the choice of
+experts (``topk``, whose recomputation may differ), copies from a device to the host, compiled
+regions, and of every second matrix product. Products with a bias (``addmm``) are counted with
+those without, as ``linear`` is there.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fsdp_engine.units.assignment import (
     UnitSelector,
@@ -32,9 +54,104 @@ _NO_CACHE = {
     "layer_past": None,
 }
 
+SELECTIVE = "selective"
+
+# See [Note: Selective checkpointing].
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.linear"}
+_KEPT = {
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_attention_math",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "aten._flash_attention_forward",
+    "aten._efficient_attention_forward",
+    "torch_attn._varlen_attn",
+    "flex_attention",
+    "inductor_compiled_code",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_mm",
+    "aten._grouped_mm",
+    "aten._scaled_grouped_mm",
+    "aten.convolution",
+    "aten.upsample_bilinear2d",
+    "aten.topk",
+    "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_reduce",
+    "_c10d_functional.all_to_all_single",
+    "deepep.dispatch",
+    "deepep.combine",
+}
+# The largest element, by which fp8 is scaled; not `max` along a dimension.
+_KEPT_OVERLOADS = {"aten.max.default"}
+
+_Policy = Callable[..., Any] | Sequence[Any] | str
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Blocks whose forward backward runs again, and the operations in them that it does not.
+
+    Attributes:
+        every: only each ``every``-th block is checkpointed; the others keep their activations.
+        policy: None: all operations run again. "selective": outputs of attention kernels,
+            reductions over ranks and every second matrix product are kept, see
+            [Note: Selective checkpointing]. Or a policy of
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: a function, or a list
+            of operations whose outputs are kept.
+
+    Raises:
+        TypeError, ValueError: ``every`` is no whole number of 1 or more, or ``policy`` is none.
+    """
+
+    every: int = 1
+    policy: _Policy | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool):
+            raise TypeError(f"every: expected a whole number; found {self.every!r}")
+        if self.every < 1:
+            raise ValueError(f"every: expected 1 or more; found {self.every}")
+        policy = self.policy
+        if policy is None or policy == SELECTIVE or callable(policy):
+            return
+        if isinstance(policy, str) or not isinstance(policy, Sequence):
+            raise TypeError(
+                f"policy: expected None, {SELECTIVE!r}, a function, or a list of operations; "
+                f"found {policy!r}"
+            )
+        for each in policy:
+            if not isinstance(each, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+                raise TypeError(
+                    f"policy: expected operations such as torch.ops.aten.mm.default; found {each!r}"
+                )
+        object.__setattr__(self, "policy", tuple(policy))
+
+    def __str__(self) -> str:
+        """Equal on all ranks, as addresses of functions are not."""
+        policy = self.policy
+        if callable(policy):
+            policy = f"{policy.__module__}.{getattr(policy, '__qualname__', type(policy).__name__)}"
+        elif isinstance(policy, tuple):
+            policy = ", ".join(map(str, policy))
+        return f"Checkpointing(every={self.every}, policy={policy})"
+
+
+def recomputed_by(checkpointing: object) -> Checkpointing | None:
+    """The blocks and operations that the argument of ``shard`` has recomputed; None: none are."""
+    if isinstance(checkpointing, Checkpointing):
+        return checkpointing
+    if checkpointing is True:
+        return Checkpointing()
+    return Checkpointing(policy=SELECTIVE) if checkpointing == SELECTIVE else None
+
 
 def checkpoint_units(
-    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None = None
+    model: nn.Module,
+    units: UnitSelector | Iterable[UnitSelector] | None = None,
+    checkpointing: bool | str | Checkpointing = True,
 ) -> tuple[str, ...]:
     """Checkpoint the activations of every module that is a unit of :func:`~fsdp_engine.shard`.
 
@@ -52,6 +169,8 @@ def checkpoint_units(
     Args:
         model: any module.
         units: as for ``shard``, which should be given the same.
+        checkpointing: True: the whole forward runs again. "selective": outputs of attention kernels
+            and of every second matrix product are kept. Or a :class:`Checkpointing`.
 
     Returns:
         Names of the modules that are checkpointed, in module order; none if nothing says what a
@@ -60,15 +179,22 @@ def checkpoint_units(
     Raises:
         TypeError: ``model`` is no module, or a selector none; see
             :func:`~.assignment.find_units`.
-        ValueError: a selector matches nothing; see there.
+        ValueError: a selector matches nothing; see there. ``checkpointing`` is none of these.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
-    blocks = find_blocks(model, units)
+    how = recomputed_by(checkpointing)
+    if how is None:
+        raise ValueError(
+            f"checkpointing: expected True, {SELECTIVE!r} or fe.Checkpointing; "
+            f"found {checkpointing!r}"
+        )
+    found = list(find_blocks(model, units).items())
+    blocks = dict(found[how.every - 1 :: how.every])
     for module in blocks.values():
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
             # What users have set themselves is run, too.
-            module.forward = CheckpointedForward(module, vars(module).get("forward"))
+            module.forward = CheckpointedForward(module, vars(module).get("forward"), how.policy)
     return tuple(blocks)
 
 
@@ -120,7 +246,18 @@ class WrappedForward:
 
 
 class CheckpointedForward(WrappedForward):
-    """A forward that backward runs again."""
+    """A forward that backward runs again.
+
+    Args:
+        module, own: see :class:`WrappedForward`.
+        policy: of :class:`Checkpointing`.
+    """
+
+    def __init__(
+        self, module: nn.Module, own: Callable[..., Any] | None, policy: _Policy | None = None
+    ) -> None:
+        super().__init__(module, own)
+        self._policy = policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -128,4 +265,66 @@ class CheckpointedForward(WrappedForward):
         kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
         # Bound, since `checkpoint` has keywords of its own.
         function = partial(self.original, **kwargs) if kwargs else self.original
-        return checkpoint(function, *args, use_reentrant=False)
+        if self._policy is None:
+            return checkpoint(function, *args, use_reentrant=False)
+        contexts = partial(_contexts, self._policy)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts(policy: _Policy) -> Any:
+    """Contexts of one forward and of its recomputation."""
+    if policy == SELECTIVE:
+        return create_selective_checkpoint_contexts(_Selective())
+    return create_selective_checkpoint_contexts(policy if callable(policy) else list(policy))
+
+
+class _Selective:
+    """The policy "selective", for one forward. torch 2.11 asks it in the recomputation, too."""
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        keeps = _keeps(func)
+        if keeps is None:
+            self._products[context.is_recompute] += 1
+            keeps = self._products[context.is_recompute] % 2 == 1
+        elif func is torch.ops.aten._to_copy.default:
+            target = kwargs.get("device")
+            to_host = target is not None and torch.device(target).type == "cpu"
+            keeps = to_host and args[0].device.type != "cpu"
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _keeps(func: Any) -> bool | None:
+    """Whether the outputs of an operation are kept; None: of every second one."""
+    name = packet = str(func)
+    if isinstance(func, torch._ops.OpOverload):
+        if func._schema.is_mutable:
+            return False  # such as `mm.out` of compiled code, whose memory has to be written
+        packet = name.rpartition(".")[0]
+    if packet in _PRODUCTS:
+        return None
+    return packet in _KEPT or name in _KEPT_OVERLOADS
+
+
+_SELECTING = (
+    torch_checkpoint._CachingTorchDispatchMode,
+    torch_checkpoint._CachedTorchDispatchMode,
+)
+
+
+@contextmanager
+def outside_selection() -> Iterator[None]:
+    """Context without the innermost modes of selective checkpoints."""
+    taken = []
+    while isinstance(_get_current_dispatch_mode(), _SELECTING):
+        taken.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            _push_mode(mode)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fsdp_engine as fe
-from fsdp_engine.optim.owned_step import OwnedStep
+from fsdp_engine.optim.owned_params import Chunk
 from tests.async_device.scene import Job, compare
 from tests.optim.owned import Whitening
 from tests.pairs import EVERY_PAIR
@@ -57,14 +57,13 @@ def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> No
 
 @on_ranks(2)
 def test_weights_are_wrong_where_compute_does_not_wait_for_them() -> None:
-    def no_wait(work: Any) -> None:
-        chunk = work.chunk
-        chunk.returned = None
-        chunk.messages.drain(work.owners.lanes.compute)
+    def no_wait(chunk: Chunk) -> None:
+        chunk._returned = None
+        chunk.drop_messages()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdp_engine.optim.owned_step._CHUNK_ELEMENTS", 1)
-        patch.setattr(OwnedStep, "_end_weights", staticmethod(no_wait))
+        patch.setattr(Chunk, "await_weights", no_wait)
         given = job(("optim_grads_params", "no_shard"))
         found = [compare(given, seed=seed, delay=2e-3) for seed in (0, 1)]
         assert any(found)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.optim.owned_step import owned_step_of
+from fsdp_engine.optim.owned_step import OwnedStep
+from fsdp_engine.optim.shadow import step_hook_of
 
 SIZES = (33, 40, 48, 7)
 
@@ -111,7 +112,7 @@ def train(model: nn.Module, optimizer: Any, steps: Sequence[int], *, sharded: bo
 
 
 def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    step = owned_step_of(optimizer)
+    step = step_hook_of(optimizer, OwnedStep)
     assert step is not None
     target = step.target_of(param, (3,), torch.float32)
     assert isinstance(target, fe.FlatDTensor)

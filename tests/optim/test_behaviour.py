@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
-from fsdp_engine.optim.owned_step import owned_step_of
+from fsdp_engine.optim.owned_step import OwnedStep
+from fsdp_engine.optim.shadow import step_hook_of
 from tests.pool import on_ranks
 
 
@@ -125,10 +126,38 @@ def test_what_a_step_needs(
 ) -> None:
     optimizer = made(rule, [shape, (3,)], dtype)
     before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
-    assert Trials(optimizer, torch.device("cpu")).needs(0, shape, dtype) == RULES[rule]
+    assert Trials(optimizer, torch.device("cpu")).find(0, shape, dtype).needs == RULES[rule]
     assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
     assert optimizer.state == ({"count": 0} if rule is counts_in_state else {})
     assert optimizer.param_groups[0]["step"] == 0
+
+
+def outer_products(self: Rule) -> None:
+    """As Adafactor."""
+    for group, p, grad in self.members():
+        rows, columns = grad.square().mean(1, keepdim=True), grad.square().mean(0, keepdim=True)
+        p.sub_(grad * (rows @ columns).rsqrt(), alpha=group["lr"])
+
+
+def gram_matrices(self: Rule) -> None:
+    """As Muon."""
+    for group, p, grad in self.members():
+        p.sub_(grad @ grad.mT @ grad, alpha=group["lr"])
+
+
+def decompositions(self: Rule) -> None:
+    """As SOAP."""
+    for group, p, grad in self.members():
+        p.sub_(torch.linalg.qr(grad)[0].sum(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "multiplies"),
+    [(by_row, 0), (outer_products, 0), (gram_matrices, 1), (decompositions, 1)],
+)
+def test_whether_matrices_are_multiplied(rule: Callable[..., None], multiplies: int) -> None:
+    trials = Trials(made(rule, [(40, 300)], torch.float32), torch.device("cpu"))
+    assert trials.find(0, (40, 300), torch.float32) == (Needs.TENSOR, multiplies)
 
 
 @pytest.mark.parametrize(("rule", "needs"), [(by_element, 0), (by_row, 1)])
@@ -144,7 +173,7 @@ def test_an_empty_parameter_has_its_dims(rule: Callable[..., None], needs: int) 
         rule(self)
 
     optimizer = fe.shard_optimizer(Rule(model.parameters(), noting))
-    step = owned_step_of(optimizer)
+    step = step_hook_of(optimizer, OwnedStep)
     assert (0 if step is None else step.needs["nothing"]) == needs
     shapes.clear()
     (model(torch.ones(2, 8)).sum() + model.nothing.sum()).backward()
@@ -167,7 +196,7 @@ def test_a_parameter_of_one_element_may_have_empty_slices(
     rule: Callable[..., None], shape: tuple[int, ...]
 ) -> None:
     trials = Trials(made(rule, [shape], torch.float32), torch.device("cpu"))
-    assert trials.needs(0, shape, torch.float32) == RULES[rule]
+    assert trials.find(0, shape, torch.float32).needs == RULES[rule]
 
 
 @on_ranks(2)
@@ -184,6 +213,6 @@ def test_a_step_that_raises() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(TrialFailed):
-        Trials(made(rule, [(3, 4)], torch.float32), torch.device("cpu")).needs(
+        Trials(made(rule, [(3, 4)], torch.float32), torch.device("cpu")).find(
             0, (3, 4), torch.float32
         )

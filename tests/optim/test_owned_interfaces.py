@@ -11,21 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.fsdp2 import fully_shard
-from fsdp_engine.optim.owned_params import leaves_of
+from fsdp_engine.optim.state_leaves import leaves_of
 from tests.optim.owned import (
     MAKERS,
     Coupled,
@@ -251,3 +255,42 @@ def test_two_optimizers_in_one_checkpoint() -> None:
                 fe.save_checkpoint(shared[0], engine, join_optimizers(optimizers))
         found.append(values(model))
     assert_close(found[0], found[1], "Muon")
+
+
+def fsdp2() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = plain_model()
+    for module in (*model, model):
+        torch_fully_shard(module)
+    return model, MAKERS["Muon"](model)
+
+
+def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    packed = get_optimizer_state_dict(model, optimizer)["state"]
+    return [full(packed[name]["momentum_buffer"]) for name in sorted(packed)]
+
+
+@on_ranks(2)
+def test_checkpoints_of_fsdp2() -> None:
+    theirs, their_optimizer = fsdp2()
+    train(theirs, their_optimizer, range(2), sharded=True)
+    ours, engine, optimizer = make(LEVEL, "Muon")
+    train(ours, optimizer, range(5, 6), sharded=True)
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    weights, state = get_state_dict(theirs, their_optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder[0]}/theirs")
+    fe.load_checkpoint(f"{folder[0]}/theirs", engine, optimizer)
+    assert all(map(torch.equal, momenta(ours, optimizer), momenta(theirs, their_optimizer)))
+    for model, each in ((theirs, their_optimizer), (ours, optimizer)):
+        train(model, each, range(2, 3), sharded=True)
+    assert_close(values(ours), [full(param.detach()) for param in theirs.parameters()], "Muon")
+
+    fe.save_checkpoint(f"{folder[0]}/ours", engine, optimizer)
+    weights, state = get_state_dict(theirs, their_optimizer)
+    read = {"model": weights, "optimizer": state}
+    dcp.load(read, checkpoint_id=f"{folder[0]}/ours")
+    set_state_dict(
+        theirs, their_optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"]
+    )
+    assert all(map(torch.equal, momenta(ours, optimizer), momenta(theirs, their_optimizer)))

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.optim.owned_params import leaves_of
-from fsdp_engine.optim.owned_step import OwnedStep, owned_step_of
+from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.owner_messages import ChunkMessages
+from fsdp_engine.optim.shadow import step_hook_of
+from fsdp_engine.optim.state_leaves import leaves_of
 from tests.optim.owned import (
     MAKERS,
     SIZES,
@@ -403,12 +404,12 @@ def test_several_optimizers_are_saved_as_one(ranks: Ranks, tmp_path: Path) -> No
 @on_few_ranks
 def test_the_user_says_what_is_whole() -> None:
     model, _, optimizer = make(("optim_grads_params", "no_shard"), "Adafactor", whole=["0.*"])
-    step = owned_step_of(optimizer)
+    step = step_hook_of(optimizer, OwnedStep)
     assert isinstance(step, OwnedStep)
     assert {name for name, needs in step.needs.items() if needs} >= {"0.weight", "0.bias"}
     sgd = torch.optim.SGD(plain := list(model.parameters()), lr=0.1)
     fe.shard_optimizer(sgd, whole=True)
-    step = owned_step_of(sgd)
+    step = step_hook_of(sgd, OwnedStep)
     assert step is not None
     assert len(step.needs) == len(plain)
     with pytest.raises(ValueError, match="whole: expected nothing beside elementwise=True"):

@@ -172,16 +172,21 @@ COUNTING = "plan --model planned_models:Counting --batch planned_models:batch --
 
 
 def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
-    output = run(f"{COUNTING} --figure plan.svg --trace step.json --save plan.json")
+    output = run(
+        f"{COUNTING} --figure plan.svg --html plan.html --trace step.json --save plan.json"
+    )
     table = cells(output)
     assert sorted(row[:2] for row in table) == sorted(
-        [level, recompute] for level in LEVELS for recompute in ("blocks", "no")
+        [level, recompute] for level in LEVELS for recompute in ("blocks", "no", "selective")
     )
     assert "Counting, 4.16k parameters, on 2 ranks of 8 x H100" in output
     assert "Use " in output
     assert "Bottleneck: " in output
     assert "plan.svg" in {path.name for path in folder.iterdir()}
     assert json.loads((folder / "step.json").read_text())["traceEvents"]
+    page = (folder / "plan.html").read_text()
+    assert page.count("<tr class=") + page.count("<tr data-order=") == len(table)
+    assert "One step of the chosen candidate" in page
     planning = fe.StrategyPlan.load(folder / "plan.json")
     assert planning.chosen is not None
     assert f"Use {planning.chosen.candidate}: " in output
@@ -242,6 +247,13 @@ def test_state_on_the_host_is_shown_with_its_bytes(folder: Path) -> None:
     for row, before in zip(cells(estimates), kept, strict=True):
         assert row[-1] == before[3]
     assert cells(estimates)[0][3] == "3.7 GiB"  # of two units of 32
+
+
+def test_selective_checkpointing_is_planned_alone(folder: Path) -> None:
+    output = run(f"{COUNTING} --recompute selective --save plan.json")
+    assert {row[1] for row in cells(output)} == {"selective"}
+    planning = fe.StrategyPlan.load(folder / "plan.json")
+    assert planning.best["checkpointing"] == "selective"
 
 
 def test_activations_on_the_host_are_shown_as_what_they_are(folder: Path) -> None:
@@ -319,6 +331,8 @@ BAD: list[tuple[str, str]] = [
             ("--figure nowhere/a.png", "--figure: expected a file that can be written; found"),
             ("--figure a.words", "--figure: expected a file that ends with one of"),
             ("--trace nowhere/a.json", "nowhere/a.json: no folder nowhere"),
+            ("--html nowhere/a.html", "--html: expected a file that can be written; found nowhere"),
+            ("--machine wrong.json", "line 3, processor: expected memory_bandwidth: a number"),
             ("--save .", "--save: expected a file that can be written; found .: a folder"),
             ("--optimizer-bytes 4", "--optimizer-bytes: expected without --batch; found with it"),
             ("--num-units 4", "--num-units: expected without --batch"),
@@ -354,6 +368,9 @@ def test_a_folder_that_cannot_be_measured_is_an_error(folder: Path) -> None:
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_errors_are_printed_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
     (folder / "binary.json").write_bytes(b"\x80\xffPK")
+    fe.H100.save(folder / "wrong.json")
+    text = (folder / "wrong.json").read_text().replace("memory_bandwidth", "bandwidth", 1)
+    (folder / "wrong.json").write_text(text)
     output = run(f"plan {arguments}", status=2)
     # The box around an error breaks lines; only the words matter.
     assert " ".join(message.split()) in " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())

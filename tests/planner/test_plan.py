@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +21,10 @@ import fsdp_engine as fe
 from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import KINDS, Outcome, fitting_meshes, is_faster
+from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, row_label, table_unit
 from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.strategies import ALL_STRATEGIES
+from fsdp_engine.terminal import format_count
 from tests.models import LENGTH, Transformer, token_batch
 from tests.pool import RankError, Ranks
 
@@ -75,11 +79,11 @@ def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing()
         (mesh, pair.inner.name, pair.outer.name, recompute)
         for mesh in ((4,), (2, 2))
         for pair in ALL_STRATEGIES
-        for recompute in (False, True)
+        for recompute in (False, "selective", True)
         if len(mesh) == 2 or pair.outer.name == "no_shard"
     }
     assert set(at_most()) == expected
-    assert len(planned().outcomes) == len(expected) == 28
+    assert len(planned().outcomes) == len(expected) == 42
 
 
 @pytest.mark.parametrize(
@@ -383,9 +387,33 @@ def test_its_picture_shows_every_row_and_the_limit(tmp_path: Path) -> None:
         assert outcome.candidate.levels in drawn
     for word in (*KINDS, "compute", "waits for the inner link", "limit ", "step time (ms)"):
         assert word in drawn
+    # The chosen row is marked, and bars have their values in the units of the table.
+    chosen = planning.chosen
+    assert chosen is not None
+    assert drawn.count("\u25b6") == 1
+    assert f">\u25b6 {row_label(chosen)}<" in drawn
+    assert f"chosen: {chosen.candidate}" in drawn
+    assert "faded: does not fit" in drawn
+    unit, name = table_unit(planning.outcomes)
+    assert name == "MiB"
+    assert f"peak memory of one rank ({name})" in drawn
+    for outcome in planning.outcomes:
+        assert f"{outcome.peak_bytes / unit:,.0f}" in drawn
+        assert outcome.times is not None
+        value = f"{1e3 * outcome.times.step:,.1f}, {format_count(outcome.rate)} tokens/s"
+        assert value in drawn
+    table = str(planning)
+    assert f"{chosen.peak_bytes / unit:,.0f} \u2502" in table
     unknown = fe.plan(Searching, torch.ones(2, 8), world_size=WORLD, machine=MACHINE)
     save_figure(unknown, tmp_path / "unknown.png")
     assert (tmp_path / "unknown.png").stat().st_size > 1000
+
+
+def test_a_colour_has_one_meaning() -> None:
+    colours = [*KIND_COLOURS.values(), *TIME_COLOURS.values()]
+    assert len({*colours}) == len(colours)
+    channels = [[int(each[n : n + 2], 16) for n in (1, 3, 5)] for each in colours]
+    assert min(math.dist(a, b) for a, b in itertools.combinations(channels, 2)) > 50
 
 
 def test_the_chosen_step_can_be_simulated_again() -> None:

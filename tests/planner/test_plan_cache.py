@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 import fsdp_engine as fe
 from fsdp_engine.planner import plan_cache, strategy_search
@@ -311,3 +312,22 @@ def test_processes_share_rows_until_a_helper_changes(tmp_path: Path) -> None:
     other = run(65)
     assert int(other[0]) > 0
     assert other[1:] != first[1:]
+
+
+def test_rows_with_a_policy_of_the_user_are_not_cached(
+    simulated: list[str], cache_home: Path
+) -> None:
+    def keeps_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    for _ in range(2):
+        fe.plan(
+            build,
+            batch,
+            world_size=2,
+            meshes=[(2,)],
+            checkpointing=(fe.Checkpointing(policy=keeps_all),),
+            cache=True,
+        )
+    assert simulated[: len(simulated) // 2] == simulated[len(simulated) // 2 :]
+    assert not list(cache_folder().glob("*.json"))

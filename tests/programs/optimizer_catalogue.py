@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 import fsdp_engine as fe
 from fsdp_engine.optim.behaviour import Needs
-from fsdp_engine.optim.owned_step import owned_step_of
+from fsdp_engine.optim.owned_step import OwnedStep
+from fsdp_engine.optim.shadow import step_hook_of
 from tests.pool import Ranks
 from tests.programs.packages import TORCHTITAN
 
@@ -237,7 +238,7 @@ def stepped(kind: type[Optimizer], use: Use) -> str:
 
 def how_stepped(model: nn.Module, optimizer: Optimizer) -> str:
     """Which part of the model one step of the optimizer takes at once."""
-    step = owned_step_of(optimizer)
+    step = step_hook_of(optimizer, OwnedStep)
     if step is None:
         return "slices"
     most = max(step.needs.values())

@@ -1,0 +1,94 @@
+"""Names of the modules whose operations run, in forward and in backward.
+
+In forward, and where a forward is recomputed, the module is the innermost one that is called. In
+backward it is the one that was called when the node of autograd was created: nodes have increasing
+sequence numbers, and the number of each change of module is recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+
+class ModuleNames:
+    """The module whose operation runs."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._called: list[str] = []
+        self._left = ""  # the last module whose call has ended
+        # Sequence numbers at which the module changes, and its names.
+        self._starts: list[int] = [0]
+        self._modules: list[str] = [""]
+
+    def set_model(self, model: nn.Module) -> None:
+        """Take the names of a model's modules."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def current(self) -> str:
+        """The name of the module whose operation runs; "" outside of the model's children."""
+        if self._called:
+            return self._called[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        if torch.is_grad_enabled():  # a recomputed forward, between calls of its modules
+            return _parent_of(self._left)
+        # Nodes that accumulate gradients have the largest number; the last module is "".
+        return self._modules[bisect_right(self._starts, node._sequence_nr()) - 1]
+
+    def restart(self) -> None:
+        """Forget the record, at the start of a step."""
+        self._starts, self._modules = [0], [""]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context in which modules are called."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            del args
+            name = self._names.get(id(module))
+            self._called.append(self._called[-1] if name is None and self._called else name or "")
+            self._change()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args, output
+            if self._called:
+                self._left = self._called.pop()
+            self._change()
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _change(self) -> None:
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._modules.append(self._called[-1] if self._called else "")
+
+
+def _parent_of(name: str) -> str:
+    names = parents_of(name)
+    return names[-2] if len(names) > 1 else ""
+
+
+def parents_of(name: str) -> list[str]:
+    """The modules around a module and itself, the outermost first, without containers of numbered
+    ones: "layers.3" and "layers.3.mlp" for "layers.3.mlp"."""
+    return [name[: match.end()] for match in re.finditer(r"[^.]+(?:\.\d+)*(?=\.|$)", name)]

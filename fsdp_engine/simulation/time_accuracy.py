@@ -1,0 +1,134 @@
+"""The accuracy of simulated times: the steps that were compared with plans, by machine.
+
+Factors are measured over planned step times, from ``benchmarks/results``:
+
+    A100, H100      jobs with published speeds that recompute the same activations as the plan
+                    (``planner_published.json``)
+    calibrated CPU  pairs of levels of two models on two gloo ranks (``planner_time.json``)
+    calibrated GPU  levels of a GPT of 1B on one H200 (``planner_gpu.json``)
+
+Times are never scaled by them: they are printed beside times.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from dataclasses import dataclass
+
+from fsdp_engine.simulation.machine import Machine
+from fsdp_engine.terminal import format_seconds
+
+# The fraction of compared steps within the stated range.
+COVERED = 0.9
+# Every compared step took at least so much longer than planned: the plan is called too fast.
+_TOO_FAST = 1.05
+
+
+@dataclass(frozen=True)
+class TimeAccuracy:
+    """Measured over planned step times.
+
+    Attributes:
+        steps: the compared steps as text.
+        where: their machine as text.
+        factors: measured over planned, in ascending order. Empty: nothing was compared.
+    """
+
+    steps: str
+    where: str
+    factors: tuple[float, ...]
+
+    @property
+    def is_too_fast(self) -> bool:
+        """Whether all compared steps took longer than planned."""
+        return bool(self.factors) and self.factors[0] >= _TOO_FAST
+
+    @property
+    def factor(self) -> float:
+        """The expected measured over planned step time: the median if the plan is too fast."""
+        return statistics.median(self.factors) if self.is_too_fast else 1.0
+
+    @property
+    def spread(self) -> float:
+        """The fraction of the expected time by which ``COVERED`` of the compared steps differ from
+        it at most."""
+        distances = sorted(abs(each / self.factor - 1) for each in self.factors)
+        return distances[math.ceil(COVERED * len(distances)) - 1]
+
+    @property
+    def mark(self) -> str:
+        """For text after a planned time: "+-11 %", "(x 1.42, +-12 %)", "(accuracy unknown)"."""
+        if not self.factors:
+            return "(accuracy unknown)"
+        spread = f"+-{100 * self.spread:.0f} %"
+        return f"(x {self.factor:.2f}, {spread})" if self.is_too_fast else spread
+
+    def sentence(self, seconds: float) -> str:
+        """The accuracy of a planned step time as a sentence."""
+        if not self.factors:
+            return (
+                f"The accuracy of times on {self.where} is unknown: no steps there were compared "
+                "with plans."
+            )
+        low, high = self.factors[0], self.factors[-1]
+        took = f"{self.steps} took {low:.2f} to {high:.2f} times the planned time"
+        if not self.is_too_fast:
+            within = math.ceil(COVERED * len(self.factors))
+            return (
+                f"Times on {self.where} are accurate to +-{100 * self.spread:.0f} % for {within} "
+                f"of {len(self.factors)} compared steps: {took}."
+            )
+        return (
+            f"The planner is too fast on {self.where}: {took}, {self.factor:.2f} in the median. "
+            f"Times are not scaled: expect {format_seconds(self.factor * seconds)} "
+            f"+-{100 * self.spread:.0f} % instead of {format_seconds(seconds)}, and rates lower by "
+            "the same factor."
+        )
+
+
+# Families of machines; the values are compared with the results files by a test.
+_H100_FACTORS = (1.255, 1.402, 1.444, 1.470)
+ACCURACIES = {
+    "A100": TimeAccuracy(
+        "10 published jobs",
+        "A100",
+        (0.975, 0.981, 1.0, 1.021, 1.036, 1.037, 1.040, 1.042, 1.111, 1.488),
+    ),
+    "H100": TimeAccuracy("4 published jobs", "H100", _H100_FACTORS),
+    "H200": TimeAccuracy("4 published jobs on H100, the same chip,", "H200", _H100_FACTORS),
+    "calibrated CPU": TimeAccuracy(
+        "20 measured steps on two gloo ranks",
+        "calibrated CPUs",
+        (
+            *(1.054, 1.091, 1.101, 1.102, 1.107, 1.108, 1.115, 1.118, 1.120, 1.128),
+            *(1.138, 1.191, 1.205, 1.212, 1.216, 1.216, 1.217, 1.220, 1.221, 1.226),
+        ),
+    ),
+    "calibrated GPU": TimeAccuracy(
+        "8 measured steps on one H200",
+        "calibrated GPUs",
+        (1.277, 1.278, 1.287, 1.299, 1.343, 1.343, 1.394, 1.441),
+    ),
+}
+
+
+def family_of(machine: Machine) -> str:
+    """The family of a machine in ``ACCURACIES``; else its chip, or "" if it is unknown.
+
+    A calibrated machine is known by its name, and its fractions are 1.
+    """
+    processor = machine.processor
+    is_measured = processor.achievable_flops == processor.achievable_bandwidth == 1
+    if is_measured and not machine.host_runs_ahead and "gloo ranks" in machine.name:
+        return "calibrated CPU"
+    if is_measured and machine.host_runs_ahead and "NVIDIA" in machine.name:
+        return "calibrated GPU"
+    found = re.search(r"\b[AHB]\d00\b", machine.name)
+    return found[0] if found and not is_measured else ""
+
+
+def accuracy_of(family: str) -> TimeAccuracy:
+    """The accuracy of times of a family of machines; see :func:`family_of`."""
+    return ACCURACIES.get(family) or TimeAccuracy("", family or "this machine", ())

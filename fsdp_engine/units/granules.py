@@ -1,0 +1,30 @@
+"""Functions for the argument ``granule`` of :func:`~fsdp_engine.shard`, for optimizers that need
+more than single elements on one rank."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def whole_rows(name: str, param: Tensor) -> int:
+    """A granule that keeps each row of a matrix on one rank: the elements of one index of the first
+    dim. Vectors are cut anywhere.
+
+    Args:
+        name: of the parameter.
+        param: full parameter, of any shape.
+    """
+    return max(math.prod(param.shape[1:]), 1)
+
+
+def whole_tensors(name: str, param: Tensor) -> int:
+    """A granule that keeps each parameter on one rank, so that those with owners travel only where
+    this makes steps even.
+
+    Args:
+        name: of the parameter.
+        param: full parameter, of any shape.
+    """
+    return max(param.numel(), 1)

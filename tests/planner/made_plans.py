@@ -1,0 +1,43 @@
+"""A plan of 70B on 1,024 ranks without a simulation, some of whose rows do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import fsdp_engine as fe
+from fsdp_engine.planner.outcome import Candidate, Outcome, Setting, Times, sorted_outcomes
+from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.strategies import ALL_STRATEGIES
+
+SETTING = Setting(
+    *("LlamaForCausalLM", 70_000_000_000, "8 x H100 SXM a node, 400 Gb/s a GPU", 1024, 8),
+    *(67 * 2.0**30, "tokens", 4),
+    machine_memory=80e9,
+    machine_family="H100",
+)
+
+
+@cache
+def rows(*, is_offloaded: bool = False) -> tuple[Outcome, ...]:
+    """Outcomes of all pairs of levels, of growing memory and speed; and one that is offloaded."""
+    found = []
+    for number, pair in enumerate(ALL_STRATEGIES):
+        candidate = Candidate((128, 8), pair.inner.name, pair.outer.name, number % 2 == 0)
+        memory = dict.fromkeys(KINDS, (number + 1) * 2**31)
+        times = Times(12.3456 - 0.5 * number, 5.0, {"inner": 1.5, "outer": 0.5})
+        sent = {"inner": 2.0**38, "outer": 2.0**35}
+        lacking = max(sum(memory.values()) - SETTING.memory, 0.0)
+        found.append(Outcome(candidate, memory, sent, lacking, 10**7, times))
+    if is_offloaded:
+        offload = fe.Offload(optimizer_state="host", main_weights="host", gradients="host")
+        candidate = replace(
+            found[0].candidate, offload=offload, checkpointing="offload", microbatch_size=16
+        )
+        found.append(replace(found[0], candidate=candidate, elsewhere={"host": 2**36}))
+    return sorted_outcomes(found)
+
+
+def made_plan(**changes: object) -> fe.StrategyPlan:
+    """The plan of these outcomes; ``changes`` of the setting."""
+    return fe.StrategyPlan(replace(SETTING, **changes), rows())  # type: ignore[arg-type]

@@ -1,0 +1,298 @@
+"""The page of a plan: one valid file, readable without a script, and what its script does."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from html import escape, unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.planner.outcome import sorted_outcomes
+from fsdp_engine.planner.page import page_of, save_page
+from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS
+from fsdp_engine.planner.planner_tables import plan_columns
+from fsdp_engine.planner.strategy_plan import advice
+from tests.browser import needs_chromium, shown
+from tests.planner.made_plans import made_plan
+
+VOID = {"meta", "input", "line", "rect", "br"}
+
+
+class Document(HTMLParser):
+    """Elements of a page, whose tags must be closed in order.
+
+    Attributes:
+        elements: names and attributes, in order.
+        texts: texts outside of style and script.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len({*names}), (tag, names)
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID - {"rect", "line"}:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        """The attributes of every element of a name."""
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+class Small(nn.Module):
+    """Blocks that are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.sum()
+
+
+@cache
+def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
+    """A simulated plan, and the step of its choice."""
+    machine = replace(fe.H100, between_nodes=replace(fe.H100.between_nodes, bandwidth=1e8))
+    planning = fe.plan(
+        *(Small, torch.zeros(64, 256)), world_size=16, machine=machine, min_unit_size=0
+    )
+    assert planning.simulate is not None
+    return planning, planning.simulate(planning.outcomes[0].candidate)
+
+
+def test_it_is_one_valid_file_without_network_access(tmp_path: Path) -> None:
+    save_page(planned()[0], tmp_path / "plan.html", planned()[1])
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>\n")
+    page = Document(text)
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len({*ids})
+    assert {each["for"] for each in page.all("label")} <= {*ids}
+    assert len(page.all("script")) == len(page.all("style")) == 1
+    for _, attributes in page.elements:
+        assert not attributes.keys() & {"src", "href", "onclick"}
+    assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp|innerHTML", text)
+    (policy,) = (each for each in page.all("meta") if "http-equiv" in each)
+    assert policy["content"].startswith("default-src 'none'; ")
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_it_is_readable_without_its_script() -> None:
+    planning, step = planned()
+    page = Document(page_of(planning, step))
+    texts = [text.strip() for text in page.texts]
+    for line in advice(planning.setting, planning.outcomes, planning.trials).splitlines():
+        assert line in texts
+    columns = plan_columns(planning.setting, planning.outcomes)
+    for column in columns:
+        assert column.name in texts
+        for cell in column.cells:
+            assert not cell or re.sub(r"\[/?red\]", "", cell) in texts
+    rows = [each for each in page.all("tr") if "data-order" in each]
+    assert len(rows) == len(planning.outcomes)
+    assert [each.get("class") for each in rows].count("chosen") == 1
+    assert rows[0]["class"] == "chosen"
+    # What needs the script is hidden without it.
+    assert all("hidden" in each for each in page.all("div") if each.get("class") == "what-if")
+
+
+def test_the_timeline_has_lanes_units_and_waits_in_their_colours() -> None:
+    planning, step = planned()
+    page = Document(page_of(planning, step))
+    texts = "\n".join(page.texts)
+    for lane in step.message_seconds:
+        assert f"\n{lane}\n" in texts
+    for unit in ("blocks.0", "blocks.1", "blocks.2"):
+        assert f"{unit}, forward: " in texts
+        assert f"{unit}, backward: " in texts
+    colours = [each["fill"] for each in page.all("rect") if "fill" in each]
+    assert {*colours} <= {*TIME_COLOURS.values()}
+    waits = [each for each in step.exposed if each.lane.startswith("outer")]
+    assert colours.count(TIME_COLOURS["outer link"]) == len(waits) > 0
+    ends = [float(each["x"]) + float(each["width"]) for each in page.all("rect")]
+    assert 990 < max(ends) < 1000.2
+    areas = {each["fill"]: each["points"] for each in page.all("polygon")}
+    assert [*areas] == [*KIND_COLOURS.values()]
+    # The uppermost corner of the last area is the peak.
+    upper = min(float(corner.partition(",")[2]) for corner in areas["#E69F00"].split())
+    top = 1.1 * step.peak_bytes
+    assert upper == pytest.approx(180 * (1 - step.peak_bytes / top), abs=0.1)
+
+
+HOSTILE = """<script>document.body.dataset.bad = "1"</script><img src=x onerror=alert(1)>"'&amp;"""
+
+
+def hostile_plan() -> fe.StrategyPlan:
+    return made_plan(model=HOSTILE, machine=HOSTILE, item=HOSTILE)
+
+
+def test_names_are_escaped() -> None:
+    text = page_of(hostile_plan())
+    page = Document(text)
+    assert len(page.all("script")) == 1
+    assert page.all("img") == []
+    assert HOSTILE not in text
+    assert unescape(escape(HOSTILE)) == HOSTILE
+    assert any(HOSTILE in each for each in page.texts)
+
+
+def test_a_plan_without_times_or_a_simulation_has_a_page(tmp_path: Path) -> None:
+    planning = fe.plan(Small, torch.zeros(4, 256), world_size=2, formulas=True)
+    page = Document(page_of(planning))
+    assert page.all("svg") == []
+    assert "limit" not in [each.get("id") for each in page.all("input")]
+    nothing = planned()[0].within(2.0**10)
+    text = page_of(nothing, planned()[1])
+    assert "One step of the nearest candidate" in text
+    assert 'class="chosen"' not in text
+
+
+PROBE = """
+<script>
+"use strict";
+const seen = {};
+const rows = () => Array.from(document.querySelectorAll("#plan tbody tr"));
+const column = (name) => Array.from(document.querySelectorAll("#plan thead th"))
+  .findIndex((head) => head.textContent.trim() === name);
+const cells = (name) => rows().map((row) => row.cells[column(name)].textContent);
+const click = (name) =>
+  document.querySelectorAll("#plan thead th")[column(name)].querySelector("button").click();
+const state = () => ({
+  verdict: document.getElementById("verdict").textContent,
+  shown: document.getElementById("limit-text").textContent,
+  chosen: rows().filter((row) => row.classList.contains("chosen"))
+    .map((row) => row.dataset.label),
+  lacking: rows().filter((row) => row.classList.contains("lacking")).length,
+  free: cells("free"),
+});
+const slide = (value) => {
+  const slider = document.getElementById("limit");
+  slider.value = value;
+  slider.dispatchEvent(new Event("input"));
+};
+const order = () => rows().map((row) => Number(row.dataset.order));
+seen.first = state();
+seen.before = order();
+for (const name of ["at most", "strategy", "free"]) {
+  click(name);
+  seen[name + " up"] = cells(name);
+  seen[name + " mark"] = document.querySelectorAll("#plan thead th")[column(name)]
+    .getAttribute("aria-sort");
+  click(name);
+  seen[name + " down"] = cells(name);
+}
+for (const limit of LIMITS) {
+  slide(limit);
+  seen[limit] = state();
+}
+document.getElementById("reset").click();
+seen.again = state();
+if (document.getElementById("zoom") !== null) {
+  const zoom = document.getElementById("zoom");
+  zoom.value = 4;
+  const before = document.querySelector(".plot").getBoundingClientRect().width;
+  zoom.dispatchEvent(new Event("input"));
+  seen.zoomed = document.querySelector(".plot").getBoundingClientRect().width / before;
+}
+seen.hidden = Array.from(document.querySelectorAll(".what-if")).filter((e) => e.hidden).length;
+seen.bad = document.body.dataset.bad || "";
+seen.styled = getComputedStyle(document.querySelector("tr.chosen")).backgroundColor;
+const pre = document.createElement("pre");
+pre.id = "seen";
+pre.textContent = JSON.stringify(seen);
+document.body.append(pre);
+</script>
+"""
+
+
+def seen_in_browser(text: str, limits: list[float], folder: Path) -> Any:
+    """The results of the probe's clicks on a page in Chromium."""
+    probe = PROBE.replace("LIMITS", json.dumps(limits))
+    page = folder / "page.html"
+    page.write_text(text.replace("</body>", probe + "</body>"), encoding="utf-8")
+    dom = shown(page, "", folder / "profile")
+    (found,) = re.findall(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)
+    return json.loads(unescape(found))
+
+
+@needs_chromium
+def test_the_table_sorts_and_the_limit_chooses_in_a_browser(tmp_path: Path) -> None:
+    planning = hostile_plan()
+    limits = [15.0, 45.5, 5.0]
+    seen = seen_in_browser(page_of(planning), limits, tmp_path)
+    assert seen["bad"] == ""
+    assert seen["before"] == [*range(len(planning.outcomes))]
+    for name in ("at most", "free"):
+        numbers = [float(cell.partition(",")[0]) for cell in seen[f"{name} up"]]
+        assert numbers == sorted(numbers)
+        assert len({*numbers}) > 5
+        assert seen[f"{name} down"] == seen[f"{name} up"][::-1]
+        assert seen[f"{name} mark"] == "ascending"
+    assert seen["strategy up"] == sorted(seen["strategy up"])
+    assert seen["strategy down"] == sorted(seen["strategy up"], reverse=True)
+    assert seen["hidden"] == 0
+    for limit in limits:
+        assert_is_as_planned(seen[str(limit).removesuffix(".0")], planning.within(limit * 2**30))
+    for found in (seen["first"], seen["again"]):
+        assert_is_as_planned(found, planning)
+    assert seen["styled"] == "rgb(232, 241, 228)"
+
+
+def assert_is_as_planned(found: Any, planning: fe.StrategyPlan) -> None:
+    """Compare the page's choice for a limit with the planner's."""
+    fitting = [each for each in planning.outcomes if each.fits]
+    assert planning.outcomes == sorted_outcomes(planning.outcomes)
+    limit = f"{planning.setting.memory / 2**30:,.2f} GiB"
+    assert found["shown"] == limit
+    assert found["lacking"] == len(planning.outcomes) - len(fitting)
+    start = f"{len(fitting)} of {len(planning.outcomes)} candidates fit {limit}"
+    chosen = planning.chosen
+    if chosen is None:
+        assert found["chosen"] == []
+        assert found["verdict"] == f"{start}."
+    else:
+        assert chosen.times is not None
+        assert found["chosen"] == [str(chosen.candidate)]
+        step = f"{chosen.times.step * 1e3:,.1f} ms per step."
+        assert found["verdict"] == f"{start}; the fastest is {chosen.candidate}: {step}"
+    columns = {each.name: each for each in plan_columns(planning.setting, planning.outcomes)}
+    cells = [re.sub(r"\[/?red\]", "", cell) for cell in columns["free"].cells]
+    assert sorted(found["free"]) == sorted(cells)
+
+
+@needs_chromium
+def test_the_timeline_is_zoomed_in_a_browser(tmp_path: Path) -> None:
+    seen = seen_in_browser(page_of(*planned()), [], tmp_path)
+    assert seen["zoomed"] == pytest.approx(4)
+    assert seen["hidden"] == 0

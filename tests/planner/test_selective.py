@@ -1,0 +1,161 @@
+"""Plans with selective checkpointing: rows of their own, between the others, that can be run."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.planner.outcome import Candidate, Outcome, ordinal
+from fsdp_engine.strategies import LEVELS
+from tests.models import Transformer, token_batch
+from tests.pool import Ranks
+
+WORLD = 2
+PLENTY = 2.0**40
+EVERY_SECOND = fe.Checkpointing(every=2)
+# Whose host does not limit steps of a small model.
+MACHINE = replace(
+    fe.H100,
+    processor=replace(fe.H100.processor, matrix_flops={torch.float32: 1e10}, memory_bandwidth=1e10),
+    host_seconds=0.0,
+)
+
+
+def build() -> nn.Module:
+    return Transformer(num_blocks=4, dim=64)
+
+
+def planned(memory: float = PLENTY, **options: Any) -> fe.StrategyPlan:
+    given = {"batch": token_batch(32, 0), "world_size": WORLD, "min_unit_size": 0, **options}
+    return fe.plan(build, memory=memory, machine=MACHINE, **given)
+
+
+@functools.cache
+def by_default() -> fe.StrategyPlan:
+    return planned()
+
+
+@functools.cache
+def every_second() -> fe.StrategyPlan:
+    return planned(checkpointing=(EVERY_SECOND,))
+
+
+def of_level(level: str) -> dict[Any, Outcome]:
+    """Outcomes by what becomes of activations."""
+    outcomes = by_default().outcomes + every_second().outcomes
+    return {e.candidate.checkpointing: e for e in outcomes if e.candidate.strategy == level}
+
+
+def test_memory_and_times_are_between_those_of_all_and_of_nothing() -> None:
+    found = of_level("optim_grads_params")
+    assert found.keys() == {False, "selective", EVERY_SECOND, True}
+    peaks = {way: each.peak_bytes for way, each in found.items()}
+    steps = {way: each.times.step for way, each in found.items() if each.times is not None}
+    for some in ("selective", EVERY_SECOND):
+        assert peaks[True] < 0.95 * peaks[some] < 0.9 * peaks[False]
+        assert steps[False] < 0.99 * steps[some] < 0.98 * steps[True]
+
+
+def test_it_is_tried_and_chosen_where_nothing_faster_fits(tmp_path: Path) -> None:
+    limit = min(of_level(level)["selective"].peak_bytes for level in LEVELS)
+    planning = by_default().within(limit)
+    assert planning.chosen is not None
+    assert planning.best["checkpointing"] == "selective"
+    assert "ranks, activation checkpointing (selective): " in str(planning)
+    path = tmp_path / "plan.json"
+    planning.save(path)
+    assert fe.StrategyPlan.load(path).best["checkpointing"] == "selective"
+
+
+def test_every_kth_block_is_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    every_second().save(path)
+    assert fe.StrategyPlan.load(path).outcomes == every_second().outcomes
+    assert every_second().best["checkpointing"] == EVERY_SECOND
+    assert "activation checkpointing (blocks, every 2nd): " in str(every_second())
+    path.write_text(path.read_text().replace('"every": 2', '"every": 0'))
+    with pytest.raises(ValueError, match="every: expected 1 or more; found 0"):
+        fe.StrategyPlan.load(path)
+
+
+def test_a_policy_is_planned_and_not_saved(tmp_path: Path) -> None:
+    policy = fe.Checkpointing(policy=[torch.ops.aten.mm.default])
+    planning = planned(checkpointing=(policy,))
+    assert planning.best["checkpointing"] is policy
+    with pytest.raises(ValueError, match="checkpointing: expected a policy of None or 'selective'"):
+        planning.save(tmp_path / "plan.json")
+
+
+def test_wrong_values_name_the_argument() -> None:
+    with pytest.raises(TypeError, match="checkpointing: expected True, False, 'selective'"):
+        planned(checkpointing=("select",))
+
+
+class InPlace(nn.Module):
+    """A product that is changed in place, which cannot be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)) for _ in range(2))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).sum()
+
+
+def test_it_is_left_out_where_outputs_are_changed_in_place() -> None:
+    options: dict[str, Any] = {"batch": torch.zeros(4, 8), "world_size": 2, "min_unit_size": 0}
+    with pytest.warns(UserWarning, match="left out .*selective.*mutated"):
+        planning = fe.plan(InPlace, **options)
+    assert {each.candidate.checkpointing for each in planning.outcomes} == {False, True}
+    with pytest.raises(fe.SimulationError, match="mutated"):
+        fe.plan(InPlace, checkpointing=("selective",), **options)
+
+
+def test_texts() -> None:
+    assert [ordinal(n) for n in (2, 3, 4, 11, 12, 21, 112)] == [
+        "2nd", "3rd", "4th", "11th", "12th", "21st", "112th",
+    ]  # fmt: skip
+    texts = {
+        False: "no",
+        True: "blocks",
+        "offload": "no",
+        "selective": "selective",
+        EVERY_SECOND: "blocks, every 2nd",
+        fe.Checkpointing(3, "selective"): "selective, every 3rd",
+        fe.Checkpointing(policy=[torch.ops.aten.mm.default]): "by a policy",
+    }
+    for checkpointing, text in texts.items():
+        assert Candidate((2,), "optim", "no_shard", checkpointing).recomputed == text
+
+
+def _shard_by_plans(paths: list[str]) -> list[list[str]]:
+    found = []
+    for path in paths:
+        torch.manual_seed(0)
+        model = build()
+        fe.shard(model, strategy="auto", plan=fe.StrategyPlan.load(path), min_unit_size=0)
+        found.append([type(block.forward).__name__ for block in model.blocks])
+        model(*token_batch(4, 0)).backward()
+    return found
+
+
+def test_what_is_planned_can_be_run(ranks: Ranks, tmp_path: Path) -> None:
+    selective = by_default().within(
+        min(of_level(level)["selective"].peak_bytes for level in LEVELS)
+    )
+    paths = []
+    for planning in (selective, every_second()):
+        paths.append(str(tmp_path / f"{len(paths)}.json"))
+        planning.save(paths[-1])
+    checkpointed = "CheckpointedForward"
+    expected = [4 * [checkpointed], 2 * ["method", checkpointed]]
+    assert ranks.run(_shard_by_plans, paths, world_size=WORLD) == WORLD * [expected]

@@ -1,0 +1,58 @@
+"""The example plans, and trains with what the planner takes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_planned.py"
+
+
+def run(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, str(SCRIPT), "--steps", "3", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def trained(done: subprocess.CompletedProcess[str]) -> tuple[str, float, float]:
+    """The strategy of the training, the first and the last loss."""
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"trained with \((\w+), \w+\): loss ([\d.]+) -> ([\d.]+)", done.stdout)
+    assert found is not None, done.stdout
+    return found[1], float(found[2]), float(found[3])
+
+
+def test_one_rank_trains_without_torchrun() -> None:
+    _, first, last = trained(run("--machine", "h100", ranks=1))
+    assert last < first
+
+
+def test_nothing_fits() -> None:
+    done = run("--machine", "h100", "--memory", "1", ranks=1)
+    assert done.returncode == 3
+    assert "trained" not in done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_less_memory_takes_another_level_and_has_the_same_losses(ranks: int) -> None:
+    much = trained(run("--machine", "h100", ranks=ranks))
+    little = trained(run("--machine", "h100", "--memory", "30", ranks=ranks))
+    assert much[0] == "no_shard"
+    assert little[0] != "no_shard"
+    assert little[1:] == pytest.approx(much[1:], abs=2e-3)
+    assert much[2] < much[1]

@@ -1,0 +1,143 @@
+"""The accuracy of times that texts state is that of the results files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.simulation.machine import Machine
+from fsdp_engine.simulation.time_accuracy import ACCURACIES, accuracy_of, family_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+
+
+def published(gpu: str) -> list[float]:
+    """Measured over planned step times: planned over published speeds of comparable jobs."""
+    return [
+        row["planned over published"]
+        for row in results("planner_published")
+        if gpu in row["machine"] and row["published recomputation"] == row["planned recomputation"]
+    ]
+
+
+def measured() -> dict[str, list[float]]:
+    """Measured over planned step times by family, from the results files."""
+    models = results("planner_time")["models"].values()
+    gpu = results("planner_gpu").values()
+    return {
+        "A100": published("A100"),
+        "H100": published("H100"),
+        "H200": published("H100"),
+        "calibrated CPU": [1 / each["ratio"] for m in models for each in m["steps"].values()],
+        "calibrated GPU": [
+            each["measured seconds"] / each["planned seconds"]
+            for run in gpu
+            for each in run.values()
+        ],
+    }
+
+
+def test_the_constants_are_those_of_the_results_files() -> None:
+    found = measured()
+    assert found.keys() == ACCURACIES.keys()
+    for family, factors in found.items():
+        constants = ACCURACIES[family].factors
+        assert list(constants) == pytest.approx(sorted(factors), abs=6e-4), family
+        assert ACCURACIES[family].steps.startswith(f"{len(factors)} "), family
+
+
+@pytest.mark.parametrize("family", ACCURACIES)
+def test_nine_of_ten_compared_steps_are_within_the_stated_range(family: str) -> None:
+    accuracy, factors = ACCURACIES[family], measured()[family]
+    is_within = [abs(each / accuracy.factor - 1) <= accuracy.spread + 1e-3 for each in factors]
+    assert sum(is_within) >= 0.9 * len(factors)
+    assert accuracy.is_too_fast == (min(factors) >= 1.05)
+
+
+def test_texts_state_the_spread_and_the_bias() -> None:
+    a100, h100 = accuracy_of("A100"), accuracy_of("H100")
+    assert a100.mark == "+-11 %"
+    assert h100.mark == "(x 1.42, +-12 %)"
+    assert "accurate to +-11 % for 9 of 10 compared steps" in a100.sentence(0.402)
+    text = h100.sentence(0.402)
+    assert "too fast on H100: 4 published jobs took 1.25 to 1.47 times the planned time" in text
+    assert "expect 572.0 ms +-12 % instead of 402.0 ms" in text
+    assert accuracy_of("B200").mark == "(accuracy unknown)"
+    assert "on B200 is unknown" in accuracy_of("B200").sentence(1.0)
+    assert "on this machine is unknown" in accuracy_of("").sentence(1.0)
+
+
+def test_the_docs_have_them() -> None:
+    text = (RESULTS.parents[1] / "docs" / "planner.md").read_text()
+    for family, accuracy in ACCURACIES.items():
+        assert f"`{accuracy.mark}`" in text, family
+
+
+def test_machines_have_families() -> None:
+    presets = {"A100": fe.A100, "H100": fe.H100, "H200": fe.H200, "B200": fe.B200}
+    assert {name: family_of(each) for name, each in presets.items()} == {n: n for n in presets}
+    assert family_of(Machine.load(RESULTS / "h200_machine.json")) == "calibrated GPU"
+    exact = dataclasses.replace(fe.A100.processor, achievable_flops=1.0, achievable_bandwidth=1.0)
+    on_host = dataclasses.replace(
+        fe.A100, processor=exact, host_runs_ahead=False, name="this machine, 2 gloo ranks"
+    )
+    assert family_of(on_host) == "calibrated CPU"
+    assert family_of(dataclasses.replace(on_host, name="a host")) == ""
+    assert family_of(dataclasses.replace(fe.A100, name="other")) == ""
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+def test_each_answer_of_time_has_it(name: str) -> None:
+    machine = Machine.named(name)
+    planning = fe.plan(
+        lambda: nn.Linear(8, 8),
+        torch.zeros(2, 8),
+        world_size=1,
+        machine=machine,
+        loss=lambda output: output.sum(),
+    )
+    accuracy, text = accuracy_of(family_of(machine)), str(planning)
+    assert planning.chosen is not None
+    assert planning.chosen.times is not None
+    step = planning.chosen.times.step
+    assert f" ms {accuracy.mark} per step, " in text
+    assert accuracy.sentence(step) in text
+    assert f"ms: step time {accuracy.mark}, and" in " ".join(text.split())
+    assert planning.simulate is not None
+    assert str(planning.simulate(planning.chosen.candidate)).endswith(accuracy.sentence(step))
+
+
+@pytest.mark.parametrize(
+    ("machine", "gigabytes", "gib"),
+    [
+        (fe.A100, 80, "74.5"),
+        (fe.H100, 80, "74.5"),
+        (fe.H200, 141, "131.3"),
+        (fe.B200, 180, "167.6"),
+    ],
+)
+def test_the_memory_limit_says_what_is_kept_free(
+    machine: Machine, gigabytes: int, gib: str
+) -> None:
+    """Sizes of data sheets: A100 80GB, H100 SXM 80GB, H200 141GB, DGX B200 1,440GB for eight."""
+    assert machine.processor.memory_bytes == gigabytes * 1e9
+    planning = fe.plan(
+        lambda: nn.Linear(8, 8), torch.zeros(2, 8), world_size=1, machine=machine, formulas=True
+    )
+    limit = f"{0.9 * gigabytes * 1e9 / 2**30:,.1f} GiB"
+    text = str(planning)
+    assert f"Memory limit: {limit}, 0.9 of the machine's {gib} GiB ({gigabytes} GB); " in text
+    assert "are kept free for the driver's context" in text
+    given = str(planning.within(2.0**30))
+    assert f"Memory limit: 1.0 GiB, as given, of the machine's {gib} GiB" in given
