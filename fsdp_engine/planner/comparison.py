@@ -155,5 +155,5 @@ def _strategy(row: ComparedRow) -> str:
     if each.microbatch_size is not None:
         count = each.microbatches or row.setting.microbatches
         text += f", {count} x {each.microbatch_size} row{'s' * (each.microbatch_size > 1)}"
-    text += ", recompute" * each.recomputes
+    text += f", recompute {each.recomputed}" * each.recomputes
     return f"{text}, {each.offloaded}" if each.offloaded else text

@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def has_own_policy(self) -> bool:
-        """Whether a function or operations of the user decide what is recomputed, so that a file
+        """Whether a function or operations of the user decide about recomputation, so that a file
         cannot contain the candidate."""
         found = recomputed_by(self.checkpointing)
         return found is not None and found.policy not in (None, SELECTIVE)
@@ -202,9 +202,10 @@ def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
     """The candidates of a quick plan, in its order: those that save the most memory first, as they
     fit most often. ZeRO-1 and DDP are tried on one axis."""
 
-    def rank(each: Candidate) -> tuple[int, int, bool]:
+    def rank(each: Candidate) -> tuple[int, int, int]:
         pair = _QUICK.index((each.strategy, each.outer_strategy))
-        return len(each.mesh) if pair < 2 else 2 + pair, pair, each.checkpointing is False
+        kept = 2 if each.checkpointing is False else int(each.checkpointing is not True)
+        return len(each.mesh) if pair < 2 else 2 + pair, pair, kept
 
     quick = [
         each

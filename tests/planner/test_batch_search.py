@@ -193,22 +193,20 @@ def test_quick_candidates_are_those_of_level_3_first() -> None:
     every = [
         Candidate(mesh, pair.inner.name, pair.outer.name, recompute)
         for mesh, recompute, pair in itertools.product(
-            ((16,), (2, 8)), (False, True), ALL_STRATEGIES
+            ((16,), (2, 8)), (False, "selective", True), ALL_STRATEGIES
         )
         if len(mesh) == 2 or pair.outer.name == "no_shard"
     ]
     level, ddp = "optim_grads_params", "no_shard"
+    pairs = [
+        ((16,), level, ddp),
+        ((2, 8), level, ddp),
+        ((2, 8), level, "optim"),
+        ((16,), "optim", ddp),
+        ((16,), ddp, ddp),
+    ]
     assert quick_candidates(every) == [
-        Candidate((16,), level, ddp, True),
-        Candidate((16,), level, ddp, False),
-        Candidate((2, 8), level, ddp, True),
-        Candidate((2, 8), level, ddp, False),
-        Candidate((2, 8), level, "optim", True),
-        Candidate((2, 8), level, "optim", False),
-        Candidate((16,), "optim", ddp, True),
-        Candidate((16,), "optim", ddp, False),
-        Candidate((16,), ddp, ddp, True),
-        Candidate((16,), ddp, ddp, False),
+        Candidate(*pair, recompute) for pair in pairs for recompute in (True, "selective", False)
     ]
 
 
