@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.planner.questions import TrainingRun, format_large
+from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 if TYPE_CHECKING:
@@ -100,11 +101,13 @@ def comparison_table(
     else:
         columns += ["days", "GPU hours"] + ["cost"] * has_cost
         last = f"days, GPU hours{' and cost' * has_cost} of {format_large(items)} {setting.item}"
+    each = [accuracy_of(row.setting.machine_family) for row in found.rows]
+    accuracies = ", ".join(dict.fromkeys(f"{one.where} {one.mark}" for one in each))
     table = Table(
         title=f"{setting.model}, {format_count(setting.num_elements)} parameters",
         caption=(
             f"The fastest strategy that fits. {per_rank}, over that of the first row; MFU: model "
-            f"flops utilization; {last}."
+            f"flops utilization; {last}. Accuracy of times: {accuracies}."
         ),
         title_justify="left",
         caption_justify="left",
