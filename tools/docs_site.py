@@ -35,7 +35,8 @@ PUBLIC_NAMES = {
         "Training",
         "shard Engine shard_optimizer checkpoint_units Checkpointing register_forward_method "
         "whole_rows whole_tensors MixedPrecisionPolicy DistributedDataParallelConfig Offload "
-        "Float8 FlatDTensor DistributedDataParallel finalize_model_grads ModelParallelGroups",
+        "OffloadActivations Float8 FlatDTensor DistributedDataParallel finalize_model_grads "
+        "ModelParallelGroups",
     ),
     "checkpoints": (
         "Checkpoints and weights",
@@ -46,7 +47,7 @@ PUBLIC_NAMES = {
     "planner": (
         "Planner and simulation",
         "plan StrategyPlan estimate Estimate simulate Simulation SimulationError Machine "
-        "A100 H100 H200 B200",
+        "TwoWayLink A100 H100 H200 B200",
     ),
 }
 # Page of the API reference, named fsdp_engine.PAGE there: the modules on it.

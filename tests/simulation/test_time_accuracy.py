@@ -23,11 +23,11 @@ def results(name: str) -> Any:
 
 
 def published(gpu: str) -> list[float]:
-    """Measured over planned step times: planned over published speeds of comparable jobs."""
+    """Measured over planned step times: planned over published speeds."""
     return [
         row["planned over published"]
         for row in results("planner_published")
-        if gpu in row["machine"] and row["published recomputation"] == row["planned recomputation"]
+        if gpu in row["machine"]
     ]
 
 
@@ -68,11 +68,11 @@ def test_nine_of_ten_compared_steps_are_within_the_stated_range(family: str) -> 
 def test_texts_state_the_spread_and_the_bias() -> None:
     a100, h100 = accuracy_of("A100"), accuracy_of("H100")
     assert a100.mark == "+-11 %"
-    assert h100.mark == "(x 1.42, +-12 %)"
-    assert "accurate to +-11 % for 9 of 10 compared steps" in a100.sentence(0.402)
+    assert h100.mark == "(x 1.35, +-9 %)"
+    assert "accurate to +-11 % for 14 of 15 compared steps" in a100.sentence(0.402)
     text = h100.sentence(0.402)
-    assert "too fast on H100: 4 published jobs took 1.25 to 1.47 times the planned time" in text
-    assert "expect 572.0 ms +-12 % instead of 402.0 ms" in text
+    assert "too fast on H100: 6 published jobs took 1.25 to 1.47 times the planned time" in text
+    assert "expect 543.7 ms +-9 % instead of 402.0 ms" in text
     assert accuracy_of("B200").mark == "(accuracy unknown)"
     assert "on B200 is unknown" in accuracy_of("B200").sentence(1.0)
     assert "on this machine is unknown" in accuracy_of("").sentence(1.0)
