@@ -70,7 +70,8 @@ def test_a_run_of_tokens_has_days_gpu_hours_cost_and_mfu() -> None:
     assert run.model_flops == pytest.approx(3_000_000 * 1024 * 3e17)
     assert str(run) == (
         "Training on 12T tokens takes 3,000,000 steps, 69.4 days (accuracy unknown), 1.71M "
-        "GPU hours on 1,024 ranks; 9.22e+26 model flops, MFU 40.0%. Cost: $4.27M at $2.50 per GPU hour."
+        "GPU hours on 1,024 ranks; 9.22e+26 model flops, MFU 40.0%. Cost: $4.27M at $2.50 per GPU "
+        "hour."
     )
 
 
