@@ -88,18 +88,18 @@ class TimeAccuracy:
 
 
 # Families of machines; the values are compared with the results files by a test.
-_H100_FACTORS = (1.255, 1.262, 1.303, 1.402, 1.444, 1.470)
+_H100_FACTORS = (0.999, 1.043, 1.058, 1.063, 1.097, 1.128, 1.130, 1.146, 1.178, 1.195)
 ACCURACIES = {
     "A100": TimeAccuracy(
-        "15 published jobs",
+        "19 published jobs",
         "A100",
         (
-            *(0.951, 0.960, 0.975, 0.977, 0.981, 0.982, 1.0, 1.021, 1.036, 1.037, 1.040, 1.042),
-            *(1.080, 1.111, 1.488),
+            *(0.950, 0.951, 0.960, 0.975, 0.977, 0.981, 0.982, 0.993, 1.000, 1.017),
+            *(1.021, 1.028, 1.036, 1.037, 1.040, 1.042, 1.080, 1.111, 1.488),
         ),
     ),
-    "H100": TimeAccuracy("6 published jobs", "H100", _H100_FACTORS),
-    "H200": TimeAccuracy("6 published jobs on H100, the same chip,", "H200", _H100_FACTORS),
+    "H100": TimeAccuracy("10 published jobs", "H100", _H100_FACTORS),
+    "H200": TimeAccuracy("10 published jobs on H100, the same chip,", "H200", _H100_FACTORS),
     "calibrated CPU": TimeAccuracy(
         "20 measured steps on two gloo ranks",
         "calibrated CPUs",

@@ -66,13 +66,13 @@ def test_nine_of_ten_compared_steps_are_within_the_stated_range(family: str) -> 
 
 
 def test_texts_state_the_spread_and_the_bias() -> None:
-    a100, h100 = accuracy_of("A100"), accuracy_of("H100")
+    a100, gpu = accuracy_of("A100"), accuracy_of("calibrated GPU")
     assert a100.mark == "+-11 %"
-    assert h100.mark == "(x 1.35, +-9 %)"
-    assert "accurate to +-11 % for 14 of 15 compared steps" in a100.sentence(0.402)
-    text = h100.sentence(0.402)
-    assert "too fast on H100: 6 published jobs took 1.25 to 1.47 times the planned time" in text
-    assert "expect 543.7 ms +-9 % instead of 402.0 ms" in text
+    assert gpu.mark == "(x 1.32, +-9 %)"
+    assert "accurate to +-11 % for 18 of 19 compared steps" in a100.sentence(0.402)
+    text = gpu.sentence(0.402)
+    assert "too fast on calibrated GPUs: 8 measured steps on one H200 took 1.28 to 1.44 " in text
+    assert "expect 531.0 ms +-9 % instead of 402.0 ms" in text
     assert accuracy_of("B200").mark == "(accuracy unknown)"
     assert "on B200 is unknown" in accuracy_of("B200").sentence(1.0)
     assert "on this machine is unknown" in accuracy_of("").sentence(1.0)
