@@ -2,6 +2,7 @@
 
     python benchmarks/planner_scale.py              # all three models, some minutes
     python benchmarks/planner_scale.py --only 70B
+    python benchmarks/planner_scale.py --quick      # the quick plan of 405B on 16,384 ranks
 
 The shapes of an 8B and a 70B Llama (transformers' own class) and of a mixture of experts with 100B
 parameters, 4,096 tokens a rank, bf16 compute, AdamW, on 128 nodes of eight H100. Each model is
@@ -13,6 +14,11 @@ processor time depends less on other programs.
 Rows are simulated one after the other and share a cache of operations
 ([Note: Operation cache], ``simulation/operations.py``). ``--afresh`` disables the cache for
 comparison, in every ninth row. Results of models that were not run are kept in the file.
+
+``--quick`` is ``fe.plan(quick=True)`` of the three, and of a 405B Llama on 16,384 ranks with 8,192
+tokens each ("The Llama 3 Herd of Models", 2024, table 3: 126 layers, width 16,384, feed-forward
+53,248, 128 heads, 8 of keys and values; 128,256 tokens as in the published config). Its times are
+those since the process was started, with imports: until the first row, and until the plan.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import harness
 import torch
@@ -36,6 +43,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from fsdp_engine.planner import strategy_search
 from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.strategies import ALL_STRATEGIES
 
@@ -172,6 +180,7 @@ class MixtureOfExperts(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "8B Llama": lambda: llama(4096, 14336, 32, 32),
     "70B Llama": lambda: llama(8192, 28672, 80, 64),
+    "405B Llama": lambda: llama(16384, 53248, 126, 128),
     "100B experts": lambda: MixtureOfExperts(4096, 14336, 35, 32, 16),
 }
 
@@ -229,23 +238,91 @@ def simulate_all(name: str, afresh: bool) -> dict[str, Any]:
     }
 
 
+QUICK_RANKS, QUICK_TOKENS = {"405B Llama": 16384}, {"405B Llama": 8192}
+
+
+def quick_plan(name: str, started: float) -> dict[str, Any]:
+    """A quick plan of one model, in this process, by one thread.
+
+    Args:
+        name: of the model.
+        started: ``time.time()`` at the start of the process.
+    """
+    torch.set_num_threads(1)
+    rows: list[dict[str, float]] = []
+
+    def simulated(*args: Any, **options: Any) -> fe.Simulation:
+        result = fe.simulate(*args, **options)
+        rows.append({"seconds": time.time() - started, "processor_seconds": time.process_time()})
+        return result
+
+    tokens = torch.zeros(1, QUICK_TOKENS.get(name, TOKENS), dtype=torch.long)
+    with mock.patch.object(strategy_search, "simulate", simulated):
+        planning = fe.plan(
+            functools.partial(build, name, False),
+            {"input_ids": tokens, "labels": tokens},
+            world_size=QUICK_RANKS.get(name, WORLD_SIZE),
+            quick=True,
+            mp_policy=fe.MixedPrecisionPolicy(torch.bfloat16),
+        )
+    return {
+        "ranks": planning.setting.world_size,
+        "parameters": planning.setting.num_elements,
+        "rows": len(planning.outcomes),
+        "first": rows[0],
+        "seconds": time.time() - started,
+        "processor_seconds": time.process_time(),
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "best": str(planning.outcomes[0].candidate),
+    }
+
+
+def quick_row(name: str, found: dict[str, Any]) -> list[str]:
+    """A row of the table of quick plans."""
+    first = found["first"]
+    return [
+        name,
+        f"{found['ranks']:,}",
+        str(found["rows"]),
+        f"{first['seconds']:.1f} s",
+        f"{first['processor_seconds']:.1f} s",
+        f"{found['seconds']:.1f} s",
+        f"{found['processor_seconds']:.1f} s",
+        f"{found['resident_bytes'] / 2**30:.2f} GiB",
+    ]
+
+
+QUICK_COLUMNS = ["", "ranks", "rows", "first row", "processor", "plan", "processor", "resident"]
+
+
 def main() -> None:
     """Run, print a table, write results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="a part of a model's name")
     parser.add_argument("--afresh", action="store_true", help="share nothing; every ninth row")
-    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="quick plans, also of 405B")
+    parser.add_argument("--in-process", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = [name for name in MODELS if not args.only or args.only in name]
-    if args.in_process:
-        print(json.dumps(simulate_all(names[0], args.afresh)))
+    if not args.quick:
+        names = [name for name in names if name not in QUICK_RANKS]
+    if args.in_process is not None:
+        if args.quick:
+            print(json.dumps(quick_plan(names[0], args.in_process)))
+        else:
+            print(json.dumps(simulate_all(names[0], args.afresh)))
         return
     found = {}
     for name in names:
-        command = [sys.executable, __file__, "--in-process", "--only", name]
-        command += ["--afresh"] * args.afresh
+        command = [sys.executable, __file__, "--in-process", str(time.time()), "--only", name]
+        command += ["--afresh"] * args.afresh + ["--quick"] * args.quick
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         found[name] = json.loads(done.stdout.splitlines()[-1])
+    if args.quick:
+        table = [quick_row(name, each) for name, each in found.items()]
+        harness.print_table("Quick plans, one thread", QUICK_COLUMNS, table)
+        write("planner_quick", found)
+        return
     table = []
     for name, each in found.items():
         count = len(each["rows"])
@@ -264,11 +341,15 @@ def main() -> None:
         )
     columns = ["", "billions", "rows", "wall", "processor", "a row", "longest", "resident"]
     harness.print_table(f"Planning on {WORLD_SIZE:,} ranks, one thread", columns, table)
-    path = harness.RESULTS / "planner_scale.json"
+    write("planner_scale", found, "afresh" if args.afresh else "shared")
+
+
+def write(name: str, found: dict[str, Any], kind: str | None = None) -> None:
+    """Add results to those in a file, of a kind if it has several."""
+    path = harness.RESULTS / f"{name}.json"
     before = json.loads(path.read_text())["results"] if path.exists() else {}
-    kind = "afresh" if args.afresh else "shared"
-    before.setdefault(kind, {}).update(found)
-    harness.write_results("planner_scale", before)
+    (before if kind is None else before.setdefault(kind, {})).update(found)
+    harness.write_results(name, before)
 
 
 if __name__ == "__main__":

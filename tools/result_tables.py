@@ -1013,6 +1013,28 @@ def planner_scale() -> str:
     return with_machine(table(columns, rows), "planner_scale")
 
 
+def planner_quick() -> str:
+    rows = []
+    for model, run in results("planner_quick").items():
+        gib = run["resident_bytes"] / GIB
+        first, whole = run["first"], run
+        in_time = first["processor_seconds"] <= 10 and whole["processor_seconds"] <= 60
+        rows.append(
+            [
+                model,
+                f"{run['ranks']:,}",
+                run["rows"],
+                *(f"{each['processor_seconds']:.1f}" for each in (first, whole)),
+                *(f"{each['seconds']:.1f}" for each in (first, whole)),
+                f"{gib:.2f}",
+                "met" if in_time and gib <= 1 else "**missed**",
+            ]
+        )
+    columns = ["model", "ranks", "rows", "processor s: first row", "plan"]
+    columns += ["wall s: first row", "plan", "resident GiB", "10 s, 60 s, 1 GiB"]
+    return with_machine(table(columns, rows), "planner_quick")
+
+
 def checkpoints() -> str:
     found = results("checkpoint")
     rows = [[name, spread(row["seconds"], 3)] for name, row in found["ways"].items()]
@@ -1518,6 +1540,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     resident_set,
     many_parameters,
     planner_scale,
+    planner_quick,
     checkpoints,
     fp8_losses,
     fp8_bytes,

@@ -47,6 +47,8 @@ class Candidate:
             then.
         microbatch_size: the argument of the batch function; None: the batch has one size.
         offload: where state lies between its uses; None: on the device.
+        microbatches: of a step; None: those of the job.
+        sequence: length of sequences, for the batch function; None: the batch has one.
     """
 
     mesh: Mesh
@@ -55,6 +57,8 @@ class Candidate:
     checkpointing: Activations
     microbatch_size: int | None = None
     offload: Offload | None = None
+    microbatches: int | None = None
+    sequence: int | None = None
 
     @property
     def offloaded(self) -> str:
@@ -86,6 +90,13 @@ class Candidate:
         return names.get(found.policy, "by a policy") + every
 
     @property
+    def has_own_policy(self) -> bool:
+        """Whether a function or operations of the user decide which operations run again, so that a
+        file cannot contain the candidate."""
+        found = recomputed_by(self.checkpointing)
+        return found is not None and found.policy not in (None, SELECTIVE)
+
+    @property
     def levels(self) -> str:
         """The strategy as text: "optim", or "optim_grads_params + optim" on two axes."""
         if len(self.mesh) == 1:
@@ -100,7 +111,10 @@ class Candidate:
     def __str__(self) -> str:
         parts = [f"{self.levels} on {self.ranks} ranks"]
         if self.microbatch_size is not None:
-            parts.append(f"microbatches of {self.microbatch_size}")
+            count = "" if self.microbatches is None else f"{self.microbatches} "
+            parts.append(f"{count}microbatch{'es' * (count != '1 ')} of {self.microbatch_size}")
+        if self.sequence is not None:
+            parts.append(f"sequences of {self.sequence:,}")
         kind = self.recomputed
         kinds = {"no": "no checkpointing", "blocks": "activation checkpointing"}
         parts.append(kinds.get(kind, f"activation checkpointing ({kind})"))
@@ -157,11 +171,48 @@ def candidates(
     checkpointing: Iterable[Activations],
     microbatch_sizes: Iterable[int | None],
     offload: Offload | None = None,
+    sequences: Iterable[int | None] = (None,),
 ) -> Iterator[Candidate]:
     """Every combination: four levels on one axis, ten pairs on two."""
-    for size, recompute, mesh in itertools.product(microbatch_sizes, checkpointing, meshes):
+    every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
+    for sequence, size, recompute, mesh in every:
         for pair in _pairs(mesh):
-            yield Candidate(mesh, pair.inner.name, pair.outer.name, recompute, size, offload)
+            yield Candidate(
+                mesh,
+                pair.inner.name,
+                pair.outer.name,
+                recompute,
+                size,
+                offload,
+                sequence=sequence,
+            )
+
+
+# Pairs of levels that a quick plan tries, in this order: parameters sharded over all ranks, or over
+# the ranks of a node (HSDP), also with optimizer state sharded between nodes; and ZeRO-1 and DDP.
+_QUICK = (
+    ("optim_grads_params", "no_shard"),
+    ("optim_grads_params", "optim"),
+    ("optim", "no_shard"),
+    ("no_shard", "no_shard"),
+)
+
+
+def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates of a quick plan, in its order: those that save the most memory first, as they
+    fit most often. ZeRO-1 and DDP are tried on one axis."""
+
+    def rank(each: Candidate) -> tuple[int, bool, int]:
+        pair = _QUICK.index((each.strategy, each.outer_strategy))
+        return pair // 2, each.checkpointing is False, 2 * pair + len(each.mesh)
+
+    quick = [
+        each
+        for each in every
+        if (each.strategy, each.outer_strategy) in _QUICK
+        and (each.strategy == _QUICK[0][0] or len(each.mesh) == 1)
+    ]
+    return sorted(quick, key=rank)
 
 
 def _pairs(mesh: Mesh) -> list[Strategy]:
@@ -212,6 +263,9 @@ class Setting:
         machine_memory: memory of a rank's device in bytes; 0: unknown.
         machine_family: whose accuracy of times is stated
             (:func:`~fsdp_engine.simulation.time_accuracy.accuracy_of`); empty: unknown.
+        global_batch: tokens or samples of a step on all ranks, if microbatches were searched for
+            it, else 0.
+        is_quick: only the candidates of a quick plan were tried.
     """
 
     model: str
@@ -225,10 +279,12 @@ class Setting:
     why_unknown: str = ""
     machine_memory: float = 0.0
     machine_family: str = ""
+    global_batch: int = 0
+    is_quick: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            kinds: dict[str, Any] = {"int": int, "float": int | float}
+            kinds: dict[str, Any] = {"int": int, "float": int | float, "bool": bool}
             kind = kinds.get(str(each.type), str)
             value = getattr(self, each.name)
             if not isinstance(value, kind):
@@ -244,11 +300,18 @@ class Times:
         compute: busy time of the compute lane.
         exposed: time in which it waited for communication, by axis, and for copies of offloaded
             state ("state") and of activations ("activations").
+        at_peak: the time that the model's flops, without recomputation, take at the machine's peak.
     """
 
     step: float
     compute: float
     exposed: Mapping[str, float]
+    at_peak: float = 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Model flops utilization: see [Note: Model flops] in ``simulation/operations.py``."""
+        return self.at_peak / self.step
 
     @property
     def host(self) -> float:
@@ -284,6 +347,8 @@ class Outcome:
         times: the step time; None if it is unknown.
         elsewhere: bytes of offloaded state and activations by place ("host", "disk"), beside
             ``memory``.
+        model_flops: floating-point operations per step on one rank, without recomputation.
+        checkpoint_bytes: bytes of all parameters and their optimizer state.
     """
 
     candidate: Candidate
@@ -293,6 +358,8 @@ class Outcome:
     items: int = 0
     times: Times | None = None
     elsewhere: Mapping[str, int] = field(default_factory=dict)
+    model_flops: float = 0.0
+    checkpoint_bytes: int = 0
 
     @classmethod
     def of_simulation(
@@ -309,8 +376,10 @@ class Outcome:
             found.sent_bytes,
             max(found.peak_bytes - memory, 0.0),
             items,
-            Times(found.seconds, found.compute_seconds, exposed),
+            Times(found.seconds, found.compute_seconds, exposed, found.seconds_at_peak),
             found.elsewhere,
+            found.model_flops,
+            found.checkpoint_bytes,
         )
 
     @classmethod
@@ -355,8 +424,11 @@ class Outcome:
         Strategy.from_names(candidate.strategy, candidate.outer_strategy)
         numbers = [self.lacking, self.items, *candidate.mesh, *self.memory.values()]
         numbers += [*self.sent.values(), *self.elsewhere.values()]
+        numbers += [self.model_flops, self.checkpoint_bytes]
+        numbers += [n for n in (candidate.microbatches, candidate.sequence) if n is not None]
         if self.times is not None:
             numbers += [self.times.step, self.times.compute, *self.times.exposed.values()]
+            numbers.append(self.times.at_peak)
         if not all(isinstance(each, int | float) for each in numbers):
             raise TypeError(f"expected numbers; found {numbers}")
 

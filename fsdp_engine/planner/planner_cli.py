@@ -33,17 +33,20 @@ from fsdp_engine.planner.command_inputs import (
     import_function,
     model_builder,
 )
-from fsdp_engine.planner.estimates import compare
+from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
+from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
 from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
+from fsdp_engine.planner.question_output import Questions
+from fsdp_engine.planner.questions import GPU, NODE, check_positive, parsed_count
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import AUTO, EVERYTHING, meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.machine import PRESETS
+from fsdp_engine.simulation.machine import PRESETS, Machine
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.terminal import print_whole, terminal_width, wrapped
 from fsdp_engine.units.checkpointing import SELECTIVE
@@ -100,6 +103,13 @@ _CHECKPOINTING: dict[Recompute, tuple[Activations, ...] | None] = {
 }
 
 
+class FailureUnit(StrEnum):
+    """The part of a machine whose failures ``--mtbf`` counts."""
+
+    gpu = GPU
+    node = NODE
+
+
 @app.callback()
 def _root() -> None:
     """A sharded training engine for PyTorch."""
@@ -107,13 +117,21 @@ def _root() -> None:
 
 # Options that are only valid with, or without, others.
 _OUTPUTS = ("figure", "html", "trace", "save")
+_QUESTIONS = (
+    *("tokens", "price", "compare", "what_if", "scaling"),
+    *("checkpoint_bandwidth", "mtbf", "mtbf_of"),
+)
+_SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
 _WITH_BATCH = (
     *("machine", "recompute", "microbatch_sizes", "optimizer", "loss", "formulas"),
-    *_OUTPUTS,
+    *(*_OUTPUTS, *_QUESTIONS, *_SEARCHES),
 )
 _WITHOUT_BATCH = ("optimizer_bytes", "num_units")
 _OF_A_MODEL = ("units", "min_unit_size")
-_OF_A_SIMULATION = ("recompute", "microbatch_sizes", "optimizer", "loss", "trace")
+_OF_A_SIMULATION = (
+    *("recompute", "microbatch_sizes", "optimizer", "loss", "trace"),
+    *(*_QUESTIONS, *_SEARCHES),
+)
 
 
 @app.command()
@@ -163,6 +181,70 @@ def plan(
         str | None, typer.Option(help="sizes to try, such as 1,2,4; --batch is called with each")
     ] = None,
     microbatches: Annotated[int, typer.Option(help="microbatches per step")] = 1,
+    global_batch: Annotated[
+        str | None,
+        typer.Option(
+            help="tokens or samples of a step on all ranks, such as 4M (k: 2^10, M: 2^20); finds "
+            "the largest microbatch that fits, and the number of microbatches"
+        ),
+    ] = None,
+    sequence: Annotated[
+        str | None,
+        typer.Option(help="sequence lengths to try, such as 4096,8192"),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="print the plan of the likeliest candidates first, then the full plan"
+        ),
+    ] = False,
+    quick_only: Annotated[
+        bool, typer.Option("--quick-only", help="print only that of the likeliest candidates")
+    ] = False,
+    no_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-cache", help="simulate rows that are in the cache folder, and keep none there"
+        ),
+    ] = False,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="of a training run, such as 15e12: its days, GPU hours and MFU"),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            help="with --tokens: dollars per GPU hour; one, or one for each of --compare, such as "
+            "2.5,3.2"
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="machines to plan for, too, such as h100,h200")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="plan for the machine with other figures, such as outer_bandwidth=0.5x; several "
+            "together by commas, several rows by several options"
+        ),
+    ] = None,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="how the time grows from 8 to 4,096 ranks")
+    ] = False,
+    checkpoint_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help="GB/s to storage of all ranks together: the time of a save, and with --mtbf the "
+            "best interval"
+        ),
+    ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(help="with --checkpoint-bandwidth: mean hours between failures of one GPU"),
+    ] = None,
+    mtbf_of: Annotated[
+        FailureUnit, typer.Option(help="with --mtbf: the part that fails, gpu or node")
+    ] = FailureUnit.gpu,
     dtype: Annotated[str, typer.Option(help="of weights in forward and backward")] = "fp32",
     main_dtype: Annotated[str, typer.Option(help="of the optimizer's weights")] = "fp32",
     grad_dtype: Annotated[str, typer.Option(help="of gradients between microbatches")] = "fp32",
@@ -240,6 +322,22 @@ def plan(
             "--offload-folder: expected with --offload disk; found "
             f"--offload {offload} {'with' if offload_folder else 'without'} it"
         )
+    if quick and quick_only:
+        raise typer.BadParameter("--quick, --quick-only: expected one of them; found both")
+    if global_batch is not None:
+        _refuse(given, ("microbatches",), "expected without --global-batch; found with it")
+    questions = _questions(
+        machine,
+        tokens,
+        price,
+        compare,
+        what_if,
+        scaling,
+        checkpoint_bandwidth,
+        mtbf,
+        mtbf_of,
+        given,
+    )
     if memory is not None and not 0 < memory < float("inf"):
         raise typer.BadParameter(f"--memory: expected GiB, more than 0; found {memory}")
     policy = MixedPrecisionPolicy(
@@ -257,7 +355,7 @@ def plan(
     try:
         if batch is None:
             subject: Any = elements if model is None else build_on_meta(model)
-            estimates = compare(
+            estimates = compare_estimates(
                 subject,
                 outer_size=outer or 1,
                 optimizer_bytes_per_element=optimizer_bytes,
@@ -274,10 +372,18 @@ def plan(
         assert model is not None
         build = model_builder(model, "--model")
         built = build_on_meta(model)  # converts errors to messages without a traceback
-        sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
+        sizes = None
+        if microbatch_sizes is not None:
+            sizes = _sizes(microbatch_sizes, "--microbatch-sizes")
+        lengths = None if sequence is None else _sizes(sequence, "--sequence")
         planning = plan_job(
             build,
-            _batch(batch, built, has_sizes=sizes is not None),
+            _batch(
+                batch,
+                built,
+                has_sizes=sizes is not None or global_batch is not None,
+                has_lengths=lengths is not None,
+            ),
             machine=machine,
             memory=None if memory is None else memory * 2**30,
             meshes=None if outer is None else _meshes(world, outer),
@@ -289,13 +395,24 @@ def plan(
             formulas=formulas,
             progress=True,
             offload=AUTO if offload is Where.auto else _offload(offload, offload_folder),
+            global_batch=None if global_batch is None else parsed_count(global_batch),
+            sequences=lengths,
+            quick=quick or quick_only,
+            cache=not no_cache,
             **options,
         )
+        if quick:
+            _print(planning)
+            print("\nFull plan:")
+            planning = planning.full()
+        _print(planning)
+        if planning.chosen is not None:
+            questions.answer(planning)
     except SimulationError as error:
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _print_and_save(planning, figure, html, trace, save)
+    _save(planning, figure, html, trace, save)
 
 
 @app.command("calibrate")
@@ -342,18 +459,20 @@ def build_on_meta(spec: str) -> nn.Module:
         raise ValueError(f"--model: {spec}: {error}") from error
 
 
-def _print_and_save(
+def _print(planning: StrategyPlan) -> None:
+    width = terminal_width()
+    print_whole(plan_table(planning.setting, planning.outcomes, width))
+    print(wrapped(advice(planning.setting, planning.outcomes, planning.trials), width))
+
+
+def _save(
     planning: StrategyPlan,
     figure: Path | None,
     html: Path | None,
     trace: Path | None,
     save: Path | None,
 ) -> None:
-    """Print the plan, write the requested files, and exit with a status for whether any candidate
-    fits."""
-    width = terminal_width()
-    print_whole(plan_table(planning.setting, planning.outcomes, width))
-    print(wrapped(advice(planning.setting, planning.outcomes, planning.trials), width))
+    """Write the requested files, and exit with a status for whether any candidate fits."""
     if save is not None:
         planning.save(save)
     if figure is not None:
@@ -374,14 +493,73 @@ def _status(planning: StrategyPlan) -> int:
     return NOTHING_FITS if planning.outcomes[0].lacking else FIT_UNKNOWN
 
 
-def _batch(spec: str, model: nn.Module, *, has_sizes: bool) -> Any:
+def _batch(spec: str, model: nn.Module, *, has_sizes: bool, has_lengths: bool) -> Any:
     """The ``batch`` argument of ``fe.plan``."""
     shape = batch_shape(spec)
     if shape is None:
         return import_function(spec, "--batch")
-    if has_sizes:
-        return lambda size: example_inputs(model, (size, *shape[1:]))
-    return example_inputs(model, shape)
+    if has_lengths and len(shape) != 2:
+        raise typer.BadParameter(
+            f"--sequence: expected a --batch of rows x length, such as 1x8192; found {spec}"
+        )
+    if not has_sizes and not has_lengths:
+        return example_inputs(model, shape)
+
+    def inputs(size: int = shape[0], sequence: int | None = None) -> Any:
+        return example_inputs(model, (size, *(shape[1:] if sequence is None else (sequence,))))
+
+    return inputs
+
+
+def _questions(
+    machine: str,
+    tokens: float | None,
+    price: str | None,
+    compare: str | None,
+    what_if: list[str] | None,
+    scaling: bool,
+    checkpoint_bandwidth: float | None,
+    mtbf: float | None,
+    mtbf_of: FailureUnit,
+    given: set[str],
+) -> Questions:
+    """The questions about the plan, checked before it is made."""
+    if tokens is None:
+        _refuse(given, ("price",), "expected with --tokens; found without")
+    if checkpoint_bandwidth is None:
+        _refuse(given, ("mtbf",), "expected with --checkpoint-bandwidth; found without")
+    if mtbf is None:
+        _refuse(given, ("mtbf_of",), "expected with --mtbf; found without")
+    numbers = {"tokens": tokens, "checkpoint-bandwidth": checkpoint_bandwidth, "mtbf": mtbf}
+    try:
+        for name, number in numbers.items():
+            if number is not None:
+                check_positive(f"--{name}", number, "a number")
+        machines = () if compare is None else tuple(compare.split(","))
+        prices: list[float | None] = [None]
+        if price is not None:
+            prices = [float(each) for each in price.split(",")]
+            for each in prices:
+                check_positive("--price", each, "dollars per GPU hour")
+        if len(prices) not in (1, len(machines)):
+            raise ValueError(
+                f"--price: expected one price, or {len(machines)} for --compare; found {price}"
+            )
+        changes = tuple(map(parsed_changes, what_if or ()))
+        for change in changes:
+            changed_machine(Machine.named(machine), change)
+        return Questions(
+            tokens,
+            tuple(prices),
+            tuple(name for name, _ in named_machines(machines)),
+            changes,
+            scaling,
+            None if checkpoint_bandwidth is None else 1e9 * checkpoint_bandwidth,
+            mtbf,
+            mtbf_of.value,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _offload(where: Where, folder: Path | None) -> Offload | None:
@@ -393,13 +571,13 @@ def _offload(where: Where, folder: Path | None) -> Offload | None:
     return Offload(optimizer_state=where.value, folder=None if folder is None else str(folder))
 
 
-def _sizes(text: str) -> list[int]:
+def _sizes(text: str, option: str) -> list[int]:
     try:
         sizes = [int(each) for each in text.split(",")]
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise typer.BadParameter(f"--microbatch-sizes: expected such as 1,2,4; found {text!r}")
+        raise typer.BadParameter(f"{option}: expected such as 1,2,4; found {text!r}")
     return sizes
 
 

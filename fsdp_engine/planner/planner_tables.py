@@ -55,9 +55,14 @@ def plan_title(setting: Setting) -> str:
     """Model, ranks and machine."""
     return (
         f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
-        f"{setting.world_size:,} ranks of {setting.machine}; {setting.microbatches} "
-        f"microbatch{'es' * (setting.microbatches > 1)} per step"
+        f"{setting.world_size:,} ranks of {setting.machine}; {_step_text(setting)}"
     )
+
+
+def _step_text(setting: Setting) -> str:
+    if setting.global_batch:
+        return f"{setting.global_batch:,} {setting.item} per step"
+    return f"{setting.microbatches} microbatch{'es' * (setting.microbatches > 1)} per step"
 
 
 def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
@@ -71,6 +76,8 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
         f"communication{' and copies' * is_offloaded}. Ranks: outer x inner. Recompute: "
         "activation checkpointing, of whole blocks or selective."
     )
+    if setting.global_batch:
+        text += " Batch: microbatches x rows of one."
     if is_offloaded:
         text += " Elsewhere: offloaded state and activations of one rank, which each step copies."
     return text
@@ -94,7 +101,12 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
         texts = [each.offloaded or "no" for each in candidates]
         short = ("offload", list(map(_short_offload, texts)))
         columns.append(Column("offloaded", texts, False, fold=70, folded=short))
-    if len({each.microbatch_size for each in candidates}) > 1:
+    if len({each.sequence for each in candidates}) > 1:
+        columns.append(Column("sequence", [f"{each.sequence:,}" for each in candidates]))
+    if setting.global_batch:
+        batches = [f"{each.microbatches} x {each.microbatch_size}" for each in candidates]
+        columns.append(Column("batch", batches))
+    elif len({each.microbatch_size for each in candidates}) > 1:
         columns.append(Column("size", [str(each.microbatch_size) for each in candidates]))
     for number, kind in enumerate(KINDS):
         sizes = [in_units(each.memory.get(kind), unit) for each in outcomes]

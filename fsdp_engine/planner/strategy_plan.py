@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fsdp_engine.planner.comparison import ComparedRow, Comparison
+from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
@@ -27,11 +29,16 @@ from fsdp_engine.planner.outcome import (
     is_faster,
     sorted_outcomes,
 )
+from fsdp_engine.planner.questions import GPU, CheckpointInterval, TrainingRun
+from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.simulate import Simulation
-from fsdp_engine.simulation.simulation_error import check_memory, read_json
+from fsdp_engine.simulation.simulation_error import check_count, check_memory, listed, read_json
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
-from fsdp_engine.units.checkpointing import SELECTIVE, recomputed_by
+from fsdp_engine.units.checkpointing import SELECTIVE
+
+# Numbers of ranks of `scaling`: one node of eight, and more.
+RANKS = tuple(2**power for power in range(3, 13))
 
 # Waits below this fraction of a step are not mentioned.
 _MIN_SHARE = 0.05
@@ -52,12 +59,19 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
         lines.append(limit)
     first = outcomes[0]
     if first.lacking:
+        if setting.is_quick:
+            lines.append(f"This is a quick plan, of {len(outcomes)} of the candidates.")
         return "\n".join([*lines, *_nothing_fits(setting, outcomes)])
     if first.times is None:
         return "\n".join([*lines, *_unknown_fit(setting, first)])
     lines.append(_choice(setting, first, first.times))
     lines.append(accuracy_of(setting.machine_family).sentence(first.times.step))
-    lines.append(_next_faster(first, outcomes))
+    if setting.is_quick:
+        lines.append(
+            f"This is a quick plan, of {len(outcomes)} of the candidates: others may be faster."
+        )
+    else:
+        lines.append(_next_faster(first, outcomes))
     lines.append(_bottleneck(setting, first, first.times))
     lines += _help(setting, first, first.times, trials)
     return "\n".join(lines)
@@ -224,6 +238,9 @@ class StrategyPlan:
         options: arguments of ``fe.shard`` for all candidates; not saved.
         simulate: simulates a candidate again, for its timeline. None if the plan was made by
             formulas, or was loaded.
+        replan: plans the job again with other arguments. None if the plan was loaded.
+        machine: the machine. None if the plan was loaded.
+        row_items: tokens or samples of a row of the batch, with a global batch.
     """
 
     setting: Setting
@@ -231,6 +248,9 @@ class StrategyPlan:
     trials: tuple[Trial, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     simulate: Callable[[Candidate], Simulation] | None = None
+    replan: Callable[..., StrategyPlan] | None = None
+    machine: Machine | None = None
+    row_items: int = 1
 
     @property
     def chosen(self) -> Outcome | None:
@@ -310,6 +330,122 @@ class StrategyPlan:
             trials=(),
         )
 
+    def full(self) -> StrategyPlan:
+        """Returns the plan with all candidates, after a quick one. Those that were tried are not
+        simulated again.
+
+        Raises:
+            ValueError: the plan was loaded.
+        """
+        return self._again(quick=False)
+
+    def training(self, items: float, price: float | None = None) -> TrainingRun:
+        """Returns days, GPU hours, model flops utilization and cost of a training run.
+
+        Args:
+            items: tokens (or samples) of the run.
+            price: dollars per GPU hour. None: no cost.
+
+        Raises:
+            ValueError: no candidate fits, it is unknown, or a number is not positive.
+        """
+        return TrainingRun.of(self.setting, self._fitting(), items, price)
+
+    def checkpoints(
+        self,
+        bandwidth: float,
+        mtbf_hours: float,
+        of: str = GPU,
+        restart_seconds: float | None = None,
+    ) -> CheckpointInterval:
+        """Returns the time of a save, and how often to save.
+
+        Args:
+            bandwidth: bytes per second to storage, of all ranks together.
+            mtbf_hours: mean hours between failures of one GPU or node.
+            of: "gpu" or "node".
+            restart_seconds: from a failure until training continues. None: the time to read the
+                checkpoint, at ``bandwidth``.
+
+        Raises:
+            ValueError: no candidate fits, it is unknown, or an argument is invalid.
+        """
+        return CheckpointInterval.of(
+            self.setting, self._fitting(), bandwidth, mtbf_hours, of, restart_seconds
+        )
+
+    def compare(self, machines: Sequence[Machine | str]) -> Comparison:
+        """Plan the job for several machines, presets or files of ``calibrate``.
+
+        Raises:
+            ValueError: the plan was loaded, or there is no such machine.
+        """
+        named = list(named_machines(machines))
+        rows = [self._row(label, machine=each) for label, each in named]
+        return Comparison("machine", tuple(rows))
+
+    def what_if(self, *changes: Mapping[str, object] | str) -> Comparison:
+        """Plan the job for its machine with other figures.
+
+        Args:
+            changes: of each row, by name: values, or factors such as "0.5x"; or a text such as
+                "outer_bandwidth=0.5x". Names are those of fields of ``fe.Machine``
+                (``machine_changes.py``).
+
+        Raises:
+            ValueError: the plan was loaded, or a change is invalid.
+        """
+        if self.machine is None:
+            self._again()  # raises
+        assert self.machine is not None
+        given = [parsed_changes(each) if isinstance(each, str) else each for each in changes]
+        machines = [changed_machine(self.machine, each) for each in given]
+        rows = [ComparedRow("as planned", self.setting, self.chosen)]
+        for change, machine in zip(given, machines, strict=True):
+            label = ", ".join(f"{name}={value}" for name, value in change.items())
+            rows.append(self._row(label, machine=machine))
+        return Comparison("what if", tuple(rows))
+
+    def scaling(self, ranks: Iterable[int] = RANKS) -> Comparison:
+        """Plan the job for other numbers of ranks, with the candidates of a quick plan: with the
+        batch of a rank, or, if the plan has a global batch, with that.
+
+        Args:
+            ranks: numbers of data-parallel ranks. Those that do not divide the global batch have no
+                row.
+
+        Raises:
+            ValueError: the plan was loaded, or no number divides the global batch.
+        """
+        rows = []
+        total = self.setting.global_batch
+        for count in listed("ranks", ranks, "numbers of ranks"):
+            check_count("ranks", count, "1 rank or more")
+            if not total or total % (count * self.row_items) == 0:
+                rows.append(self._row(f"{count:,}", world_size=count, meshes=None, quick=True))
+        if not rows:
+            raise ValueError(
+                f"ranks: expected numbers that divide the {total // self.row_items:,} rows of the "
+                f"global batch; found {list(ranks)}"
+            )
+        return Comparison("ranks", tuple(rows))
+
+    def _row(self, label: str, **changes: Any) -> ComparedRow:
+        plan = self._again(tries=False, **{"quick": self.setting.is_quick, **changes})
+        return ComparedRow(label, plan.setting, plan.chosen)
+
+    def _again(self, **changes: Any) -> StrategyPlan:
+        if self.replan is None:
+            raise ValueError(
+                "plan: expected one of this process, which can plan again; found a loaded one"
+            )
+        return self.replan(**changes)
+
+    def _fitting(self) -> Outcome:
+        if self.chosen is None or self.chosen.times is None:
+            raise ValueError(f"plan: expected a candidate that fits; found none\n{self}")
+        return self.chosen
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, without ``options``.
 
@@ -318,11 +454,10 @@ class StrategyPlan:
                 which the file cannot contain.
         """
         for each in self.outcomes:
-            recomputed = recomputed_by(each.candidate.checkpointing)
-            if recomputed is not None and recomputed.policy not in (None, SELECTIVE):
+            if each.candidate.has_own_policy:
                 raise ValueError(
                     f"checkpointing: expected a policy of None or {SELECTIVE!r} in a plan that is "
-                    f"saved; found {recomputed}"
+                    f"saved; found {each.candidate.checkpointing}"
                 )
         parts = ("setting", "outcomes", "trials")
         content = {name: _plain(getattr(self, name)) for name in parts}

@@ -291,6 +291,8 @@ class Clock:
         exposed: waits of compute for communication.
         sent_bytes: bytes sent on lanes, by axis.
         copied_bytes: bytes copied on lanes, by lane.
+        model_flops, seconds_at_peak: of products, without recomputation, and the time that they
+            take at the machine's peak.
         entered: lanes that run what compute would.
         memory_changed: called when the engine has allocated or freed memory.
         module: returns the name of the module whose operation runs.
@@ -305,6 +307,7 @@ class Clock:
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
         self.copied_bytes: dict[str, float] = {}
+        self.model_flops = self.seconds_at_peak = 0.0
         self.entered: list[SimulatedLane] = []
         self.memory_changed: Callable[[], None] = lambda: None
         self.module: Callable[[], str] = lambda: ""
@@ -342,6 +345,7 @@ class Clock:
         self.exposed.clear()
         self.sent_bytes.clear()
         self.copied_bytes.clear()
+        self.model_flops = self.seconds_at_peak = 0.0
         self._copies.clear()
 
     @property

@@ -409,11 +409,16 @@ def _type_name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else "TwoWayLink or None"
 
 
-# Fractions of all presets. Large bf16 products achieve about 70 % of an H100's peak, which it
-# cannot sustain within its power limit; streaming kernels achieve about 90 % of the memory
-# bandwidth. NCCL's all-gather reports a bus bandwidth of about 360 of NVLink 4's 450 GB/s, and
-# close to the line rate of a 400 Gb/s link. None of them was measured by this project.
-_FLOPS, _MEMORY, _NVLINK, _NETWORK = 0.70, 0.90, 0.80, 0.90
+# Fractions of peaks that programs achieve. Products: jobs that others published reach 0.70 on A100,
+# and 0.50 on H100 in 2023 and 2024 (``benchmarks/planner_published.py``); the H200 that this
+# project measured reaches 0.60 (``planner_gpu.py``). So Hopper has 0.55: its cards cannot sustain
+# their peak within their power limit (some are limited to 500 W instead of 700), and attention
+# reaches less on it (FlashAttention 2: 0.35, J. Shah et al., "FlashAttention-3", 2024). Blackwell
+# has the same, since nothing was compared. The others are assumptions: streaming kernels achieve
+# about 90 % of the memory bandwidth; NCCL's all-gather reports a bus bandwidth of about 360 of
+# NVLink 4's 450 GB/s, and close to the line rate of a 400 Gb/s link.
+_AMPERE_FLOPS, _HOPPER_FLOPS = 0.70, 0.55
+_MEMORY, _NVLINK, _NETWORK = 0.90, 0.80, 0.90
 # Duration of a small kernel; of one hop of a ring within a node and over a network; host time of an
 # operation, from Python through autograd to the launch.
 _KERNEL, _NVLINK_HOP, _NETWORK_HOP, _HOST = 3e-6, 2e-6, 6e-6, 8e-6
@@ -447,7 +452,7 @@ _HOPPER = {
 }
 H100 = Machine(
     "8 x H100 SXM a node, 400 Gb/s a GPU",
-    Processor(_HOPPER, 3.35e12, 80e9, _KERNEL, _FLOPS, _MEMORY),
+    Processor(_HOPPER, 3.35e12, 80e9, _KERNEL, _HOPPER_FLOPS, _MEMORY),
     Link(450e9, _NVLINK_HOP, _NVLINK),
     _PORT,
     ranks_per_node=8,
@@ -460,7 +465,7 @@ H100 = Machine(
 # "NVIDIA H200 Tensor Core GPU" data sheet, SXM column: the same chip with 141 GB at 4.8 TB/s.
 H200 = Machine(
     "8 x H200 SXM a node, 400 Gb/s a GPU",
-    Processor(_HOPPER, 4.8e12, 141e9, _KERNEL, _FLOPS, _MEMORY),
+    Processor(_HOPPER, 4.8e12, 141e9, _KERNEL, _HOPPER_FLOPS, _MEMORY),
     Link(450e9, _NVLINK_HOP, _NVLINK),
     _PORT,
     ranks_per_node=8,
@@ -486,7 +491,7 @@ B200 = Machine(
         8e12,
         180e9,
         _KERNEL,
-        _FLOPS,
+        _HOPPER_FLOPS,
         _MEMORY,
     ),
     Link(900e9, _NVLINK_HOP, _NVLINK),
@@ -513,7 +518,7 @@ A100 = Machine(
         2.039e12,
         80e9,
         _KERNEL,
-        _FLOPS,
+        _AMPERE_FLOPS,
         _MEMORY,
     ),
     Link(300e9, _NVLINK_HOP, _NVLINK),

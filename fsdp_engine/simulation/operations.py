@@ -6,6 +6,13 @@ bytes that they read and write; functions (gelu, softmax, norms) also take time 
 Collectives take the time of a ring: for an all-gather or a reduce-scatter of N bytes over n ranks
 each rank sends (n - 1) / n of N in n - 1 hops, and twice that for an all-reduce.
 
+[Note: Model flops]
+Model flops utilization is the time that the model's flops take at the machine's peak, over the time
+of the step (Chowdhery et al., "PaLM", 2022, appendix B). Model flops are those of products and of
+attention in forward and backward, without recomputation: an operation that runs under grad mode in
+backward recomputes activations, and attention's backward computes the scores again. On frozen
+weights there is no gradient to count, and causal attention counts in full, as in that definition.
+
 [Note: Operation cache]
 A model of eighty blocks runs the same few hundred operations eighty times, in forward and backward,
 in each of two steps, and ``plan`` does so for every strategy. The metadata of an operation's
@@ -333,6 +340,9 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
+# Of the five products of attention's backward one computes the scores again.
+_ATTENTION_BACKWARD_SHARE = 4 / 5
+
 _OURS = {Tensor, FakeTensor, torch.nn.Parameter}
 _DEVICE = torch.ops.prim.device.default
 
@@ -361,6 +371,7 @@ class Operations(TorchDispatchMode):
         self._fake = fake
         self._known = known
         self._seconds_by: dict[Recipe, float | None] = {}
+        self._flops_by: dict[Recipe, tuple[float, float]] = {}
         self._clock = clock
         self._memory = memory
         self._inner_size = inner_size
@@ -406,6 +417,7 @@ class Operations(TorchDispatchMode):
             self._clock.call()
         else:
             self._clock.compute(func._overloadpacket.__name__, seconds)
+            self._count_flops(func, args, kwargs, out, recipe)
         results = (out,) if type(out) is FakeTensor else _tensors(out)
         self._memory.made(results)
 
@@ -453,13 +465,8 @@ class Operations(TorchDispatchMode):
         num_bytes = _accessed_bytes(func, args, kwargs, out)
         if num_bytes is None:
             return None
-        flops = 0
-        formula: Any = flop_counter.flop_registry.get(packet)
-        if packet in _MORE_FLOPS:
-            flops = _MORE_FLOPS[packet](*args, **kwargs)
-        elif formula is not None:
-            flops = formula(*args, **kwargs, out_val=out)
-        dtype = next((t.dtype for t in _tensors(args) if t.is_floating_point()), torch.float32)
+        flops = _flops(func, args, kwargs, out)
+        dtype = _dtype(args)
         name = packet.__name__
         elements = 0
         if name.removesuffix("_").removesuffix("_data").removesuffix("_backward") in _FUNCTIONS:
@@ -471,6 +478,26 @@ class Operations(TorchDispatchMode):
             is_attention="scaled_dot_product" in name,
             function_elements=elements,
         )
+
+    def _count_flops(
+        self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
+    ) -> None:
+        """Count the model's flops; see [Note: Model flops]."""
+        clock = self._clock
+        if clock.phase == "step" or (clock.phase == "backward" and torch.is_grad_enabled()):
+            return
+        known = None if recipe is None else self._flops_by.get(recipe)
+        if known is None:
+            flops = float(_flops(func, args, kwargs, out))
+            name = func._overloadpacket.__name__
+            if "scaled_dot_product" in name and "backward" in name:
+                flops *= _ATTENTION_BACKWARD_SHARE
+            peaks = clock.machine.processor.matrix_flops
+            known = flops, flops / peaks.get(_dtype(args), peaks[torch.float32])
+            if recipe is not None:
+                self._flops_by[recipe] = known
+        clock.model_flops += known[0]
+        clock.seconds_at_peak += known[1]
 
     def _message(self, func: Any, args: Any) -> None:
         name = func._overloadpacket.__name__
@@ -554,6 +581,21 @@ def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
         if each.alias_info is not None and each.alias_info.is_write and each.name != "grads"
         for tensor in _tensors(given.get(each.name))
     )
+
+
+def _dtype(args: Any) -> torch.dtype:
+    """The dtype of an operation's products."""
+    return next((t.dtype for t in _tensors(args) if t.is_floating_point()), torch.float32)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating-point operations of matrix products and attention."""
+    packet = func._overloadpacket
+    if packet in _MORE_FLOPS:
+        return _MORE_FLOPS[packet](*args, **kwargs)
+    formula: Any = flop_counter.flop_registry.get(packet)
+    count: int = 0 if formula is None else formula(*args, **kwargs, out_val=out)
+    return count
 
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:

@@ -233,6 +233,9 @@ class Simulation:
         copied_bytes: bytes of them that a rank copies, by lane.
         memory_series: memory over time: seconds, and bytes by kind in the order of ``KINDS``. The
             time is that at which compute runs the operations that are issued then.
+        model_flops: floating-point operations of the model on one rank, without recomputation.
+        seconds_at_peak: the time that they take at the machine's peak.
+        checkpoint_bytes: of parameters and optimizer state in full.
     """
 
     title: str
@@ -247,6 +250,15 @@ class Simulation:
     elsewhere: dict[str, int] = field(default_factory=dict)
     copied_bytes: dict[str, float] = field(default_factory=dict)
     memory_series: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    model_flops: float = 0.0
+    seconds_at_peak: float = 0.0
+    checkpoint_bytes: int = 0
+
+    @property
+    def mfu(self) -> float:
+        """Model flops utilization: ``seconds_at_peak`` over ``seconds``; see
+        [Note: Model flops] in ``operations.py``."""
+        return self.seconds_at_peak / self.seconds
 
     @property
     def compute_seconds(self) -> float:
@@ -491,6 +503,7 @@ def simulate(
             names.restart()
             step.run(clock, memory)
         seconds = clock.finish() - start
+        checkpoint_bytes = _checkpoint_bytes(model, trained)
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
     spans = tuple(
         replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
@@ -514,7 +527,19 @@ def simulate(
         elsewhere,
         copied,
         tuple(series),
+        clock.model_flops,
+        clock.seconds_at_peak,
+        checkpoint_bytes,
     )
+
+
+def _checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the parameters and of their optimizer state, with the shapes that all ranks' shards
+    have together."""
+    tensors: list[Tensor] = [*model.parameters()]
+    for state in optimizer.state.values():
+        tensors += [each for each in tree_leaves(state) if isinstance(each, Tensor)]
+    return sum(each.numel() * each.itemsize for each in tensors)
 
 
 def _shard_optimizer(optimizer: torch.optim.Optimizer) -> None:

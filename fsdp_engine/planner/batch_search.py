@@ -1,0 +1,149 @@
+"""The microbatch size, and the number of microbatches, that give a global batch.
+
+[Note: Steps of many microbatches]
+From the third microbatch of a step on, each takes the time, and sends the bytes, of the one before
+it: gradients are accumulated since the first, and nothing is prefetched across the end of the
+step. So a step of m > 3 microbatches takes that of three, and (m - 3) times the difference between
+three and two; its memory is that of three (``tests/planner/test_batch_search.py`` compares with
+steps that are simulated in full).
+
+The largest microbatch is found for each strategy on its own. Memory is linear in the size, and
+grows by at most the activations of the smallest microbatch for each further row: this bound selects
+a second size, the line through both the largest one, and simulations show whether it fits and the
+next one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fsdp_engine.planner.outcome import ACTIVATIONS, Candidate, Outcome
+
+# Microbatches of a step that are simulated.
+MOST_SIMULATED = 3
+# By which fraction a global batch may differ from a multiple of the smallest one.
+_TOLERANCE = 0.1
+
+
+def rows_of_rank(global_batch: float, world_size: int, items: int, item: str) -> int:
+    """Returns the rows of one rank in a step: the nearest number.
+
+    Args:
+        global_batch: tokens or samples of a step on all ranks.
+        world_size: data-parallel ranks.
+        items: tokens or samples of one row.
+        item: their unit.
+
+    Raises:
+        ValueError: the nearest multiple of the ranks' rows differs by more than a tenth.
+    """
+    least = world_size * items
+    rows = max(round(global_batch / least), 1)
+    if abs(rows * least - global_batch) > _TOLERANCE * global_batch:
+        raise ValueError(
+            f"global_batch: expected a multiple of {least:,} {item} ({world_size:,} ranks x "
+            f"{items:,} {item} of a row), or within {_TOLERANCE:.0%} of one; found "
+            f"{global_batch:,.0f}"
+        )
+    return rows
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def largest_fitting(
+    candidate: Candidate,
+    rows: int,
+    sizes: Sequence[int],
+    limit: float,
+    outcome_of: Callable[[Candidate], Outcome],
+) -> Candidate:
+    """Returns the candidate with the largest microbatch that fits; with the smallest one if none
+    does.
+
+    Args:
+        candidate: without sizes.
+        rows: of a rank in a step.
+        sizes: microbatch sizes to try, divisors of ``rows`` in order.
+        limit: memory of a rank in bytes.
+        outcome_of: simulates a candidate.
+    """
+
+    def sized(size: int) -> Candidate:
+        return replace(candidate, microbatch_size=size, microbatches=rows // size)
+
+    known: dict[int, Outcome] = {}
+
+    def probe(size: int) -> Outcome:
+        if size not in known:
+            count = min(rows // size, MOST_SIMULATED)
+            known[size] = outcome_of(replace(sized(size), microbatches=count))
+        return known[size]
+
+    def select(slope: float, start: int) -> int:
+        """Index of the largest size that fits if memory grows by ``slope`` a row from ``start``."""
+        held = probe(start).peak_bytes
+        fits = [held + slope * (size - start) <= limit for size in sizes]
+        return max(index for index, each in enumerate(fits) if each or not index)
+
+    first = sizes[0]
+    if probe(first).lacking:
+        return sized(first)
+    fits, lacks = 0, len(sizes)  # indices of the largest that fits, and of the smallest that lacks
+
+    def narrow(index: int) -> None:
+        nonlocal fits, lacks
+        if fits < index < lacks:
+            if probe(sizes[index]).lacking:
+                lacks = index
+            else:
+                fits = index
+
+    second = min(max(select(probe(first).memory[ACTIVATIONS] / first, first), 1), len(sizes) - 1)
+    narrow(second)
+    if second:
+        grown = probe(sizes[second]).peak_bytes - probe(first).peak_bytes
+        largest = select(max(grown, 0) / (sizes[second] - first), first)
+        narrow(largest)
+        narrow(largest + 1)
+    while lacks - fits > 1:
+        narrow((fits + lacks) // 2)
+    return sized(sizes[fits])
+
+
+def of_many(two: Outcome, three: Outcome, candidate: Candidate) -> Outcome:
+    """Returns the outcome of a step of many microbatches; see [Note: Steps of many microbatches].
+
+    Args:
+        two, three: outcomes of steps of two and three microbatches.
+        candidate: with the number of microbatches.
+    """
+    assert candidate.microbatches is not None
+    assert two.times is not None
+    assert three.times is not None
+    more = candidate.microbatches - MOST_SIMULATED
+
+    def grown(before: float, after: float) -> float:
+        return after + more * (after - before)
+
+    times = replace(
+        three.times,
+        step=grown(two.times.step, three.times.step),
+        compute=grown(two.times.compute, three.times.compute),
+        exposed={
+            what: grown(two.times.exposed.get(what, 0.0), seconds)
+            for what, seconds in three.times.exposed.items()
+        },
+        at_peak=grown(two.times.at_peak, three.times.at_peak),
+    )
+    return replace(
+        three,
+        candidate=candidate,
+        sent={axis: grown(two.sent.get(axis, 0.0), sent) for axis, sent in three.sent.items()},
+        items=three.items // MOST_SIMULATED * candidate.microbatches,
+        times=times,
+        model_flops=grown(two.model_flops, three.model_flops),
+    )

@@ -1,0 +1,70 @@
+"""Progress of planning on stderr: a bar that names the candidate, and rows as they are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fsdp_engine.extras import naming_extra
+from fsdp_engine.planner.outcome import Outcome
+from fsdp_engine.terminal import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class PlanProgress:
+    """Shows nothing. The subclass shows the progress of planning."""
+
+    def add(self, count: int) -> None:
+        """``count`` more candidates will be tried."""
+
+    def trying(self, text: str) -> None:
+        """A candidate is simulated."""
+
+    def found(self, outcome: Outcome, item: str) -> None:
+        """A candidate has an outcome."""
+
+
+class _Bar(PlanProgress):
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self._bar, self._task, self._total = bar, task, 0
+
+    def add(self, count: int) -> None:
+        self._total += count
+        self._bar.update(self._task, total=self._total)
+
+    def trying(self, text: str) -> None:
+        self._bar.update(self._task, description=text)
+
+    def found(self, outcome: Outcome, item: str) -> None:
+        self._bar.advance(self._task)
+        if self._bar.console.is_terminal:
+            self._bar.console.print(row_text(outcome, item), style="dim" * bool(outcome.lacking))
+
+
+def row_text(outcome: Outcome, item: str) -> str:
+    """An outcome in a line."""
+    text = f"{outcome.candidate}: "
+    if outcome.times is not None:
+        text += f"{format_seconds(outcome.times.step)}, {format_count(outcome.rate)} {item}/s, "
+    text += f"{format_bytes(outcome.peak_bytes)}"
+    return f"{text}; {format_bytes(outcome.lacking)} too much" if outcome.lacking else text
+
+
+@contextmanager
+def plan_progress(is_shown: bool) -> Iterator[PlanProgress]:
+    """The progress of a plan, shown on stderr if ``is_shown``."""
+    if not is_shown:
+        yield PlanProgress()
+        return
+    with naming_extra():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
+
+    description = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=12), description)
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
+        yield _Bar(bar, bar.add_task("planning", total=0))

@@ -1,0 +1,242 @@
+"""The largest microbatch and the number of microbatches of a global batch; quick plans."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.planner import strategy_search
+from fsdp_engine.planner.batch_search import divisors, largest_fitting, of_many, rows_of_rank
+from fsdp_engine.planner.outcome import Candidate, Outcome, quick_candidates
+from fsdp_engine.strategies import ALL_STRATEGIES
+from tests.models import LENGTH, Transformer, token_batch
+
+WORLD = 4
+POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+DEVICE = replace(fe.H100, ranks_per_node=2)
+SLOW = replace(DEVICE, between_nodes=replace(DEVICE.between_nodes, bandwidth=2e8))
+HOST = replace(
+    DEVICE,
+    host_runs_ahead=False,
+    within_node=replace(DEVICE.within_node, processor_share=0.5),
+    processor=replace(DEVICE.processor, overlap=0.3, function_seconds=1e-9),
+)
+
+
+def build() -> nn.Module:
+    return Transformer(num_blocks=3, dim=32)
+
+
+def batch(size: int = 1, sequence: int = LENGTH) -> tuple[Tensor, Tensor]:
+    tokens, labels = token_batch(size, 1)
+    return tokens[:, :sequence], labels[:, :sequence]
+
+
+def outcome_of(candidate: Candidate, machine: fe.Machine) -> Outcome:
+    """The outcome of a step, simulated in full."""
+    found = fe.simulate(
+        build,
+        WORLD,
+        batch=batch(candidate.microbatch_size),
+        mesh=candidate.mesh,
+        machine=machine,
+        strategy=candidate.strategy,
+        outer_strategy=candidate.outer_strategy,
+        checkpointing=candidate.checkpointing,
+        microbatches=candidate.microbatches,
+        mp_policy=POLICY,
+    )
+    items = candidate.microbatches * candidate.microbatch_size * LENGTH * WORLD
+    return Outcome.of_simulation(candidate, found, items, 1e12)
+
+
+CANDIDATES = [
+    Candidate((4,), "no_shard", "no_shard", False, 2),
+    Candidate((4,), "optim_grads", "no_shard", True, 2),
+    Candidate((2, 2), "optim_grads_params", "optim", "offload", 2),
+    Candidate((2, 2), "optim_grads_params", "optim_grads_params", True, 2),
+]
+
+
+@pytest.mark.parametrize("machine", [DEVICE, SLOW, HOST], ids=["device", "slow", "host"])
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_a_step_of_many_microbatches_is_that_of_three_and_equal_ones(
+    candidate: Candidate, machine: fe.Machine
+) -> None:
+    if machine is HOST and candidate.checkpointing == "offload":
+        candidate = replace(candidate, checkpointing=False)
+    of = {n: outcome_of(replace(candidate, microbatches=n), machine) for n in (2, 3, 6)}
+    found, expected = of_many(of[2], of[3], of[6].candidate), of[6]
+    assert found.memory == expected.memory
+    assert found.items == expected.items
+    assert found.sent == pytest.approx(expected.sent)
+    assert found.model_flops == pytest.approx(expected.model_flops)
+    assert found.times.step == pytest.approx(expected.times.step, rel=1e-9)
+    assert found.times.compute == pytest.approx(expected.times.compute, rel=1e-9)
+    assert found.times.mfu == pytest.approx(expected.times.mfu, rel=1e-9)
+    for what, seconds in expected.times.exposed.items():
+        assert found.times.exposed[what] == pytest.approx(seconds, abs=1e-9 * expected.times.step)
+
+
+def test_the_rows_of_a_rank_are_the_nearest_number() -> None:
+    assert rows_of_rank(4 * 2**20, 64, 8192, "tokens") == 8
+    assert rows_of_rank(4e6, 64, 8192, "tokens") == 8  # 7.63
+    with pytest.raises(ValueError, match=r"multiple of 524,288 tokens \(64 ranks x 8,192 tokens"):
+        rows_of_rank(1.5 * 524_288, 64, 8192, "tokens")
+    with pytest.raises(ValueError, match="found 1,000"):
+        rows_of_rank(1000, 64, 8192, "tokens")
+
+
+def test_divisors_are_all_of_them() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+
+
+@pytest.mark.parametrize("limit", [50, 110, 111, 130, 171, 1000, 1311, 1312, 10_000])
+def test_the_largest_microbatch_that_fits_is_found_with_few_simulations(limit: int) -> None:
+    """Memory of a step: 100 for weights, 1 for each row beside 10 that no size changes, and 2 more
+    from 8 rows on, as of a workspace."""
+    tried: list[int] = []
+
+    def simulated(each: Candidate) -> Outcome:
+        size = each.microbatch_size
+        assert size is not None
+        assert each.microbatches <= 3
+        tried.append(size)
+        activations = 10 + size + 2 * (size >= 8)
+        memory = {"weights": 100, "activations": activations}
+        return Outcome(each, memory, {}, max(100 + activations - limit, 0.0))
+
+    rows, sizes = 1200, divisors(1200)
+    found = largest_fitting(
+        Candidate((4,), "optim", "no_shard", False), rows, sizes, limit, simulated
+    )
+    fitting = [size for size in sizes if 110 + size + 2 * (size >= 8) <= limit]
+    assert found.microbatch_size == max([1, *fitting])
+    assert found.microbatches == rows // found.microbatch_size
+    assert len(tried) <= 8  # of 30 sizes
+
+
+def planned(memory: float, **options: object) -> fe.StrategyPlan:
+    return fe.plan(
+        build,
+        batch,
+        world_size=WORLD,
+        machine=DEVICE,
+        memory=memory,
+        meshes=[(WORLD,)],
+        checkpointing=(False,),
+        mp_policy=POLICY,
+        min_unit_size=0,
+        **options,
+    )
+
+
+def test_a_global_batch_has_the_largest_microbatch_of_each_candidate() -> None:
+    total = WORLD * 6 * LENGTH
+    roomy = planned(2.0**30, global_batch=total)
+    assert roomy.setting.global_batch == total
+    assert {each.items for each in roomy.outcomes} == {total}
+    assert {each.candidate.microbatch_size for each in roomy.outcomes} == {6}
+    tight = planned(max(each.peak_bytes for each in roomy.outcomes) - 1, global_batch=total)
+    sizes = {each.candidate.strategy: each.candidate.microbatch_size for each in tight.outcomes}
+    assert min(sizes.values()) < 6
+    by_size = planned(tight.setting.memory, microbatch_sizes=(1, 2, 3, 6))
+    for each in by_size.outcomes:  # of one microbatch, whose memory is not larger
+        size = each.candidate.microbatch_size
+        if each.lacking:
+            assert sizes[each.candidate.strategy] < size
+    assert f"{total:,} tokens per step" in str(tight)
+    chosen = tight.chosen.candidate
+    assert f"{chosen.microbatches} x {chosen.microbatch_size}" in str(tight)
+
+
+def test_a_global_batch_takes_given_sizes_alone() -> None:
+    found = planned(2.0**30, global_batch=WORLD * 6 * LENGTH, microbatch_sizes=(2, 4))
+    assert {each.candidate.microbatch_size for each in found.outcomes} == {2}
+    with pytest.raises(ValueError, match=r"expected a divisor of a rank's 6 rows in a step"):
+        planned(2.0**30, global_batch=WORLD * 6 * LENGTH, microbatch_sizes=(4,))
+
+
+def test_sequences_are_tried_at_each_length() -> None:
+    found = planned(2.0**30, sequences=(4, LENGTH))
+    rows = {(each.candidate.sequence, each.items) for each in found.outcomes}
+    assert rows == {(4, 4 * WORLD), (LENGTH, LENGTH * WORLD)}
+    assert "sequence" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": -1}, "global_batch: expected tokens or samples of a step, more than 0"),
+        ({"global_batch": 64, "microbatches": 2}, "microbatches: expected none with global_batch"),
+        ({"global_batch": 64, "formulas": True}, "global_batch: expected a plan that runs"),
+        ({"sequences": (0,)}, "sequences: expected lengths of 1 or more"),
+    ],
+)
+def test_arguments_of_a_search_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(2.0**30, **options)
+
+
+def test_a_search_needs_a_function_of_the_size() -> None:
+    with pytest.raises(ValueError, match="batch: expected a function of the microbatch size"):
+        fe.plan(build, batch(), world_size=2, global_batch=2 * LENGTH)
+
+
+def test_quick_candidates_are_those_of_level_3_first() -> None:
+    every = [
+        Candidate(mesh, pair.inner.name, pair.outer.name, recompute)
+        for mesh, recompute, pair in itertools.product(
+            ((16,), (2, 8)), (False, True), ALL_STRATEGIES
+        )
+        if len(mesh) == 2 or pair.outer.name == "no_shard"
+    ]
+    level, ddp = "optim_grads_params", "no_shard"
+    assert quick_candidates(every) == [
+        Candidate((16,), level, ddp, True),
+        Candidate((2, 8), level, ddp, True),
+        Candidate((2, 8), level, "optim", True),
+        Candidate((16,), level, ddp, False),
+        Candidate((2, 8), level, ddp, False),
+        Candidate((2, 8), level, "optim", False),
+        Candidate((16,), "optim", ddp, True),
+        Candidate((16,), ddp, ddp, True),
+        Candidate((16,), "optim", ddp, False),
+        Candidate((16,), ddp, ddp, False),
+    ]
+
+
+def test_a_quick_plan_ends_with_the_first_that_fits_when_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)
+    quick = planned(2.0**30, quick=True)
+    assert [each.candidate.strategy for each in quick.outcomes] == ["optim_grads_params"]
+    assert quick.setting.is_quick
+    assert "This is a quick plan, of 1 of the candidates: others may be faster." in str(quick)
+
+
+def test_the_full_plan_after_a_quick_one_simulates_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = planned(2.0**30, quick=True)
+    tried = []
+    simulate = strategy_search.simulate
+
+    def counted(*args: object, **options: object) -> fe.Simulation:
+        tried.append(options["strategy"])
+        return simulate(*args, **options)
+
+    monkeypatch.setattr(strategy_search, "simulate", counted)
+    full = quick.full()
+    # Level 3, ZeRO-1 and DDP are there; the choice is tried with a larger batch, and with more.
+    assert tried.count("optim_grads") == 1 + 2 * (full.chosen.candidate.strategy == "optim_grads")
+    assert len(tried) == 3
+    assert not full.setting.is_quick
+    assert full.outcomes == planned(2.0**30).outcomes

@@ -1,0 +1,121 @@
+"""Searches and questions of ``fsdp-engine plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fsdp_engine.planner import plan_cache, strategy_search
+from fsdp_engine.planner.planner_cli import app
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+OF_LLAMA = "plan --model config.json --batch 1x64 --world 16 --recompute off"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the config of a model."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_cache, "_STARTED_NS", 2**63)
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 600.0)
+    return tmp_path
+
+
+def run(arguments: str, *, status: int = 0, columns: int = 80) -> str:
+    env = {"COLUMNS": str(columns), "TERM": "dumb"}
+    result = CliRunner().invoke(app, f"{OF_LLAMA} {arguments}".split(), env=env)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_questions_are_answered_below_the_plan_within_the_terminal() -> None:
+    output = run(
+        "--quick-only --tokens 1e12 --price 2.5,3 --compare h100,a100 --checkpoint-bandwidth 10 "
+        "--mtbf 50000 --mtbf-of node --what-if outer_bandwidth=0.5x,memory_bytes=2x "
+        "--what-if inner_latency=1e-3"
+    )
+    plan, rest = output.split("Training on 1T tokens takes 976,562,500 steps, ")
+    assert "This is a quick plan, of" in plan
+    assert "saving it takes" in rest
+    assert "2 nodes, each fails once in 50,000 hours" in " ".join(rest.split())
+    tables = rest[rest.index("LlamaForCausalLM") :]
+    assert max(map(len, tables.splitlines())) <= 80
+    for label in ("h100", "a100", "as planned", "outer_bandwidth=0.5x,", "inner_latency=1e-3"):
+        assert any(line.startswith(label) for line in tables.splitlines()), label
+    assert "…" not in tables
+    assert tables.count("$") == 5  # of two machines, and of three rows of changes none
+
+
+def test_scaling_has_a_row_for_8_to_4096_ranks() -> None:
+    output = run("--quick-only --scaling --no-cache")
+    starts = [line.split()[0] for line in output.splitlines() if "%" in line and line[:1].isdigit()]
+    assert starts == [f"{2**power:,}" for power in range(3, 13)]
+    assert "efficiency" in output
+
+
+def test_quick_prints_a_quick_plan_and_then_the_full_one() -> None:
+    output = run("--quick")
+    quick, full = output.split("Full plan:")
+    assert "This is a quick plan" in quick
+    assert "This is a quick plan" not in full
+    assert "With a microbatch twice as large" in full
+
+
+def test_a_global_batch_and_sequences_are_searched() -> None:
+    output = run("--quick-only --global-batch 4k --sequence 32,64", columns=200)
+    assert "4,096 tokens per step" in output
+    rows = [line for line in output.splitlines() if "optim" in line and "│" in line]
+    assert {tuple(line.split("│")[5:7]) for line in rows} or rows
+    assert any("1 x 8" in line for line in rows)  # 8 rows of 32 tokens a rank
+    assert any("1 x 4" in line for line in rows)
+
+
+def test_rows_come_from_the_cache_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run("--quick-only")
+
+    def fails(*args: object, **options: object) -> None:
+        raise AssertionError("simulated")
+
+    monkeypatch.setattr(strategy_search, "simulate", fails)
+    assert run("--quick-only") == first
+    result = CliRunner().invoke(app, f"{OF_LLAMA} --quick-only --no-cache".split())
+    assert isinstance(result.exception, AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--price 2", "--price: expected with --tokens; found without"),
+        ("--mtbf 2", "--mtbf: expected with --checkpoint-bandwidth; found without"),
+        ("--tokens -1", "--tokens: expected a number, more than 0; found -1.0"),
+        ("--tokens 1e9 --price 2,3,4 --compare h100,h200", "one price, or 2 for --compare"),
+        ("--compare h100,p100", "machine: expected one of a100"),
+        ("--what-if bandwidth=2x", "what-if: expected one of"),
+        ("--quick --quick-only", "expected one of them; found both"),
+        ("--global-batch 4M --microbatches 2", "--microbatches: expected without --global-batch"),
+        ("--global-batch 600", "global_batch: expected a multiple of 1,024 tokens"),
+        ("--formulas --scaling", "--scaling: expected without --formulas; found with it"),
+    ],
+)
+def test_wrong_options_are_errors_before_anything_is_planned(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise AssertionError("simulated")
+
+    monkeypatch.setattr(strategy_search, "simulate", fails)
+    output = run(arguments, status=2)
+    assert message in " ".join(output.replace("│", " ").split())
