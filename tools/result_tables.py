@@ -20,6 +20,8 @@ import harness  # noqa: E402
 from checkpoint import TARGETS as CHECKPOINT_TARGETS  # noqa: E402
 from step_time import TARGETS as STEP_TARGETS  # noqa: E402
 
+from fsdp_engine.simulation.time_accuracy import ACCURACIES, accuracy_of  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 STEP_TIMES = ("step_time_10M", "step_time_85M")
 LEVEL_3 = "optim_grads_params"
@@ -1211,10 +1213,29 @@ def weight_stream() -> str:
 
 
 def planner_memory() -> str:
+    return _memory_of_models("planner_memory")
+
+
+def planner_heldout() -> str:
+    return _memory_of_models("planner_heldout")
+
+
+def planner_memory_ranges() -> str:
+    """Planned over measured memory, of models that were used for tuning and of others."""
+    lines = []
+    for name, models in (("planner_memory", "used for tuning"), ("planner_heldout", "held out")):
+        percents = [row["percent"] for row in results(name)]
+        lines.append(
+            f"Models {models}: {len(percents)} plans, {min(percents):+.4f} % to "
+            f"{max(percents):+.4f} %."
+        )
+    return " ".join(lines)
+
+
+def _memory_of_models(file: str) -> str:
     models: dict[str, list[dict[str, Any]]] = {}
-    for row in results("planner_memory"):
-        name = f"{row['model']}{', checkpointed' if row['checkpointed'] else ''}"
-        models.setdefault(name, []).append(row)
+    for row in results(file):
+        models.setdefault(f"{row['model']}, {row['recomputed']}", []).append(row)
     rows = []
     for name, runs in models.items():
         cells = [f"{each['planned'] / MB:.2f} / {each['measured'] / MB:.2f}" for each in runs]
@@ -1222,7 +1243,7 @@ def planner_memory() -> str:
         rows.append([name, *cells, f"{worst:.4f} %"])
     levels = [each["level"] for each in next(iter(models.values()))]
     columns = ["model: planned / measured, MB", *levels, "largest error"]
-    return with_machine(table(columns, rows), "planner_memory")
+    return with_machine(table(columns, rows), file)
 
 
 def planner_time() -> str:
@@ -1262,30 +1283,43 @@ def published() -> str:
                 row["job"],
                 f"{row['ranks']} {_gpu(row)}",
                 batch,
-                f"{row['published recomputation']} / {row['planned recomputation']}",
+                row["recomputed"],
                 f"{row['published tokens/s']:,.0f}",
                 f"{row['planned tokens/s']:,.0f}",
                 f"{row['planned over published']:.2f}",
+                "" if row["published GiB"] is None else f"{row['published GiB']:.1f}",
+                f"{row['planned GiB']:.1f}",
             ]
         )
-    columns = ["job", "GPUs", "batch of a rank", "recomputed: published / planned"]
-    return table([*columns, "tokens/s of a GPU, published", "planned", "ratio"], rows)
+    columns = ["job", "GPUs", "batch of a rank", "recomputed", "tokens/s of a GPU, published"]
+    return table([*columns, "planned", "ratio", "GiB published", "planned"], rows)
 
 
 def published_ranges() -> str:
-    """Planned over published speeds, of jobs that recompute the same activations as the plan."""
+    """Planned over published speeds."""
     lines = []
     for gpu in ("A100", "H100"):
         ratios = [
             row["planned over published"]
             for row in results("planner_published")
-            if gpu in row["machine"] and row["published recomputation"] != "some"
+            if gpu in row["machine"]
         ]
         lines.append(
             f"{gpu}: {len(ratios)} jobs, planned over published {min(ratios):.2f} to "
             f"{max(ratios):.2f}, median {statistics.median(ratios):.2f}."
         )
     return " ".join(lines)
+
+
+def time_accuracy() -> str:
+    """The accuracy of times that plans state."""
+    rows = []
+    for each in ACCURACIES.values():
+        low, high = each.factors[0], each.factors[-1]
+        took = f"{each.steps.removesuffix(',')}: {low:.2f} to {high:.2f} times the planned time"
+        rows.append([each.where, took, f"`{each.mark}`", "too fast" if each.is_too_fast else ""])
+    rows.append(["B200, others", "nothing", f"`{accuracy_of('B200').mark}`", ""])
+    return table(["machine", "compared with", "printed after a time", "planner"], rows)
 
 
 def _gpu(row: dict[str, Any]) -> str:
@@ -1532,9 +1566,12 @@ TABLES: tuple[Callable[[], str], ...] = (
     families,
     weight_stream,
     planner_memory,
+    planner_memory_ranges,
+    planner_heldout,
     planner_time,
     published,
     published_ranges,
+    time_accuracy,
     async_device_steps,
     async_device_waits,
     missing_waits,

@@ -91,8 +91,8 @@ class Candidate:
 
     @property
     def has_own_policy(self) -> bool:
-        """Whether a function or operations of the user decide what is recomputed, so that a file
-        cannot contain the candidate."""
+        """Whether a function or operations of the user decide which operations run again, so that a
+        file cannot contain the candidate."""
         found = recomputed_by(self.checkpointing)
         return found is not None and found.policy not in (None, SELECTIVE)
 

@@ -31,10 +31,15 @@ results for many sizes (``tests/simulation/test_memory.py`` compares):
 
 for T steps, batch size B, input size I and hidden size H. ld is the size of a row rounded up to
 64 bytes, plus 64 bytes if the result is a multiple of 1,024 bytes.
+
+Norms of half-precision inputs with weights in fp32 return their statistics in fp32; their fake
+versions return them in the dtype of the input. Some losses first write the loss of each element into
+the memory of their result, which keeps it as long as the loss exists.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -178,12 +183,29 @@ class MemoryTracker:
         counts[self._kinds.pop(key)] -= self._sizes.pop(key)
 
 
+_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten.native_layer_norm.default,
+)
+_LOSSES = (
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.soft_margin_loss.default,
+)
 _PAGE = 4096
 _LINE = 16  # numbers of fp32 in 64 bytes
 
 
 def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
-    """The result ``out`` of a fake operation ``func(*args)``, with the kernel's workspace."""
+    """The result ``out`` of a fake operation ``func(*args)``, with the kernel's workspace, with the
+    dtype of the kernel's statistics, or over memory of the kernel's size."""
+    if func in _NORMS:
+        return _with_statistics_of(args, out)
+    if func in _LOSSES and out.ndim == 0:
+        shape = torch.broadcast_shapes(*(each.shape for each in args[:2]))
+        return allocator.empty((max(math.prod(shape), 1),), out.dtype, out.device)[0]
     if func is not torch.ops.aten.mkldnn_rnn_layer.default:
         return out
     steps, hidden, keeps = args[0], args[10], args[15]
@@ -191,6 +213,16 @@ def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
         return out
     workspace = allocator.empty(lstm_workspace(steps, hidden), torch.uint8, steps.device)
     return (*out[:3], workspace)
+
+
+def _with_statistics_of(args: Sequence[Any], out: Any) -> Any:
+    """The result of a norm, with mean and deviation in fp32 if the weights are."""
+    has_fp32 = any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in args[1:])
+    if not has_fp32 or out[1].dtype == torch.float32:
+        return out
+    normed, *statistics = out
+    wide = [allocator.empty(tuple(each.shape), torch.float32, each.device) for each in statistics]
+    return (normed, *wide)
 
 
 def lstm_workspace(steps: Tensor, hidden: int) -> int:

@@ -14,9 +14,11 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.simulation.machine import Link, Machine, Processor
 from fsdp_engine.simulation.simulate import STEPS
+from tests.simulation.heldout_models import HELD_OUT
 from tests.simulation.live_storages import LiveStorages
 from tests.simulation.memory_models import MODELS
 
+ALL_MODELS = MODELS | HELD_OUT
 NUM_RANKS = 2
 # One whose host computes, as two gloo ranks do.
 _LINK = Link(1e9, 1e-4, processor_share=0.5)
@@ -31,22 +33,22 @@ class Run:
     Attributes:
         name: of the model.
         level: of the strategy.
-        checkpointed: ``fe.checkpoint_units`` was called.
+        checkpointing: of ``fe.checkpoint_units``; False: it is not called.
         in_bf16: compute and communication in bf16.
         microbatches: per step.
     """
 
     name: str
     level: str
-    checkpointed: bool = False
+    checkpointing: bool | str = False
     in_bf16: bool = False
     microbatches: int = 1
 
     def build(self) -> nn.Module:
         """The model."""
-        model = MODELS[self.name].build()
-        if self.checkpointed:
-            fe.checkpoint_units(model)
+        model = ALL_MODELS[self.name].build()
+        if self.checkpointing:
+            fe.checkpoint_units(model, None, self.checkpointing)
         return model
 
     @property
@@ -63,7 +65,7 @@ def planned(run: Run) -> fe.Simulation:
     return fe.simulate(
         run.build,
         NUM_RANKS,
-        batch=MODELS[run.name].batch,
+        batch=ALL_MODELS[run.name].batch,
         machine=HOST,
         microbatches=run.microbatches,
         **run.options,
@@ -78,7 +80,7 @@ def measured(run: Run, num_steps: int = STEPS) -> int:
         model = run.build()
         engine = fe.shard(model, **run.options)
         optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        batch = MODELS[run.name].batch()
+        batch = ALL_MODELS[run.name].batch()
         for step in range(num_steps):
             if step == num_steps - 1:
                 watch.restart()

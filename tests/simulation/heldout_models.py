@@ -1,0 +1,364 @@
+"""Ten more models whose memory is planned and measured, which the planner was not tuned on.
+
+They were written after the planner, of other kinds than those of ``memory_models.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.simulation.memory_models import MemoryModel, images, tokens
+
+WORDS = 2048
+
+
+def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class DoubleConvolution(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norms = nn.ModuleDict({n: nn.BatchNorm2d(outputs) for n in ("first", "second")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norms["first"](self.first(x)))
+        return F.relu(self.norms["second"](self.second(x)))
+
+
+class UNet(nn.Module):
+    """Outputs of the way down are concatenated on the way up."""
+
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 256)) -> None:
+        super().__init__()
+        pairs = list(itertools.pairwise(widths))
+        self.stem = DoubleConvolution(3, widths[0])
+        self.down = nn.ModuleList(DoubleConvolution(a, b) for a, b in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in reversed(pairs))
+        self.merge = nn.ModuleList(DoubleConvolution(2 * a, a) for a, _ in reversed(pairs))
+        self.head = nn.Conv2d(widths[0], 10, 1)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        kept = [self.stem(pixel_values)]
+        for down in self.down:
+            kept.append(down(F.max_pool2d(kept[-1], 2)))
+        x = kept.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(torch.cat([kept.pop(), up(x)], 1))
+        return F.cross_entropy(self.head(x), labels[:, None, None].expand(-1, *x.shape[-2:]))
+
+
+class RoutedExperts(nn.Module):
+    """A loop over experts, each weighted by its gate; the largest gates alone are not zero."""
+
+    def __init__(self, width: int, num_experts: int, top: int) -> None:
+        super().__init__()
+        self.top = top
+        self.norm = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+            for _ in range(num_experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        gates, chosen = self.gate(normed).topk(self.top, -1)
+        weights = torch.zeros(*x.shape[:-1], len(self.experts), dtype=x.dtype)
+        weights = weights.scatter(-1, chosen, gates.softmax(-1))
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mixed = mixed + weights[..., number, None] * expert(normed)
+        return x + mixed
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, *, causal: bool = False) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, 4)
+        self.experts = RoutedExperts(width, 8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x + self.attention(self.norm(x), causal=True))
+
+
+class RoutedModel(nn.Module):
+    def __init__(self, width: int = 128, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(ExpertBlock(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return _token_loss(self.head(x), labels)
+
+
+class EncoderBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attention = SelfAttention(width, heads)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+class ManyClasses(nn.Module):
+    """A vision transformer whose head has more weights than all its blocks."""
+
+    def __init__(self, width: int = 160, num_blocks: int = 4, classes: int = 16000) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, 65, width))
+        self.blocks = nn.ModuleList(EncoderBlock(width, 5) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        x = self.patches(pixel_values).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x[:, 0])), labels)
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config: Any = Qwen3Config(
+        hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, vocab_size=WORDS, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def t5_gated() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config: Any = T5Config(  # type: ignore[call-arg]
+        vocab_size=WORDS, d_model=160, d_ff=448, d_kv=40, num_layers=4, num_heads=4,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+class ScaledBlock(nn.Module):
+    """ConvNeXt's: a depthwise convolution, a norm of channels, products, a learned scale."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.full((width,), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = self.scale * self.down(F.gelu(self.up(y)))
+        return x + y.permute(0, 3, 1, 2)
+
+
+class ConvNeXt(nn.Module):
+    def __init__(self, widths: tuple[int, ...] = (64, 128, 256)) -> None:
+        super().__init__()
+        stages: list[nn.Module] = [nn.Conv2d(3, widths[0], 4, stride=4)]
+        for before, width in zip((None, *widths), widths, strict=False):
+            if before is not None:
+                stages.append(nn.Conv2d(before, width, 2, stride=2))
+            stages += [ScaledBlock(width) for _ in range(2)]
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.stages(pixel_values).mean((2, 3))), labels)
+
+
+class GatedRecurrence(nn.Module):
+    """A diagonal linear recurrence over time, in a loop of Python."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.into = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, decays, gates = self.into(self.norm(x)).chunk(3, -1)
+        decays = decays.sigmoid()
+        state, states = torch.zeros_like(x[:, 0]), []
+        for step in range(x.shape[1]):
+            state = decays[:, step] * state + values[:, step]
+            states.append(state)
+        return x + self.out(torch.stack(states, 1) * F.silu(gates))
+
+
+class RecurrentModel(nn.Module):
+    def __init__(self, width: int = 224, num_layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(GatedRecurrence(width) for _ in range(num_layers))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return _token_loss(F.linear(x, self.embedding.weight), labels)  # tied
+
+
+class Recommender(nn.Module):
+    """Tables of categories, their products with each other, and a network on these."""
+
+    def __init__(self, tables: int = 6, rows: int = 4000, width: int = 48) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
+        self.dense = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, width))
+        pairs = (tables + 1) * tables // 2
+        self.top = nn.Sequential(
+            nn.Linear(width + pairs, 768), nn.ReLU(), nn.Linear(768, 768), nn.ReLU(),
+            nn.Linear(768, 1),
+        )  # fmt: skip
+
+    def forward(self, categories: Tensor, numbers: Tensor, labels: Tensor) -> Tensor:
+        dense = self.dense(numbers)
+        found = [table(categories[:, i]) for i, table in enumerate(self.tables)]
+        rows = torch.stack([dense, *found], 1)
+        products = torch.bmm(rows, rows.mT)
+        above = torch.triu_indices(rows.shape[1], rows.shape[1], 1)
+        x = torch.cat([dense, products[:, above[0], above[1]]], 1)
+        return F.binary_cross_entropy_with_logits(self.top(x)[:, 0], labels)
+
+
+class MessagePassing(nn.Module):
+    """Messages along the edges of a graph, summed at their ends."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.message = nn.Sequential(nn.Linear(2 * width, width), nn.ELU(), nn.Linear(width, width))
+        self.update = nn.Linear(2 * width, width)
+        self.norm = nn.GroupNorm(4, width)
+
+    def forward(self, nodes: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        sent = self.message(torch.cat([nodes[source], nodes[target]], -1))
+        summed = torch.zeros_like(nodes).index_add(0, target, sent)
+        return nodes + self.norm(self.update(torch.cat([nodes, summed], -1)))
+
+
+class GraphNetwork(nn.Module):
+    def __init__(self, width: int = 256, num_layers: int = 4) -> None:
+        super().__init__()
+        self.into = nn.Linear(16, width)
+        self.layers = nn.ModuleList(MessagePassing(width) for _ in range(num_layers))
+        self.head = nn.Linear(width, 40)
+
+    def forward(self, nodes: Tensor, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+        x = self.into(nodes)
+        for layer in self.layers:
+            x = layer(x, source, target)
+        return F.cross_entropy(self.head(x), labels)
+
+
+class ModulatedBlock(nn.Module):
+    """A block of a diffusion transformer: norms without weights, modulated by the time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = SelfAttention(width, 6)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+        self.modulation = nn.Linear(width, 6 * width)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        modulation = self.modulation(F.silu(time))[:, None]
+        shift, scale, gate, other_shift, other_scale, other_gate = modulation.chunk(6, -1)
+        normed = F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+        x = x + gate * self.attention(normed)
+        normed = F.layer_norm(x, x.shape[-1:]) * (1 + other_scale) + other_shift
+        return x + other_gate * self.mlp(normed)
+
+
+class DiffusionTransformer(nn.Module):
+    def __init__(self, width: int = 192, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.width = width
+        self.into = nn.Conv2d(3, width, 4, stride=4)
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.blocks = nn.ModuleList(ModulatedBlock(width) for _ in range(num_blocks))
+        self.out = nn.Linear(width, 3 * 4 * 4)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        half = self.width // 2
+        rates = torch.exp(-math.log(10000) * torch.arange(half) / half)
+        angles = labels[:, None].float() * rates
+        time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
+        x = self.into(pixel_values).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x, time)
+        target = F.pixel_unshuffle(pixel_values, 4).flatten(2).transpose(1, 2)
+        return F.mse_loss(self.out(x), target)
+
+
+def clicks(rows: int) -> dict[str, Tensor]:
+    return {
+        "categories": torch.randint(4000, (rows, 6, 4)),
+        "numbers": torch.randn(rows, 16),
+        "labels": torch.ones(rows),
+    }
+
+
+def graph(nodes: int, edges: int) -> dict[str, Tensor]:
+    return {
+        "nodes": torch.randn(nodes, 16),
+        "source": torch.randint(nodes, (edges,)),
+        "target": torch.randint(nodes, (edges,)),
+        "labels": torch.randint(40, (nodes,)),
+    }
+
+
+HELD_OUT = {
+    "U-Net": MemoryModel("skips from the way down to the way up", UNet, lambda: images(4, 64)),
+    "routed experts": MemoryModel(
+        "a loop over experts, top-k gates", RoutedModel, lambda: tokens(4, 64)
+    ),
+    "many classes": MemoryModel("ViT whose head is most of it", ManyClasses, lambda: images(8, 64)),
+    "Qwen3": MemoryModel("norms of heads, tied head", qwen3, lambda: tokens(2, 128)),
+    "gated T5": MemoryModel("gated, head not tied", t5_gated, lambda: tokens(4, 64)),
+    "ConvNeXt": MemoryModel("depthwise, permuted", ConvNeXt, lambda: images(4, 96)),
+    "recurrence": MemoryModel("a loop over time, tied", RecurrentModel, lambda: tokens(32, 16)),
+    "recommender": MemoryModel("tables of categories", Recommender, lambda: clicks(512)),
+    "graph network": MemoryModel(
+        "sums at the ends of edges", GraphNetwork, lambda: graph(512, 2048)
+    ),
+    "diffusion": MemoryModel("modulated by the time", DiffusionTransformer, lambda: images(4, 48)),
+}
