@@ -5,11 +5,11 @@
     python benchmarks/planner_published.py --only selective
 
 A plausibility check, not a measurement: other engines (FSDP2 for torchtitan's jobs, FSDP for those
-of llm-foundry) ran these jobs, all of them fully sharded on one axis over all ranks. Their
-schedules are close to level 3 of this engine, and the machine model is from a data sheet and a few
-assumed fractions (``simulation/machine.py``). Nothing was fitted to these figures. Sources are
-given with each job. Jobs with tensor, context or pipeline parallelism, torch.compile or fp8 are
-excluded.
+of llm-foundry and of IBM) ran these jobs, fully sharded on one axis over all ranks, or within each
+node (HSDP). Their schedules are close to level 3 of this engine, and the machine model is from a
+data sheet and a few fractions (``simulation/machine.py``). The fraction of products on Hopper was
+chosen with the jobs on H100 in view; nothing else was fitted. Sources are given with each job. Jobs
+with tensor, context or pipeline parallelism, torch.compile or fp8 are excluded.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fsdp_engine.simulation.operations import OperationCache
 
 H100_REPORT = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 A100_REPORT = "torchtitan, docs/performance.md of 2024"
+IBM_REPORT = "PyTorch blog of 2024-03-13, Maximizing training throughput using PyTorch FSDP"
 MPT_REPORT = "llm-foundry, scripts/train/benchmarking/README.md"
 
 # "Each H100 GPU is equipped with 96GB HBM2e with 2.4 TB/sec peak memory bandwidth", 400 Gb/s a GPU.
@@ -47,6 +48,16 @@ A100_40 = dataclasses.replace(
     fe.A100,
     name="8 x A100 40 GB a node, 200 Gb/s a GPU",
     processor=dataclasses.replace(fe.A100.processor, memory_bandwidth=1.555e12, memory_bytes=40e9),
+)
+
+# "400Gbps inter-node interconnect", "800Gbps": of a node of eight.
+IBM_A100, IBM_H100 = (
+    dataclasses.replace(
+        machine,
+        name=f"8 x {name} a node, {bandwidth} Gb/s a node",
+        between_nodes=dataclasses.replace(machine.between_nodes, bandwidth=bandwidth * 1e9 / 8 / 8),
+    )
+    for machine, name, bandwidth in ((fe.A100, "A100", 400), (fe.H100, "H100", 800))
 )
 
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -97,6 +108,8 @@ def mpt(hidden: int, layers: int, heads: int) -> Callable[[], nn.Module]:
     return build
 
 
+LLAMA2_7B = llama(4096, 11008, 32, 32, 32, 32000)
+LLAMA2_34B = llama(8192, 22016, 48, 64, 8, 32000)
 LLAMA2_13B = llama(5120, 13824, 40, 40, 40, 32000)
 LLAMA2_70B = llama(8192, 28672, 80, 64, 8, 32000)
 LLAMA3_8B = llama(4096, 14336, 32, 32, 8, 128256)
@@ -120,6 +133,7 @@ class Job:
         gib: memory of one GPU, published; None: unpublished.
         microbatches: per step.
         policy: dtypes.
+        mesh: nodes and ranks of a node, of HSDP; None: one axis.
     """
 
     name: str
@@ -134,6 +148,7 @@ class Job:
     gib: float | None = None
     microbatches: int = 1
     policy: fe.MixedPrecisionPolicy = BF16
+    mesh: tuple[int, int] | None = None
 
 
 def mpt_job(
@@ -163,6 +178,20 @@ JOBS = [
     Job("Llama 3 70B", A100_REPORT, fe.A100, 64, LLAMA3_70B, 1, 8192, "all", 331),
     Job("Llama 3.1 8B", H100_REPORT, GRAND_TETON, 8, LLAMA3_8B, 2, 8192, "selective", 5762, 82.4),
     Job("Llama 3.1 8B", H100_REPORT, GRAND_TETON, 128, LLAMA3_8B, 2, 8192, "selective", 5605, 67.0),
+    Job(
+        *("Llama 2 7B, HSDP", IBM_REPORT, IBM_A100, 128, LLAMA2_7B, 2, 4096, "nothing", 3700),
+        mesh=(16, 8),
+    ),
+    Job("Llama 2 13B", IBM_REPORT, IBM_A100, 128, LLAMA2_13B, 2, 4096, "every 2nd block", 1800),
+    Job("Llama 2 34B", IBM_REPORT, IBM_A100, 128, LLAMA2_34B, 2, 4096, "all", 700),
+    Job("Llama 2 70B", IBM_REPORT, IBM_A100, 128, LLAMA2_70B, 2, 4096, "all", 370),
+    Job(
+        *("Llama 2 7B, HSDP", IBM_REPORT, IBM_H100, 96, LLAMA2_7B, 2, 4096, "nothing", 7500),
+        mesh=(12, 8),
+    ),
+    Job("Llama 2 13B", IBM_REPORT, IBM_H100, 96, LLAMA2_13B, 2, 4096, "every 2nd block", 3800),
+    Job("Llama 2 34B", IBM_REPORT, IBM_H100, 96, LLAMA2_34B, 2, 4096, "all", 1550),
+    Job("Llama 2 70B", IBM_REPORT, IBM_H100, 96, LLAMA2_70B, 2, 4096, "all", 800),
     mpt_job("MPT 13B", A100_40, 16, MPT_13B, 10, 1993),
     mpt_job("MPT 13B", A100_40, 128, MPT_13B, 16, 1972),
     mpt_job("MPT 30B", A100_40, 32, MPT_30B, 4, 857),
@@ -178,6 +207,7 @@ JOBS = [
 
 # torchtitan's report of A100s says "selective op" and "selective layer", which was each second one;
 # that of H100s "selective", which its configs of that time (llama3_8b.toml) have by operation.
+# IBM's jobs checkpoint "every n blocks"; HFU over MFU of their 13B is that of each second one.
 CHECKPOINTING = {
     "nothing": False,
     "every 2nd block": fe.Checkpointing(every=2),
@@ -187,12 +217,13 @@ CHECKPOINTING = {
 
 
 def plan(job: Job) -> dict[str, Any]:
-    """Plan the job at level 3 on one axis."""
+    """Plan the job at level 3 on one axis, or within each node."""
     found = fe.simulate(
         job.build,
         job.world_size,
         batch=example_inputs(job.build(), (job.rows, job.length)),
         machine=job.machine,
+        mesh=job.mesh,
         strategy="optim_grads_params",
         checkpointing=CHECKPOINTING[job.recomputed],
         microbatches=job.microbatches,

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.outcome import Outcome, Setting
-from fsdp_engine.planner.questions import TrainingRun
-from fsdp_engine.terminal import table_text
+from fsdp_engine.planner.questions import TrainingRun, format_large
+from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,89 @@ class Comparison:
         return speedup * self.base.setting.world_size / row.setting.world_size
 
     def __str__(self) -> str:
-        from fsdp_engine.planner.comparison_table import comparison_table  # needs rich
-
         return table_text(comparison_table(self))
+
+
+def comparison_table(
+    found: Comparison, items: float | None = None, prices: Sequence[float | None] = (None,)
+) -> Table:
+    """A row for each plan; labels and strategies wrap in a narrow terminal.
+
+    Args:
+        found: the plans.
+        items: tokens or samples of a training run, for columns with its days and GPU hours.
+        prices: dollars per GPU hour, one for all rows or one for each, for a column with its cost.
+    """
+    with naming_extra():
+        from rich.table import Table
+
+    setting = found.rows[0].setting
+    scales = len({each.setting.world_size for each in found.rows}) > 1
+    has_cost = items is not None and any(price is not None for price in prices)
+    per_rank = "Efficiency: rate of one rank" if scales else "Speed: rate"
+    columns = [f"{setting.item}/s", "efficiency" if scales else "speed", "MFU"]
+    if items is None:
+        columns = ["step", *columns, "at most"]
+        last = "at most: memory of one rank"
+    else:
+        columns += ["days", "GPU hours"] + ["cost"] * has_cost
+        last = f"days, GPU hours{' and cost' * has_cost} of {format_large(items)} {setting.item}"
+    each = [accuracy_of(row.setting.machine_family) for row in found.rows]
+    accuracies = ", ".join(dict.fromkeys(f"{one.where} {one.mark}" for one in each))
+    table = Table(
+        title=f"{setting.model}, {format_count(setting.num_elements)} parameters",
+        caption=(
+            f"The fastest strategy that fits. {per_rank}, over that of the first row; MFU: model "
+            f"flops utilization; {last}. Accuracy of times: {accuracies}."
+        ),
+        title_justify="left",
+        caption_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column(found.heading, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    every = list(prices) * len(found.rows) if len(prices) == 1 else list(prices)
+    for row, price in zip(found.rows, every, strict=True):
+        cells = _cells(found, row, items, price, scales=scales, has_cost=has_cost)
+        cells = cells or [_UNKNOWN] * len(columns)
+        table.add_row(f"[bold]{row.label}[/bold]\n{_strategy(row)}", *cells)
+    return table
+
+
+def _cells(
+    found: Comparison,
+    row: ComparedRow,
+    items: float | None,
+    price: float | None,
+    *,
+    scales: bool,
+    has_cost: bool,
+) -> list[str]:
+    """The numbers of a row; none if nothing fits."""
+    chosen = row.chosen
+    if chosen is None or chosen.times is None:
+        return []
+    ratio = found.efficiency(row) if scales else found.speedup(row)
+    cells = [format_count(chosen.rate), f"{ratio:.2f}", f"{chosen.times.mfu:.1%}"]
+    if items is None:
+        return [format_seconds(chosen.times.step), *cells, format_bytes(chosen.peak_bytes)]
+    run = row.run(items, price)
+    cells += [f"{run.days:,.1f}", format_large(run.gpu_hours)]
+    if has_cost:
+        cells.append(_UNKNOWN if run.cost is None else f"${format_large(run.cost)}")
+    return cells
+
+
+def _strategy(row: ComparedRow) -> str:
+    if row.chosen is None:
+        return "nothing fits"
+    each = row.chosen.candidate
+    text = f"{each.levels} on {each.ranks}"
+    if each.microbatch_size is not None:
+        count = each.microbatches or row.setting.microbatches
+        text += f", {count} x {each.microbatch_size} row{'s' * (each.microbatch_size > 1)}"
+    text += f", recompute {each.recomputed}" * each.recomputes
+    return f"{text}, {each.offloaded}" if each.offloaded else text

@@ -202,9 +202,10 @@ def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
     """The candidates of a quick plan, in its order: those that save the most memory first, as they
     fit most often. ZeRO-1 and DDP are tried on one axis."""
 
-    def rank(each: Candidate) -> tuple[int, bool, int]:
+    def rank(each: Candidate) -> tuple[int, int, int]:
         pair = _QUICK.index((each.strategy, each.outer_strategy))
-        return pair // 2, each.checkpointing is False, 2 * pair + len(each.mesh)
+        kept = 2 if each.checkpointing is False else int(each.checkpointing is not True)
+        return len(each.mesh) if pair < 2 else 2 + pair, pair, kept
 
     quick = [
         each

@@ -106,9 +106,8 @@ def cache_of(parts: Mapping[str, Any], folder: Path | None = None) -> JobCache |
         parts: everything that its rows share, by name.
         folder: None: :func:`cache_folder`.
     """
-    from fsdp_engine import __version__
-
-    versions = (__version__, torch.__version__, platform.python_version())
+    package = sys.modules[__name__.partition(".")[0]]
+    versions = (package.__dict__["__version__"], torch.__version__, platform.python_version())
     described = digest({"versions": versions, **parts})
     if described is None or _is_changed_since_start(loaded_sources()):
         return None

@@ -40,8 +40,7 @@ class _Bar(PlanProgress):
 
     def found(self, outcome: Outcome, item: str) -> None:
         self._bar.advance(self._task)
-        if self._bar.console.is_terminal:
-            self._bar.console.print(row_text(outcome, item), style="dim" * bool(outcome.lacking))
+        self._bar.console.print(row_text(outcome, item), style="dim" * bool(outcome.lacking))
 
 
 def row_text(outcome: Outcome, item: str) -> str:
@@ -55,7 +54,7 @@ def row_text(outcome: Outcome, item: str) -> str:
 
 @contextmanager
 def plan_progress(is_shown: bool) -> Iterator[PlanProgress]:
-    """The progress of a plan, shown on stderr if ``is_shown``."""
+    """The progress of a plan, shown on stderr if ``is_shown`` and stderr is a terminal."""
     if not is_shown:
         yield PlanProgress()
         return
@@ -64,7 +63,11 @@ def plan_progress(is_shown: bool) -> Iterator[PlanProgress]:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column
 
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:  # each refresh would be a line
+        yield PlanProgress()
+        return
     description = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))
     columns = (MofNCompleteColumn(), BarColumn(bar_width=12), description)
-    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
+    with Progress(*columns, console=console, transient=True, expand=True) as bar:
         yield _Bar(bar, bar.add_task("planning", total=0))

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.planner.comparison import Comparison
-from fsdp_engine.planner.comparison_table import comparison_table
+from fsdp_engine.planner.comparison import Comparison, comparison_table
 from fsdp_engine.planner.questions import GPU, format_duration
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.terminal import format_bytes

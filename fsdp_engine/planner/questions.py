@@ -14,9 +14,10 @@ Formulas, with units in their docstrings:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.simulation.time_accuracy import TimeAccuracy, accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds
 
 GPU, NODE = "gpu", "node"
@@ -36,6 +37,7 @@ class TrainingRun:
         mfu: model flops utilization, a fraction.
         model_flops: of the run, on all ranks, without recomputation.
         price: dollars per GPU hour. None: unknown.
+        accuracy: of the planned times, by which they are not scaled.
     """
 
     items: float
@@ -46,6 +48,7 @@ class TrainingRun:
     mfu: float
     model_flops: float
     price: float | None = None
+    accuracy: TimeAccuracy = field(default_factory=lambda: accuracy_of(""))
 
     @classmethod
     def of(
@@ -70,6 +73,7 @@ class TrainingRun:
             chosen.times.mfu,
             steps * chosen.model_flops * setting.world_size,
             price,
+            accuracy_of(setting.machine_family),
         )
 
     @property
@@ -90,7 +94,8 @@ class TrainingRun:
     def __str__(self) -> str:
         text = (
             f"Training on {format_large(self.items)} {self.item} takes {self.steps:,} steps, "
-            f"{format_duration(self.seconds)}, {format_large(self.gpu_hours)} GPU hours on "
+            f"{format_duration(self.seconds)} {self.accuracy.mark}, "
+            f"{format_large(self.gpu_hours)} GPU hours on "
             f"{self.num_ranks:,} ranks; {self.model_flops:.2e} model flops, MFU {self.mfu:.1%}"
         )
         if self.price is None or self.cost is None:

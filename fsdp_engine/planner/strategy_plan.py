@@ -402,7 +402,7 @@ class StrategyPlan:
         assert self.machine is not None
         given = [parsed_changes(each) if isinstance(each, str) else each for each in changes]
         machines = [changed_machine(self.machine, each) for each in given]
-        rows = [ComparedRow("as planned", self.setting, self.chosen)]
+        rows = [self._row("as planned")]
         for change, machine in zip(given, machines, strict=True):
             label = ", ".join(f"{name}={value}" for name, value in change.items())
             rows.append(self._row(label, machine=machine))
@@ -433,7 +433,7 @@ class StrategyPlan:
         return Comparison("ranks", tuple(rows))
 
     def _row(self, label: str, **changes: Any) -> ComparedRow:
-        plan = self._again(tries=False, **{"quick": self.setting.is_quick, **changes})
+        plan = self._again(is_compared=True, **{"quick": self.setting.is_quick, **changes})
         return ComparedRow(label, plan.setting, plan.chosen)
 
     def _again(self, **changes: Any) -> StrategyPlan:

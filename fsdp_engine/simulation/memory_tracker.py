@@ -33,8 +33,8 @@ for T steps, batch size B, input size I and hidden size H. ld is the size of a r
 64 bytes, plus 64 bytes if the result is a multiple of 1,024 bytes.
 
 Norms of half-precision inputs with weights in fp32 return their statistics in fp32; their fake
-versions return them in the dtype of the input. Some losses first write the loss of each element into
-the memory of their result, which keeps it as long as the loss exists.
+versions return them in the dtype of the input. Some losses first write the loss of each element
+into the memory of their result, which keeps it as long as the loss exists.
 """
 
 from __future__ import annotations

@@ -193,22 +193,20 @@ def test_quick_candidates_are_those_of_level_3_first() -> None:
     every = [
         Candidate(mesh, pair.inner.name, pair.outer.name, recompute)
         for mesh, recompute, pair in itertools.product(
-            ((16,), (2, 8)), (False, True), ALL_STRATEGIES
+            ((16,), (2, 8)), (False, "selective", True), ALL_STRATEGIES
         )
         if len(mesh) == 2 or pair.outer.name == "no_shard"
     ]
     level, ddp = "optim_grads_params", "no_shard"
+    pairs = [
+        ((16,), level, ddp),
+        ((2, 8), level, ddp),
+        ((2, 8), level, "optim"),
+        ((16,), "optim", ddp),
+        ((16,), ddp, ddp),
+    ]
     assert quick_candidates(every) == [
-        Candidate((16,), level, ddp, True),
-        Candidate((2, 8), level, ddp, True),
-        Candidate((2, 8), level, "optim", True),
-        Candidate((16,), level, ddp, False),
-        Candidate((2, 8), level, ddp, False),
-        Candidate((2, 8), level, "optim", False),
-        Candidate((16,), "optim", ddp, True),
-        Candidate((16,), ddp, ddp, True),
-        Candidate((16,), "optim", ddp, False),
-        Candidate((16,), ddp, ddp, False),
+        Candidate(*pair, recompute) for pair in pairs for recompute in (True, "selective", False)
     ]
 
 
@@ -218,6 +216,8 @@ def test_a_quick_plan_ends_with_the_first_that_fits_when_its_time_is_over(
     monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)
     quick = planned(2.0**30, quick=True)
     assert [each.candidate.strategy for each in quick.outcomes] == ["optim_grads_params"]
+    for row in quick.what_if("memory_bytes=1x").rows:  # all of them, whatever the time
+        assert row.chosen.candidate.strategy == "no_shard"
     assert quick.setting.is_quick
     assert "This is a quick plan, of 1 of the candidates: others may be faster." in str(quick)
 

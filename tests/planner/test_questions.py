@@ -69,8 +69,9 @@ def test_a_run_of_tokens_has_days_gpu_hours_cost_and_mfu() -> None:
     assert run.mfu == pytest.approx(0.4)
     assert run.model_flops == pytest.approx(3_000_000 * 1024 * 3e17)
     assert str(run) == (
-        "Training on 12T tokens takes 3,000,000 steps, 69.4 days, 1.71M GPU hours on 1,024 ranks; "
-        "9.22e+26 model flops, MFU 40.0%. Cost: $4.27M at $2.50 per GPU hour."
+        "Training on 12T tokens takes 3,000,000 steps, 69.4 days (accuracy unknown), 1.71M "
+        "GPU hours on 1,024 ranks; 9.22e+26 model flops, MFU 40.0%. Cost: $4.27M at $2.50 per GPU "
+        "hour."
     )
 
 
@@ -108,7 +109,7 @@ def test_the_interval_loses_the_least_time_of_dalys_model(mtbf: float) -> None:
 
 
 def test_the_slowdown_of_rare_failures_is_that_of_saves_and_of_half_an_interval() -> None:
-    # First order: d / t for saves, (t / 2 + R) / M for what is repeated.
+    # First order: d / t for saves, (t / 2 + R) / M for repeated work.
     found = slowdown(1000.0, 10.0, 50.0, 1e7)
     assert found - 1 == pytest.approx(10 / 1000 + (1010 / 2 + 50) / 1e7, rel=2e-2)
 
@@ -267,6 +268,7 @@ def test_machines_and_changes_have_the_plans_that_they_have_alone() -> None:
     assert found.rows[1].chosen == small_plan(fe.A100).chosen
     slower = planning.what_if("outer_bandwidth=0.001x,inner_bandwidth=0.001x")
     assert slower.rows[0].chosen == planning.chosen
+    assert "Accuracy of times: H100 (x " in str(slower).replace("\n", " ")
     speedup = slower.speedup(slower.rows[1])
     assert speedup is not None
     assert speedup < 0.99

@@ -1,0 +1,34 @@
+"""The example of docs/planner.md prints what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.thorough
+def test_the_example_of_questions_prints_what_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    section = page.split("## Global batch, quick plans, and questions")[1]
+    (script,) = re.findall(r"```bash\n(.*?)```", section, re.S)[:1]
+    (expected,) = re.findall(r"```text\n(.*?)```", section, re.S)[:1]
+    command = f"{shlex.quote(sys.executable)} -m fsdp_engine"
+    done = subprocess.run(
+        ["bash", "-euc", script.replace("fsdp-engine", command)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(expected)
