@@ -20,6 +20,8 @@ import harness  # noqa: E402
 from checkpoint import TARGETS as CHECKPOINT_TARGETS  # noqa: E402
 from step_time import TARGETS as STEP_TARGETS  # noqa: E402
 
+from fsdp_engine.simulation.time_accuracy import ACCURACIES, accuracy_of  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 STEP_TIMES = ("step_time_10M", "step_time_85M")
 LEVEL_3 = "optim_grads_params"
@@ -1309,6 +1311,17 @@ def published_ranges() -> str:
     return " ".join(lines)
 
 
+def time_accuracy() -> str:
+    """The accuracy of times that plans state."""
+    rows = []
+    for each in ACCURACIES.values():
+        low, high = each.factors[0], each.factors[-1]
+        took = f"{each.steps.removesuffix(',')}: {low:.2f} to {high:.2f} times the planned time"
+        rows.append([each.where, took, f"`{each.mark}`", "too fast" if each.is_too_fast else ""])
+    rows.append(["B200, others", "nothing", f"`{accuracy_of('B200').mark}`", ""])
+    return table(["machine", "compared with", "printed after a time", "planner"], rows)
+
+
 def _gpu(row: dict[str, Any]) -> str:
     """ "H100", with its memory where that is not 80 GB: "8 x A100 40 GB a node, ..."."""
     found = re.search(r"(\w100)(?: SXM)?(?: (\d+) GB)?", row["machine"])
@@ -1558,6 +1571,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     planner_time,
     published,
     published_ranges,
+    time_accuracy,
     async_device_steps,
     async_device_waits,
     missing_waits,

@@ -1,0 +1,80 @@
+"""Writes the accuracy of planned times into the package, from results files.
+
+    python tools/time_factors.py            # fails if the package has others
+    python tools/time_factors.py --write
+
+Run it after ``benchmarks/planner_published.py``, ``planner_time.py`` or ``planner_gpu.py``; then
+``tools/figures.py --write`` and ``tools/planner_example.py --write`` for the docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "fsdp_engine" / "simulation" / "time_factors.py"
+
+_HEAD = '''"""Measured over planned step times, by family of machines, in ascending order.
+
+Written by ``tools/time_factors.py`` from ``benchmarks/results``.
+"""
+
+FACTORS: dict[str, tuple[float, ...]] = {
+'''
+
+
+def measured() -> dict[str, list[float]]:
+    """Measured over planned step times by family, from the results files. Of published jobs they
+    are planned over published speeds."""
+    models = _results("planner_time")["models"].values()
+    runs = _results("planner_gpu").values()
+    found = {
+        "A100": _published("A100"),
+        "H100": _published("H100"),
+        "calibrated CPU": [1 / each["ratio"] for m in models for each in m["steps"].values()],
+        "calibrated GPU": [
+            each["measured seconds"] / each["planned seconds"]
+            for run in runs
+            for each in run.values()
+        ],
+    }
+    return {family: sorted(factors) for family, factors in found.items()}
+
+
+def module_text() -> str:
+    """The text of the module of the package."""
+    lines = []
+    for family, factors in measured().items():
+        lines.append(f'    "{family}": (\n')
+        lines += [f"        {factor:.4f},\n" for factor in factors]
+        lines.append("    ),\n")
+    return "".join([_HEAD, *lines, "}\n"])
+
+
+def _published(gpu: str) -> list[float]:
+    rows = _results("planner_published")
+    return [row["planned over published"] for row in rows if gpu in row["machine"]]
+
+
+def _results(name: str) -> Any:
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["results"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write the module")
+    if parser.parse_args().write:
+        TARGET.write_text(module_text(), encoding="utf-8")
+    elif TARGET.read_text(encoding="utf-8") != module_text():
+        sys.exit(f"{TARGET}: expected the factors of the results files; found others. Run --write")
+
+
+if __name__ == "__main__":
+    main()
