@@ -393,7 +393,7 @@ def muon_shares() -> str:
         ]
         for name, each in found.items()
     ]
-    columns = ["model, ranks", "matrices", "largest share x mean", "x lower bound"]
+    columns = ["model, ranks", "matrices", "largest share x mean", "x what whole matrices allow"]
     columns += ["every rank does all, ms", "owners compute, ms", "a message, ms", "step, ms"]
     return table(columns, rows)
 
