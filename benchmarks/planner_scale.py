@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.planner import strategy_search
+from fsdp_engine.planner import job
 from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.strategies import ALL_STRATEGIES
 
@@ -257,7 +257,7 @@ def quick_plan(name: str, started: float) -> dict[str, Any]:
         return result
 
     tokens = torch.zeros(1, QUICK_TOKENS.get(name, TOKENS), dtype=torch.long)
-    with mock.patch.object(strategy_search, "simulate", simulated):
+    with mock.patch.object(job, "simulate", simulated):
         planning = fe.plan(
             functools.partial(build, name, False),
             {"input_ids": tokens, "labels": tokens},

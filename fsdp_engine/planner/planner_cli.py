@@ -37,11 +37,12 @@ from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
 from fsdp_engine.planner.page import save_page
+from fsdp_engine.planner.plan_request import AUTO, EVERYTHING
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
 from fsdp_engine.planner.questions import GPU, NODE, check_positive, parsed_count
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
-from fsdp_engine.planner.strategy_search import AUTO, EVERYTHING, meta_model
+from fsdp_engine.planner.strategy_search import meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import OFFLOAD, Activations

@@ -14,7 +14,7 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import ACTIVATION_LANES
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.strategy_search import EVERYTHING
+from fsdp_engine.planner.plan_request import EVERYTHING
 from tests.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
 
 BLOCKS = 8

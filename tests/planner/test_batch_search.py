@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner import strategy_search
+from fsdp_engine.planner import job, strategy_search
 from fsdp_engine.planner.batch_search import divisors, largest_fitting, of_many, rows_of_rank
 from fsdp_engine.planner.outcome import Candidate, Outcome, quick_candidates
 from fsdp_engine.strategies import ALL_STRATEGIES
@@ -227,13 +227,13 @@ def test_the_full_plan_after_a_quick_one_simulates_the_others(
 ) -> None:
     quick = planned(2.0**30, quick=True)
     tried = []
-    simulate = strategy_search.simulate
+    simulate = job.simulate
 
     def counted(*args: object, **options: object) -> fe.Simulation:
         tried.append(options["strategy"])
         return simulate(*args, **options)
 
-    monkeypatch.setattr(strategy_search, "simulate", counted)
+    monkeypatch.setattr(job, "simulate", counted)
     full = quick.full()
     # Level 3, ZeRO-1 and DDP are there; the choice is tried with a larger batch, and with more.
     assert tried.count("optim_grads") == 1 + 2 * (full.chosen.candidate.strategy == "optim_grads")

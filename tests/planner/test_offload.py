@@ -24,7 +24,7 @@ from fsdp_engine.offload import ROLES
 from fsdp_engine.planner.estimates import Estimate, compare, estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.planner.strategy_search import EVERYTHING
+from fsdp_engine.planner.plan_request import EVERYTHING
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.terminal import format_bytes
 from tests.models import Transformer, token_batch

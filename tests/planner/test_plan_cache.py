@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fsdp_engine as fe
-from fsdp_engine.planner import plan_cache, strategy_search
+from fsdp_engine.planner import job, plan_cache, plan_request, strategy_search
 from fsdp_engine.planner.plan_cache import cache_folder, digest
 from tests.models import Transformer, token_batch
 
@@ -46,13 +46,13 @@ def sources_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Strategies of the simulations that run."""
     tried: list[str] = []
-    simulate = strategy_search.simulate
+    simulate = job.simulate
 
     def counted(*args: object, **options: Any) -> fe.Simulation:
         tried.append(options["strategy"])
         return simulate(*args, **options)
 
-    monkeypatch.setattr(strategy_search, "simulate", counted)
+    monkeypatch.setattr(job, "simulate", counted)
     return tried
 
 
@@ -142,7 +142,7 @@ def test_another_job_is_not_answered_from_the_cache(
 
 def planned_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Level 3 alone, without variations, for the test's time."""
-    every = strategy_search.candidates
+    every = plan_request.candidates
 
     def some(*args: Any) -> Any:
         return (
@@ -151,8 +151,8 @@ def planned_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
             if (each.strategy, each.outer_strategy) == ("optim_grads_params", "no_shard")
         )
 
-    monkeypatch.setattr(strategy_search, "candidates", some)
-    monkeypatch.setattr(strategy_search._Job, "trials", lambda *_: ())
+    monkeypatch.setattr(plan_request, "candidates", some)
+    monkeypatch.setattr(job.Job, "trials", lambda *_: ())
 
 
 def test_closures_of_equal_code_differ_by_their_values() -> None:
@@ -266,20 +266,20 @@ SCRIPT = """
     import sys, torch
     from torch import nn
     import fsdp_engine as fe
-    from fsdp_engine.planner import strategy_search
+    from fsdp_engine.planner import job, strategy_search
     from helper import width
 
     def build():
         return nn.Sequential(nn.Linear(8, width()), nn.Linear(width(), 8))
 
-    number, simulate = 0, strategy_search.simulate
+    number, simulate = 0, job.simulate
 
     def counted(*args, **options):
         global number
         number += 1
         return simulate(*args, **options)
 
-    strategy_search.simulate = counted
+    job.simulate = counted
     found = fe.plan(build, torch.zeros(2, 8), world_size=2, quick=True, cache=True)
     print(number, *(each.peak_bytes for each in found.outcomes))
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_engine.planner import plan_cache, strategy_search
+from fsdp_engine.planner import job, plan_cache, strategy_search
 from fsdp_engine.planner.outcome import Candidate, Outcome, Times
 from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.planner.progress import plan_progress
@@ -118,7 +118,7 @@ def test_rows_come_from_the_cache_unless_it_is_off(monkeypatch: pytest.MonkeyPat
     def fails(*args: object, **options: object) -> None:
         raise AssertionError("simulated")
 
-    monkeypatch.setattr(strategy_search, "simulate", fails)
+    monkeypatch.setattr(job, "simulate", fails)
     assert run("--quick-only") == first
     result = CliRunner().invoke(app, f"{OF_LLAMA} --quick-only --no-cache".split())
     assert isinstance(result.exception, AssertionError)
@@ -145,6 +145,6 @@ def test_wrong_options_are_errors_before_anything_is_planned(
     def fails(*args: object, **options: object) -> None:
         raise AssertionError("simulated")
 
-    monkeypatch.setattr(strategy_search, "simulate", fails)
+    monkeypatch.setattr(job, "simulate", fails)
     output = run(arguments, status=2)
     assert message in " ".join(output.replace("│", " ").split())

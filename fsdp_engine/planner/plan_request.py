@@ -1,0 +1,202 @@
+"""The arguments of a plan, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_engine.offload import HOST, Offload
+from fsdp_engine.planner.command_inputs import import_function
+from fsdp_engine.planner.outcome import (
+    USABLE,
+    Candidate,
+    Mesh,
+    candidates,
+    check_checkpointing,
+    check_meshes,
+    fitting_meshes,
+    quick_candidates,
+)
+from fsdp_engine.planner.questions import check_positive
+from fsdp_engine.runtime.activations import Activations
+from fsdp_engine.simulation.machine import Machine
+from fsdp_engine.simulation.simulate import MakeOptimizer
+from fsdp_engine.simulation.simulation_error import (
+    check_callable,
+    check_count,
+    check_memory,
+    check_type,
+    listed,
+)
+from fsdp_engine.units.checkpointing import SELECTIVE
+
+# Everything that can be on the host.
+EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
+# As `offload`: only if nothing fits without. The offloads that are tried then, until some fit.
+AUTO = "auto"
+_AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments of :func:`~.strategy_search.plan`, which describes them.
+
+    Attributes:
+        options: of ``fe.shard``.
+        is_compared: the plan is one of several: the choice is not varied, and a quick plan tries
+            all of its candidates, whatever time they take.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+
+    build: Callable[[], nn.Module] | str
+    batch: Any
+    world_size: int
+    machine: Machine | str
+    memory: float | None
+    meshes: Iterable[Sequence[int]] | None
+    checkpointing: Iterable[Activations] | None
+    microbatch_sizes: Sequence[int] | None
+    microbatches: int
+    loss: Callable[[Any], Tensor] | None
+    optimizer: MakeOptimizer | None
+    formulas: bool
+    progress: bool
+    offload: Offload | str | None
+    global_batch: float | None
+    sequences: Sequence[int] | None
+    quick: bool
+    cache: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_compared: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("meshes", "checkpointing", "microbatch_sizes", "sequences"):
+            value = getattr(self, name)
+            if isinstance(value, Iterator):  # the request is used again for other plans
+                object.__setattr__(self, name, list(value))
+        if not isinstance(self.machine, Machine):
+            object.__setattr__(self, "machine", Machine.named(self.machine))
+        check_count("world_size", self.world_size, "1 rank or more")
+        check_count("microbatches", self.microbatches, "at least 1")
+        if self.memory is not None:
+            check_memory(self.memory)
+        if self.offload is not None and self.offload != AUTO:
+            check_type("offload", self.offload, Offload, "an fe.Offload, 'auto' or None")
+        if not isinstance(self.build, str):
+            check_callable(
+                "build", self.build, "a function that returns a torch.nn.Module, or its name"
+            )
+        for name, function in (("loss", self.loss), ("optimizer", self.optimizer)):
+            if function is not None:
+                check_callable(name, function, "a function, or None")
+        for each in self.activations:
+            check_checkpointing(each)
+        for each in self._sizes:
+            if each is not None:
+                check_count("microbatch_sizes", each, "sizes of 1 or more")
+        for each in self._lengths:
+            if each is not None:
+                check_count("sequences", each, "lengths of 1 or more")
+        self._check_global_batch()
+        for name in ("formulas", "progress", "quick", "cache"):
+            check_type(name, getattr(self, name), bool, "True or False")
+
+    def _check_global_batch(self) -> None:
+        if self.global_batch is None:
+            return
+        check_positive("global_batch", self.global_batch, "tokens or samples of a step")
+        if self.formulas:
+            raise ValueError(
+                "global_batch: expected a plan that runs the model, since formulas do not know the "
+                "memory of a microbatch; found formulas"
+            )
+        if self.microbatches != 1:
+            raise ValueError(
+                "microbatches: expected none with global_batch, from which their number follows; "
+                f"found {self.microbatches}"
+            )
+
+    @property
+    def where(self) -> Machine:
+        """The machine."""
+        assert isinstance(self.machine, Machine)
+        return self.machine
+
+    @property
+    def limit(self) -> float:
+        """Memory of a rank, in bytes."""
+        return USABLE * self.where.processor.memory_bytes if self.memory is None else self.memory
+
+    @property
+    def make_model(self) -> Callable[[], nn.Module]:
+        """Builds the model."""
+        return import_function(self.build, "build") if isinstance(self.build, str) else self.build
+
+    @property
+    def activations(self) -> list[Any]:
+        """Values of ``checkpointing`` to try."""
+        if self.checkpointing is None:
+            return [False, SELECTIVE, True]
+        kinds = "True, False, 'selective' ..., in a tuple"
+        return listed("checkpointing", self.checkpointing, kinds)
+
+    @property
+    def tries_offloads(self) -> bool:
+        """Whether candidates may be tried with more on the host than ``offload`` says."""
+        has_host = self.where.host_runs_ahead and self.where.host_link is not None
+        return has_host and not self.quick
+
+    @property
+    def tries_offloaded_activations(self) -> bool:
+        """Whether candidates may be tried with activations on the host."""
+        return self.tries_offloads and self.checkpointing is None and self.offload is not None
+
+    @property
+    def more_offloads(self) -> tuple[Offload, ...]:
+        """Offloads that are tried where nothing fits."""
+        if self.offload != AUTO or not self.tries_offloads:
+            return ()
+        if self.where.host_memory_bandwidth is None:  # which the host needs to cast main weights
+            return tuple(each for each in _AUTO_OFFLOADS if each.main_weights != HOST)
+        return _AUTO_OFFLOADS
+
+    def candidates(self) -> list[Candidate]:
+        """All candidates, of a global batch with the first size; those of a quick plan in its
+        order.
+
+        Raises:
+            ValueError: there are none.
+        """
+        sizes = self._sizes
+        if self.global_batch is not None:
+            sizes = [each or 1 for each in sizes[:1]]
+        given = self.offload if isinstance(self.offload, Offload) else None
+        found = list(candidates(self._axes(), self.activations, sizes, given, self._lengths))
+        if not found:
+            raise ValueError(
+                "meshes, checkpointing, microbatch_sizes: expected at least one candidate; found "
+                "none"
+            )
+        return quick_candidates(found) if self.quick else found
+
+    def _axes(self) -> list[Mesh]:
+        if self.meshes is None:
+            return fitting_meshes(self.world_size, self.where.ranks_per_node)
+        return check_meshes(self.meshes, self.world_size)
+
+    @property
+    def _sizes(self) -> list[Any]:
+        if self.microbatch_sizes is None:
+            return [None]
+        return listed("microbatch_sizes", self.microbatch_sizes, "sizes, such as (1, 2)")
+
+    @property
+    def _lengths(self) -> list[Any]:
+        if self.sequences is None:
+            return [None]
+        return listed("sequences", self.sequences, "lengths, such as (4096, 8192)")
