@@ -23,6 +23,7 @@ import fsdp_engine as fe
 from corpus import BatchPlan, read_corpus
 from fsdp_engine.simulation.calibrate import calibrate
 from gpt import GPT, GPTConfig
+from train_gpt import start_processes
 
 SEQUENCES = 4  # of a rank, in a step
 
@@ -57,20 +58,12 @@ def plan(settings: argparse.Namespace, num_ranks: int) -> fe.StrategyPlan:
 
 def train(settings: argparse.Namespace, planning: fe.StrategyPlan) -> list[float]:
     """The mean losses of all steps."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    device = start_processes()
     torch.manual_seed(0)
     with device:
         model = GPT(GPTConfig())
     engine = fe.shard(model, strategy="auto", plan=planning)
+    rank, size = dist.get_rank(), dist.get_world_size()
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))
     text = read_corpus(settings.data).train
     batches = BatchPlan(SEQUENCES * size, 1, size, model.config.sequence_length)
