@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -234,6 +234,15 @@ def reset(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
     return []
 
 
+@contextmanager
+def held_step(engine: Any) -> Iterator[None]:
+    """Steps run when all else that the device was given within the block has run."""
+    (offloading,) = engine._offloadings
+    with on.held(offloading._step_lane._target()):
+        yield
+        torch.deferred.current_stream().synchronize()
+
+
 ACCESSES: list[Callable[[fe.Engine, Any, Any], list[Tensor]]] = [
     *(clone_slices, clone_locals, gather, average, full_state, whole, all_state),
     *(change_gradients, zero_gradients, clear_and_allocate, clip_again, change_weights),
@@ -241,18 +250,29 @@ ACCESSES: list[Callable[[fe.Engine, Any, Any], list[Tensor]]] = [
 ]
 
 
-def after_a_step(access: Any, level: str, offload: fe.Offload, slow: float = SLOW) -> list[Tensor]:
-    """What ``access`` finds right after a step, and the weights after another one."""
+def after_a_step(
+    access: Any, level: str, offload: fe.Offload, *, holds: bool = False
+) -> list[Tensor]:
+    """What ``access`` finds right after a step, and the weights after another one.
+
+    Args:
+        access: what a user does.
+        level: of the engine.
+        offload: of the optimizer's state.
+        holds: the step runs when ``access`` has run on the device, which must not wait for it.
+    """
     engine, optimizer = sharded(offload, level)
     model: Any = engine.model
     batches = [on_device(token_batch(4, seed), engine.mesh.device) for seed in range(3)]
     kept = [param.data for param in model.parameters()]
-    with sdpa_kernel(SDPBackend.MATH), on.delays(copy=slow), memory_is_overwritten():
-        for batch in batches[:2]:
+    with sdpa_kernel(SDPBackend.MATH), on.delays(copy=SLOW), memory_is_overwritten():
+        for number, batch in enumerate(batches[:2]):
             optimizer.zero_grad()
             model(*batch).backward()
-            optimizer.step()
-        found = access(engine, optimizer, kept)
+            with held_step(engine) if holds and number else nullcontext():
+                optimizer.step()
+                if number:
+                    found = access(engine, optimizer, kept)
         optimizer.zero_grad()
         model(*batches[2]).backward()
         optimizer.step()
@@ -326,7 +346,7 @@ def test_accesses_without_a_wait_are_wrong(access: Any) -> None:
         if access is on_another_stream:
             patch.undo()
             patch.setattr(PendingStep, "begin", begin_without_caller)
-        found = after_a_step(access, FULL[0], BESIDE, slow=6e-2)
+        found = after_a_step(access, FULL[0], BESIDE, holds=True)
         patch.undo()
         finish_pending_steps()
     assert not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
