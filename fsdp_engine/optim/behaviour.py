@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.memory import allocator
@@ -163,6 +163,7 @@ class Trials:
         self._largest_product = 0
         self._found: dict[tuple[int, tuple[int, ...], torch.dtype], Found] = {}
 
+    @_disable_current_modes()  # a trial needs values, also in a simulation
     def find(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Found:
         """How a parameter of group ``number`` is stepped.
 

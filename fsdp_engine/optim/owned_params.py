@@ -18,7 +18,7 @@ from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import Lanes, Ticket
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
-from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.memory.allocator import Memory, storage_keys
 from fsdp_engine.optim.chunked_step import Stored
 from fsdp_engine.optim.owned_homes import StateHome
 from fsdp_engine.optim.owner_messages import ROLE, ChunkMessages, Owned
@@ -81,10 +81,11 @@ class OwnedParam:
         )
 
 
-def _memory_of(param: Any) -> tuple[int, torch.dtype]:
+def _memory_of(param: Any) -> tuple[object, int, torch.dtype]:
     """Tells apart the memory of a parameter from others."""
     local = param._local_tensor if isinstance(param, FlatDTensor) else param
-    return (local.data_ptr() if local.numel() else 0), local.dtype
+    key = storage_keys(local)[0] if local.numel() else None
+    return key, int(local.storage_offset()), local.dtype
 
 
 def flat_slice(tensor: Any) -> Tensor:

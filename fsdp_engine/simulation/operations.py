@@ -510,6 +510,13 @@ class Operations(TorchDispatchMode):
         if name == _SEND:
             link = machine.link_to(args[2] * stride)  # the simulated rank is the first of its node
             sent, seconds = float(num_bytes), link.seconds(num_bytes, 1)
+        elif name == _ALL_TO_ALL and args[3]:  # parts of various sizes, none for this rank
+            link = machine.link(num_ranks, stride)
+            output, source, _, from_ranks, to_ranks = args[:5]
+            received = [each * output.itemsize for each in from_ranks]
+            to_others = [each * source.itemsize for each in to_ranks]
+            sent = float(sum(to_others))
+            seconds = exchange_seconds(machine, to_others, received, stride)
         else:
             link = machine.link(num_ranks, stride)
             ring = _RINGS.get(name, 1)
@@ -541,6 +548,27 @@ def all_to_all_seconds(machine: Machine, num_bytes: int, num_ranks: int, stride:
     far = num_ranks - 1 - near
     within, between = machine.within_node, machine.between_nodes
     return max(within.seconds(near * part, near), between.seconds(far * part, far))
+
+
+def exchange_seconds(
+    machine: Machine, sent: Sequence[int], received: Sequence[int], stride: int
+) -> float:
+    """Seconds of an all-to-all of parts of various sizes, as :func:`all_to_all_seconds`.
+
+    Args:
+        machine: the machine.
+        sent, received: bytes by rank.
+        stride: of the ranks.
+    """
+
+    def seconds(link: Link, ranks: range) -> float:
+        num_bytes = max(sum(sizes[rank] for rank in ranks) for sizes in (sent, received))
+        num_peers = sum(1 for rank in ranks if sent[rank] or received[rank])
+        return link.seconds(num_bytes, num_peers) if num_peers else 0.0
+
+    in_node = min(len(sent), math.ceil(machine.ranks_per_node / stride))
+    near, far = range(in_node), range(in_node, len(sent))
+    return max(seconds(machine.within_node, near), seconds(machine.between_nodes, far))
 
 
 def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:

@@ -1,0 +1,106 @@
+"""Steps on whole tensors at their owners, simulated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+
+WIDTH = 256
+MATRIX = WIDTH * WIDTH
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+
+
+def muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(list(params))
+
+
+def simulated(num_ranks: int, optimizer: Any = muon, **options: Any) -> fe.Simulation:
+    arguments: dict[str, Any] = {"strategy": "optim_grads_params", "units": [nn.Linear], **options}
+    return fe.simulate(
+        build,
+        num_ranks,
+        batch=torch.zeros(8, WIDTH),
+        optimizer=optimizer,
+        loss=lambda output: output.square().mean(),
+        min_unit_size=0,
+        **arguments,
+    )
+
+
+def seconds_of_step(found: fe.Simulation) -> Counter[str]:
+    """Of products, which are those of the optimizer."""
+    seconds: Counter[str] = Counter()
+    for span in found.spans:
+        if span.phase == "step":
+            seconds[span.label] += span.end - span.start  # type: ignore[assignment]
+    return seconds
+
+
+def test_each_rank_steps_its_share() -> None:
+    alone, four = (seconds_of_step(simulated(num_ranks)) for num_ranks in (1, 4))
+    products = [label for label in alone if label in ("mm", "addmm", "bmm", "baddbmm")]
+    assert products
+    for label in products:
+        assert four[label] == pytest.approx(alone[label] / 4)
+
+
+def test_messages_have_the_bytes_of_cut_matrices() -> None:
+    """Of four matrices, each cut in two, a rank owns two: halves of gradients of the others go, and
+    halves of its own weights."""
+    found, adamw = simulated(2), simulated(2, None)
+    halves = 2 * MATRIX // 2 * 4
+    assert found.sent_bytes["inner"] - adamw.sent_bytes["inner"] == 2 * halves
+    labels = {span.label for span in found.spans if span.phase == "step"}
+    assert {"gradients to owners", "weights from owners"} <= labels
+    # Momenta of two matrices, their whole weights, and messages.
+    assert found.memory["optimizer"] >= 2 * 2 * MATRIX * 4
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads"])
+def test_other_levels(level: str) -> None:
+    found = simulated(2, strategy=level)
+    assert "weights from owners" in {span.label for span in found.spans}
+    assert found.seconds > 0
+
+
+def test_a_plan_takes_it() -> None:
+    planning = fe.plan(
+        build,
+        torch.zeros(8, WIDTH),
+        world_size=4,
+        optimizer=muon,
+        loss=lambda output: output.square().mean(),
+        min_unit_size=0,
+    )
+    assert planning.chosen is not None
+
+
+def test_a_step_that_reads_a_value_is_an_error_that_says_so() -> None:
+    def adafactor(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(list(params))
+
+    with pytest.raises(fe.SimulationError, match="the optimizer's step") as caught:
+        simulated(2, adafactor)
+    assert caught.value.needs_values
+
+
+def test_a_trial_that_fails_names_the_optimizer() -> None:
+    class Broken(torch.optim.Optimizer):
+        def __init__(self, params: Iterable[Tensor]) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:
+            raise ZeroDivisionError("no step")
+
+    with pytest.raises(ValueError, match="Broken raises ZeroDivisionError"):
+        simulated(2, Broken)
