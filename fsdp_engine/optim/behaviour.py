@@ -119,13 +119,13 @@ class _Watch(TorchDispatchMode):
                 f"that it calls {func.overloadpacket}"
             )
         name = func.overloadpacket.__name__
-        matrices = [each for each in args if isinstance(each, Tensor) and each.ndim >= 2]
-        if name in _PRODUCTS:
-            left, right = matrices[-2:]
-            self.largest_product = max(self.largest_product, min(*left.shape[-2:], right.shape[-1]))
-        elif "linalg" in name and name not in _NOT_OF_MATRICES:
-            dims = (min(matrix.shape[-2:]) for matrix in matrices)
-            self.largest_product = max(self.largest_product, *dims)
+        if name in _PRODUCTS or ("linalg" in name and name not in _NOT_OF_MATRICES):
+            matrices = [each for each in args if isinstance(each, Tensor) and each.ndim >= 2]
+            dims = [min(each.shape[-2:]) for each in matrices]
+            if name in _PRODUCTS:
+                left, right = matrices[-2:]
+                dims = [min(*left.shape[-2:], right.shape[-1])]
+            self.largest_product = max([self.largest_product, *dims])
         return func(*args, **(kwargs or {}))
 
 

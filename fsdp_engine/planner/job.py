@@ -52,7 +52,7 @@ class Job:
         request: the arguments that all candidates share.
         known: results of other plans.
         microbatches: per step, of candidates that do not say it.
-        progress: is told which candidate is simulated.
+        progress: shows the candidate that is being simulated.
         cache: results on disk; None: there are none.
     """
 

@@ -544,7 +544,7 @@ def all_to_all_seconds(machine: Machine, num_bytes: int, num_ranks: int, stride:
     """Seconds of an all-to-all of ``num_bytes`` over ``num_ranks`` with a stride of ``stride``.
     Communication within the node overlaps with that to other nodes."""
     part = num_bytes / num_ranks
-    near = min(num_ranks, math.ceil(machine.ranks_per_node / stride)) - 1
+    near = _ranks_in_node(machine, num_ranks, stride) - 1
     far = num_ranks - 1 - near
     within, between = machine.within_node, machine.between_nodes
     return max(within.seconds(near * part, near), between.seconds(far * part, far))
@@ -564,11 +564,16 @@ def exchange_seconds(
     def seconds(link: Link, ranks: range) -> float:
         num_bytes = max(sum(sizes[rank] for rank in ranks) for sizes in (sent, received))
         num_peers = sum(1 for rank in ranks if sent[rank] or received[rank])
-        return link.seconds(num_bytes, num_peers) if num_peers else 0.0
+        return link.seconds(num_bytes, num_peers)
 
-    in_node = min(len(sent), math.ceil(machine.ranks_per_node / stride))
+    in_node = _ranks_in_node(machine, len(sent), stride)
     near, far = range(in_node), range(in_node, len(sent))
     return max(seconds(machine.within_node, near), seconds(machine.between_nodes, far))
+
+
+def _ranks_in_node(machine: Machine, num_ranks: int, stride: int) -> int:
+    """Ranks with a stride of ``stride`` in the node of the first one, itself included."""
+    return min(num_ranks, math.ceil(machine.ranks_per_node / stride))
 
 
 def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:

@@ -1,4 +1,5 @@
-"""A plan of 70B on 1,024 ranks without a simulation, some of whose rows do not fit."""
+"""A plan of 70B on 1,024 ranks without a simulation, some of whose rows do not fit; and the config
+of a small Llama."""
 
 from __future__ import annotations
 
@@ -16,6 +17,17 @@ SETTING = Setting(
     machine_memory=80e9,
     machine_family="H100",
 )
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
 
 
 @cache

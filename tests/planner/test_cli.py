@@ -15,6 +15,7 @@ import fsdp_engine as fe
 from fsdp_engine.planner.planner_cli import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from fsdp_engine.terminal import format_bytes
+from tests.planner.made_plans import LLAMA
 
 MODELS = """
 import torch
@@ -80,17 +81,6 @@ class Dropping(Counting):
         super().__init__()
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 2)]
 """
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
 
 
 @pytest.fixture

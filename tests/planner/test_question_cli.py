@@ -14,17 +14,8 @@ from fsdp_engine.planner import job, plan_cache, strategy_search
 from fsdp_engine.planner.outcome import Candidate, Outcome, Times
 from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.planner.progress import plan_progress
+from tests.planner.made_plans import LLAMA
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
 OF_LLAMA = "plan --model config.json --batch 1x64 --world 16 --recompute off"
 
 

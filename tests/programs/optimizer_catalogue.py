@@ -11,7 +11,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -131,11 +131,16 @@ def train(
             loss.backward()
             return loss
 
-        if use.with_closure:
-            optimizer.step(loss_of)
-        else:
-            loss_of()
-            optimizer.step()
+        step_once(optimizer, loss_of, with_closure=use.with_closure)
+
+
+def step_once(optimizer: Any, loss_of: Callable[[], Tensor], *, with_closure: bool) -> None:
+    """Step with the gradients of a loss: within the step, or before it."""
+    if with_closure:
+        optimizer.step(loss_of)
+    else:
+        loss_of()
+        optimizer.step()
 
 
 def in_one_process(kind: type[Optimizer]) -> tuple[Use, dict[str, Tensor]] | str:

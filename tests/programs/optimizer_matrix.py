@@ -137,11 +137,7 @@ def step_once(model: nn.Module, optimizer: Any, use: Use, batch: Sequence[Tensor
         loss.backward()
         return loss
 
-    if use.with_closure:
-        optimizer.step(loss_of)
-    else:
-        loss_of()
-        optimizer.step()
+    catalogue.step_once(optimizer, loss_of, with_closure=use.with_closure)
 
 
 def in_one_process(kind: Any) -> tuple[Use, dict[str, Tensor], dict[str, Tensor]]:
