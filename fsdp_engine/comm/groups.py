@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,15 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdp_engine.comm import gloo_threads
 from fsdp_engine.comm.rendezvous import meet
 
 _BY_RANKS: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
+
+# Also those of groups that were made elsewhere.
+atexit.register(gloo_threads.wait_until_idle)
 
 
 def group_of_ranks(
