@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.comparison import Comparison, comparison_table
 from fsdp_engine.planner.questions import GPU, format_duration
+from fsdp_engine.planner.scaling_figure import save_scaling_figure
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.terminal import format_bytes
 
@@ -25,6 +27,7 @@ class Questions:
         machines: to plan for.
         changes: of the machine's figures, one mapping for each row.
         scales: plan for other numbers of ranks.
+        scaling_figure: file for a figure of these.
         bandwidth: bytes per second to storage, of all ranks together.
         mtbf_hours, mtbf_of: mean hours between failures of one GPU or node.
     """
@@ -34,6 +37,7 @@ class Questions:
     machines: tuple[str, ...] = ()
     changes: tuple[Mapping[str, str], ...] = ()
     scales: bool = False
+    scaling_figure: Path | None = None
     bandwidth: float | None = None
     mtbf_hours: float | None = None
     mtbf_of: str = GPU
@@ -49,7 +53,10 @@ class Questions:
         if self.changes:
             self._print(planning.what_if(*self.changes), self.prices[:1])
         if self.scales:
-            self._print(planning.scaling(), self.prices[:1])
+            scaling = planning.scaling()
+            self._print(scaling, self.prices[:1])
+            if self.scaling_figure is not None:
+                save_scaling_figure(scaling, self.scaling_figure)
 
     def _answer_checkpoints(self, planning: StrategyPlan) -> None:
         if self.bandwidth is None:
