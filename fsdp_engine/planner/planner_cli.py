@@ -33,6 +33,7 @@ from fsdp_engine.planner.command_inputs import (
     import_function,
     model_builder,
 )
+from fsdp_engine.planner.comparison import Answers
 from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
@@ -414,13 +415,12 @@ def plan(
             print("\nFull plan:")
             planning = planning.full()
         _print(planning)
-        if planning.chosen is not None:
-            questions.answer(planning)
+        answers = None if planning.chosen is None else questions.answer(planning)
     except SimulationError as error:
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _save(planning, figure, html, trace, save)
+    _save(planning, answers, figure, html, trace, save)
 
 
 @app.command("calibrate")
@@ -475,6 +475,7 @@ def _print(planning: StrategyPlan) -> None:
 
 def _save(
     planning: StrategyPlan,
+    answers: Answers | None,
     figure: Path | None,
     html: Path | None,
     trace: Path | None,
@@ -489,7 +490,7 @@ def _save(
     if planning.simulate is not None and (html is not None or trace is not None):
         step = planning.simulate(planning.outcomes[0].candidate)
     if html is not None:
-        save_page(planning, html, step)
+        save_page(planning, html, step, answers)
     if trace is not None and step is not None:
         step.save_trace(trace)
     raise typer.Exit(_status(planning))
