@@ -539,8 +539,8 @@ class Operations(TorchDispatchMode):
             name = func._overloadpacket.__name__
             if "scaled_dot_product" in name and "backward" in name:
                 flops *= _ATTENTION_BACKWARD_SHARE
-            peaks = clock.machine.processor.matrix_flops
-            known = flops, flops / peaks.get(_dtype(args), peaks[torch.float32])
+            peak = clock.machine.processor.peak_flops(_dtype(args)) if flops else math.inf
+            known = flops, flops / peak
             if recipe is not None:
                 self._flops_by[recipe] = known
         clock.model_flops += known[0]
