@@ -170,19 +170,18 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
         return None
     left, right, offsets = args[0], args[1], kwargs.get("offs", args[2] if args[2:] else None)
-    counts = {each.shape[0] for each in (left, right) if each.ndim == 3}
-    counts |= set() if offsets is None else {offsets.shape[0]}
-    # Two matrices of columns and rows of all groups have as many products as groups.
-    is_aligned = left.ndim == right.ndim == 2 or left.shape[-1] == right.shape[-2]
-    if len(counts) != 1 or not is_aligned:
+    counts = [each.shape[0] for each in (left, right) if each.ndim == 3]
+    counts += [] if offsets is None else [offsets.shape[0]]
+    if min(counts, default=0) != max(counts, default=1):
         raise RuntimeError(
-            "_grouped_mm: expected matrices of as many groups, whose inner sizes are equal; found "
-            f"{tuple(left.shape)} and {tuple(right.shape)} in {sorted(counts)} groups"
+            "_grouped_mm: expected matrices and offsets of as many groups; found "
+            f"{tuple(left.shape)} and {tuple(right.shape)} in {counts} groups"
         )
-    groups = counts if left.ndim == right.ndim else ()
-    dtype = kwargs.get("out_dtype") or left.dtype
-    made: Tensor = left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=dtype)
-    return made
+    # Rows, columns, or both, of all groups are one matrix.
+    found: Tensor = (left if left.ndim == 2 else left[0]) @ (right if right.ndim == 2 else right[0])
+    if left.ndim == right.ndim:
+        found = found.expand(counts[0], -1, -1).clone()
+    return found.to(kwargs.get("out_dtype") or left.dtype)
 
 
 def _is_cacheable(func: Any) -> bool:

@@ -43,6 +43,7 @@ from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
+from fsdp_engine.simulation.device_kernels import DeviceKernels
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.simulation.module_names import ModuleNames, parents_of
@@ -129,25 +130,6 @@ class _DeepCopies(TorchFunctionMode):
         if is_copy and args[0].is_leaf:
             return _deepcopied(*args)
         return func(*args, **(kwargs or {}))
-
-
-class _DeviceAttention(TorchFunctionMode):
-    """Mode in which attention with dropout is one kernel, as on devices. Fake tensors take the
-    CPU's kernels, none of which has dropout: there the scores of all heads are kept."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call attention without dropout; call any other function."""
-        kwargs = kwargs or {}
-        if func is _attention:
-            named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False))
-            return func(**{**named, **kwargs, "dropout_p": 0.0})
-        return func(*args, **kwargs)
-
-
-_attention = nn.functional.scaled_dot_product_attention
-_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _deepcopied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -499,7 +481,7 @@ def simulate(
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
         names.recording(),
-        _DeviceAttention() if machine.host_runs_ahead else nullcontext(),
+        DeviceKernels() if machine.host_runs_ahead else nullcontext(),
     ):
         model = build_fake_model(build)
         signature = _signature(model)

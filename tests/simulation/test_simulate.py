@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import weakref
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -396,33 +395,6 @@ def test_attention_has_flops() -> None:
     assert result.compute_seconds == pytest.approx((2 + 5) * product / 1e9)
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_attention_with_dropout_keeps_no_scores_on_a_device(on_host: bool) -> None:
-    length, heads = 256, 2
-
-    class Attention(nn.Module):
-        def __init__(self, dropout: float) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.dropout = dropout
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * self.scale
-            return F.scaled_dot_product_attention(x, x, x, None, self.dropout, True).sum()
-
-    where = dataclasses.replace(fe.H100, host_runs_ahead=not on_host)
-    batch = torch.zeros(1, heads, length, 16)
-    without, dropping = (
-        fe.simulate(partial(Attention, each), 2, batch=batch, machine=where, strategy="no_shard")
-        for each in (0.0, 0.1)
-    )
-    if on_host:  # the CPU has no kernel for it
-        assert dropping.peak_bytes > without.peak_bytes + heads * length * length * 4
-    else:
-        assert dropping.peak_bytes == without.peak_bytes
-        assert dropping.seconds == without.seconds
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_grouped_matrices_have_flops(dtype: torch.dtype) -> None:
     experts, width, wider, rows = 4, 64, 128, 32
@@ -472,7 +444,7 @@ def test_grouped_matrices_that_do_not_fit_together_are_an_error() -> None:
             ends = torch.zeros(3, dtype=torch.int32)
             return F.grouped_mm(x, self.up, offs=ends).sum()
 
-    with pytest.raises(fe.SimulationError, match=r"found \(32, 64\) and .* in \[3, 4\] groups"):
+    with pytest.raises(fe.SimulationError, match=r"found \(32, 64\) and .* in \[4, 3\] groups"):
         fe.simulate(Experts, 2, batch=torch.zeros(32, 64), strategy="optim")
 
 
