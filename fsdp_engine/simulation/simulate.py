@@ -21,7 +21,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
+from fsdp_engine.simulation.compiled import compiled_modules, simulated_compiler
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.simulation.module_names import ModuleNames, parents_of
@@ -480,10 +481,13 @@ def simulate(
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
         names.recording(),
+        simulated_compiler(),
+        ExitStack() as stack,
     ):
         model = build_fake_model(build)
         signature = _signature(model)
         names.set_model(model)
+        stack.enter_context(compiled_modules(model, names))
         # Fake tensors have no values to compare between ranks.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
         memory.watch(lambda: _held_bytes(engine))
