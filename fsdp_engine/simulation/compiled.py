@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -39,6 +39,8 @@ from fsdp_engine.simulation.fusion import (
 )
 from fsdp_engine.simulation.module_names import ModuleNames
 from fsdp_engine.simulation.operations import Operations
+from fsdp_engine.units.assignment import UnitSelector
+from fsdp_engine.units.checkpointing import find_blocks
 
 # Of Dynamo: shapes are not generalized, and code is compiled for all shapes that are simulated.
 _DYNAMO = {
@@ -103,6 +105,28 @@ def compiled_modules(model: nn.Module, names: ModuleNames) -> Iterator[None]:
                 known = {name: each for name, each in settings.items() if hasattr(config, name)}
                 stack.enter_context(config.patch(known))
         yield
+
+
+def compile_blocks(
+    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None = None
+) -> None:
+    """Call ``compile()`` of the blocks, unless it was called.
+
+    Args:
+        model, units: see :func:`~fsdp_engine.checkpoint_units`.
+
+    Raises:
+        ValueError: there are no blocks.
+    """
+    blocks = find_blocks(model, units)
+    if not blocks:
+        raise ValueError(
+            "compile: expected a model with blocks (nn.ModuleList, nn.Sequential), or `units=`; "
+            f"found none in {type(model).__name__}"
+        )
+    for block in blocks.values():
+        if block._compiled_call_impl is None and not _is_optimized(block):
+            block.compile()
 
 
 def _is_optimized(module: nn.Module) -> bool:
