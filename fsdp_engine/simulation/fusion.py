@@ -95,7 +95,9 @@ class Kernel:
 
 
 def name_of(node: Node) -> str:
-    """The name of a node's operation."""
+    """The name of a node's operation; empty for inputs, which have names of their own."""
+    if node.op != "call_function":
+        return ""
     packet = getattr(node.target, "_overloadpacket", None)
     target: Any = node.target
     return str(packet.__name__ if packet is not None else getattr(target, "__name__", target))

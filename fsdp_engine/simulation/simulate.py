@@ -136,6 +136,25 @@ class _DeepCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _DeviceAttention(TorchFunctionMode):
+    """Mode in which attention with dropout is one kernel, as on devices. Fake tensors take the
+    CPU's kernels, none of which has dropout: there the scores of all heads are kept."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call attention without dropout; call any other function."""
+        kwargs = kwargs or {}
+        if func is _attention:
+            named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False))
+            return func(**{**named, **kwargs, "dropout_p": 0.0})
+        return func(*args, **kwargs)
+
+
+_attention = nn.functional.scaled_dot_product_attention
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
 def _deepcopied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if id(tensor) in memo:
         copied: Tensor = memo[id(tensor)]
@@ -489,6 +508,7 @@ def simulate(
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
         names.recording(),
+        _DeviceAttention() if machine.host_runs_ahead else nullcontext(),
         simulated_compiler(),
         ExitStack() as stack,
     ):

@@ -259,6 +259,17 @@ def test_a_chain_of_pointwise_operations_reads_its_inputs_once() -> None:
     assert kernel.num_bytes == 3 * 4 * 64 * 32
 
 
+def test_inputs_may_have_names_of_operations() -> None:
+    def add(getitem: Tensor, sum: Tensor) -> Tensor:
+        return getitem.relu() + sum
+
+    graph = make_fx(add, tracing_mode="fake")(torch.empty(8), torch.empty(8)).graph
+    for node, name in zip(graph.nodes, ("getitem", "sum"), strict=False):
+        node.target = node.name = name
+    (kernel,) = kernels_of(graph)
+    assert kernel.num_bytes == 3 * 4 * 8
+
+
 def test_a_row_that_is_broadcast_counts_its_own_bytes() -> None:
     (kernel,) = _kernels(lambda x, row: x * row + 1, (64, 32), (32,))
     assert kernel.num_bytes == 4 * (2 * 64 * 32 + 32)
