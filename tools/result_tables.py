@@ -1295,6 +1295,34 @@ def published() -> str:
     return table([*columns, "planned", "ratio", "GiB published", "planned"], rows)
 
 
+def planner_compiled() -> str:
+    """Published speeds of compiled blocks beside planned ones, without and with compiling."""
+    rows = []
+    for row in results("planner_compiled"):
+        eager, compiled = row["eager"], row["compiled"]
+        published, planned = (compiled[f"{name} tokens/s"] for name in ("published", "planned"))
+        gains = [
+            compiled[f"{name} tokens/s"] / eager[f"{name} tokens/s"]
+            for name in ("published", "planned")
+        ]
+        saved = [
+            eager[f"{name} GiB"] - compiled[f"{name} GiB"] for name in ("published", "planned")
+        ]
+        rows.append(
+            [
+                row["job"],
+                f"{row['ranks']} {row['machine'].split()[2]}",
+                *(f"{speed:,.0f}" for speed in (published, eager["planned tokens/s"], planned)),
+                *(f"{each / published:.2f}" for each in (eager["planned tokens/s"], planned)),
+                *(f"{each:.2f}" for each in gains),
+                *(f"{each:.1f}" for each in saved),
+            ]
+        )
+    columns = ["job", "GPUs", "tokens/s, published", "planned without compiling", "planned"]
+    columns += ["ratio without", "ratio", "published gain by compiling", "planned"]
+    return table([*columns, "published GiB saved by compiling", "planned"], rows)
+
+
 def published_ranges() -> str:
     """Planned over published speeds."""
     lines = []
@@ -1571,6 +1599,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     planner_time,
     published,
     published_ranges,
+    planner_compiled,
     time_accuracy,
     async_device_steps,
     async_device_waits,

@@ -37,12 +37,12 @@ class Known:
 
     Attributes:
         operations: results of operations.
-        rows: outcomes by machine, ranks, candidate, microbatches and factor of the batch, without a
-            memory limit.
+        rows: outcomes by machine, ranks, candidate, microbatches, factor of the batch and whether
+            blocks are compiled, without a memory limit.
     """
 
     operations: OperationCache = field(default_factory=OperationCache)
-    rows: dict[tuple[str, int, Candidate, int, int], Outcome] = field(default_factory=dict)
+    rows: dict[tuple[str, int, Candidate, int, int, bool], Outcome] = field(default_factory=dict)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Job:
     def use_cache(self, model: nn.Module) -> None:
         """Take outcomes from disk, and keep them there."""
         request = self.request
-        names = ("loss", "optimizer", "options", "machine", "world_size")
+        names = ("loss", "optimizer", "options", "machine", "world_size", "compile")
         self.cache = cache_of({"model": model, **{name: getattr(request, name) for name in names}})
 
     def inputs(self, candidate: Candidate) -> Any:
@@ -103,6 +103,7 @@ class Job:
             checkpointing=candidate.checkpointing,
             offload=candidate.offload,
             known=self.known.operations,
+            compile=request.compile,
             **request.options,
         )
 
@@ -114,7 +115,7 @@ class Job:
             two, three = (self.outcome(each, limit, factor) for each in fewer)
             return of_many(two, three, candidate)
         machine, ranks = repr(self.request.where), self.request.world_size
-        key = machine, ranks, candidate, self.microbatches, factor
+        key = machine, ranks, candidate, self.microbatches, factor, self.request.compile
         found = self.known.rows.get(key)
         if found is None:
             found = self.known.rows[key] = self._stored(candidate, factor)

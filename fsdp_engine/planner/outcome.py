@@ -268,6 +268,8 @@ class Setting:
         global_batch: tokens or samples of a step on all ranks, if microbatches were searched for
             it, else 0.
         is_quick: only the candidates of a quick plan were tried.
+        is_compiled: blocks are compiled (``block.compile()``), which ``fe.shard`` leaves to the
+            caller.
     """
 
     model: str
@@ -283,6 +285,7 @@ class Setting:
     machine_family: str = ""
     global_batch: int = 0
     is_quick: bool = False
+    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):

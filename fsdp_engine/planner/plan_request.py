@@ -70,6 +70,7 @@ class PlanRequest:
     sequences: Sequence[int] | None
     quick: bool
     cache: bool
+    compile: bool
     options: Mapping[str, Any] = field(default_factory=dict)
     is_compared: bool = False
 
@@ -102,7 +103,7 @@ class PlanRequest:
             if each is not None:
                 check_count("sequences", each, "lengths of 1 or more")
         self._check_global_batch()
-        for name in ("formulas", "progress", "quick", "cache"):
+        for name in ("formulas", "progress", "quick", "cache", "compile"):
             check_type(name, getattr(self, name), bool, "True or False")
 
     def _check_global_batch(self) -> None:

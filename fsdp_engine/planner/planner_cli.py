@@ -125,13 +125,13 @@ _QUESTIONS = (
 )
 _SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
 _WITH_BATCH = (
-    *("machine", "recompute", "microbatch_sizes", "optimizer", "loss", "formulas"),
+    *("machine", "recompute", "compile", "microbatch_sizes", "optimizer", "loss", "formulas"),
     *(*_OUTPUTS, *_QUESTIONS, *_SEARCHES),
 )
 _WITHOUT_BATCH = ("optimizer_bytes", "num_units")
 _OF_A_MODEL = ("units", "min_unit_size")
 _OF_A_SIMULATION = (
-    *("recompute", "microbatch_sizes", "optimizer", "loss", "trace"),
+    *("recompute", "compile", "microbatch_sizes", "optimizer", "loss", "trace"),
     *(*_QUESTIONS, *_SEARCHES),
 )
 
@@ -202,6 +202,12 @@ def plan(
     ] = False,
     quick_only: Annotated[
         bool, typer.Option("--quick-only", help="print only that of the likeliest candidates")
+    ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="blocks are compiled by torch.compile (block.compile() on each)"
+        ),
     ] = False,
     no_cache: Annotated[
         bool,
@@ -408,6 +414,7 @@ def plan(
             sequences=lengths,
             quick=quick or quick_only,
             cache=not no_cache,
+            compile=compile,
             **options,
         )
         if quick:

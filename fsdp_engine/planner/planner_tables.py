@@ -56,6 +56,8 @@ def plan_title(setting: Setting) -> str:
     return (
         f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
         f"{setting.world_size:,} ranks of {setting.machine}; {_step_text(setting)}"
+        + ", blocks compiled"
+        * setting.is_compiled
     )
 
 

@@ -65,6 +65,8 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     if first.times is None:
         return "\n".join([*lines, *_unknown_fit(setting, first)])
     lines.append(_choice(setting, first, first.times))
+    if setting.is_compiled:
+        lines.append(_COMPILED)
     lines.append(accuracy_of(setting.machine_family).sentence(first.times.step))
     if setting.is_quick:
         lines.append(
@@ -75,6 +77,12 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     lines.append(_bottleneck(setting, first, first.times))
     lines += _help(setting, first, first.times, trials)
     return "\n".join(lines)
+
+
+_COMPILED = (
+    "Blocks are compiled in this plan: call block.compile() on each of them, before or after "
+    "fe.shard, which does not compile."
+)
 
 
 def _limit(setting: Setting) -> str:
@@ -183,9 +191,10 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
             "microbatches make steps rarer."
         )
     elif is_slow:
+        compiled = "" if setting.is_compiled else " (torch.compile)"
         lines.append(
-            "The host issues work too slowly: larger microbatches, fewer and larger operations "
-            "(torch.compile) or CUDA graphs help."
+            "The host issues work too slowly: larger microbatches, fewer and larger operations"
+            f"{compiled} or CUDA graphs help."
         )
     return lines
 

@@ -31,6 +31,7 @@ from fsdp_engine.planner.plan_request import AUTO, PlanRequest
 from fsdp_engine.planner.progress import PlanProgress, plan_progress
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
+from fsdp_engine.simulation.compiled import simulated_compiler
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.simulate import MakeOptimizer, build_module
 from fsdp_engine.simulation.simulation_error import SimulationError
@@ -63,6 +64,7 @@ def plan(
     sequences: Sequence[int] | None = None,
     quick: bool = False,
     cache: bool = False,
+    compile: bool = False,
     **options: Any,
 ) -> StrategyPlan:
     """Select a strategy: simulate a step of the model under each strategy, with fake tensors in
@@ -103,6 +105,8 @@ def plan(
             others.
         cache: keep the results of candidates on disk, in the user's cache folder, and take those
             that are there; see [Note: What a cached row depends on] in ``plan_cache.py``.
+        compile: blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
+            not do.
         **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
             ``config``, ...
 
@@ -137,6 +141,7 @@ def plan(
         sequences,
         quick,
         cache,
+        compile,
         options,
     )
     known = Known()
@@ -182,6 +187,7 @@ class _Planning:
             machine_memory=request.where.processor.memory_bytes,
             machine_family=family_of(request.where),
             is_quick=request.quick,
+            is_compiled=request.compile,
         )
         self._search: BatchSearch | None = None
         if request.global_batch is not None:
@@ -201,11 +207,15 @@ class _Planning:
         if self._request.formulas:
             return self._by_formulas(_FORMULAS_ALONE, replan)
         try:
-            outcomes = self._simulated()
+            with simulated_compiler():  # blocks are traced once
+                return self._by_simulations(replan)
         except SimulationError as error:
             if not error.needs_values:
                 raise
             return self._by_formulas(str(error), replan)
+
+    def _by_simulations(self, replan: Callable[..., StrategyPlan]) -> StrategyPlan:
+        outcomes = self._simulated()
         request, job, search = self._request, self._job, self._search
         is_varied = not (request.is_compared or request.quick or search) and outcomes[0].fits
         trials = job.trials(outcomes[0], request.limit) if is_varied else ()

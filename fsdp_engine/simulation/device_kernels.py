@@ -12,28 +12,66 @@ and so would be the bytes that are moved:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 
-class DeviceKernels(TorchFunctionMode):
-    """Mode in which functions have the kernels of devices."""
+@contextmanager
+def device_kernels() -> Iterator[None]:
+    """Context in which these functions of torch have the kernels of devices for fake tensors. They
+    are replaced where they are looked up: a mode for functions of torch would not see those that
+    other functions call, as backward calls a checkpointed forward."""
+    with _replaced({place: _for_fake_tensors(place) for place in _STAND_INS}):
+        yield
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call the function, or what stands for it."""
-        kwargs = kwargs or {}
-        stand_in = _STAND_INS.get(func)
-        return func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
+
+@contextmanager
+def torch_s_kernels() -> Iterator[None]:
+    """Context without those of :func:`device_kernels`, for code that Dynamo traces: compilers fuse
+    functions anyway."""
+    with _replaced({place: getattr(now, "__wrapped__", now) for place, now in _found().items()}):
+        yield
+
+
+_Place = tuple[Any, str]
+
+
+def _found() -> dict[_Place, Callable[..., Tensor]]:
+    return {(module, name): getattr(module, name) for module, name in _STAND_INS}
+
+
+@contextmanager
+def _replaced(functions: Mapping[_Place, Callable[..., Tensor]]) -> Iterator[None]:
+    before = _found()
+    try:
+        for (module, name), function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for (module, name), function in before.items():
+            setattr(module, name, function)
+
+
+def _for_fake_tensors(place: _Place) -> Callable[..., Tensor]:
+    function, stand_in = getattr(*place), _STAND_INS[place]
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        is_fake = any(isinstance(each, FakeTensor) for each in (*args, *kwargs.values()))
+        return stand_in(function, *args, **kwargs) if is_fake else function(*args, **kwargs)
+
+    return call
 
 
 def _attention(
+    function: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -43,10 +81,11 @@ def _attention(
     **kwargs: Any,
 ) -> Tensor:
     """Without dropout, of which a kernel keeps the state of the random numbers alone."""
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+    return function(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
 
 def _dropout(
+    function: Callable[..., Tensor],
     input: Tensor,
     p: float = 0.5,
     training: bool = True,
@@ -54,10 +93,11 @@ def _dropout(
 ) -> Tensor:
     if training and 0 < p < 1 and not inplace:
         return torch.native_dropout(input, p, True)[0]
-    return F.dropout(input, p, training, inplace)
+    return function(input, p, training, inplace)
 
 
 def _rms_norm(
+    function: Callable[..., Tensor],
     input: Tensor,
     normalized_shape: list[int],
     weight: Tensor | None = None,
@@ -66,14 +106,15 @@ def _rms_norm(
     # Devices have a kernel for one dtype, too.
     if weight is None or weight.dtype == input.dtype:
         return F.layer_norm(input, normalized_shape, weight, None, eps or _EPSILON)
-    return F.rms_norm(input, normalized_shape, weight, eps)
+    return function(input, normalized_shape, weight, eps)
 
 
 # Of what tensors without values are divided by; any.
 _EPSILON = 1e-6
-_STAND_INS: dict[Any, Callable[..., Tensor]] = {
-    F.scaled_dot_product_attention: _attention,
-    F.dropout: _dropout,
-    F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,
+# By the module and the name of what they stand for.
+_STAND_INS: dict[_Place, Callable[..., Tensor]] = {
+    (F, "scaled_dot_product_attention"): _attention,
+    (F, "dropout"): _dropout,
+    (F, "rms_norm"): _rms_norm,
+    (torch, "rms_norm"): _rms_norm,
 }

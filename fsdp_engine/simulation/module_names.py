@@ -7,9 +7,10 @@ sequence numbers, and the number of each change of module is recorded.
 
 from __future__ import annotations
 
+import functools
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +32,8 @@ class ModuleNames:
         # Sequence numbers at which the module changes, and its names.
         self._starts: list[int] = [0]
         self._modules: list[str] = [""]
+        self._handles: list[Any] = []
+        self._register: Callable[[], None] = lambda: None
 
     def set_model(self, model: nn.Module) -> None:
         """Take the names of a model's modules."""
@@ -58,25 +61,57 @@ class ModuleNames:
 
         def enter(module: nn.Module, args: Any) -> None:
             del args
-            name = self._names.get(id(module))
-            self._called.append(self._called[-1] if name is None and self._called else name or "")
-            self._change()
+            self._enter(module)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             del module, args, output
-            if self._called:
-                self._left = self._called.pop()
-            self._change()
+            self._leave()
 
-        handles = [
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        ]
+        def register() -> None:
+            self._handles = [
+                register_module_forward_pre_hook(enter),
+                register_module_forward_hook(leave, always_call=True),
+            ]
+
+        self._register = register
+        register()
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._remove()
+
+    def as_one(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` of a compiled module, called without hooks, which would be compiled. All of
+        its operations are the module's."""
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            is_outermost = bool(self._handles)
+            self._remove()
+            self._enter(module)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._leave()
+                if is_outermost:
+                    self._register()
+
+        return wrapper
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, module: nn.Module) -> None:
+        name = self._names.get(id(module))
+        self._called.append(self._called[-1] if name is None and self._called else name or "")
+        self._change()
+
+    def _leave(self) -> None:
+        if self._called:
+            self._left = self._called.pop()
+        self._change()
 
     def _change(self) -> None:
         self._starts.append(torch._C._autograd._get_sequence_nr())

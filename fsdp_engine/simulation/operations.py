@@ -41,7 +41,8 @@ tensors; arguments that are not fake, or fake tensors with a constant value
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.offload import HOST
+from fsdp_engine.runtime.hooks import not_compiled
 from fsdp_engine.simulation.clock import Clock, axis_of
 from fsdp_engine.simulation.copies import Direction
+from fsdp_engine.simulation.fusion import Kernel, name_of, value_of
 from fsdp_engine.simulation.machine import Link, Machine
 from fsdp_engine.simulation.memory_tracker import MemoryTracker, as_returned
 
@@ -337,6 +340,8 @@ _FUNCTIONS = {"gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "mish", "har
 _FUNCTIONS |= {"_softmax", "_log_softmax", "logsumexp", "log_sigmoid_forward", "log_sigmoid"}
 _FUNCTIONS |= {"exp", "expm1", "log", "log1p", "pow", "sin", "cos", "erf", "rsqrt"}
 _FUNCTIONS |= {"native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm"}
+# Those that remain in decomposed graphs; `pow` is a product there, mostly.
+_FUSED_FUNCTIONS = _FUNCTIONS - {"pow"}
 # The factor of (n - 1) / n of the bytes that each rank sends, and of n - 1 hops.
 _RINGS = {
     "_allgather_base_": 1,
@@ -403,6 +408,9 @@ class Operations(TorchDispatchMode):
             ranks on the outer axis.
         fake: the mode of the tensors.
         known: a cache of operations.
+
+    Attributes:
+        is_recomputation: of the operations of compiled code that run.
     """
 
     def __init__(
@@ -421,12 +429,21 @@ class Operations(TorchDispatchMode):
         self._clock = clock
         self._memory = memory
         self._inner_size = inner_size
+        self._seconds_of_fused: dict[Kernel, float] = {}
+        self._is_compiled = False
+        self.is_recomputation = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether code is compiled though this mode is active, without it."""
+        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # True would call into the compiler for every operation, which is slower than this class.
         return False
 
+    @not_compiled
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -444,6 +461,35 @@ class Operations(TorchDispatchMode):
             self._operation(func, args, kwargs, out, recipe)
         return out
 
+    @contextmanager
+    def compiled(self, *, is_backward: bool) -> Iterator[None]:
+        """Context of a compiled graph: views and allocations take no time of the host.
+
+        Args:
+            is_backward: whether the graph is one of backward.
+        """
+        before = self._is_compiled, self.is_recomputation
+        self._is_compiled = True
+        # A forward that runs in backward recomputes activations.
+        self.is_recomputation = self._clock.phase == "backward" and not is_backward
+        try:
+            yield
+        finally:
+            self._is_compiled, self.is_recomputation = before
+
+    def fused(self, kernel: Kernel) -> None:
+        """Run a kernel of fused operations, whose results are allocated."""
+        seconds = self._seconds_of_fused.get(kernel)
+        if seconds is None:
+            functions = sum(
+                value_of(node).numel() for node in kernel.nodes if name_of(node) in _FUSED_FUNCTIONS
+            )
+            seconds = self._clock.machine.processor.seconds(
+                0, kernel.num_bytes, torch.float32, function_elements=functions
+            )
+            self._seconds_of_fused[kernel] = seconds
+        self._clock.compute(kernel.label, seconds)
+
     def _operation(
         self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
     ) -> None:
@@ -460,7 +506,8 @@ class Operations(TorchDispatchMode):
         else:
             seconds = self._seconds_by[recipe] = self._seconds(func, args, kwargs, out)
         if seconds is None:
-            self._clock.call()
+            if not self._is_compiled:
+                self._clock.call()
         else:
             self._clock.compute(func._overloadpacket.__name__, seconds)
             self._count_flops(func, args, kwargs, out, recipe)
@@ -530,7 +577,8 @@ class Operations(TorchDispatchMode):
     ) -> None:
         """Count the model's flops; see [Note: Model flops]."""
         clock = self._clock
-        if clock.phase == "step" or (clock.phase == "backward" and torch.is_grad_enabled()):
+        is_again = clock.phase == "backward" and torch.is_grad_enabled()
+        if is_again or self.is_recomputation or clock.phase == "step":
             return
         known = None if recipe is None else self._flops_by.get(recipe)
         if known is None:

@@ -21,7 +21,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,12 @@ from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
-from fsdp_engine.simulation.device_kernels import DeviceKernels
+from fsdp_engine.simulation.compiled import (
+    compile_blocks,
+    compiled_modules,
+    simulated_compiler,
+)
+from fsdp_engine.simulation.device_kernels import device_kernels
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.simulation.module_names import ModuleNames, parents_of
@@ -410,6 +415,7 @@ def simulate(
     optimizer: MakeOptimizer | None = None,
     microbatches: int = 1,
     known: OperationCache | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> Simulation:
     """Simulate a training step: its time, exposed communication and memory.
@@ -430,6 +436,8 @@ def simulate(
         microbatches: forwards and backwards per step, all but the last under ``no_sync``.
         known: a cache of operations, which this simulation extends. Sharing one saves time if there
             are many simulations. None: a new one.
+        compile: call ``compile()`` of each block first, as ``torch.compile`` is used with
+            ``shard``. Blocks that ``build`` compiles are compiled in any case.
         **options: of :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``,
             ``units``, ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
 
@@ -440,14 +448,15 @@ def simulate(
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
             argument has another type.
         ValueError: ``mesh`` does not have ``world_size`` ranks, there is no microbatch, the config
-            enables checks of gradients' values, the machine's link to offloaded tensors is
-            unknown, no parameter requires grad, or there is no loss
-            that requires grad.
+            enables checks of gradients' values, there are no blocks to compile, the machine's link
+            to offloaded tensors is unknown, no parameter requires grad, or there is no loss that
+            requires grad.
     """
     check_count("world_size", world_size, "1 rank or more")
     check_count("microbatches", microbatches, "at least 1")
     check_callable("build", build, "a function that returns a torch.nn.Module")
     check_type("machine", machine, Machine, "a Machine, such as fe.H100")
+    check_type("compile", compile, bool, "True or False")
     for name, function in (("loss", loss), ("optimizer", optimizer)):
         if function is not None:
             check_callable(name, function, "a function, or None")
@@ -481,11 +490,17 @@ def simulate(
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
         names.recording(),
-        DeviceKernels() if machine.host_runs_ahead else nullcontext(),
+        simulated_compiler(),
+        ExitStack() as stack,
     ):
         model = build_fake_model(build)
         signature = _signature(model)
         names.set_model(model)
+        if compile:
+            compile_blocks(model, options.get("units"))
+        stack.enter_context(compiled_modules(model, names))
+        if machine.host_runs_ahead:
+            stack.enter_context(device_kernels())
         # Fake tensors have no values to compare between ranks.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
         memory.watch(lambda: _held_bytes(engine))

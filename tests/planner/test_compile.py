@@ -1,0 +1,108 @@
+"""Plans of compiled blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fsdp_engine as fe
+from fsdp_engine.planner.planner_cli import app
+from tests.models import Transformer, token_batch
+
+ADVICE = "call block.compile() on each of them"
+
+
+def build() -> nn.Module:
+    return Transformer(num_blocks=2, dim=64)
+
+
+def build_compiled() -> nn.Module:
+    model = build()
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
+@functools.cache
+def planned(make: Any = build, **options: Any) -> fe.StrategyPlan:
+    given = {"world_size": 2, "min_unit_size": 0, "checkpointing": (False, True), **options}
+    return fe.plan(make, token_batch(32, 0), **given)
+
+
+def test_rows_of_compiled_blocks_are_faster_and_hold_less(tmp_path: Path) -> None:
+    eager, compiled = planned(), planned(compile=True)
+    before = {each.candidate: each for each in eager.outcomes}
+    assert before.keys() == {each.candidate for each in compiled.outcomes}
+    for each in compiled.outcomes:
+        other = before[each.candidate]
+        assert each.times is not None
+        assert other.times is not None
+        assert each.times.step < other.times.step
+        if each.candidate.checkpointing is False:
+            assert each.peak_bytes < other.peak_bytes
+    assert not eager.setting.is_compiled
+    assert compiled.setting.is_compiled
+    assert ADVICE in str(compiled)
+    assert "blocks compiled" in str(compiled)
+    assert "compile" not in str(eager).replace("(torch.compile)", "")
+    assert "compile" not in compiled.best  # an argument of no engine
+    compiled.save(tmp_path / "plan.json")
+    loaded = fe.StrategyPlan.load(tmp_path / "plan.json")
+    assert loaded.setting.is_compiled
+    assert ADVICE in str(loaded)
+
+
+def test_blocks_that_the_model_compiles_are_planned_alike() -> None:
+    alone, asked = planned(build_compiled), planned(compile=True)
+    assert alone.outcomes == asked.outcomes
+
+
+def test_plans_of_one_call_do_not_share_rows_of_compiled_blocks() -> None:
+    eager = planned()
+    assert eager.replan is not None
+    changed = eager.replan(compile=True)
+    assert changed.setting.is_compiled
+    assert changed.outcomes[0].times != eager.outcomes[0].times
+
+
+def test_rows_on_disk_are_not_shared_with_compiled_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    planned(cache=True, checkpointing=(False,))
+    found = planned(cache=True, checkpointing=(False,), compile=True)
+    assert found.outcomes[0].times == planned(compile=True).outcomes[0].times
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compile: expected a model with blocks.*Linear"):
+        fe.simulate(lambda: nn.Linear(4, 4), 2, batch=torch.zeros(2, 4), compile=True)
+    with pytest.raises(TypeError, match="compile: expected True or False; found 'blocks'"):
+        planned(compile="blocks")
+
+
+def test_the_command_line_plans_compiled_blocks() -> None:
+    arguments = "plan --model tests.planner.test_compile:build --world 2 --no-cache --recompute off"
+    batch = "--batch tests.planner.test_compile:batch --compile"
+    found = CliRunner().invoke(app, f"{arguments} {batch}".split())
+    assert found.exit_code == 0, found.output
+    assert ADVICE in " ".join(found.output.split())
+    refused = CliRunner().invoke(app, f"{arguments} --compile".split())
+    assert refused.exit_code != 0
+    assert "--compile" in refused.output
+
+
+def batch() -> Any:
+    return token_batch(32, 0)
+
+
+def test_a_setting_says_whether_blocks_are_compiled() -> None:
+    setting = planned(formulas=True, compile=True).setting
+    assert dataclasses.replace(setting, is_compiled=False) != setting

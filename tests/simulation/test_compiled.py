@@ -1,0 +1,314 @@
+"""Simulations of code that ``torch.compile`` compiles."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.simulation import compiled
+from fsdp_engine.simulation.fusion import Kernel, kernels_of
+from tests.pool import on_ranks
+from tests.simulation.memory_runs import HOST
+
+WIDTH, WORDS, HEADS = 128, 512, 4
+BATCH = (4, 128)
+MARK = "between forward and backward"
+
+
+class Block(nn.Module):
+    """A block of a transformer with a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        parts = self.qkv(self.norms[0](x)).chunk(3, -1)
+        heads = (part.view(rows, length, HEADS, -1).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        h = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Decoder(nn.Module):
+    """Three such blocks: ``how`` is "", "in place" or "around"."""
+
+    def __init__(self, how: str = "", depth: int = 3, *, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.is_checkpointed = is_checkpointed
+        for number, block in enumerate(self.blocks):
+            if how == "in place":
+                block.compile()
+            elif how == "around":
+                self.blocks[number] = torch.compile(block)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def _tokens() -> Tensor:
+    return torch.zeros(BATCH, dtype=torch.long)
+
+
+def _simulate(how: str = "", **options: Any) -> fe.Simulation:
+    model = {name: options.pop(name) for name in ("depth", "is_checkpointed") if name in options}
+    return fe.simulate(lambda: Decoder(how, **model), 8, batch=_tokens(), **options)
+
+
+# A real run.
+
+
+def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
+    """The most bytes in the third step, and those between forward and backward: all that torch's
+    allocator hands out, compiled kernels' memory included."""
+    torch._dynamo.reset()
+    model = Decoder("in place")
+    options = {"strategy": "no_shard", "min_unit_size": 0, "checkpointing": checkpointing}
+    fe.shard(model, **options)
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    tokens = torch.randint(0, WORDS, BATCH)
+    for _ in range(3):
+        gc.collect()
+        held = {
+            each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu"
+        }
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+            loss = model(tokens)
+            with record_function(MARK):
+                pass
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    path = folder / "events.json"
+    events.export_chrome_trace(str(path))
+    shown = sorted(json.loads(path.read_text())["traceEvents"], key=lambda each: each.get("ts", 0))
+    now = peak = sum(held.values())
+    between = 0
+    for each in shown:
+        if each["name"] == "[memory]":
+            now += each["args"]["Bytes"]
+            peak = max(peak, now)
+        elif each["name"] == MARK:
+            between = now
+    return peak, between
+
+
+def _check_memory(checkpointing: Any, folder: Path) -> None:
+    peak, between = _measured(checkpointing, folder)
+    torch.distributed.destroy_process_group()
+    found = fe.simulate(
+        lambda: Decoder("in place"),
+        1,
+        batch=_tokens(),
+        machine=replace(HOST, ranks_per_node=1),
+        strategy="no_shard",
+        min_unit_size=0,
+        checkpointing=checkpointing,
+    )
+    sums = [sum(sizes) for _, sizes in found.memory_series]
+    assert 0.9995 < found.peak_bytes / peak < 1.03
+    assert min(abs(each / between - 1) for each in sums) < 0.0005
+
+
+@on_ranks(1)
+def test_memory_of_compiled_blocks_is_that_of_a_run_with_inductor(tmp_path: Path) -> None:
+    _check_memory(False, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+@on_ranks(1)
+def test_memory_of_compiled_and_checkpointed_blocks_is_measured(
+    checkpointing: Any, tmp_path: Path
+) -> None:
+    _check_memory(checkpointing, tmp_path)
+
+
+# Compared with eager simulations.
+
+
+@pytest.mark.parametrize("how", ["in place", "around"])
+def test_compiled_blocks_take_less_time_and_memory(how: str) -> None:
+    eager = _simulate()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Using `torch.compile")
+        found = _simulate(how)
+    assert found.compute_seconds < 0.95 * eager.compute_seconds
+    assert found.seconds < 0.95 * eager.seconds  # host-bound: a call for each kernel
+    assert found.peak_bytes < 0.98 * eager.peak_bytes
+    assert found.model_flops == eager.model_flops
+    labels = {span.label for span in found.spans if span.module.startswith("blocks.1")}
+    assert {"fused pow, mean, add, rsqrt, mul", "mm"} <= labels
+    assert "silu" not in labels
+
+
+@pytest.mark.parametrize("how", ["in place", "around"])
+@pytest.mark.parametrize(
+    "options", [{"is_checkpointed": True}, {"checkpointing": True}], ids=["outside", "by shard"]
+)
+def test_checkpoints_of_compiled_blocks_recompute_them(how: str, options: dict[str, Any]) -> None:
+    kept, eager, found = _simulate(how), _simulate(**options), _simulate(how, **options)
+    assert found.peak_bytes < kept.peak_bytes
+    assert found.compute_seconds > kept.compute_seconds
+    assert found.compute_seconds < eager.compute_seconds
+    assert found.model_flops == kept.model_flops
+
+
+def test_a_compiled_function_is_simulated() -> None:
+    @torch.compile
+    def gated(x: Tensor) -> Tensor:
+        return F.gelu(x) * torch.sigmoid(x)
+
+    class Gated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return gated(super().forward(x)).sum()
+
+    x = torch.zeros(64, 32)
+    found = fe.simulate(lambda: Gated(32, 32), 2, batch=x)
+    forward = [span.label for span in found.spans if span.phase == "forward"]
+    assert [label for label in forward if label.startswith("fused")] == [
+        next(label for label in forward if "erf" in label)
+    ]
+
+
+def test_blocks_are_traced_once_for_all_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    make = compiled._make_graph
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(bool(options.get("is_backward")))
+        return make(*args, **options)
+
+    monkeypatch.setattr(compiled, "_make_graph", counted)
+    with compiled.simulated_compiler():
+        first = _simulate("in place")
+        num_graphs = len(made)
+        assert 2 <= num_graphs <= 4
+        assert _simulate("in place") == first
+        _simulate("in place", depth=6)
+        _simulate("in place", microbatches=2)
+    assert len(made) == num_graphs
+
+
+def test_training_after_a_simulation_compiles_anew() -> None:
+    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+    _simulate("in place")
+    assert not entries(Block.forward.__code__)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    block = Block()
+    block.compile(backend=backend)
+    assert block(torch.ones(2, 8, WIDTH)).isfinite().all()
+    assert len(graphs) == 1
+
+
+def test_dynamic_shapes_are_refused() -> None:
+    def build() -> nn.Module:
+        model = Decoder()
+        for block in model.blocks:
+            block.compile(dynamic=True)
+        return model
+
+    with pytest.raises(fe.SimulationError, match=r"expected static shapes.*dynamic=None or False"):
+        fe.simulate(build, 2, batch=_tokens())
+
+
+# Kernels.
+
+
+def _kernels(function: Any, *shapes: tuple[int, ...]) -> list[Kernel]:
+    inputs = [torch.empty(shape) for shape in shapes]
+    return kernels_of(make_fx(function, tracing_mode="fake")(*inputs).graph)
+
+
+def test_a_chain_of_pointwise_operations_reads_its_inputs_once() -> None:
+    (kernel,) = _kernels(lambda x, y: (x * 2).relu() + y.exp() * x, (64, 32), (64, 32))
+    assert kernel.num_bytes == 3 * 4 * 64 * 32
+
+
+def test_inputs_may_have_names_of_operations() -> None:
+    def add(getitem: Tensor, sum: Tensor) -> Tensor:
+        return getitem.relu() + sum
+
+    graph = make_fx(add, tracing_mode="fake")(torch.empty(8), torch.empty(8)).graph
+    for node, name in zip(graph.nodes, ("getitem", "sum"), strict=False):
+        node.target = node.name = name
+    (kernel,) = kernels_of(graph)
+    assert kernel.num_bytes == 3 * 4 * 8
+
+
+def test_a_row_that_is_broadcast_counts_its_own_bytes() -> None:
+    (kernel,) = _kernels(lambda x, row: x * row + 1, (64, 32), (32,))
+    assert kernel.num_bytes == 4 * (2 * 64 * 32 + 32)
+
+
+def test_a_norm_is_one_kernel_before_a_product() -> None:
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) @ weight
+
+    norm, product = _kernels(normed, (64, 32), (32, 16))
+    assert norm.is_fused
+    assert norm.num_bytes == 2 * 4 * 64 * 32
+    assert not product.is_fused
+    assert product.num_bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+def test_sums_of_rows_and_of_columns_are_two_kernels() -> None:
+    rows, columns = _kernels(lambda x, y: ((x * y).sum(1), (x * y).sum(0)), (64, 32), (64, 32))
+    assert rows.num_bytes == 4 * (2 * 64 * 32 + 64)
+    assert columns.num_bytes == 4 * (2 * 64 * 32 + 32)
+
+
+def test_no_kernel_runs_before_what_it_reads() -> None:
+    def chain(x: Tensor, weight: Tensor) -> Tensor:
+        first = x + 1
+        return (first @ weight) * first
+
+    kernels = _kernels(chain, (32, 32), (32, 32))
+    assert [each.label for each in kernels] == ["fused add", "mm", "fused mul"]
+
+
+def test_a_result_replaces_memory_that_it_alone_is_computed_from() -> None:
+    def alone(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight).relu()
+
+    def both(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        product = x @ weight
+        return product + 1, product * 2
+
+    for function, count in ((alone, 1), (both, 0)):
+        kernel = _kernels(function, (32, 32), (32, 32))[-1]
+        assert sum(map(len, kernel.replaced.values())) == count
