@@ -54,7 +54,8 @@ def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
     """Returns a function that builds a model on the meta device.
 
     Args:
-        spec: ``module:function``, or a config.json of transformers, or the folder that contains it.
+        spec: ``module:function``, or a file such as config.json of transformers, or the folder that
+            contains config.json.
         what: name of the argument, for errors.
 
     Raises:
@@ -92,7 +93,7 @@ def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
             f"found {name!r}"
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path.parent))
+        config = transformers.AutoConfig.from_pretrained(str(path))
     except Exception as error:  # transformers may raise any type for a value in the file
         raise ValueError(
             f"{what}: expected a config.json that transformers reads; found {path}: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.outcome import Outcome, Setting
@@ -74,22 +74,46 @@ class Comparison:
         return speedup * self.base.setting.world_size / row.setting.world_size
 
     def __str__(self) -> str:
-        return table_text(comparison_table(self))
+        return table_text(comparison_table(comparison_texts(self)))
 
 
-def comparison_table(
+class ComparisonTexts(NamedTuple):
+    """A comparison as texts.
+
+    Attributes:
+        title: the model.
+        columns: headings of the numbers, after that of the labels.
+        labels: one for each row, and its strategy.
+        cells: numbers of each row, or "-".
+        caption: what the numbers are.
+        found: the comparison.
+    """
+
+    title: str
+    columns: list[str]
+    labels: list[tuple[str, str]]
+    cells: list[list[str]]
+    caption: str
+    found: Comparison
+
+
+class Answers(NamedTuple):
+    """Answers to questions about a plan: sentences, and tables that compare plans."""
+
+    sentences: tuple[str, ...] = ()
+    tables: tuple[ComparisonTexts, ...] = ()
+
+
+def comparison_texts(
     found: Comparison, items: float | None = None, prices: Sequence[float | None] = (None,)
-) -> Table:
-    """A row for each plan; labels and strategies wrap in a narrow terminal.
+) -> ComparisonTexts:
+    """A row for each plan.
 
     Args:
         found: the plans.
         items: tokens or samples of a training run, for columns with its days and GPU hours.
         prices: dollars per GPU hour, one for all rows or one for each, for a column with its cost.
     """
-    with naming_extra():
-        from rich.table import Table
-
     setting = found.rows[0].setting
     scales = len({each.setting.world_size for each in found.rows}) > 1
     has_cost = items is not None and any(price is not None for price in prices)
@@ -103,26 +127,42 @@ def comparison_table(
         last = f"days, GPU hours{' and cost' * has_cost} of {format_large(items)} {setting.item}"
     each = [accuracy_of(row.setting.machine_family) for row in found.rows]
     accuracies = ", ".join(dict.fromkeys(f"{one.where} {one.mark}" for one in each))
+    every = list(prices) * len(found.rows) if len(prices) == 1 else list(prices)
+    cells = [
+        _cells(found, row, items, price, scales=scales, has_cost=has_cost)
+        or [_UNKNOWN] * len(columns)
+        for row, price in zip(found.rows, every, strict=True)
+    ]
+    return ComparisonTexts(
+        f"{setting.model}, {format_count(setting.num_elements)} parameters",
+        columns,
+        [(row.label, _strategy(row)) for row in found.rows],
+        cells,
+        f"The fastest strategy that fits. {per_rank}, over that of the first row; MFU: model "
+        f"flops utilization; {last}. Accuracy of times: {accuracies}.",
+        found,
+    )
+
+
+def comparison_table(texts: ComparisonTexts) -> Table:
+    """The table for a terminal; labels and strategies wrap in a narrow one."""
+    with naming_extra():
+        from rich.table import Table
+
     table = Table(
-        title=f"{setting.model}, {format_count(setting.num_elements)} parameters",
-        caption=(
-            f"The fastest strategy that fits. {per_rank}, over that of the first row; MFU: model "
-            f"flops utilization; {last}. Accuracy of times: {accuracies}."
-        ),
+        title=texts.title,
+        caption=texts.caption,
         title_justify="left",
         caption_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
         pad_edge=False,
     )
-    table.add_column(found.heading, overflow="fold")
-    for column in columns:
+    table.add_column(texts.found.heading, overflow="fold")
+    for column in texts.columns:
         table.add_column(column, justify="right", no_wrap=True)
-    every = list(prices) * len(found.rows) if len(prices) == 1 else list(prices)
-    for row, price in zip(found.rows, every, strict=True):
-        cells = _cells(found, row, items, price, scales=scales, has_cost=has_cost)
-        cells = cells or [_UNKNOWN] * len(columns)
-        table.add_row(f"[bold]{row.label}[/bold]\n{_strategy(row)}", *cells)
+    for (label, strategy), cells in zip(texts.labels, texts.cells, strict=True):
+        table.add_row(f"[bold]{label}[/bold]\n{strategy}", *cells)
     return table
 
 

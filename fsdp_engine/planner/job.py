@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_engine.offload import HOST
 from fsdp_engine.planner.batch_search import (
     MOST_SIMULATED,
     divisors,
@@ -140,7 +141,8 @@ class Job:
         return found
 
     def trials(self, chosen: Outcome, limit: float) -> tuple[Trial, ...]:
-        """Variations of ``chosen``: a larger batch, and more microbatches."""
+        """Variations of ``chosen``: a larger batch, more microbatches, and offloaded state that is
+        stepped beside forward, which asks more of a program."""
         candidate = chosen.candidate
         more = _MORE_MICROBATCHES * (candidate.microbatches or self.microbatches)
         longer = replace(self, microbatches=more)  # simulates all of them
@@ -148,6 +150,13 @@ class Job:
             "a microbatch twice as large": lambda: self.outcome(candidate, limit, 2),
             f"{more} microbatches a step": lambda: longer.outcome(candidate, limit),
         }
+        offload = candidate.offload
+        if offload is not None and offload.places == {"optimizer_state": HOST}:
+            beside = replace(candidate, offload=replace(offload, overlap_forward=True))
+            if self.request.where.host_runs_ahead and beside != candidate:
+                tries["steps beside forward (`overlap_forward=True`)"] = lambda: self.outcome(
+                    beside, limit
+                )
         found = []
         for change, run in tries.items():
             try:

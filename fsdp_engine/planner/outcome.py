@@ -72,6 +72,7 @@ class Candidate:
             for place, each in names.items()
         ]
         texts += ["stepped there"] * (offload.step_on == HOST)
+        texts += ["stepped beside forward"] * offload.overlap_forward
         return ", ".join([*texts, *["activations on the host"] * (self.checkpointing == OFFLOAD)])
 
     @property

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.planner.outcome import Candidate, Outcome, part_waiting_for
+from fsdp_engine.planner.comparison import Answers, ComparisonTexts
+from fsdp_engine.planner.outcome import Candidate, Outcome, Times, part_waiting_for
 from fsdp_engine.planner.page_assets import SCRIPT, STYLE
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, table_unit, time_label
 from fsdp_engine.planner.planner_tables import (
@@ -40,20 +41,29 @@ _ROW, _GAP, _MEMORY_HEIGHT, _POINTS = 20, 4, 180, 600
 # Intervals of a row at most, and the coordinates of charts across.
 _MAX_SPANS, _ACROSS = 1500, 1000.0
 _WAITS = "compute waits for"
+_COMPARED = {"machine": "Machines", "what if": "What if", "ranks": "Numbers of ranks"}
 
 
-def save_page(planning: StrategyPlan, path: str | Path, step: Simulation | None = None) -> None:
+def save_page(
+    planning: StrategyPlan,
+    path: str | Path,
+    step: Simulation | None = None,
+    answers: Answers | None = None,
+) -> None:
     """Write the page.
 
     Args:
         planning: the plan.
         path: of the HTML file.
         step: the simulation of the first outcome. None: the page has no timeline.
+        answers: to questions about the plan.
     """
-    Path(path).write_text(page_of(planning, step), encoding="utf-8")
+    Path(path).write_text(page_of(planning, step, answers), encoding="utf-8")
 
 
-def page_of(planning: StrategyPlan, step: Simulation | None = None) -> str:
+def page_of(
+    planning: StrategyPlan, step: Simulation | None = None, answers: Answers | None = None
+) -> str:
     """The text of the page; see :func:`save_page`."""
     setting = planning.setting
     title = plan_title(setting)
@@ -75,9 +85,10 @@ def page_of(planning: StrategyPlan, step: Simulation | None = None) -> str:
         f'<p class="soft">{escape(title)}</p>',
         '<section class="advice">',
         "<h2>Recommendation</h2>",
-        *(f"<p>{escape(line)}</p>" for line in lines),
+        *(f"<p>{escape(line)}</p>" for line in [*lines, *(answers or Answers()).sentences]),
         "</section>",
         *_candidates(planning),
+        *(line for texts in (answers or Answers()).tables for line in _comparison(texts)),
         *([] if step is None else _step(planning, step)),
         f"<script>{SCRIPT}</script>",
         "</body>",
@@ -119,6 +130,36 @@ def _candidates(planning: StrategyPlan) -> Iterator[str]:
         yield _row(planning, each, number, cells, longest)
     yield "</tbody>\n</table>\n</div>"
     yield f'<p class="soft" id="units">{escape(plan_caption(setting, outcomes))}</p>\n</section>'
+
+
+def _comparison(texts: ComparisonTexts) -> Iterator[str]:
+    """The table of a comparison, with bars of steps' times."""
+    heading, rows = texts.found.heading, texts.found.rows
+    times = [None if each.chosen is None else each.chosen.times for each in rows]
+    longest = max((each.step for each in times if each is not None), default=0.0)
+    yield f"<section>\n<h2>{escape(_COMPARED[heading])}</h2>"
+    shares = [each.shares() for each in times if each is not None]
+    used = {name for parts in shares for name, part in parts.items() if part}
+    yield _legend({time_label(n): colour for n, colour in TIME_COLOURS.items() if n in used})
+    heads = [_head(heading, is_number=False), _head("strategy", is_number=False)]
+    heads += [_head(each, is_number=True) for each in texts.columns]
+    heads.append('<th scope="col">time of a step</th>')
+    yield f'<div class="scroll">\n<table>\n<thead><tr>{"".join(heads)}</tr></thead>\n<tbody>'
+    for (label, strategy), cells, each in zip(texts.labels, texts.cells, times, strict=True):
+        found = [f'<th scope="row">{escape(label)}</th>', f"<td>{escape(strategy)}</td>"]
+        found += [f'<td class="number">{escape(cell)}</td>' for cell in cells]
+        found.append(f"<td>{'' if each is None else _time_bar(each, longest)}</td>")
+        yield f"<tr>{''.join(found)}</tr>"
+    yield f'</tbody>\n</table>\n</div>\n<p class="soft">{escape(texts.caption)}</p>\n</section>'
+
+
+def _time_bar(times: Times, longest: float) -> str:
+    parts = []
+    for name, share in times.shares().items():
+        text = f"{time_label(name)}: {1e3 * share * times.step:,.1f} ms"
+        width = f"width:{100 * share * times.step / longest:.3g}%;background:{TIME_COLOURS[name]}"
+        parts.append(f'<i style="{width}" title="{escape(text)}"></i>')
+    return f'<div class="bar">{"".join(parts)}</div>'
 
 
 def _ordered(columns: Sequence[Column]) -> list[Column]:

@@ -20,14 +20,13 @@ from fsdp_engine.planner.outcome import (
     fitting_meshes,
     quick_candidates,
 )
-from fsdp_engine.planner.questions import check_positive
 from fsdp_engine.runtime.activations import Activations
 from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.simulate import MakeOptimizer
 from fsdp_engine.simulation.simulation_error import (
     check_callable,
     check_count,
-    check_memory,
+    check_positive,
     check_type,
     listed,
 )
@@ -84,7 +83,7 @@ class PlanRequest:
         check_count("world_size", self.world_size, "1 rank or more")
         check_count("microbatches", self.microbatches, "at least 1")
         if self.memory is not None:
-            check_memory(self.memory)
+            check_positive("memory", self.memory, "a number of bytes, such as 80e9")
         if self.offload is not None and self.offload != AUTO:
             check_type("offload", self.offload, Offload, "an fe.Offload, 'auto' or None")
         if not isinstance(self.build, str):

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +33,7 @@ from fsdp_engine.planner.command_inputs import (
     import_function,
     model_builder,
 )
+from fsdp_engine.planner.comparison import Answers
 from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
@@ -40,7 +41,7 @@ from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_request import AUTO, EVERYTHING
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
-from fsdp_engine.planner.questions import GPU, NODE, check_positive, parsed_count
+from fsdp_engine.planner.questions import GPU, NODE, parsed_count
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
@@ -48,7 +49,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.machine import PRESETS, Machine
-from fsdp_engine.simulation.simulation_error import SimulationError
+from fsdp_engine.simulation.simulation_error import SimulationError, check_positive
 from fsdp_engine.terminal import print_whole, terminal_width, wrapped
 from fsdp_engine.units.checkpointing import SELECTIVE
 
@@ -119,7 +120,7 @@ def _root() -> None:
 # Options that are only valid with, or without, others.
 _OUTPUTS = ("figure", "html", "trace", "save")
 _QUESTIONS = (
-    *("tokens", "price", "compare", "what_if", "scaling"),
+    *("tokens", "price", "compare", "what_if", "scaling", "scaling_figure"),
     *("checkpoint_bandwidth", "mtbf", "mtbf_of"),
 )
 _SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
@@ -232,6 +233,9 @@ def plan(
     scaling: Annotated[
         bool, typer.Option("--scaling", help="how the time grows from 8 to 4,096 ranks")
     ] = False,
+    scaling_figure: Annotated[
+        Path | None, typer.Option(help="with --scaling: save a figure of it to this file")
+    ] = None,
     checkpoint_bandwidth: Annotated[
         float | None,
         typer.Option(
@@ -317,7 +321,10 @@ def plan(
         _refuse(given, ("num_units",), "expected with --elements; found with --model")
     if formulas:
         _refuse(given, _OF_A_SIMULATION, "expected without --formulas; found with it")
-    _check_outputs(figure, html, trace, save)
+    _check_outputs(
+        {"figure": figure, "scaling-figure": scaling_figure},
+        {"html": html, "trace": trace, "save": save},
+    )
     if (offload is Where.disk) != (offload_folder is not None):
         raise typer.BadParameter(
             "--offload-folder: expected with --offload disk; found "
@@ -334,6 +341,7 @@ def plan(
         compare,
         what_if,
         scaling,
+        scaling_figure,
         checkpoint_bandwidth,
         mtbf,
         mtbf_of,
@@ -407,13 +415,12 @@ def plan(
             print("\nFull plan:")
             planning = planning.full()
         _print(planning)
-        if planning.chosen is not None:
-            questions.answer(planning)
+        answers = None if planning.chosen is None else questions.answer(planning)
     except SimulationError as error:
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _save(planning, figure, html, trace, save)
+    _save(planning, answers, figure, html, trace, save)
 
 
 @app.command("calibrate")
@@ -468,6 +475,7 @@ def _print(planning: StrategyPlan) -> None:
 
 def _save(
     planning: StrategyPlan,
+    answers: Answers | None,
     figure: Path | None,
     html: Path | None,
     trace: Path | None,
@@ -482,7 +490,7 @@ def _save(
     if planning.simulate is not None and (html is not None or trace is not None):
         step = planning.simulate(planning.outcomes[0].candidate)
     if html is not None:
-        save_page(planning, html, step)
+        save_page(planning, html, step, answers)
     if trace is not None and step is not None:
         step.save_trace(trace)
     raise typer.Exit(_status(planning))
@@ -519,6 +527,7 @@ def _questions(
     compare: str | None,
     what_if: list[str] | None,
     scaling: bool,
+    scaling_figure: Path | None,
     checkpoint_bandwidth: float | None,
     mtbf: float | None,
     mtbf_of: FailureUnit,
@@ -529,6 +538,8 @@ def _questions(
         _refuse(given, ("price",), "expected with --tokens; found without")
     if checkpoint_bandwidth is None:
         _refuse(given, ("mtbf",), "expected with --checkpoint-bandwidth; found without")
+    if not scaling:
+        _refuse(given, ("scaling_figure",), "expected with --scaling; found without")
     if mtbf is None:
         _refuse(given, ("mtbf_of",), "expected with --mtbf; found without")
     numbers = {"tokens": tokens, "checkpoint-bandwidth": checkpoint_bandwidth, "mtbf": mtbf}
@@ -555,6 +566,7 @@ def _questions(
             tuple(name for name, _ in named_machines(machines)),
             changes,
             scaling,
+            scaling_figure,
             None if checkpoint_bandwidth is None else 1e9 * checkpoint_bandwidth,
             mtbf,
             mtbf_of.value,
@@ -605,16 +617,14 @@ def _refuse(given: set[str], names: Sequence[str], why: str) -> None:
         raise typer.BadParameter(f"{', '.join(found)}: {why}")
 
 
-def _check_outputs(
-    figure: Path | None, html: Path | None, trace: Path | None, save: Path | None
-) -> None:
-    """Check that files can be written, before minutes of planning."""
-    outputs = {"--figure": figure, "--html": html, "--trace": trace, "--save": save}
-    for option, path in outputs.items():
+def _check_outputs(figures: Mapping[str, Path | None], others: Mapping[str, Path | None]) -> None:
+    """Check that files can be written, before minutes of planning. Keys are options' names."""
+    for name, path in {**figures, **others}.items():
         if path is not None:
-            _check_writable(path, option)
-    if figure is not None:
-        _check_figure(figure)
+            _check_writable(path, f"--{name}")
+    for name, path in figures.items():
+        if path is not None:
+            _check_figure(path, f"--{name}")
 
 
 def _check_writable(path: Path, option: str) -> None:
@@ -631,17 +641,17 @@ def _check_writable(path: Path, option: str) -> None:
         )
 
 
-def _check_figure(path: Path) -> None:
+def _check_figure(path: Path, option: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise typer.BadParameter(
-            f"--figure: expected matplotlib installed; found {error}"
+            f"{option}: expected matplotlib installed; found {error}"
         ) from error
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
         raise typer.BadParameter(
-            f"--figure: expected a file that ends with one of {', '.join(known)}; found {path}"
+            f"{option}: expected a file that ends with one of {', '.join(known)}; found {path}"
         )
 
 

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, field
 
 from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.simulation.simulation_error import check_positive
 from fsdp_engine.simulation.time_accuracy import TimeAccuracy, accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds
 
@@ -228,19 +229,6 @@ class CheckpointInterval:
             f"{self.steps:,} step{'s' * (self.steps > 1)}: saves, repeated work and restarts take "
             f"{self.overhead:.1%} of the time."
         )
-
-
-def check_positive(name: str, value: object, unit: str) -> None:
-    """Check a number of the user's.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive, or infinite.
-    """
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected {unit}; found {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected {unit}, more than 0; found {value!r}")
 
 
 def parsed_count(text: str) -> float:

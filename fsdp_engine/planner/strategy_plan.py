@@ -32,7 +32,7 @@ from fsdp_engine.planner.outcome import (
 from fsdp_engine.planner.questions import GPU, CheckpointInterval, TrainingRun
 from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.simulate import Simulation
-from fsdp_engine.simulation.simulation_error import check_count, check_memory, listed, read_json
+from fsdp_engine.simulation.simulation_error import check_count, check_positive, listed, read_json
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 from fsdp_engine.units.checkpointing import SELECTIVE
@@ -321,7 +321,7 @@ class StrategyPlan:
         Raises:
             TypeError, ValueError: ``memory`` is not a positive number.
         """
-        check_memory(memory)
+        check_positive("memory", memory, "a number of bytes, such as 80e9")
         return dataclasses.replace(
             self,
             setting=dataclasses.replace(self.setting, memory=memory),

@@ -43,6 +43,7 @@ from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
+from fsdp_engine.simulation.device_kernels import DeviceKernels
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.simulation.module_names import ModuleNames, parents_of
@@ -480,6 +481,7 @@ def simulate(
         fake,
         Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
         names.recording(),
+        DeviceKernels() if machine.host_runs_ahead else nullcontext(),
     ):
         model = build_fake_model(build)
         signature = _signature(model)

@@ -38,15 +38,17 @@ def check_count(name: str, value: object, expected: str) -> None:
         raise ValueError(f"{name}: expected {expected}; found {value!r}")
 
 
-def check_memory(value: object) -> None:
-    """Raises:
-    TypeError: ``value`` is not a number.
-    ValueError: it is not positive, or not finite.
+def check_positive(name: str, value: object, unit: str) -> None:
+    """Check a number of the user's.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive, or infinite.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"memory: expected a number of bytes, such as 80e9; found {value!r}")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"memory: expected bytes, more than 0; found {value!r}")
+        raise TypeError(f"{name}: expected {unit}; found {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected {unit}, more than 0; found {value!r}")
 
 
 def check_callable(name: str, value: object, expected: str) -> None:

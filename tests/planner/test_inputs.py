@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,13 @@ import transformers
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner.command_inputs import batch_shape, default_loss, example_inputs
+from fsdp_engine.planner.command_inputs import (
+    batch_shape,
+    default_loss,
+    example_inputs,
+    model_builder,
+)
+from tests.planner.made_plans import LLAMA
 
 _TEXT = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 _TEXT |= {"intermediate_size": 32, "vocab_size": 64}
@@ -99,3 +107,12 @@ def test_other_models_need_a_function() -> None:
 def test_an_output_without_numbers_has_no_loss() -> None:
     with pytest.raises(ValueError, match="loss: expected a tensor in the output; found dict"):
         default_loss({"tokens": torch.zeros(2, dtype=torch.long)})
+
+
+def test_a_config_may_have_any_name_beside_another(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    wider = {**LLAMA, "hidden_size": 48}
+    (tmp_path / "wider.json").write_text(json.dumps(wider))
+    model = model_builder(str(tmp_path / "wider.json"), "--model")()
+    config: Any = model.config
+    assert config.hidden_size == 48

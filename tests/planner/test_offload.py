@@ -121,6 +121,21 @@ def test_an_offloaded_outcome_equals_its_simulation() -> None:
     assert sum(chosen.times.shares().values()) == pytest.approx(1.0)
 
 
+def test_steps_beside_forward_are_a_trial() -> None:
+    fast_host = replace(MACHINE, host_seconds=0.0)
+    planning = planned("auto", limit(), machine=fast_host)
+    chosen = chosen_of(planning)
+    (trial,) = (each for each in planning.trials if "overlap_forward" in each.change)
+    assert trial.speedup > 1.05
+    beside = planned(replace(HOST, overlap_forward=True), limit(), machine=fast_host)
+    found = {each.candidate: each.rate for each in beside.outcomes}
+    rate = found[replace(chosen.candidate, offload=replace(HOST, overlap_forward=True))]
+    assert trial.speedup == pytest.approx(rate / chosen.rate)
+    assert "With steps beside forward (`overlap_forward=True`): " in str(planning)
+    assert "optimizer state on the host, stepped beside forward: " in str(beside)
+    assert not any("overlap_forward" in each.change for each in beside.trials)
+
+
 def test_the_plan_names_it_and_the_memory_of_a_node() -> None:
     text = str(planned_tightly())
     chosen = chosen_of(planned_tightly())

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
+from fsdp_engine.planner.comparison import Answers, comparison_texts
 from fsdp_engine.planner.outcome import sorted_outcomes
 from fsdp_engine.planner.page import page_of, save_page
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS
@@ -125,6 +126,27 @@ def test_it_is_readable_without_its_script() -> None:
     assert rows[0]["class"] == "chosen"
     # What needs the script is hidden without it.
     assert all("hidden" in each for each in page.all("div") if each.get("class") == "what-if")
+
+
+def test_it_has_the_answers_to_questions() -> None:
+    planning, _ = planned()
+    found = planning.compare(("h100", replace(fe.A100, name="<A100>")))
+    texts = comparison_texts(found, 1e12, (2.5, 1.5))
+    answers = Answers(("A training run takes <3> days.",), (texts,))
+    page = Document(page_of(planning, None, answers))
+    shown_texts = [text.strip() for text in page.texts]
+    assert answers.sentences[0] in shown_texts
+    for expected in ("Machines", "<A100>", "cost", texts.caption, *texts.cells[1]):
+        assert expected in shown_texts
+    bars = [float(width) for width in re.findall(r"width:([\d.e+-]+)%", page_of_tables(page))]
+    steps = [row.chosen.times.step for row in found.rows if row.chosen and row.chosen.times]
+    assert sum(bars) == pytest.approx(100 * sum(steps) / max(steps), rel=0.02)
+
+
+def page_of_tables(page: Document) -> str:
+    """The styles of bars of steps' times."""
+    marks = page.all("i")
+    return " ".join(each["style"] for each in marks if each.get("title", "").endswith(" ms"))
 
 
 def test_the_timeline_has_lanes_units_and_waits_in_their_colours() -> None:

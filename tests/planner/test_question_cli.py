@@ -36,11 +36,11 @@ def run(arguments: str, *, status: int = 0, columns: int = 80) -> str:
     return result.output
 
 
-def test_questions_are_answered_below_the_plan_within_the_terminal() -> None:
+def test_questions_are_answered_below_the_plan_within_the_terminal(folder: Path) -> None:
     output = run(
         "--quick-only --tokens 1e12 --price 2.5,3 --compare h100,a100 --checkpoint-bandwidth 10 "
         "--mtbf 50000 --mtbf-of node --what-if outer_bandwidth=0.5x,memory_bytes=2x "
-        "--what-if inner_latency=1e-3"
+        "--what-if inner_latency=1e-3 --html plan.html"
     )
     plan, rest = output.split("Training on 1T tokens takes 976,562,500 steps, ")
     assert "This is a quick plan, of" in plan
@@ -52,13 +52,24 @@ def test_questions_are_answered_below_the_plan_within_the_terminal() -> None:
         assert any(line.startswith(label) for line in tables.splitlines()), label
     assert "…" not in tables
     assert tables.count("$") == 5  # of two machines, and of three rows of changes none
+    page = (folder / "plan.html").read_text(encoding="utf-8")
+    for text in (
+        "<h2>Machines</h2>",
+        "<h2>What if</h2>",
+        "Training on 1T tokens",
+        "2 nodes, each fails once",
+    ):
+        assert page.count(text) == 1
 
 
-def test_scaling_has_a_row_for_8_to_4096_ranks() -> None:
-    output = run("--quick-only --scaling --no-cache")
+def test_scaling_has_a_row_and_a_bar_for_8_to_4096_ranks(tmp_path: Path) -> None:
+    output = run(f"--quick-only --scaling --no-cache --scaling-figure {tmp_path}/scaling.svg")
     starts = [line.split()[0] for line in output.splitlines() if "%" in line and line[:1].isdigit()]
     assert starts == [f"{2**power:,}" for power in range(3, 13)]
     assert "efficiency" in output
+    figure = (tmp_path / "scaling.svg").read_text()  # matplotlib writes texts into comments
+    assert [f"<!-- {start} -->" in figure for start in starts] == [True] * len(starts)
+    assert "tokens/s of one rank" in figure
 
 
 def test_quick_prints_a_quick_plan_and_then_the_full_one() -> None:
@@ -127,6 +138,8 @@ def test_rows_come_from_the_cache_unless_it_is_off(monkeypatch: pytest.MonkeyPat
         ("--quick --quick-only", "expected one of them; found both"),
         ("--global-batch 4M --microbatches 2", "--microbatches: expected without --global-batch"),
         ("--global-batch 600", "global_batch: expected a multiple of 1,024 tokens"),
+        ("--scaling-figure a.png", "--scaling-figure: expected with --scaling; found without"),
+        ("--scaling --scaling-figure a.txt", "--scaling-figure: expected a file that ends with"),
         ("--formulas --scaling", "--scaling: expected without --formulas; found with it"),
     ],
 )
