@@ -1280,7 +1280,7 @@ def published() -> str:
             batch = f"{row['microbatches']} times {batch}"
         rows.append(
             [
-                row["job"],
+                row["job"] + (" (held out)" if row["held out"] else ""),
                 f"{row['ranks']} {_gpu(row)}",
                 batch,
                 row["recomputed"],
@@ -1325,18 +1325,25 @@ def planner_compiled() -> str:
 
 def published_ranges() -> str:
     """Planned over published speeds."""
-    lines = []
-    for gpu in ("A100", "H100"):
-        ratios = [
-            row["planned over published"]
-            for row in results("planner_published")
-            if gpu in row["machine"]
-        ]
-        lines.append(
-            f"{gpu}: {len(ratios)} jobs, planned over published {min(ratios):.2f} to "
-            f"{max(ratios):.2f}, median {statistics.median(ratios):.2f}."
-        )
-    return " ".join(lines)
+    rows = []
+    for gpu in ("A100", "H100", "H200"):
+        for is_held_out in (False, True):
+            ratios = [
+                row["planned over published"]
+                for row in results("planner_published")
+                if gpu in row["machine"] and row["held out"] == is_held_out
+            ]
+            if ratios:
+                rows.append(
+                    [
+                        gpu,
+                        "held out" if is_held_out else "in view",
+                        str(len(ratios)),
+                        f"{min(ratios):.2f} to {max(ratios):.2f}",
+                        f"{statistics.median(ratios):.2f}",
+                    ]
+                )
+    return table(["GPU", "jobs", "number", "planned over published", "median"], rows)
 
 
 def time_accuracy() -> str:
@@ -1352,7 +1359,7 @@ def time_accuracy() -> str:
 
 def _gpu(row: dict[str, Any]) -> str:
     """ "H100", with its memory where that is not 80 GB: "8 x A100 40 GB a node, ..."."""
-    found = re.search(r"(\w100)(?: SXM)?(?: (\d+) GB)?", row["machine"])
+    found = re.search(r"(\w\d00)(?: SXM)?(?: (\d+) GB)?", row["machine"])
     assert found is not None
     gib = found[2]
     return found[1] if gib in (None, "80") else f"{found[1]} {gib} GB"

@@ -188,7 +188,12 @@ class _Meter:
             )
         self._say(f"  memory: {processor.memory_bandwidth / 1e9:,.1f} GB/s")
         self._say(f"  overlap of memory access and compute: {processor.overlap:.0%}")
-        self._say(f"  attention: {processor.attention_share:.0%} of the rate of products")
+        self._say(
+            f"  attention: {processor.attention_share:.0%} of the rate of products, in backward "
+            f"{processor.attention_backward_share:.0%}; half of it with "
+            f"{processor.attention_length:.0f} keys; causal in blocks of "
+            f"{processor.causal_block:.0f}"
+        )
         self._say(f"  functions: {processor.function_seconds * 1e9:.2f} ns per element")
         host = kernels.host_seconds()
         self._say(f"  host time per call: {host * 1e6:.1f} us")

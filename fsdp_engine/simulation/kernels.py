@@ -50,8 +50,10 @@ class Kernels:
         self._agree = agree
         # Rows, inner and outer size of products, as in small and in large transformers.
         self._sizes = (256, 256, 512) if self._on_host else (8192, 4096, 4096)
-        # Batch, heads, sequence, size of heads.
-        self._attention = (2, 4, 256, 64) if self._on_host else (4, 16, 2048, 128)
+        # Tokens, heads, size of heads, lengths of sequences.
+        self._attention = (
+            (2048, 4, 64, (128, 2048)) if self._on_host else (16384, 16, 128, (512, 8192))
+        )
         # Elements of an elementwise operation.
         self._elements = 2**19 if self._on_host else 2**26
 
@@ -82,13 +84,48 @@ class Kernels:
         hidden = computing + moving - self._time(partial(_with_next, _product, sets))
         return min(max(hidden / min(computing, moving), 0.0), 1.0)
 
-    def attention_share(self, flops: float, dtype: torch.dtype) -> float:
-        """The rate of attention as a fraction of ``flops``, the rate of products."""
-        batch, heads, length, size = self._attention
-        shape = (batch, heads, length, size)
-        query, key, value = (self._random(shape, dtype) for _ in range(3))
-        seconds = self._time(lambda: F.scaled_dot_product_attention(query, key, value))
-        return min(4 * batch * heads * length**2 * size / seconds / flops, 1.0)
+    def attention(self, flops: float, dtype: torch.dtype) -> dict[str, float]:
+        """The figures of attention of :class:`Processor`, by name: from short and long sequences,
+        their backward, and causal attention on long ones.
+
+        Args:
+            flops: floating-point operations per second of products.
+            dtype: of the sequences.
+        """
+        tokens, heads, size, (short, long) = self._attention
+        seconds: dict[tuple[int, bool, bool], float] = {}
+        for length, is_causal in ((short, False), (long, False), (long, True)):
+            shape = (tokens // length, heads, length, size)
+            query, key, value = inputs = [
+                self._random(shape, dtype).requires_grad_() for _ in range(3)
+            ]
+            forward = partial(
+                F.scaled_dot_product_attention, query, key, value, is_causal=is_causal
+            )
+            out, grad = forward(), self._random(shape, dtype)
+            backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+            seconds[length, is_causal, False] = self._time(forward)
+            seconds[length, is_causal, True] = self._time(backward)
+
+        def whole(length: int, is_causal: bool) -> float:
+            return seconds[length, is_causal, False] + seconds[length, is_causal, True]
+
+        # Seconds of a key: those of a long sequence times 1 + attention_length / length.
+        of_short, of_long = whole(short, False) / short, whole(long, False) / long
+        extra = max(of_short - of_long, 0.0) / (1 / short - 1 / long)
+        attention_length = min(extra / max(of_long - extra / long, 1e-30), float(long))
+        # Two products in forward, and five in backward.
+        product = 2 * tokens * heads * long * size
+        slowdown = (1 + attention_length / long) / flops
+        of_forward, of_backward = (seconds[long, False, each] for each in (False, True))
+        # With n blocks (n + 1) / 2n of the products.
+        block = (2 * whole(long, True) / whole(long, False) - 1) * long
+        return {
+            "attention_share": min(2 * product / of_forward * slowdown, 1.0),
+            "attention_backward_share": min(5 * product / of_backward * slowdown, 1.0),
+            "attention_length": attention_length,
+            "causal_block": min(max(block, 16.0), float(long)),
+        }
 
     def function_seconds(self, bandwidth: float) -> float:
         """Seconds per element of functions, in addition to memory access: the mean of gelu, its
@@ -170,8 +207,8 @@ class Kernels:
             memory_bytes,
             call_seconds=self.call_seconds(),
             overlap=self.overlap(flops[torch.float32], bandwidth),
-            attention_share=self.attention_share(flops[dtype], dtype),
             function_seconds=self.function_seconds(bandwidth),
+            **self.attention(flops[dtype], dtype),
         )
 
     def _flops(self) -> float:

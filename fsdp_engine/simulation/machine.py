@@ -141,6 +141,33 @@ class TwoWayLink:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """The shape of an attention operation.
+
+    Attributes:
+        num_queries, num_keys: lengths of the sequences.
+        is_causal: a query attends to no later keys.
+        is_backward: the operation is attention's backward.
+    """
+
+    num_queries: int
+    num_keys: int
+    is_causal: bool = False
+    is_backward: bool = False
+
+    def causal_share(self, block: float) -> float:
+        """The fraction of products of queries and keys that causal attention computes, if it skips
+        masked keys in blocks of ``block``."""
+        computed, start = 0.0, 0.0
+        while start < self.num_queries:
+            end = start + block
+            rows = min(end, self.num_queries) - start
+            computed += rows * min(end, self.num_keys)
+            start = end
+        return computed / max(self.num_queries * self.num_keys, 1)
+
+
+@dataclass(frozen=True)
 class Processor:
     """The processor of one rank, and its memory.
 
@@ -156,7 +183,13 @@ class Processor:
             the two times that overlaps with the longer. 1 is a roofline, as for a GPU, where
             thousands of threads wait for memory while others compute. 0 is a core that computes
             only after memory access: operations take the sum of both times.
-        attention_share: the rate of attention kernels as a fraction of that of products.
+        attention_share: the rate of attention kernels on long sequences as a fraction of that of
+            products.
+        attention_backward_share: the same in backward. None: ``attention_share``.
+        attention_length: the length of keys with which attention reaches half of that rate; with a
+            length of n the fraction is n / (n + ``attention_length``).
+        causal_block: causal attention skips masked keys in blocks: a block of so many queries
+            computes all keys up to its end. None: it computes all keys.
         function_seconds: seconds per element of a function such as gelu, softmax or a norm, in
             addition to memory access. 0 if enough processors hide it.
 
@@ -173,6 +206,9 @@ class Processor:
     overlap: float = 1.0
     attention_share: float = 1.0
     function_seconds: float = 0.0
+    attention_backward_share: float | None = None
+    attention_length: float = 0.0
+    causal_block: float | None = None
 
     def __post_init__(self) -> None:
         check_figures(self, PROCESSOR_FIELDS, _flops_mistakes(self.matrix_flops))
@@ -202,25 +238,36 @@ class Processor:
         num_bytes: float,
         dtype: torch.dtype,
         *,
-        is_attention: bool = False,
+        attention: Attention | None = None,
         function_elements: int = 0,
     ) -> float:
         """Seconds of one operation: those of computation and memory access, less their
         ``overlap``.
 
         Args:
-            flops: floating-point operations of matrix products.
+            flops: floating-point operations of matrix products; of causal attention those of all
+                keys.
             num_bytes: bytes read and written.
             dtype: of the products.
-            is_attention: the operation is attention.
+            attention: of the operation, if it is attention.
             function_elements: elements of a function's result.
         """
-        peak = self.peak_flops(dtype) if flops else math.inf
-        peak *= self.achievable_flops * (self.attention_share if is_attention else 1.0)
-        computing = flops / peak + function_elements * self.function_seconds
+        rate = self.achievable_flops * self.peak_flops(dtype) if flops else math.inf
+        if attention is not None:
+            rate *= self._attention_share(attention)
+            if attention.is_causal and self.causal_block is not None:
+                flops *= attention.causal_share(self.causal_block)
+        computing = flops / rate + function_elements * self.function_seconds
         moving = num_bytes / (self.memory_bandwidth * self.achievable_bandwidth)
         both = computing + moving - self.overlap * min(computing, moving)
         return max(both, self.call_seconds)
+
+    def _attention_share(self, attention: Attention) -> float:
+        """The rate of an attention kernel as a fraction of that of products."""
+        share = self.attention_share
+        if attention.is_backward and self.attention_backward_share is not None:
+            share = self.attention_backward_share
+        return share / (1.0 + self.attention_length / max(attention.num_keys, 1))
 
 
 @dataclass(frozen=True)
@@ -436,13 +483,28 @@ def _type_name(kind: Any) -> str:
 # Fractions of peaks that programs achieve. Products: jobs that others published reach 0.70 on A100,
 # and 0.50 on H100 in 2023 and 2024 (``benchmarks/planner_published.py``); the H200 that this
 # project measured reaches 0.60 (``planner_gpu.py``). So Hopper has 0.55: its cards cannot sustain
-# their peak within their power limit (some are limited to 500 W instead of 700), and attention
-# reaches less on it (FlashAttention 2: 0.35, J. Shah et al., "FlashAttention-3", 2024). Blackwell
-# has the same, since nothing was compared. The others are assumptions: streaming kernels achieve
-# about 90 % of the memory bandwidth; NCCL's all-gather reports a bus bandwidth of about 360 of
-# NVLink 4's 450 GB/s, and close to the line rate of a 400 Gb/s link.
+# their peak within their power limit (some are limited to 500 W instead of 700). Blackwell has the
+# same, since nothing was compared. The others are assumptions: streaming kernels achieve about 90 %
+# of the memory bandwidth; NCCL's all-gather reports a bus bandwidth of about 360 of NVLink 4's 450
+# GB/s, and close to the line rate of a 400 Gb/s link.
 _AMPERE_FLOPS, _HOPPER_FLOPS = 0.70, 0.55
 _MEMORY, _NVLINK, _NETWORK = 0.90, 0.80, 0.90
+# Attention on H100: FlashAttention-2, the kernel of torch's ``scaled_dot_product_attention``, in
+# J. Shah et al., "FlashAttention-3", 2024, figures 5 and 6: with heads of 128 forward reaches 309
+# TFLOPS with 512 keys and 370 with 16k, backward 214 and 322, causal forward 191 and 335 of half
+# the flops. ``test_attention.py`` has the tables, from which length and block were chosen. Heads of
+# 64 and 256 reach 0.88 to 0.90 of it. On A100: T. Dao, "FlashAttention-2", 2023, section 4.1, up to
+# 73 % of the peak in forward and 63 % in backward; by length as on H100.
+_HOPPER_ATTENTION = {
+    "attention_share": 370e12 / 989.5e12 / _HOPPER_FLOPS,
+    "attention_backward_share": 322e12 / 989.5e12 / _HOPPER_FLOPS,
+    "attention_length": 200.0,
+    "causal_block": 384.0,
+}
+_AMPERE_ATTENTION = _HOPPER_ATTENTION | {
+    "attention_share": 0.73 / _AMPERE_FLOPS,
+    "attention_backward_share": 0.63 / _AMPERE_FLOPS,
+}
 # Duration of a small kernel; of one hop of a ring within a node and over a network; host time of an
 # operation, from Python through autograd to the launch.
 _KERNEL, _NVLINK_HOP, _NETWORK_HOP, _HOST = 3e-6, 2e-6, 6e-6, 8e-6
@@ -476,7 +538,7 @@ _HOPPER = {
 }
 H100 = Machine(
     "8 x H100 SXM a node, 400 Gb/s a GPU",
-    Processor(_HOPPER, 3.35e12, 80e9, _KERNEL, _HOPPER_FLOPS, _MEMORY),
+    Processor(_HOPPER, 3.35e12, 80e9, _KERNEL, _HOPPER_FLOPS, _MEMORY, **_HOPPER_ATTENTION),
     Link(450e9, _NVLINK_HOP, _NVLINK),
     _PORT,
     ranks_per_node=8,
@@ -489,7 +551,7 @@ H100 = Machine(
 # "NVIDIA H200 Tensor Core GPU" data sheet, SXM column: the same chip with 141 GB at 4.8 TB/s.
 H200 = Machine(
     "8 x H200 SXM a node, 400 Gb/s a GPU",
-    Processor(_HOPPER, 4.8e12, 141e9, _KERNEL, _HOPPER_FLOPS, _MEMORY),
+    Processor(_HOPPER, 4.8e12, 141e9, _KERNEL, _HOPPER_FLOPS, _MEMORY, **_HOPPER_ATTENTION),
     Link(450e9, _NVLINK_HOP, _NVLINK),
     _PORT,
     ranks_per_node=8,
@@ -517,6 +579,7 @@ B200 = Machine(
         _KERNEL,
         _HOPPER_FLOPS,
         _MEMORY,
+        **_HOPPER_ATTENTION,
     ),
     Link(900e9, _NVLINK_HOP, _NVLINK),
     _PORT,
@@ -544,6 +607,7 @@ A100 = Machine(
         _KERNEL,
         _AMPERE_FLOPS,
         _MEMORY,
+        **_AMPERE_ATTENTION,
     ),
     Link(300e9, _NVLINK_HOP, _NVLINK),
     Link(25e9, _NETWORK_HOP, _NETWORK),

@@ -118,6 +118,14 @@ def _is_fraction(value: Any) -> bool:
     return _is_number(value) and 0 <= value <= 1
 
 
+def _is_block_or_none(value: Any) -> bool:
+    return value is None or (_is_finite_rate(value) and value >= 1)
+
+
+def _is_finite_rate_or_none(value: Any) -> bool:
+    return value is None or _is_finite_rate(value)
+
+
 def _is_rate_or_none(value: Any) -> bool:
     return value is None or _is_rate(value)
 
@@ -164,6 +172,33 @@ PROCESSOR_FIELDS = {
         has_default=True,
     ),
     "function_seconds": _seconds("seconds of an element", "2e-10", most=1e-3),
+    "attention_backward_share": Figure(
+        f"{_RATE}, or none",
+        _is_finite_rate_or_none,
+        "the rate of attention's backward over that of products",
+        "0.6",
+        least=1e-3,
+        most=1e3,
+        has_default=True,
+    ),
+    "attention_length": Figure(
+        "0 or a larger number",
+        _is_not_negative,
+        "keys with which attention reaches half of its rate",
+        "200",
+        least=0,
+        most=1e6,
+        has_default=True,
+    ),
+    "causal_block": Figure(
+        "1 or a larger number, or none",
+        _is_block_or_none,
+        "queries of a block of causal attention",
+        "384",
+        least=1,
+        most=1e6,
+        has_default=True,
+    ),
 }
 
 MACHINE_FIELDS = {

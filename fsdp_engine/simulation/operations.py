@@ -1,8 +1,9 @@
 """The cost of operations: flops and bytes of computation; bytes, ranks and links of collectives.
 
-The flops of matrix products and attention are those of ``torch.utils.flop_counter``; causal
-attention is counted in full, as there. Other operations have no flops and take the time of the
-bytes that they read and write; functions (gelu, softmax, norms) also take time per element.
+The flops of matrix products and attention are those of ``torch.utils.flop_counter``, which counts
+causal attention in full; its time is that of the blocks that kernels do not skip. Other operations
+have no flops and take the time of the bytes that they read and write; functions (gelu, softmax,
+norms) also take time per element.
 Collectives take the time of a ring: for an all-gather or a reduce-scatter of N bytes over n ranks
 each rank sends (n - 1) / n of N in n - 1 hops, and twice that for an all-reduce.
 
@@ -59,7 +60,7 @@ from fsdp_engine.runtime.hooks import not_compiled
 from fsdp_engine.simulation.clock import Clock, axis_of
 from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.fusion import Kernel, name_of, value_of
-from fsdp_engine.simulation.machine import Link, Machine
+from fsdp_engine.simulation.machine import Attention, Link, Machine
 from fsdp_engine.simulation.memory_tracker import MemoryTracker, as_returned
 
 # Types of values that are part of the key. Their type is as well, since 1, 1.0 and True are equal.
@@ -568,7 +569,7 @@ class Operations(TorchDispatchMode):
             flops,
             num_bytes,
             dtype,
-            is_attention="scaled_dot_product" in name,
+            attention=_attention_of(func, args, kwargs),
             function_elements=elements,
         )
 
@@ -723,6 +724,18 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     formula: Any = flop_counter.flop_registry.get(packet)
     count: int = 0 if formula is None else formula(*args, **kwargs, out_val=out)
     return count
+
+
+def _attention_of(func: Any, args: Any, kwargs: Any) -> Attention | None:
+    """The shape of an operation that is attention; else None."""
+    name = func._overloadpacket.__name__
+    if "scaled_dot_product" not in name:
+        return None
+    given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
+    given |= kwargs
+    query, key = given["query"], given["key"]
+    is_causal = bool(given.get("is_causal", False))
+    return Attention(query.shape[-2], key.shape[-2], is_causal, "backward" in name)
 
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:

@@ -15,6 +15,7 @@ import fsdp_engine as fe
 from fsdp_engine.planner.machine_changes import FIELDS, changed_machine, parsed_changes
 from fsdp_engine.planner.outcome import Candidate, Outcome, Setting, Times
 from fsdp_engine.planner.questions import daly_interval, parsed_count, slowdown, young_interval
+from fsdp_engine.simulation.time_accuracy import accuracy_of
 from tests.models import LENGTH, Transformer, token_batch
 
 HOUR, DAY = 3600.0, 86400.0
@@ -268,7 +269,8 @@ def test_machines_and_changes_have_the_plans_that_they_have_alone() -> None:
     assert found.rows[1].chosen == small_plan(fe.A100).chosen
     slower = planning.what_if("outer_bandwidth=0.001x,inner_bandwidth=0.001x")
     assert slower.rows[0].chosen == planning.chosen
-    assert "Accuracy of times: H100 (x " in str(slower).replace("\n", " ")
+    mark = accuracy_of("H100").mark
+    assert f"Accuracy of times: H100 {mark}." in str(slower).replace("\n", " ")
     speedup = slower.speedup(slower.rows[1])
     assert speedup is not None
     assert speedup < 0.99

@@ -25,7 +25,7 @@ from fsdp_engine.simulation import kernels as kernels_module
 from fsdp_engine.simulation import state_links
 from fsdp_engine.simulation.copies import CopyQueues, Direction
 from fsdp_engine.simulation.kernels import Kernels
-from fsdp_engine.simulation.machine import Link, Machine, Processor, TwoWayLink
+from fsdp_engine.simulation.machine import Attention, Link, Machine, Processor, TwoWayLink
 from tests.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -49,14 +49,14 @@ def test_compute_and_memory_access_overlap_by_the_figure_of_the_machine() -> Non
 def test_attention_reaches_less_and_functions_take_time_for_each_element() -> None:
     processor = dataclasses.replace(HOST, attention_share=0.5, function_seconds=1e-9)
     assert processor.seconds(1e9, 0, F32) == pytest.approx(1.0)
-    assert processor.seconds(1e9, 0, F32, is_attention=True) == pytest.approx(2.0)
+    assert processor.seconds(1e9, 0, F32, attention=Attention(64, 64)) == pytest.approx(2.0)
     assert processor.seconds(0, 1e8, F32, function_elements=10**9) == pytest.approx(2.0)
 
 
 def test_presets_are_rooflines() -> None:
     for machine in (fe.H100, fe.H200, fe.B200):
         processor = machine.processor
-        assert (processor.overlap, processor.attention_share) == (1.0, 1.0)
+        assert processor.overlap == 1.0
         assert processor.function_seconds == 0.0
         computing = processor.seconds(1e15, 0, torch.bfloat16)
         moving = processor.seconds(0, 1e12, torch.bfloat16)
@@ -72,11 +72,42 @@ def test_files_of_before_these_figures_are_read(tmp_path: Path) -> None:
     machine.save(path)
     assert Machine.load(path) == machine
     content = json.loads(path.read_text())
-    for field in ("overlap", "attention_share", "function_seconds"):
+    added = ("attention_backward_share", "attention_length", "causal_block")
+    for field in ("overlap", "attention_share", "function_seconds", *added):
         del content["processor"][field]
     path.write_text(json.dumps(content))
     processor = Processor({F32: 1e9}, 1e8, 1e9)
     assert Machine.load(path).processor == processor
+
+
+class TimedBy(Kernels):
+    """Attention takes the time of a processor."""
+
+    def __init__(self, processor: Processor) -> None:
+        super().__init__(torch.device("cpu"), 1.0, 0.02, lambda value: value)
+        self._processor = processor
+        self._shape = Attention(0, 0)
+
+    def _time(self, action: Any, timed: Any = None) -> float:
+        is_backward = action.func is not F.scaled_dot_product_attention
+        if not is_backward:
+            length, is_causal = action.args[0].shape[2], action.keywords["is_causal"]
+            self._shape = Attention(length, length, is_causal)
+        shape = dataclasses.replace(self._shape, is_backward=is_backward)
+        tokens, heads, size, _ = self._attention
+        product = 2 * tokens * heads * shape.num_keys * size
+        return self._processor.seconds((5 if is_backward else 2) * product, 0, F32, attention=shape)
+
+
+def test_calibration_finds_the_figures_of_attention() -> None:
+    figures = {
+        "attention_share": 0.75,
+        "attention_backward_share": 0.5,
+        "attention_length": 96.0,
+        "causal_block": 512.0,
+    }
+    processor = dataclasses.replace(HOST, **figures)
+    assert TimedBy(processor).attention(1e9, F32) == pytest.approx(figures)
 
 
 class Parts(torch.nn.Module):
@@ -142,7 +173,12 @@ def test_ranks_measure_together_and_nodes_apart() -> None:
     assert 1e8 < processor.memory_bandwidth < 1e12
     assert 1e8 < processor.matrix_flops[torch.float32] < 1e13
     assert 0 <= processor.overlap <= 1
+    assert processor.attention_backward_share is not None
+    assert processor.causal_block is not None
     assert 0 < processor.attention_share <= 1
+    assert 0 < processor.attention_backward_share <= 1
+    assert 0 <= processor.attention_length <= 2048
+    assert 16 <= processor.causal_block <= 2048
     assert 0 <= processor.function_seconds < 1e-6
     assert 1e-7 < machine.host_seconds < 1e-3
     assert machine.within_node != machine.between_nodes

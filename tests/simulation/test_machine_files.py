@@ -34,7 +34,13 @@ FIGURES: dict[tuple[str, ...], Figure] = {
 
 
 # Of the values that are tried on every field, those that are right.
-VALID = (("name", "fast"), ("host_runs_ahead", True), ("host_memory_bandwidth", None))
+VALID = (
+    ("name", "fast"),
+    ("host_runs_ahead", True),
+    ("host_memory_bandwidth", None),
+    ("attention_backward_share", None),
+    ("causal_block", None),
+)
 INFINITE = ("bandwidth", "memory_bandwidth", "host_memory_bandwidth", "into", "out")
 
 
