@@ -38,6 +38,7 @@ from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.units.adapter_layers import register_adapter_layers
 from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 from fsdp_engine.units.granules import whole_rows, whole_tensors
+from fsdp_engine.units.tp_plan import apply_tp_plan
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -66,6 +67,7 @@ __all__ = [
     "TwoWayLink",
     "WeightStream",
     "WeightVersion",
+    "apply_tp_plan",
     "checkpoint_units",
     "estimate",
     "export_safetensors",
