@@ -2,7 +2,7 @@
 
     python benchmarks/planner_heldout.py [--models U-Net Qwen3] [--levels optim]
 
-As ``planner_memory.py``, for the ten models of ``tests/simulation/heldout_models.py``, which were
+As ``planner_memory.py``, for the models of ``tests/simulation/heldout_models.py``, which were
 written after the planner's memory model.
 """
 

@@ -58,6 +58,7 @@ _DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
     "cuda": (torch.float32, torch.float16, torch.bfloat16),
 }
+_WITH_FP8 = (8, 9)  # compute capability
 
 
 def calibrate(
@@ -180,9 +181,7 @@ class _Meter:
         kernels = Kernels(self._device, turns, self._seconds, self.agree)
         if turns > 1:
             self._say(f"  ranks share cores: {ranks * self._threads} threads, {self._cores} cores")
-        processor = kernels.processor(
-            _DTYPES.get(self._device.type, _DTYPES["cuda"]), self._memory_bytes(ranks)
-        )
+        processor = kernels.processor(_dtypes_of(self._device), self._memory_bytes(ranks))
         for dtype, flops in processor.matrix_flops.items():
             self._say(
                 f"  products, {str(dtype).removeprefix('torch.')}: {flops / 1e9:,.1f} GFLOP/s"
@@ -342,6 +341,16 @@ class _Meter:
     def _say(self, text: str) -> None:
         if self._prints:
             print(text, file=sys.stderr, flush=True)
+
+
+def _dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtypes whose products are measured."""
+    dtypes = _DTYPES.get(device.type, _DTYPES["cuda"])
+    # The fp8 formats of AMD's GPUs are others.
+    has_formats = device.type == "cuda" and torch.version.hip is None
+    if has_formats and module_of(device).get_device_capability(device) >= _WITH_FP8:
+        return (torch.float8_e4m3fn, *dtypes)
+    return dtypes
 
 
 def _send(comm: Communicator, messages: Iterator[Tensor]) -> None:

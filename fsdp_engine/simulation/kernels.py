@@ -57,7 +57,8 @@ class Kernels:
 
     def matrix_flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second of products with warm operands."""
-        return self._flops() / self._time(partial(_product, *self._operands(dtype)))
+        product = _scaled_product if dtype == torch.float8_e4m3fn else _product
+        return self._flops() / self._time(partial(product, *self._operands(dtype)))
 
     def memory_bandwidth(self) -> float:
         """Bytes per second that copies of cold tensors read and write."""
@@ -179,6 +180,10 @@ class Kernels:
     def _operands(self, dtype: torch.dtype) -> list[Tensor]:
         rows, inner, columns = self._sizes
         shapes = ((rows, inner), (inner, columns), (rows, columns))
+        if dtype == torch.float8_e4m3fn:  # the second operand by columns, the result in bf16
+            a, b = (self._random(shape, torch.float32).to(dtype) for shape in shapes[:2])
+            out = self._random(shapes[2], torch.bfloat16)
+            return [a, b.t().contiguous().t(), self._ones(1), out]
         return [self._random(shape, dtype) for shape in shapes]
 
     def _matrices(self, count: int) -> list[Tensor]:
@@ -236,6 +241,10 @@ def _with_next(function: Callable[..., object], operands: Iterator[list[Tensor]]
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
     torch.mm(a, b, out=out)
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: Tensor, out: Tensor) -> None:
+    torch.ops.aten._scaled_mm.out(a, b, scale, scale, out_dtype=out.dtype, out=out)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

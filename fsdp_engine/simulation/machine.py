@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,9 @@ _DTYPES = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
+
+# Formats of torch's fp8 products; e5m2 is that of gradients.
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,8 @@ class Processor:
     """The processor of one rank, and its memory.
 
     Attributes:
-        matrix_flops: floating-point operations per second of matrix products, by dtype.
+        matrix_flops: floating-point operations per second of matrix products, by dtype; that of
+            ``torch.float8_e4m3fn`` is that of all fp8 formats.
         memory_bandwidth: bytes per second, reads and writes together.
         memory_bytes: size of the memory.
         call_seconds: minimum duration of an operation.
@@ -172,6 +177,25 @@ class Processor:
     def __post_init__(self) -> None:
         check_figures(self, PROCESSOR_FIELDS, _flops_mistakes(self.matrix_flops))
 
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """Floating-point operations per second of products of ``dtype``: the figure of fp32 for
+        dtypes without one, except fp8.
+
+        Raises:
+            ValueError: the dtype is fp8, which has no figure: no such products exist on A100, where
+                torch raises, too.
+        """
+        if dtype in _FLOAT8:
+            dtype = torch.float8_e4m3fn
+            if dtype not in self.matrix_flops:
+                raise ValueError(
+                    f"machine: expected matrix_flops of {dtype}, since the model multiplies "
+                    f"matrices in fp8; found {sorted(map(str, self.matrix_flops))}. Use a machine "
+                    "with fp8 (H100, H200, B200), add the figure, or do not convert the model's "
+                    "linears"
+                )
+        return self.matrix_flops.get(dtype, self.matrix_flops[torch.float32])
+
     def seconds(
         self,
         flops: float,
@@ -191,7 +215,7 @@ class Processor:
             is_attention: the operation is attention.
             function_elements: elements of a function's result.
         """
-        peak = self.matrix_flops.get(dtype, self.matrix_flops[torch.float32])
+        peak = self.peak_flops(dtype) if flops else math.inf
         peak *= self.achievable_flops * (self.attention_share if is_attention else 1.0)
         computing = flops / peak + function_elements * self.function_seconds
         moving = num_bytes / (self.memory_bandwidth * self.achievable_bandwidth)

@@ -71,6 +71,7 @@ _UNCACHED = {"set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_f
 
 # The engine sets the storages of tensors by this operation; the fake mode is not involved.
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 # Instead of an argument's number: several arguments or results share the storage.
 _AMBIGUOUS = -1
@@ -150,12 +151,38 @@ class OperationCache:
             self.num_hits += 1
             return _results_of(recipe, mode, tensors), recipe
         self.num_misses += 1
-        out = func(*args, **kwargs)
+        out = _grouped_product(func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
         if key is not None and _is_cacheable(func):
             recipe = _recipe_of(out, mode, tensors)
             if recipe is not None:
                 self._recipes[key] = recipe
         return out, recipe
+
+
+def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The result of a product of grouped matrices, whose shape function (torch 2.11 to 2.13) knows
+    bf16 alone, although the kernels take other dtypes; None for any other operation.
+
+    Raises:
+        RuntimeError: the matrices do not fit together.
+    """
+    if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
+        return None
+    left, right, offsets = args[0], args[1], kwargs.get("offs", args[2] if args[2:] else None)
+    counts = [each.shape[0] for each in (left, right) if each.ndim == 3]
+    counts += [] if offsets is None else [offsets.shape[0]]
+    if min(counts, default=0) != max(counts, default=1):
+        raise RuntimeError(
+            "_grouped_mm: expected matrices and offsets of as many groups; found "
+            f"{tuple(left.shape)} and {tuple(right.shape)} in {counts} groups"
+        )
+    # Rows, columns, or both, of all groups are one matrix.
+    found: Tensor = (left if left.ndim == 2 else left[0]) @ (right if right.ndim == 2 else right[0])
+    if left.ndim == right.ndim:
+        found = found.expand(counts[0], -1, -1).clone()
+    return found.to(kwargs.get("out_dtype") or left.dtype)
 
 
 def _is_cacheable(func: Any) -> bool:
@@ -338,8 +365,27 @@ def _attention_backward(
     return count
 
 
-# Attention on fake tensors uses the CPU's kernel, which flop_counter does not list.
+def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    """Of rows, or inner sizes, or columns that are divided between groups; or of whole batches."""
+    num_products = left.shape[0] if left.ndim == right.ndim == 3 else 1
+    return 2 * num_products * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def _recurrent(rows: Tensor, into: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
+    """Of a layer of an LSTM: each row of each time is multiplied by both matrices."""
+    return 2 * (rows.numel() // rows.shape[-1]) * (into.numel() + recurrent.numel())
+
+
+def _recurrent_backward(rows: Tensor, *matrices: Any, **_: Any) -> int:
+    return 2 * _recurrent(rows, *matrices)
+
+
+# Of what flop_counter does not list. Attention on fake tensors uses the CPU's kernel.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._grouped_mm: _grouped,
+    _aten._scaled_grouped_mm: _grouped,
+    _aten.mkldnn_rnn_layer: _recurrent,
+    _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -503,8 +549,8 @@ class Operations(TorchDispatchMode):
             name = func._overloadpacket.__name__
             if "scaled_dot_product" in name and "backward" in name:
                 flops *= _ATTENTION_BACKWARD_SHARE
-            peaks = clock.machine.processor.matrix_flops
-            known = flops, flops / peaks.get(_dtype(args), peaks[torch.float32])
+            peak = clock.machine.processor.peak_flops(_dtype(args)) if flops else math.inf
+            known = flops, flops / peak
             if recipe is not None:
                 self._flops_by[recipe] = known
         clock.model_flops += known[0]

@@ -46,6 +46,7 @@ from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Span
+from fsdp_engine.simulation.device_kernels import DeviceKernels
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.simulation.module_names import ModuleNames, parents_of
@@ -60,7 +61,7 @@ from fsdp_engine.simulation.simulation_error import (
     listed,
 )
 from fsdp_engine.simulation.time_accuracy import accuracy_of, family_of
-from fsdp_engine.units.tp_plan import apply_tp_plan
+from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
 _aten = torch.ops.aten
 _ROWS = (_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step)
@@ -504,6 +505,7 @@ def simulate(
         fake,
         Operations(clock, memory, fake, known or OperationCache()) as operations,
         names.recording(),
+        DeviceKernels() if machine.host_runs_ahead else nullcontext(),
     ):
         model = build_fake_model(build)
         signature = _signature(model)

@@ -14,8 +14,9 @@ within a block gather, cast and listen in one run and not in the other; they run
 The policy "selective" is that of torchtitan's ``SelectiveAC``: outputs are kept of attention
 kernels, convolutions, batched, scaled and grouped products, reductions over ranks, the choice of
 experts (``topk``, whose recomputation may differ), copies from a device to the host, compiled
-regions, and of every second matrix product. Products with a bias (``addmm``) are counted with
-those without, as ``linear`` is there.
+regions, and of every second matrix product. Products with a bias (``addmm``) are counted with those
+without, as ``linear`` is there. What the forward then changes in place is kept in vain: the
+recomputation needs it as it was before.
 """
 
 from __future__ import annotations
@@ -86,6 +87,9 @@ _KEPT = {
 }
 # The largest element, by which fp8 is scaled; not `max` along a dimension.
 _KEPT_OVERLOADS = {"aten.max.default"}
+
+# Of torch's error for outputs that were changed after they were kept.
+_IS_CHANGED = "cached during selective activation checkpoint has been mutated"
 
 _Policy = Callable[..., Any] | Sequence[Any] | str
 
@@ -273,9 +277,28 @@ class CheckpointedForward(WrappedForward):
 
 def _contexts(policy: _Policy) -> Any:
     """Contexts of one forward and of its recomputation."""
-    if policy == SELECTIVE:
-        return create_selective_checkpoint_contexts(_Selective())
-    return create_selective_checkpoint_contexts(policy if callable(policy) else list(policy))
+    chosen = _Selective() if policy == SELECTIVE else policy
+    given = chosen if callable(chosen) else list(chosen)
+    forward, recomputation = create_selective_checkpoint_contexts(given)
+    changing = _Recomputation.__new__(_Recomputation)
+    vars(changing).update(vars(recomputation))
+    return forward, changing
+
+
+class _Recomputation(torch_checkpoint._CachedTorchDispatchMode):
+    """That of ``create_selective_checkpoint_contexts``, which also takes outputs that the forward
+    has changed in place, such as those of a product by ``relu_``: they are computed again, where
+    torch raises."""
+
+    supports_higher_order_operators = True  # by the same rule, as in torch's own class
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if _IS_CHANGED not in str(error):
+                raise
+        return func(*args, **(kwargs or {}))
 
 
 class _Selective:

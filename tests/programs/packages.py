@@ -38,6 +38,14 @@ LOW_BIT = [
     ),
 ]
 
+# Of tests that need torchao alone.
+ONLY_TORCHAO = [
+    pytest.mark.programs,
+    pytest.mark.skipif(
+        "torchao" in _low_bit, reason="needs what `make test-all` installs; found no torchao"
+    ),
+]
+
 
 @contextlib.contextmanager
 def with_torchao() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Ten more models whose memory is planned and measured, which the planner was not tuned on.
+"""More models whose memory is planned and measured, which the planner was not tuned on.
 
 They were written after the planner, of other kinds than those of ``memory_models.py``.
 """
@@ -346,10 +346,28 @@ def graph(nodes: int, edges: int) -> dict[str, Tensor]:
     }
 
 
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        vocab_size=WORDS,
+    )
+    return MixtralForCausalLM(config)
+
+
 HELD_OUT = {
     "U-Net": MemoryModel("skips from the way down to the way up", UNet, lambda: images(4, 64)),
     "routed experts": MemoryModel(
         "a loop over experts, top-k gates", RoutedModel, lambda: tokens(4, 64)
+    ),
+    "grouped experts": MemoryModel(
+        "Mixtral, products of grouped matrices", mixtral, lambda: tokens(2, 128)
     ),
     "many classes": MemoryModel("ViT whose head is most of it", ManyClasses, lambda: images(8, 64)),
     "Qwen3": MemoryModel("norms of heads, tied head", qwen3, lambda: tokens(2, 128)),

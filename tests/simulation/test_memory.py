@@ -75,7 +75,7 @@ def test_planned_memory_equals_that_of_ranks(ranks: Ranks) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_planned_memory_of_twenty_models_at_four_levels(ranks: Ranks, name: str) -> None:
+def test_planned_memory_of_all_models_at_four_levels(ranks: Ranks, name: str) -> None:
     compare(ranks, [run for run in ALL if run.name == name])
 
 

@@ -395,6 +395,59 @@ def test_attention_has_flops() -> None:
     assert result.compute_seconds == pytest.approx((2 + 5) * product / 1e9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_grouped_matrices_have_flops(dtype: torch.dtype) -> None:
+    experts, width, wider, rows = 4, 64, 128, 32
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.ones(experts, width, wider))
+            self.down = nn.Parameter(torch.ones(experts, wider, width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.full((experts,), rows // experts, dtype=torch.int32).cumsum(0).int()
+            hidden = F.grouped_mm(x.to(dtype), self.up.to(dtype), offs=ends)
+            return F.grouped_mm(hidden, self.down.to(dtype), offs=ends).square().sum()
+
+    one = machine(network(0.5))
+    result = fe.simulate(Experts, 2, batch=torch.zeros(rows, width), machine=one, strategy="optim")
+    # Each row is multiplied by one expert. The input needs no gradient.
+    product = 2 * rows * width * wider
+    assert result.model_flops == (2 + 3) * product
+    assert result.compute_seconds == pytest.approx((2 + 3) * product / 1e9)
+
+
+def test_an_lstm_has_flops() -> None:
+    rows, length, width, hidden = 4, 8, 32, 64
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(width, hidden, num_layers=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)[0].sum()
+
+    result = fe.simulate(Recurrent, 2, batch=torch.zeros(rows, length, width), strategy="optim")
+    matrices = 4 * hidden * (width + 3 * hidden)
+    assert result.model_flops == 3 * 2 * rows * length * matrices
+
+
+def test_grouped_matrices_that_do_not_fit_together_are_an_error() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.ones(4, 64, 128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.zeros(3, dtype=torch.int32)
+            return F.grouped_mm(x, self.up, offs=ends).sum()
+
+    with pytest.raises(fe.SimulationError, match=r"found \(32, 64\) and .* in \[4, 3\] groups"):
+        fe.simulate(Experts, 2, batch=torch.zeros(32, 64), strategy="optim")
+
+
 def test_host_bound_steps_take_the_host_s_time() -> None:
     slow = Machine(**{**vars(machine(network(0.5))), "host_seconds": 1e-3, "name": "a slow host"})
     result = small(machine=slow, strategy="optim_grads_params")

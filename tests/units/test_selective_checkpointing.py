@@ -120,6 +120,43 @@ class Attention(nn.Module):
         return self.kernel(torch.cos(x), x, x) * self.scale
 
 
+class Changed(nn.Module):
+    """Changes outputs that the policy keeps: of products, and of the choice of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8, bias=False)
+        self.gate = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.up(x), inplace=True)
+        values, chosen = self.gate(x).softmax(-1).topk(2)
+        values /= values.sum(-1, keepdim=True)
+        return self.down(hidden).add_(x) * values.sum(-1, keepdim=True) + chosen.sum()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["selective", fe.Checkpointing(policy=[aten.addmm.default, aten.topk.default])],
+    ids=str,
+)
+def test_outputs_that_are_changed_in_place_are_computed_again(policy: Any) -> None:
+    x = torch.randn(6, 8, requires_grad=True)
+    found = []
+    for how in (None, policy):
+        torch.manual_seed(0)
+        model = nn.Sequential(Changed(), nn.Identity())
+        if how is not None:
+            assert fe.checkpoint_units(model, "0", how) == ("0",)
+        for _ in range(2):
+            model(x).square().sum().backward()
+        found.append([x.grad, *(param.grad for param in model.parameters())])
+        x.grad = None
+    for without, with_policy in zip(*found, strict=True):
+        assert torch.equal(without, with_policy)
+
+
 def test_every_second_product_runs_again() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     all_of_them = again(Products(), x, True)

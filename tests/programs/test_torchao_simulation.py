@@ -1,0 +1,92 @@
+"""Simulated and planned steps of models with torchao's float8 linears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.programs.packages import ONLY_TORCHAO, with_torchao
+
+pytestmark = ONLY_TORCHAO
+WIDTH, BLOCKS, ROWS = 8192, 3, 32768
+KINDS = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "gathered in fp8")
+BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def _builder(kind: str | None) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model = _Tower()
+        if kind is None:
+            return model
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        if kind == "gathered in fp8":
+            config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        else:
+            config = Float8LinearConfig.from_recipe_name(kind)
+        return convert_to_float8_training(model, config=config)
+
+    return build
+
+
+def _simulated(kind: str | None, machine: fe.Machine = fe.H100) -> fe.Simulation:
+    with with_torchao():
+        return fe.simulate(
+            _builder(kind),
+            8,
+            batch=torch.zeros(ROWS, dtype=torch.long),
+            machine=machine,
+            strategy="optim_grads_params",
+            mp_policy=BF16,
+        )
+
+
+def _seconds(found: fe.Simulation, label: str) -> float:
+    return sum(each.end - each.start for each in found.spans if each.label == label)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_in_fp8_and_casts_take_time(kind: str) -> None:
+    plain, found = _simulated(None), _simulated(kind)
+    assert found.model_flops == plain.model_flops
+    # All three products of a layer; "gw_hp" computes the weight's gradient in bf16.
+    in_bf16 = 1 / 3 if kind == "rowwise_with_gw_hp" else 0.0
+    products = _seconds(plain, "mm")
+    assert _seconds(found, "mm") == pytest.approx(in_bf16 * products)
+    assert _seconds(found, "_scaled_mm") == pytest.approx((1 - in_bf16) * products / 2)
+    assert _seconds(found, "_to_copy") > _seconds(plain, "_to_copy")
+
+
+def test_a_machine_without_fp8_raises() -> None:
+    with pytest.raises(fe.SimulationError, match=r"expected matrix_flops of torch\.float8_e4m3fn"):
+        _simulated("tensorwise", fe.A100)
+
+
+def test_a_converted_model_is_planned() -> None:
+    with with_torchao():
+        planning = fe.plan(
+            _builder("tensorwise"),
+            torch.zeros(ROWS, dtype=torch.long),
+            world_size=8,
+            machine="h100",
+            mp_policy=BF16,
+        )
+    assert planning.best is not None
