@@ -152,7 +152,9 @@ def test_the_plan_names_it_and_the_memory_of_a_node() -> None:
     assert "offloaded" not in str(planned(None))
 
 
-def test_a_plan_with_it_is_saved_and_loaded_and_drawn(tmp_path: Path) -> None:
+def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "plan.json"
     planned_tightly().save(path)
     loaded = fe.StrategyPlan.load(path)
@@ -167,7 +169,7 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import matplotlib as mpl
 
-    mpl.rcParams["svg.fonttype"] = "none"
+    monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
     save_figure(planned_tightly(), tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
     assert ", offload" in drawn

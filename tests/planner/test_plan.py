@@ -367,11 +367,13 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
         fe.StrategyPlan.load(path)
 
 
-def test_its_picture_shows_every_row_and_the_limit(tmp_path: Path) -> None:
+def test_its_picture_shows_every_row_and_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     import matplotlib as mpl
 
-    mpl.rcParams["svg.fonttype"] = "none"
+    monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
     slow = fe.A100.between_nodes.__class__(1e6, 0.0)
     planning = fe.plan(
         build,
