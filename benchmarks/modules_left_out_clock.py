@@ -176,7 +176,7 @@ class Ranks:
     def _train(self, clock: RankClock, mesh: DeviceMesh) -> None:
         job, team = self._job, self._team
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        operations = Operations(clock, _Nothing(), job.sizes[-1], fake, self._known)  # type: ignore[arg-type]
+        operations = Operations(clock, _Nothing(), fake, self._known)  # type: ignore[arg-type]
         with fake, operations:
             with lanes_made_by(clock.make_lanes):
                 model = build_fake_model(job.build)

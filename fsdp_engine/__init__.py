@@ -35,6 +35,7 @@ from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
+from fsdp_engine.simulation.tp_plan import apply_tp_plan
 from fsdp_engine.units.adapter_layers import register_adapter_layers
 from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 from fsdp_engine.units.granules import whole_rows, whole_tensors
@@ -66,6 +67,7 @@ __all__ = [
     "TwoWayLink",
     "WeightStream",
     "WeightVersion",
+    "apply_tp_plan",
     "checkpoint_units",
     "estimate",
     "export_safetensors",

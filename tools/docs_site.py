@@ -33,9 +33,10 @@ REPOSITORY_FILE = {page: file for file, page in ROOT_PAGES.items()}
 PUBLIC_NAMES = {
     "training": (
         "Training",
-        "shard Engine shard_optimizer checkpoint_units Checkpointing register_forward_method "
-        "whole_rows whole_tensors MixedPrecisionPolicy DistributedDataParallelConfig Offload "
-        "OffloadActivations Float8 FlatDTensor DistributedDataParallel finalize_model_grads "
+        "shard Engine shard_optimizer apply_tp_plan checkpoint_units Checkpointing "
+        "register_forward_method whole_rows whole_tensors MixedPrecisionPolicy "
+        "DistributedDataParallelConfig Offload OffloadActivations Float8 FlatDTensor "
+        "DistributedDataParallel finalize_model_grads "
         "ModelParallelGroups",
     ),
     "checkpoints": (

@@ -49,6 +49,9 @@ from fsdp_engine.offload import HOST
 from fsdp_engine.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.simulation.machine import Machine
 
+# Collectives of the model itself, of tensor parallelism for example.
+MODEL_LANE = "tensor parallel"
+
 # In the timeline: computation on the host of a device.
 HOST_WORK = "host work"
 
@@ -317,6 +320,7 @@ class Clock:
         self._queues: dict[str, CopyQueues] = {}
         self._copies: list[tuple[int, Copy]] = []  # of spans, by number
         self._compute = self.lanes[COMPUTE]
+        self._of_model = SimulatedLane(self, MODEL_LANE)
         # The dependency of compute's next operation, and the phase in which it was added.
         self._awaited: SimulatedTicket | None = None
         self._awaited_in = ""
@@ -411,6 +415,34 @@ class Clock:
             self._work.stolen += of_compute
             axis = axis_of(self._work.lane.name)
             self.sent_bytes[axis] = self.sent_bytes.get(axis, 0.0) + num_bytes
+
+    def send_for_model(
+        self, name: str, num_bytes: float, seconds: float, of_compute: float = 0.0
+    ) -> SimulatedTicket:
+        """Start a collective of the model, which compute has reached, on a lane of its own.
+
+        Args:
+            name: of the operation.
+            num_bytes, seconds, of_compute: see :meth:`send`.
+
+        Returns:
+            Its end, for :meth:`wait_for_model`.
+        """
+        self.call()
+        lane, label = self._of_model, f"{name} of {self.module() or 'the model'}"
+        self._compute.free = self._settle()
+        start = max(self._compute.free, lane.free)
+        moment = lane.end = Moment(start + seconds, label, lane.name, seconds)
+        self.spans.append(Span(lane.name, label, self.phase, start, lane.free, self.module()))
+        axis = axis_of(lane.name)
+        self.sent_bytes[axis] = self.sent_bytes.get(axis, 0.0) + num_bytes
+        if of_compute:
+            self._take_from_compute(of_compute)
+        return SimulatedTicket(lane, self, moment, None)
+
+    def wait_for_model(self, ticket: SimulatedTicket) -> None:
+        """Make compute wait for a collective of the model."""
+        self.wait(self._compute, ticket)
 
     def copy(self, place: str, direction: Direction, num_bytes: float) -> None:
         """Copy between the device and another place on the lane whose operation runs, or, outside

@@ -51,13 +51,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import not_compiled
-from fsdp_engine.simulation.clock import Clock, axis_of
+from fsdp_engine.simulation.clock import Clock, SimulatedTicket
 from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.fusion import Kernel, name_of, value_of
 from fsdp_engine.simulation.machine import Attention, Link, Machine
@@ -351,6 +352,10 @@ _RINGS = {
     "broadcast_": 1,
 }
 _ALL_TO_ALL, _SEND = "alltoall_base_", "send"
+# Collectives that models issue, DTensors for example.
+_MODEL_COLLECTIVES = "_c10d_functional"
+_MODEL_RINGS = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "broadcast": 1}
+_MODEL_RINGS |= {"all_reduce": 2}
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -405,20 +410,19 @@ class Operations(TorchDispatchMode):
     Args:
         clock: the clock of the lanes.
         memory: tracks the results of operations.
-        inner_size: number of ranks on the inner axis, which are consecutive; also the stride of
-            ranks on the outer axis.
         fake: the mode of the tensors.
         known: a cache of operations.
 
     Attributes:
         is_recomputation: of the operations of compiled code that run.
+        data_ranks: the data-parallel ranks, once there is an engine. Groups of other ranks are the
+            model's.
     """
 
     def __init__(
         self,
         clock: Clock,
         memory: MemoryTracker,
-        inner_size: int,
         fake: FakeTensorMode,
         known: OperationCache,
     ) -> None:
@@ -429,7 +433,9 @@ class Operations(TorchDispatchMode):
         self._flops_by: dict[Recipe, tuple[float, float]] = {}
         self._clock = clock
         self._memory = memory
-        self._inner_size = inner_size
+        self.data_ranks: frozenset[int] | None = None
+        self._ranks: dict[str, list[int]] = {}  # of groups
+        self._pending: dict[int, SimulatedTicket] = {}  # by storage of the result
         self._seconds_of_fused: dict[Kernel, float] = {}
         self._is_compiled = False
         self.is_recomputation = False
@@ -458,6 +464,9 @@ class Operations(TorchDispatchMode):
         out = as_returned(func, args, out)
         if func.namespace == "c10d":
             self._message(func, args)
+        elif func.namespace == _MODEL_COLLECTIVES:
+            self._message_of_model(func, args, out)
+            self._memory.made(_tensors(out))
         elif func.namespace not in ("prim", "profiler"):
             self._operation(func, args, kwargs, out, recipe)
         return out
@@ -599,8 +608,8 @@ class Operations(TorchDispatchMode):
         if name not in _RINGS and name not in (_ALL_TO_ALL, _SEND):
             return  # sends no data: a barrier, a wait, a receive
         num_bytes = max(_num_bytes(each) for each in _tensors(args))
-        num_ranks = next(each for each in map(_as_group, args) if each is not None).size()
-        stride = self._stride
+        group = next(each for each in map(_as_group, args) if each is not None)
+        num_ranks, stride = group.size(), self._stride(group)
         machine = self._clock.machine
         if name == _SEND:
             link = machine.link_to(args[2] * stride)  # the simulated rank is the first of its node
@@ -620,13 +629,59 @@ class Operations(TorchDispatchMode):
                 seconds = all_to_all_seconds(machine, num_bytes, num_ranks, stride)
             else:
                 seconds = message_seconds(link, num_bytes, num_ranks, ring)
-        self._clock.send(sent, seconds, seconds * link.processor_share)
+        of_compute = seconds * link.processor_share
+        if self._clock.lane_at_work is None and self._is_of_model(group):
+            ended = self._clock.send_for_model(name.strip("_"), sent, seconds, of_compute)
+            self._clock.wait_for_model(ended)
+        else:
+            self._clock.send(sent, seconds, of_compute)
 
-    @property
-    def _stride(self) -> int:
-        """The stride between the ranks of the running lane's axis."""
-        lane = self._clock.lane_at_work
-        return self._inner_size if lane is not None and axis_of(lane) == "outer" else 1
+    def _message_of_model(self, func: Any, args: Any, out: Any) -> None:
+        """Start a collective of the model beside compute, or wait for its result."""
+        name = func._overloadpacket.__name__
+        if name == "wait_tensor":
+            ended = self._pending.pop(_storage_of(args[0]), None)
+            if ended is not None:
+                self._clock.wait_for_model(ended)
+            return
+        num_bytes = max(sum(map(_num_bytes, _tensors(each))) for each in (args, out))
+        group = _resolve_process_group(
+            GroupName(next(each for each in args[::-1] if isinstance(each, str)))
+        )
+        num_ranks, stride = group.size(), self._stride(group)
+        machine = self._clock.machine
+        link = machine.link(num_ranks, stride)
+        ring = _MODEL_RINGS.get(name.removesuffix("_").removesuffix("_coalesced"), 1)
+        seconds = message_seconds(link, num_bytes, num_ranks, ring)
+        if "all_to_all" in name:
+            seconds = all_to_all_seconds(machine, num_bytes, num_ranks, stride)
+        sent, of_compute = sent_bytes(num_bytes, num_ranks, ring), seconds * link.processor_share
+        if self._clock.lane_at_work is not None:
+            self._clock.send(sent, seconds, of_compute)
+            return
+        ended = self._clock.send_for_model(name, sent, seconds, of_compute)
+        for each in _tensors(out):
+            self._pending[_storage_of(each)] = ended
+
+    def _stride(self, group: dist.ProcessGroup) -> int:
+        """The stride between the ranks of a group."""
+        ranks = self._ranks_of(group)
+        return ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+    def _is_of_model(self, group: dist.ProcessGroup) -> bool:
+        """Whether no two ranks of a group are data-parallel ranks of each other."""
+        ranks = self._ranks_of(group)
+        return (
+            self.data_ranks is not None
+            and len(ranks) > 1
+            and len(self.data_ranks.intersection(ranks)) < 2
+        )
+
+    def _ranks_of(self, group: dist.ProcessGroup) -> list[int]:
+        name = group.group_name
+        if name not in self._ranks:
+            self._ranks[name] = dist.get_process_group_ranks(group)
+        return self._ranks[name]
 
 
 def message_seconds(link: Link, num_bytes: int, num_ranks: int, ring: int = 1) -> float:

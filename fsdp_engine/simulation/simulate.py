@@ -29,12 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, lanes_made_by, name_of_wait
-from fsdp_engine.comm.mesh import simulated_ranks
+from fsdp_engine.comm.mesh import data_mesh_beside, simulated_ranks
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, watching_elsewhere
@@ -63,6 +66,7 @@ from fsdp_engine.simulation.simulation_error import (
     listed,
 )
 from fsdp_engine.simulation.time_accuracy import accuracy_of, family_of
+from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
 _aten = torch.ops.aten
 _ROWS = (_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step)
@@ -196,7 +200,12 @@ def _is_in_init() -> bool:
 
 
 def _to_fake_cpu(tensor: Tensor) -> Tensor:
-    twin = empty_like(tensor.detach(), _CPU)
+    source = tensor.detach()
+    if isinstance(source, DTensor):
+        local = empty_like(source._local_tensor, _CPU)
+        twin: Tensor = DTensor(local, source._spec, requires_grad=False)
+    else:
+        twin = empty_like(source, _CPU)
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
     twin.__dict__.update(_user_attributes(tensor, twin))
@@ -401,6 +410,8 @@ def _ms(seconds: float) -> str:
 # state to copy. Where the next forward overlaps steps, a third one overlaps the second's.)
 STEPS = 2
 
+# Applies tensor parallelism to a model over a mesh of one axis.
+Parallelize = Callable[[nn.Module, DeviceMesh], object]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -410,6 +421,8 @@ def simulate(
     *,
     batch: Any,
     mesh: Sequence[int] | None = None,
+    tensor_parallel: int = 1,
+    parallelize: Parallelize | None = None,
     machine: Machine = H100,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -424,11 +437,16 @@ def simulate(
 
     Args:
         build: returns the model, on any device.
-        world_size: data-parallel ranks.
+        world_size: all ranks. Parameters may be DTensors, over a mesh that ``build`` creates by
+            ``init_device_mesh``; its other dimensions are the data-parallel ones.
         batch: the model's inputs on one rank: a tuple of arguments, a dict of keyword arguments, a
             single argument, or a function that returns one of these. Only the shapes and dtypes of
             tensors are used.
-        mesh: ranks on each axis, (inner,) or (outer, inner). None: one axis.
+        mesh: data-parallel ranks on each axis, (inner,) or (outer, inner). None: one axis.
+        tensor_parallel: ranks of the tensor-parallel axis, which are consecutive. The others,
+            ``world_size / tensor_parallel``, are data-parallel.
+        parallelize: applies tensor parallelism to the model in place,
+            ``parallelize(model, tp_mesh)``. None: :func:`~fsdp_engine.apply_tp_plan`.
         machine: the simulated machine.
         loss: returns the loss for the model's output. None: the output, or its attribute ``loss``,
             summed if it has several elements.
@@ -447,9 +465,10 @@ def simulate(
         RuntimeError: torch.distributed is initialized in this process.
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
             argument has another type.
-        ValueError: ``mesh`` does not have ``world_size`` ranks, there is no microbatch, the config
-            enables checks of gradients' values, there are no blocks to compile, the machine's link
-            to offloaded tensors is unknown, no parameter requires grad, or there is no loss that
+        ValueError: ``mesh`` does not have the data-parallel ranks, ``tensor_parallel`` does not
+            divide ``world_size`` or the model's heads, there is no microbatch, the config enables
+            checks of gradients' values, there are no blocks to compile, the machine's link to
+            offloaded tensors is unknown, no parameter requires grad, or there is no loss that
             requires grad.
     """
     check_count("world_size", world_size, "1 rank or more")
@@ -457,16 +476,19 @@ def simulate(
     check_callable("build", build, "a function that returns a torch.nn.Module")
     check_type("machine", machine, Machine, "a Machine, such as fe.H100")
     check_type("compile", compile, bool, "True or False")
-    for name, function in (("loss", loss), ("optimizer", optimizer)):
+    functions = (("loss", loss), ("optimizer", optimizer), ("parallelize", parallelize))
+    for name, function in functions:
         if function is not None:
             check_callable(name, function, "a function, or None")
+    data_size = data_parallel_size(world_size, tensor_parallel)
     if known is not None:
         check_type("known", known, OperationCache, "an OperationCache, or None")
-    expected = f"one or two sizes of {world_size} ranks"
-    sizes = (world_size,) if mesh is None else tuple(listed("mesh", mesh, expected))
+    expected = f"one or two sizes of {data_size} ranks"
+    sizes = (data_size,) if mesh is None else tuple(listed("mesh", mesh, expected))
     check_sizes("mesh", sizes, expected)
-    if math.prod(sizes) != world_size or len(sizes) not in (1, 2) or min(sizes) < 1:
+    if math.prod(sizes) != data_size or len(sizes) not in (1, 2) or min(sizes) < 1:
         raise ValueError(f"mesh: expected one or two sizes of {world_size} ranks; found {sizes}")
+    is_one_axis = mesh is None
     config = options.get("config")
     if config is not None:
         check_type(
@@ -484,17 +506,24 @@ def simulate(
     memory.now = lambda: clock.now
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
-        simulated_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
+        simulated_ranks(
+            sizes, on_host=not machine.host_runs_ahead, tensor_parallel=tensor_parallel
+        ) as device_mesh,
         lanes_made_by(clock.make_lanes, clock.make_copy_lanes, clock.make_step_lane),
         watching_elsewhere(memory.moved),
         fake,
-        Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
+        Operations(clock, memory, fake, known or OperationCache()) as operations,
         names.recording(),
         simulated_compiler(),
         ExitStack() as stack,
     ):
         model = build_fake_model(build)
         signature = _signature(model)
+        if tensor_parallel > 1:
+            _parallelize(model, parallelize, device_mesh._get_root_mesh()["tp"])
+        elif is_one_axis:
+            device_mesh = data_mesh_beside(model, device_mesh)
+            sizes = tuple(device_mesh.shape)
         names.set_model(model)
         if compile:
             compile_blocks(model, options.get("units"))
@@ -503,6 +532,7 @@ def simulate(
             stack.enter_context(device_kernels())
         # Fake tensors have no values to compare between ranks.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
+        operations.data_ranks = frozenset(members_of(device_mesh))
         memory.watch(lambda: _held_bytes(engine))
         with as_simulation_error("making the optimizer"):
             trained = (optimizer or _adamw)(model.parameters())
@@ -522,6 +552,8 @@ def simulate(
         seconds = clock.finish() - start
         checkpoint_bytes = _checkpoint_bytes(model, trained)
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
+    if math.prod(sizes) < world_size:
+        title += f" of {world_size // math.prod(sizes)} tensor-parallel ranks each"
     spans = tuple(
         replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
     )
@@ -548,6 +580,40 @@ def simulate(
         clock.seconds_at_peak,
         checkpoint_bytes,
     )
+
+
+def data_parallel_size(world_size: int, tensor_parallel: int) -> int:
+    """Returns the number of data-parallel ranks.
+
+    Raises:
+        TypeError, ValueError: ``tensor_parallel`` is not a divisor of ``world_size``.
+    """
+    check_count("tensor_parallel", tensor_parallel, "1 rank or more")
+    if world_size % tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel: expected a divisor of the {world_size} ranks; "
+            f"found {tensor_parallel}"
+        )
+    return world_size // tensor_parallel
+
+
+def _parallelize(model: nn.Module, parallelize: Parallelize | None, tp_mesh: DeviceMesh) -> None:
+    """Apply tensor parallelism, by the user's function or by the model's own plan.
+
+    Raises:
+        SimulationError: the function raised an exception.
+        ValueError: no parameter became a DTensor; see also :func:`apply_tp_plan`.
+    """
+    if parallelize is None:
+        apply_tp_plan(model, tp_mesh)
+        return
+    with as_simulation_error("parallelizing the model"):
+        parallelize(model, tp_mesh)
+    if not any(isinstance(param, DTensor) for param in model.parameters()):
+        raise ValueError(
+            "parallelize: expected a function that makes parameters DTensors, in place, as "
+            "parallelize_module does; found none"
+        )
 
 
 def _checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -35,6 +36,9 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(each, FakeTensor) for each in types):
+            with _disable_current_modes():  # DTensors infer shapes; no memory
+                return func(*args, **kwargs)
         if any(each not in (Tensor, nn.Parameter) for each in types):
             return NotImplemented  # the operations of the subclass are dispatched here again
         self._look(str(func))  # storages created outside operations

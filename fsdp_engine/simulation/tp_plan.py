@@ -1,0 +1,66 @@
+"""Tensor parallelism of models of transformers, by the plan that the model itself has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def apply_tp_plan(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply the tensor-parallel plan of a model of transformers (its ``tp_plan``), in place.
+
+    Sharded parameters become DTensors; shard the model by :func:`~fsdp_engine.shard` afterwards. A
+    head that is tied to an embedding is not sharded.
+
+    Args:
+        model: of transformers, on any device.
+        mesh: the tensor-parallel ranks, one axis.
+
+    Raises:
+        ValueError: the model has no plan, or its heads are not divisible by the ranks.
+    """
+    check_tp_plan(model, mesh.size())
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    found: Any = model
+    plan = found._expand_parallel_plan(_plan_of(model))
+    apply_tensor_parallelism(model, mesh, plan)
+
+
+def check_tp_plan(model: nn.Module, size: int) -> None:
+    """Check that a model has a tensor-parallel plan for ``size`` ranks.
+
+    Raises:
+        ValueError: it has none, or its heads are not divisible.
+    """
+    if not _plan_of(model):
+        raise ValueError(
+            "tensor_parallel: expected a model of transformers 5.20 or later with a `tp_plan`, or "
+            f"`parallelize`; found {type(model).__name__}"
+        )
+    config: Any = model.config
+    config = config.get_text_config()
+    for name in _HEADS:
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ValueError(
+                f"tensor_parallel: expected a divisor of the {heads} {name} of "
+                f"{type(model).__name__}; found {size}"
+            )
+
+
+def _plan_of(model: nn.Module) -> dict[str, str]:
+    """Styles by name of module or parameter, with wildcards; empty if there are none."""
+    if not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    names = {id(module): name for name, module in model.named_modules()}
+    find: Any = model
+    head = find.get_output_embeddings()
+    if head is not None and getattr(model.config, "tie_word_embeddings", False):
+        plan.pop(names.get(id(head), ""), None)
+    return plan

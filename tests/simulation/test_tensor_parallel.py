@@ -1,0 +1,249 @@
+"""Simulations of models whose parameters are DTensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import fsdp_engine as fe
+from fsdp_engine.simulation.clock import MODEL_LANE
+from fsdp_engine.simulation.operations import sent_bytes
+from fsdp_engine.simulation.simulate import STEPS
+from tests.composition.tensor_parallel import Model, cut, mesh_of
+from tests.pool import Ranks
+from tests.simulation.live_storages import LiveStorages
+from tests.simulation.memory_runs import HOST
+
+NUM_RANKS, TP, WIDTH, ROWS = 4, 2, 64, 16
+
+
+class Pair(nn.Module):
+    """A norm, and two linears of which the first is sharded by columns, the second by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(self.norm(x)))).sum()
+
+
+def cut_pair(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def simulated_pair(world_size: int, size: int, **options: Any) -> fe.Simulation:
+    return fe.simulate(
+        Pair,
+        world_size,
+        batch=torch.zeros(ROWS, WIDTH),
+        tensor_parallel=size,
+        parallelize=cut_pair,
+        min_unit_size=0,
+        strategy="optim_grads_params",
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("size", "is_far"), [(4, False), (16, True)])
+def test_a_pair_of_linears_has_two_all_reduces(size: int, is_far: bool) -> None:
+    """The output of the second linear in forward, the gradient of the first's input in backward."""
+    found = simulated_pair(32, size)
+    num_bytes = 4 * ROWS * WIDTH
+    spans = [span for span in found.spans if span.lane == MODEL_LANE]
+    assert [span.phase for span in spans] == ["forward", "backward"]
+    assert found.sent_bytes["tensor"] == 2 * sent_bytes(num_bytes, size, 2)
+    link = fe.H100.link(size, 1)
+    assert (link != fe.H100.within_node) == is_far
+    expected = link.seconds(2 * num_bytes * (size - 1) / size, 2 * (size - 1))
+    assert [span.end - span.start for span in spans] == [pytest.approx(expected)] * 2
+
+
+def test_compute_waits_for_collectives_of_the_model() -> None:
+    """With large activations the device is slower than its host."""
+    found = fe.simulate(
+        Pair,
+        8,
+        batch=torch.zeros(2**22, WIDTH),
+        tensor_parallel=8,
+        parallelize=cut_pair,
+        min_unit_size=0,
+    )
+    busy = found.message_seconds[MODEL_LANE]
+    assert found.exposed_by_lane[MODEL_LANE] == pytest.approx(busy, rel=1e-3)
+    assert busy > 1e-3
+
+
+def test_data_parallel_ranks_are_apart() -> None:
+    """Two data-parallel ranks of eight tensor-parallel ranks each are in two nodes."""
+    found = simulated_pair(16, 8)
+    gathers = [span for span in found.spans if span.lane == "inner gather"]
+    assert gathers
+    for span in gathers:
+        assert span.end - span.start > fe.H100.between_nodes.latency
+    assert fe.H100.between_nodes.latency > fe.H100.within_node.latency
+
+
+def test_a_mesh_of_the_users_model_gives_the_same() -> None:
+    def build(device: str = "cuda") -> nn.Module:
+        mesh = init_device_mesh(device, (2, TP), mesh_dim_names=("dp", "tp"))
+        return cut(Model(), mesh["tp"])
+
+    def build_on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build("cpu")
+
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    found = [
+        fe.simulate(make, NUM_RANKS, batch=batch, min_unit_size=0, **options)
+        for make, options in (
+            (Model, {"tensor_parallel": TP, "parallelize": cut}),
+            (build, {}),
+            (build_on_meta, {}),
+        )
+    ]
+    assert found[0].title == found[1].title
+    assert "2 ranks of 2 tensor-parallel ranks each" in found[0].title
+    for each in found[1:]:
+        assert each.seconds == found[0].seconds
+        assert each.memory == found[0].memory
+        assert each.sent_bytes == found[0].sent_bytes
+
+
+def test_wrong_arguments() -> None:
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    with pytest.raises(ValueError, match="tensor_parallel: expected a divisor of the 4 ranks"):
+        fe.simulate(Model, 4, batch=batch, tensor_parallel=3)
+    with pytest.raises(ValueError, match="or `parallelize`; found Model"):
+        fe.simulate(Model, 4, batch=batch, tensor_parallel=2)
+    with pytest.raises(ValueError, match="parallelize: expected a function that makes"):
+        fe.simulate(Model, 4, batch=batch, tensor_parallel=2, parallelize=lambda *_: None)
+    with pytest.raises(fe.SimulationError, match="parallelizing the model failed"):
+        fe.simulate(Model, 4, batch=batch, tensor_parallel=2, parallelize=lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match="tensor_parallel: expected a divisor of the 2 num_key"):
+        fe.simulate(llama, 4, batch=llama_batch(), tensor_parallel=4)
+    assert not dist.is_initialized()
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        use_cache=False,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def llama_batch() -> dict[str, Tensor]:
+    tokens = torch.arange(4 * 32).view(4, 32) % 256
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return Model(WIDTH, 4 * WIDTH, 256)
+
+
+def small_batch() -> dict[str, Tensor]:
+    return {"tokens": torch.arange(4 * 32).view(4, 32) % 256}
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    "linears": (small, small_batch, cut),
+    "llama": (llama, llama_batch, fe.apply_tp_plan),
+}
+
+
+# Planned over measured memory. Of the llama more than the 3 % of other models; see the docs.
+MOST = {"linears": 1.03, "llama": 1.05}
+
+
+def measured(case: str, level: str) -> tuple[int, list[float]]:
+    """Most bytes that this rank held in the last step, and the losses."""
+    build, batch, parallelize = CASES[case]
+    mesh = mesh_of((NUM_RANKS // TP, TP), ("dp", "tp"))
+    gc.collect()
+    losses = []
+    with LiveStorages() as watch:
+        model = build()
+        parallelize(model, mesh["tp"])
+        engine = fe.shard(model, mesh["dp"], strategy=level, min_unit_size=0)
+        optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        inputs = batch()
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                watch.restart()
+            output = engine.model(**inputs)
+            loss = output if isinstance(output, Tensor) else output.loss
+            del output
+            loss.backward()
+            losses.append(loss.item())
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    return watch.peak, losses
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+def test_memory_is_that_of_four_gloo_ranks(ranks: Ranks, case: str, level: str) -> None:
+    found = ranks.run(measured, case, level, world_size=NUM_RANKS)
+    build, batch, parallelize = CASES[case]
+    planned = fe.simulate(
+        build,
+        NUM_RANKS,
+        batch=batch,
+        tensor_parallel=TP,
+        parallelize=parallelize,
+        machine=HOST,
+        strategy=level,
+        min_unit_size=0,
+    )
+    most = max(peak for peak, _ in found)
+    print(case, level, planned.peak_bytes / most)
+    assert 0.9999 * most <= planned.peak_bytes <= MOST[case] * most
+
+
+def alone(build: Callable[[], nn.Module], batch: dict[str, Tensor]) -> list[float]:
+    """Losses of steps in one process."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    losses = []
+    for _ in range(STEPS):
+        output: Any = model(**batch)
+        loss = output if isinstance(output, Tensor) else output.loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_llama_trains_by_its_own_plan(ranks: Ranks) -> None:
+    """As in one process, on the same data on all ranks."""
+    expected = alone(llama, llama_batch())
+    for _, losses in ranks.run(measured, "llama", "optim_grads_params", world_size=NUM_RANKS):
+        assert losses == pytest.approx(expected, rel=1e-5)
