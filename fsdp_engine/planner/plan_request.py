@@ -103,6 +103,12 @@ class PlanRequest:
             if each is not None:
                 check_count("sequences", each, "lengths of 1 or more")
         self._check_global_batch()
+        if self.options.keys() & {"tensor_parallel", "parallelize"}:
+            raise ValueError(
+                "tensor_parallel, parallelize: expected none in a plan, which tries data-parallel "
+                "strategies alone (fe.simulate takes them, for one strategy); found "
+                f"{self.options.get('tensor_parallel', 'parallelize')}"
+            )
         for name in ("formulas", "progress", "quick", "cache", "compile"):
             check_type(name, getattr(self, name), bool, "True or False")
 

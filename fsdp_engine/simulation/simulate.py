@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, lanes_made_by, name_of_wait
-from fsdp_engine.comm.mesh import data_mesh_beside, simulated_ranks
+from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, watching_elsewhere
@@ -54,6 +54,7 @@ from fsdp_engine.simulation.compiled import (
 from fsdp_engine.simulation.device_kernels import device_kernels
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
+from fsdp_engine.simulation.meshes import data_mesh_beside, meshes_with_values
 from fsdp_engine.simulation.module_names import ModuleNames, parents_of
 from fsdp_engine.simulation.operations import OperationCache, Operations
 from fsdp_engine.simulation.simulation_error import (
@@ -487,7 +488,7 @@ def simulate(
     sizes = (data_size,) if mesh is None else tuple(listed("mesh", mesh, expected))
     check_sizes("mesh", sizes, expected)
     if math.prod(sizes) != data_size or len(sizes) not in (1, 2) or min(sizes) < 1:
-        raise ValueError(f"mesh: expected one or two sizes of {world_size} ranks; found {sizes}")
+        raise ValueError(f"mesh: expected one or two sizes of {data_size} ranks; found {sizes}")
     is_one_axis = mesh is None
     config = options.get("config")
     if config is not None:
@@ -509,6 +510,7 @@ def simulate(
         simulated_ranks(
             sizes, on_host=not machine.host_runs_ahead, tensor_parallel=tensor_parallel
         ) as device_mesh,
+        meshes_with_values(),
         lanes_made_by(clock.make_lanes, clock.make_copy_lanes, clock.make_step_lane),
         watching_elsewhere(memory.moved),
         fake,

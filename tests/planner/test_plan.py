@@ -434,6 +434,7 @@ def test_the_chosen_step_can_be_simulated_again() -> None:
     [
         ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
         ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
+        ({"tensor_parallel": 2}, "tensor_parallel, parallelize: expected none in a plan.* found 2"),
         ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
         ({"meshes": []}, "expected at least one candidate; found none"),
         ({"microbatch_sizes": (1,), "batch": batch()}, "batch: expected a function of the"),

@@ -1,0 +1,89 @@
+"""Meshes of models within a simulation, which model code makes under a fake mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._utils as dtensor_utils
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+
+@contextmanager
+def meshes_with_values() -> Iterator[None]:
+    """Within it, torch computes ranks of meshes and offsets of shards outside of fake modes, whose
+    tensors have no values."""
+    places: list[tuple[Any, str]] = [
+        (DeviceMesh, name)
+        for name in ("__init__", "_concatenate", "_flatten", "_unflatten", "from_group")
+    ]
+    places += [(DeviceMesh, "__getitem__"), (DeviceMesh, "get_coordinate")]
+    places.append((dtensor_utils, "_compute_local_shape_and_global_offset"))
+    originals = [(owner, name, vars(owner)[name]) for owner, name in places if name in vars(owner)]
+    for owner, name, original in originals:
+        setattr(owner, name, _outside_of_modes(original))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _outside_of_modes(original: Any) -> Any:
+    if isinstance(original, staticmethod | classmethod):
+        return type(original)(_outside_of_modes(original.__func__))
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            if original.__name__ == "__init__":
+                args, kwargs = tree_map(_on_simulated_ranks, (args, kwargs))
+            return original(*args, **kwargs)
+
+    return wrapped
+
+
+def _on_simulated_ranks(value: Any) -> Any:
+    """An argument of a mesh, with values if it is a fake tensor, and on the CPU, where simulated
+    ranks are. ``init_device_mesh`` numbers ranks in order."""
+    if isinstance(value, FakeTensor):
+        known = value.constant
+        ranks = torch.arange(value.numel(), device="cpu").view(value.shape)
+        return ranks if known is None else known
+    return "cpu" if isinstance(value, str) and value in ("cuda", "xpu", "npu", "hpu") else value
+
+
+def data_mesh_beside(model: nn.Module, data: DeviceMesh) -> DeviceMesh:
+    """Returns the data-parallel dimensions of the mesh that the DTensor parameters of ``model`` are
+    over: those of its root mesh without theirs.
+
+    Args:
+        model: its parameters may be DTensors.
+        data: returned if there are none, or if they are over a slice of its root mesh.
+
+    Raises:
+        ValueError: the root mesh has no other dimensions, has more than two, or has other ranks.
+    """
+    found = [each for each in model.parameters() if isinstance(each, DTensor)]
+    roots = [each.device_mesh._get_root_mesh() for each in found]
+    root = next((each for each in roots if each is not data._get_root_mesh()), None)
+    if root is None:
+        return data
+    used = {name for each in found for name in each.device_mesh.mesh_dim_names or ()}
+    names = tuple(name for name in root.mesh_dim_names or () if name not in used)
+    if root.size() != dist.get_world_size() or len(names) not in (1, 2):
+        raise ValueError(
+            "build: expected DTensors over a slice of a mesh of all "
+            f"{dist.get_world_size()} ranks, with one or two data-parallel dimensions besides "
+            f'(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))["tp"]); found {root}'
+        )
+    return root[names]
