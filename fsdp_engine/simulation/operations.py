@@ -177,7 +177,7 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     left, right, offsets = args[0], args[1], kwargs.get("offs", args[2] if args[2:] else None)
     counts = [each.shape[0] for each in (left, right) if each.ndim == 3]
     counts += [] if offsets is None else [offsets.shape[0]]
-    if min(counts, default=0) != max(counts, default=1):
+    if len({*counts}) != 1:
         raise RuntimeError(
             "_grouped_mm: expected matrices and offsets of as many groups; found "
             f"{tuple(left.shape)} and {tuple(right.shape)} in {counts} groups"

@@ -8,11 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import fsdp_engine as fe
 from tests.gpu.scene import requested_bytes
+from tests.simulation.applied import Applied, attention, simulated_activations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,28 +24,8 @@ pytestmark = [
 ROWS, WIDTH, HEADS = 4096, 512, 8
 
 
-class Applied(nn.Module):
-    """A function of each product."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.function(block(x))
-        return x.sum()
-
-
-def attention(x: Tensor, dropout: float) -> Tensor:
-    x = x.view(1, ROWS, HEADS, -1).transpose(1, 2)
-    x = F.scaled_dot_product_attention(x, x, x, None, dropout, is_causal=True)
-    return x.transpose(1, 2).reshape(ROWS, WIDTH)
-
-
 def kept(function: Callable[[Tensor], Tensor], count: int) -> int:
-    model = Applied(function, count).to("cuda", torch.bfloat16)
+    model = Applied(function, WIDTH, count).to("cuda", torch.bfloat16)
     x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
     before = requested_bytes("current")
     loss = model(x)
@@ -54,14 +35,7 @@ def kept(function: Callable[[Tensor], Tensor], count: int) -> int:
 
 
 def simulated(function: Callable[[Tensor], Tensor], count: int) -> int:
-    found = fe.simulate(
-        partial(Applied, function, count),
-        2,
-        batch=torch.zeros(ROWS, WIDTH),
-        strategy="no_shard",
-        mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-    )
-    return max(activations for _, (*_, activations) in found.memory_series)
+    return simulated_activations(function, ROWS, WIDTH, count, fe.H100)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +44,8 @@ def simulated(function: Callable[[Tensor], Tensor], count: int) -> int:
         lambda x: F.rms_norm(x, [WIDTH]),
         lambda x: F.layer_norm(x, [WIDTH]),
         lambda x: F.dropout(F.gelu(x), 0.1),
-        partial(attention, dropout=0.0),
-        partial(attention, dropout=0.1),
+        partial(attention, heads=HEADS, dropout=0.0),
+        partial(attention, heads=HEADS, dropout=0.1),
     ],
     ids=["rms_norm", "layer_norm", "dropout", "attention", "attention with dropout"],
 )

@@ -13,52 +13,22 @@ from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.simulation.device_kernels import device_kernels
+from tests.simulation.applied import attention, simulated_activations
 
 ROWS, WIDTH, HEADS = 256, 64, 4
 CPU = replace(fe.H100, host_runs_ahead=False)
-BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 ELEMENTS = ROWS * WIDTH
-
-
-class Applied(nn.Module):
-    """A function of weights times the input, that many times, whose outputs the last loss keeps."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.function(block(x))
-        return x.sum()
 
 
 def kept(function: Callable[[Tensor], Tensor], machine: fe.Machine) -> int:
     """Bytes that a further block keeps for backward: of its product and of the function."""
-    peaks = []
-    for count in (4, 8):
-        found = fe.simulate(
-            partial(Applied, function, count),
-            2,
-            batch=torch.zeros(ROWS, WIDTH),
-            machine=machine,
-            strategy="no_shard",
-            mp_policy=BF16,
-        )
-        peaks.append(max(activations for _, (*_, activations) in found.memory_series))
-    return (peaks[1] - peaks[0]) // 4
-
-
-def attention(x: Tensor, dropout: float) -> Tensor:
-    x = x.view(1, ROWS, HEADS, -1).transpose(1, 2)
-    x = F.scaled_dot_product_attention(x, x, x, None, dropout, is_causal=True)
-    return x.transpose(1, 2).reshape(ROWS, WIDTH)
+    few, many = (simulated_activations(function, ROWS, WIDTH, count, machine) for count in (4, 8))
+    return (many - few) // 4
 
 
 def test_attention_with_dropout_keeps_no_scores_on_a_device() -> None:
     scores = HEADS * ROWS * ROWS * 2
-    without, dropping = (partial(attention, dropout=each) for each in (0.0, 0.1))
+    without, dropping = (partial(attention, heads=HEADS, dropout=each) for each in (0.0, 0.1))
     assert kept(dropping, fe.H100) == kept(without, fe.H100)
     assert kept(dropping, CPU) > kept(without, CPU) + 2 * scores
 
