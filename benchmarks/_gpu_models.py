@@ -7,6 +7,7 @@ of the same size, by the same functions for both engines.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,29 @@ def on_cuda() -> bool:
 
 def the_device() -> torch.device:
     return torch.device("cuda", 0) if on_cuda() else torch.device("cpu")
+
+
+def synchronize() -> None:
+    if on_cuda():
+        torch.cuda.synchronize()
+
+
+def mark() -> Any:
+    """The current time on the device (an event), or on the host's clock."""
+    if not on_cuda():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(first: Any, second: Any) -> float:
+    """Milliseconds between two marks that have been reached."""
+    if isinstance(first, float):
+        waited: float = (second - first) * 1e3
+        return waited
+    elapsed: float = first.elapsed_time(second)
+    return elapsed
 
 
 # Collectives of several ranks, emulated for rank 0.

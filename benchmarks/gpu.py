@@ -62,9 +62,12 @@ from _gpu_models import (
     make_engine,
     make_fsdp2,
     make_model,
+    mark,
+    milliseconds,
     model_config,
     on_cuda,
     start,
+    synchronize,
     the_device,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -91,11 +94,6 @@ BARE, FSDP2 = "bare model", "FSDP2"
 # Step time and memory.
 
 
-def synchronize() -> None:
-    if on_cuda():
-        torch.cuda.synchronize()
-
-
 def memory_of(make: Callable[[], StepParts]) -> tuple[StepParts, dict[str, Any]]:
     """Build an engine. Returns its first losses, and its bytes at rest and at the peak of its third
     step.
@@ -120,24 +118,6 @@ def memory_of(make: Callable[[], StepParts]) -> tuple[StepParts, dict[str, Any]]
         found["rest bytes"] = torch.cuda.memory_allocated() - before
         found["peak bytes"] = torch.cuda.max_memory_allocated() - before
     return (forward_backward, update), found
-
-
-def mark() -> Any:
-    """The current time on the device (an event), or on the host's clock."""
-    if not on_cuda():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds(first: Any, second: Any) -> float:
-    """Milliseconds between two marks that have been reached."""
-    if isinstance(first, float):
-        waited: float = (second - first) * 1e3
-        return waited
-    elapsed: float = first.elapsed_time(second)
-    return elapsed
 
 
 def time_steps(

@@ -241,8 +241,8 @@ class WrappedForward:
         """The forward that it wraps."""
         if self._own is not None:
             return self._own
-        forward: Callable[..., Any] = type(self._module).forward.__get__(self._module)
-        return forward
+        # Dynamo of torch 2.11 traces neither `__get__` nor `MethodType`.
+        return partial(type(self._module).forward, self._module)
 
     @property
     def __signature__(self) -> inspect.Signature:
