@@ -192,9 +192,12 @@ class _Meter:
             f"  attention: {processor.attention_share:.0%} of the rate of products, in backward "
             f"{processor.attention_backward_share:.0%}; half of it with "
             f"{processor.attention_length:.0f} keys; causal in blocks of "
-            f"{processor.causal_block:.0f}"
+            f"{processor.causal_block:.0f}; heads: {processor.attention_head:.0f}"
         )
-        self._say(f"  functions: {processor.function_seconds * 1e9:.2f} ns per element")
+        self._say(
+            f"  functions: {processor.function_seconds * 1e9:.2f} ns per element; irregular "
+            f"access: {processor.irregular_seconds * 1e12:.2f} ps"
+        )
         host = kernels.host_seconds()
         self._say(f"  host time per call: {host * 1e6:.1f} us")
         self._is_crowded = (crowd := kernels.crowd()) > _CROWDED

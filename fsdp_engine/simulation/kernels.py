@@ -63,9 +63,13 @@ class Kernels:
         return self._flops() / self._time(partial(product, *self._operands(dtype)))
 
     def memory_bandwidth(self) -> float:
-        """Bytes per second that copies of cold tensors read and write."""
-        seconds = self._time(partial(_with_next, _copy, self._cold(partial(self._matrices, 2))))
-        return 2 * 4 * self._elements / seconds
+        """Bytes per second that copies of cold tensors read and write, or on a device sums of two,
+        which are more frequent there than copies and slower."""
+        count, action = (2, _copy) if self._on_host else (3, _sum)
+        seconds = self._time(
+            partial(_with_next, action, self._cold(partial(self._matrices, count)))
+        )
+        return count * 4 * self._elements / seconds
 
     def overlap(self, flops: float, bandwidth: float) -> float:
         """The overlap of memory access and compute (see :class:`Processor`), from products with
@@ -144,6 +148,51 @@ class Kernels:
             found.append(max(seconds - moving, 0.0) / self._elements)
         return statistics.mean(found)
 
+    def irregular_seconds(self, bandwidth: float) -> float:
+        """Seconds per element of operations that do not stream through memory, in addition to
+        memory access: the mean of a product with a broadcast row, a copy of transposed heads, and
+        a cast to a wider dtype. 0 on a host.
+
+        Args:
+            bandwidth: bytes per second of the memory.
+        """
+        if self._on_host:
+            return 0.0
+        x = self._random((self._elements // 4096, 4096), torch.bfloat16)
+        row, heads = x[0].clone(), x.view(-1, 64, 32, 128).transpose(1, 2)
+        found = []
+        for action, num_bytes in (
+            (partial(torch.mul, x, row), 4),
+            (heads.contiguous, 4),
+            (partial(x.to, torch.float32), 6),
+        ):
+            seconds = self._time(action)
+            found.append(max(seconds / x.numel() - num_bytes / bandwidth, 0.0))
+        return statistics.mean(found)
+
+    def attention_head(self, dtype: torch.dtype) -> float:
+        """The figure of :class:`Processor`, from heads of full and of half size; 0 on a host.
+
+        Args:
+            dtype: of the sequences.
+        """
+        if self._on_host:
+            return 0.0
+        tokens, heads, size, (_, long) = self._attention
+        seconds = []
+        for parts in (1, 2):  # the same flops
+            shape = (tokens // long, heads * parts, long, size // parts)
+            query, key, value = inputs = [
+                self._random(shape, dtype).requires_grad_() for _ in range(3)
+            ]
+            forward = partial(F.scaled_dot_product_attention, query, key, value)
+            out, grad = forward(), self._random(shape, dtype)
+            backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+            seconds.append(self._time(forward) + self._time(backward))
+        # (1 + 2 h / n) / (1 + h / n) is the ratio of the times.
+        ratio = min(max(seconds[1] / seconds[0], 1.0), 1.9)
+        return size * (ratio - 1) / (2 - ratio)
+
     def call_seconds(self) -> float:
         """The minimum duration of a kernel in a queue of a device; 0 on a host."""
         if self._on_host:
@@ -208,6 +257,8 @@ class Kernels:
             call_seconds=self.call_seconds(),
             overlap=self.overlap(flops[torch.float32], bandwidth),
             function_seconds=self.function_seconds(bandwidth),
+            irregular_seconds=self.irregular_seconds(bandwidth),
+            attention_head=self.attention_head(dtype),
             **self.attention(flops[dtype], dtype),
         )
 
@@ -286,6 +337,10 @@ def _scaled_product(a: Tensor, b: Tensor, scale: Tensor, out: Tensor) -> None:
 
 def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
+
+
+def _sum(a: Tensor, b: Tensor, out: Tensor) -> None:
+    torch.add(a, b, out=out)
 
 
 def _gelu(x: Tensor, out: Tensor) -> None:

@@ -140,6 +140,10 @@ class TwoWayLink:
         return max(into_bytes / self.into, out_bytes / self.out, both)
 
 
+# Kernels of attention reach their full rate with heads of this size.
+_LARGE_HEAD = 128
+
+
 @dataclass(frozen=True)
 class Attention:
     """The shape of an attention operation.
@@ -148,12 +152,14 @@ class Attention:
         num_queries, num_keys: lengths of the sequences.
         is_causal: a query attends to no later keys.
         is_backward: the operation is attention's backward.
+        head_size: elements of a head. None: at least 128.
     """
 
     num_queries: int
     num_keys: int
     is_causal: bool = False
     is_backward: bool = False
+    head_size: int | None = None
 
     def causal_share(self, block: float) -> float:
         """The fraction of products of queries and keys that causal attention computes, if it skips
@@ -190,8 +196,12 @@ class Processor:
             length of n the fraction is n / (n + ``attention_length``).
         causal_block: causal attention skips masked keys in blocks: a block of so many queries
             computes all keys up to its end. None: it computes all keys.
+        attention_head: the rate with heads of n elements, fewer than 128, is proportional to
+            n / (n + ``attention_head``); larger ones have that of 128, which the shares state.
         function_seconds: seconds per element of a function such as gelu, softmax or a norm, in
             addition to memory access. 0 if enough processors hide it.
+        irregular_seconds: seconds per element of operations that do not stream through memory, in
+            addition to memory access; see [Note: Irregular elements] in ``memory_access.py``.
 
     Raises:
         ValueError: a figure is out of range, or there is no figure for fp32.
@@ -209,6 +219,8 @@ class Processor:
     attention_backward_share: float | None = None
     attention_length: float = 0.0
     causal_block: float | None = None
+    attention_head: float = 0.0
+    irregular_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         check_figures(self, PROCESSOR_FIELDS, _flops_mistakes(self.matrix_flops))
@@ -240,6 +252,7 @@ class Processor:
         *,
         attention: Attention | None = None,
         function_elements: int = 0,
+        irregular_elements: int = 0,
     ) -> float:
         """Seconds of one operation: those of computation and memory access, less their
         ``overlap``.
@@ -251,6 +264,7 @@ class Processor:
             dtype: of the products.
             attention: of the operation, if it is attention.
             function_elements: elements of a function's result.
+            irregular_elements: elements that the operation does not stream through.
         """
         rate = self.achievable_flops * self.peak_flops(dtype) if flops else math.inf
         if attention is not None:
@@ -259,6 +273,7 @@ class Processor:
                 flops *= attention.causal_share(self.causal_block)
         computing = flops / rate + function_elements * self.function_seconds
         moving = num_bytes / (self.memory_bandwidth * self.achievable_bandwidth)
+        moving += irregular_elements * self.irregular_seconds
         both = computing + moving - self.overlap * min(computing, moving)
         return max(both, self.call_seconds)
 
@@ -267,6 +282,9 @@ class Processor:
         share = self.attention_share
         if attention.is_backward and self.attention_backward_share is not None:
             share = self.attention_backward_share
+        if attention.head_size is not None:
+            size = min(max(attention.head_size, 1), _LARGE_HEAD)
+            share *= (1.0 + self.attention_head / _LARGE_HEAD) / (1.0 + self.attention_head / size)
         return share / (1.0 + self.attention_length / max(attention.num_keys, 1))
 
 
@@ -481,9 +499,11 @@ def _type_name(kind: Any) -> str:
 
 
 # Fractions of peaks that programs achieve. Products: jobs that others published reach 0.70 on A100,
-# and 0.50 on H100 in 2023 and 2024 (``benchmarks/planner_published.py``); the H200 that this
-# project measured reaches 0.60 (``planner_gpu.py``). So Hopper has 0.55: its cards cannot sustain
-# their peak within their power limit (some are limited to 500 W instead of 700). Blackwell has the
+# and 0.50 on H100 in 2023 and 2024 (``benchmarks/planner_published.py``); a step of a GPT
+# on the H200 that this project measured seemed to reach 0.60. So Hopper has 0.55: its cards cannot
+# sustain their peak within their power limit (some are limited to 500 W instead of 700). Products
+# alone reach 0.74 there (``h200_machine.json``); the rest of the step's time was irregular access,
+# which presets do not have yet, so that 0.55 includes it. Blackwell has the
 # same, since nothing was compared. The others are assumptions: streaming kernels achieve about 90 %
 # of the memory bandwidth; NCCL's all-gather reports a bus bandwidth of about 360 of NVLink 4's 450
 # GB/s, and close to the line rate of a 400 Gb/s link.

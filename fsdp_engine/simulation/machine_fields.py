@@ -190,6 +190,16 @@ PROCESSOR_FIELDS = {
         most=1e6,
         has_default=True,
     ),
+    "attention_head": Figure(
+        "0 or a larger number",
+        _is_not_negative,
+        "size of heads with which attention reaches half of the rate of very large ones",
+        "70",
+        least=0,
+        most=1e6,
+        has_default=True,
+    ),
+    "irregular_seconds": _seconds("seconds of an element", "1.6e-12", most=1e-3),
     "causal_block": Figure(
         "1 or a larger number, or none",
         _is_block_or_none,

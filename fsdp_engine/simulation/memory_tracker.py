@@ -157,16 +157,22 @@ class MemoryTracker:
         self.series = []
         self.sample()
 
-    def sample(self) -> None:
-        """Update the peak."""
+    def sample(self, temporary: int = 0) -> None:
+        """Update the peak.
+
+        Args:
+            temporary: bytes that the operation of this moment allocates and frees.
+        """
         self._newest = set()
         now = self._booked()
         # Weights that were added to the ledger since were allocated by operations.
         now[_NEW] -= now["weights"] - self._booked_before
         for kind, size in self._made.items():
             now[kind] += size
+        now[_NEW] += temporary
         if not self.peak or sum(now.values()) > sum(self.peak.values()):
-            self.peak = now
+            self.peak = dict(now)
+        now[_NEW] -= temporary
         sizes = tuple(now.values())
         if not self.series or self.series[-1][1] != sizes:
             self.series.append((self.now(), sizes))

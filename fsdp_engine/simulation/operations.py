@@ -54,7 +54,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import not_compiled
@@ -62,6 +61,13 @@ from fsdp_engine.simulation.clock import Clock, SimulatedTicket
 from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.fusion import Kernel, name_of, value_of
 from fsdp_engine.simulation.machine import Attention, Link, Machine
+from fsdp_engine.simulation.memory_access import (
+    accessed_bytes,
+    attention_backward_bytes,
+    irregular_elements,
+    num_bytes_of,
+    tensors_of,
+)
 from fsdp_engine.simulation.memory_tracker import MemoryTracker, as_returned
 
 # Types of values that are part of the key. Their type is as well, since 1, 1.0 and True are equal.
@@ -332,11 +338,6 @@ def _tensor_of(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTens
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 
-# Operations that read only the rows that they return.
-_LOOKUPS = {"embedding", "index", "index_select", "gather"}
-# Operations that allocate or view memory without accessing it.
-_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
 # Functions with a cost per element, also in backward.
 _FUNCTIONS = {"gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "mish", "hardswish", "glu"}
 _FUNCTIONS |= {"_softmax", "_log_softmax", "logsumexp", "log_sigmoid_forward", "log_sigmoid"}
@@ -397,6 +398,8 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
+# On fake tensors, for all devices.
+_ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
 # Of the five products of attention's backward one computes the scores again.
 _ATTENTION_BACKWARD_SHARE = 4 / 5
 
@@ -466,7 +469,7 @@ class Operations(TorchDispatchMode):
             self._message(func, args)
         elif func.namespace == _MODEL_COLLECTIVES:
             self._message_of_model(func, args, out)
-            self._memory.made(_tensors(out))
+            self._memory.made(tensors_of(out))
         elif func.namespace not in ("prim", "profiler"):
             self._operation(func, args, kwargs, out, recipe)
         return out
@@ -521,8 +524,10 @@ class Operations(TorchDispatchMode):
         else:
             self._clock.compute(func._overloadpacket.__name__, seconds)
             self._count_flops(func, args, kwargs, out, recipe)
-        results = (out,) if type(out) is FakeTensor else _tensors(out)
+        results = (out,) if type(out) is FakeTensor else tensors_of(out)
         self._memory.made(results)
+        if func in _ATTENTION_BACKWARD and self._clock.machine.host_runs_ahead:
+            self._memory.sample(attention_backward_bytes(args[1]))
 
     def _copies_state(self, args: Any) -> bool:
         """Whether a copy is one between the device and another place; if so, it is done."""
@@ -533,7 +538,7 @@ class Operations(TorchDispatchMode):
         direction = Direction.INTO if places[0] is None else Direction.OUT
         place = places[1] if places[0] is None else places[0]
         assert place is not None
-        self._clock.copy(place, direction, _num_bytes(source))
+        self._clock.copy(place, direction, num_bytes_of(source))
         return True
 
     def _is_on_host(self, args: Any) -> bool:
@@ -549,14 +554,14 @@ class Operations(TorchDispatchMode):
     def _operation_on_host(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Run an operation on the host of a device; its new results lie there."""
         if func is _COPY:  # reads no target
-            num_bytes: int | None = sum(map(_num_bytes, args[:2]))
+            num_bytes: int | None = sum(map(num_bytes_of, args[:2]))
         else:
-            num_bytes = _accessed_bytes(func, args, kwargs, out)
+            num_bytes = accessed_bytes(func, args, kwargs, out)
         if num_bytes is None:
             self._clock.call()
         else:
             self._clock.compute_on_host(func._overloadpacket.__name__, num_bytes)
-        results = _tensors(out)
+        results = tensors_of(out)
         self._memory.made(results)
         for each in results:
             if self._memory.place_of(each) is None:
@@ -565,7 +570,7 @@ class Operations(TorchDispatchMode):
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
         """Device time of the operation; None if it only takes host time."""
         packet = func._overloadpacket
-        num_bytes = _accessed_bytes(func, args, kwargs, out)
+        num_bytes = accessed_bytes(func, args, kwargs, out)
         if num_bytes is None:
             return None
         flops = _flops(func, args, kwargs, out)
@@ -573,13 +578,14 @@ class Operations(TorchDispatchMode):
         name = packet.__name__
         elements = 0
         if name.removesuffix("_").removesuffix("_data").removesuffix("_backward") in _FUNCTIONS:
-            elements = max((each.numel() for each in _tensors(out)), default=0)
+            elements = max((each.numel() for each in tensors_of(out)), default=0)
         return self._clock.machine.processor.seconds(
             flops,
             num_bytes,
             dtype,
             attention=_attention_of(func, args, kwargs),
             function_elements=elements,
+            irregular_elements=irregular_elements(func, args, out),
         )
 
     def _count_flops(
@@ -607,7 +613,7 @@ class Operations(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if name not in _RINGS and name not in (_ALL_TO_ALL, _SEND):
             return  # sends no data: a barrier, a wait, a receive
-        num_bytes = max(_num_bytes(each) for each in _tensors(args))
+        num_bytes = max(num_bytes_of(each) for each in tensors_of(args))
         group = next(each for each in map(_as_group, args) if each is not None)
         num_ranks, stride = group.size(), self._stride(group)
         machine = self._clock.machine
@@ -644,7 +650,7 @@ class Operations(TorchDispatchMode):
             if ended is not None:
                 self._clock.wait_for_model(ended)
             return
-        num_bytes = max(sum(map(_num_bytes, _tensors(each))) for each in (args, out))
+        num_bytes = max(sum(map(num_bytes_of, tensors_of(each))) for each in (args, out))
         group = _resolve_process_group(
             GroupName(next(each for each in args[::-1] if isinstance(each, str)))
         )
@@ -660,7 +666,7 @@ class Operations(TorchDispatchMode):
             self._clock.send(sent, seconds, of_compute)
             return
         ended = self._clock.send_for_model(name, sent, seconds, of_compute)
-        for each in _tensors(out):
+        for each in tensors_of(out):
             self._pending[_storage_of(each)] = ended
 
     def _stride(self, group: dist.ProcessGroup) -> int:
@@ -731,44 +737,9 @@ def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:
     return ring * num_bytes * (num_ranks - 1) / num_ranks
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def _accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
-    """Bytes that an operation reads and writes; None if it only takes host time."""
-    name = func._overloadpacket.__name__
-    if func.is_view or name in _NOTHING:
-        return None
-    operands = [] if name in _LOOKUPS else _tensors((args, kwargs))
-    num_bytes = sum(_num_bytes(each) for each in (*operands, *_tensors(out)))
-    num_bytes += _written_bytes(func, args, kwargs)
-    return 2 * num_bytes if name in _LOOKUPS else num_bytes
-
-
-def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an operation writes into arguments that it does not return: those of fused and
-    ``foreach`` steps of optimizers. Without a gradient scaler they only read gradients."""
-    schema = func._schema
-    if schema.returns or not schema.is_mutable:
-        return 0
-    named = zip((each.name for each in schema.arguments), args, strict=False)
-    given = {**dict(named), **kwargs}
-    return sum(
-        _num_bytes(tensor)
-        for each in schema.arguments
-        if each.alias_info is not None and each.alias_info.is_write and each.name != "grads"
-        for tensor in _tensors(given.get(each.name))
-    )
-
-
 def _dtype(args: Any) -> torch.dtype:
     """The dtype of an operation's products."""
-    return next((t.dtype for t in _tensors(args) if t.is_floating_point()), torch.float32)
+    return next((t.dtype for t in tensors_of(args) if t.is_floating_point()), torch.float32)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -790,7 +761,7 @@ def _attention_of(func: Any, args: Any, kwargs: Any) -> Attention | None:
     given |= kwargs
     query, key = given["query"], given["key"]
     is_causal = bool(given.get("is_causal", False))
-    return Attention(query.shape[-2], key.shape[-2], is_causal, "backward" in name)
+    return Attention(query.shape[-2], key.shape[-2], is_causal, "backward" in name, query.shape[-1])
 
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:

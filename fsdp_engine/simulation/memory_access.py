@@ -1,0 +1,101 @@
+"""What kernels read and write: bytes, elements that they do not stream through, and temporary
+memory.
+
+[Note: Irregular elements]
+On a GPU, kernels that read equal tensors element by element reach nearly the memory's bandwidth.
+Others take a time per element in addition: pointwise operations whose operands have different
+strides (rows that are broadcast, transposed heads) or dtypes, concatenations, norms, softmax,
+dropout. ``benchmarks/gpu_kernels.py`` measured them on one H200, where an element takes 1.0 to 2.2
+ps more than the bytes take; some kernels take two or three such times. Casts to a narrower dtype
+have a fast kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+# Operations that read only the rows that they return.
+_LOOKUPS = {"embedding", "index", "index_select", "gather"}
+# Operations that allocate or view memory without accessing it.
+_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
+_COPIES = {"copy_", "_to_copy", "clone"}
+# Times per element of the first result or of the largest operand; see [Note: Irregular elements].
+_IRREGULAR = {
+    "cat": 2,
+    "native_layer_norm": 1,
+    "native_layer_norm_backward": 3,
+    "_fused_rms_norm": 1,
+    "_fused_rms_norm_backward": 3,
+    "_softmax": 1,
+    "_log_softmax": 1,
+    "_softmax_backward_data": 1,
+    "_log_softmax_backward_data": 1,
+    "native_dropout": 1,
+    "native_dropout_backward": 2,
+}
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of nested arguments or results."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.itemsize
+
+
+def accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """Bytes that an operation reads and writes; None if it only takes host time."""
+    name = func._overloadpacket.__name__
+    if func.is_view or name in _NOTHING:
+        return None
+    operands = [] if name in _LOOKUPS else tensors_of((args, kwargs))
+    num_bytes = sum(num_bytes_of(each) for each in (*operands, *tensors_of(out)))
+    num_bytes += _written_bytes(func, args, kwargs)
+    return 2 * num_bytes if name in _LOOKUPS else num_bytes
+
+
+def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that an operation writes into arguments that it does not return: those of fused and
+    ``foreach`` steps of optimizers. Without a gradient scaler they only read gradients."""
+    schema = func._schema
+    if schema.returns or not schema.is_mutable:
+        return 0
+    named = zip((each.name for each in schema.arguments), args, strict=False)
+    given = {**dict(named), **kwargs}
+    return sum(
+        num_bytes_of(tensor)
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write and each.name != "grads"
+        for tensor in tensors_of(given.get(each.name))
+    )
+
+
+def irregular_elements(func: Any, args: Any, out: Any) -> int:
+    """Elements that a kernel does not stream through, times their number of times; see
+    [Note: Irregular elements]."""
+    name = func._overloadpacket.__name__
+    if name in _IRREGULAR:
+        return _IRREGULAR[name] * max(each.numel() for each in tensors_of((args, out)))
+    if name not in _COPIES and torch.Tag.pointwise not in func.tags:
+        return 0
+    result = next(iter(tensors_of(out)), None)
+    if result is None:
+        return 0
+    operands = [each for each in tensors_of(args) if each.ndim]
+    if name in _COPIES and operands and operands[-1].itemsize > result.itemsize:
+        operands = operands[:-1] if operands[-1].stride() == result.stride() else operands
+    kinds = {(each.dtype, each.shape, each.stride()) for each in (*operands, result)}
+    return result.numel() if len(kinds) > 1 else 0
+
+
+def attention_backward_bytes(query: Tensor) -> int:
+    """Temporary memory of attention's backward on a GPU: kernels sum the gradients of queries in
+    fp32. ``benchmarks/gpu_kernels.py`` measured it."""
+    return query.numel() * torch.float32.itemsize
