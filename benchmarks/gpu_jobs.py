@@ -18,6 +18,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ import fsdp_engine as fe
 from fsdp_engine.simulation.compiled import compile_blocks
 from gpt import GPT, GPTConfig
 
+Build = Callable[[], nn.Module]
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -68,7 +70,7 @@ class Job:
         options: of ``fe.shard``.
     """
 
-    build: Callable[[], nn.Module]
+    build: Build
     vocabulary: int
     rows: int
     length: int
@@ -87,52 +89,48 @@ class Job:
         return tokens, tokens
 
 
-def llama_1b() -> nn.Module:
-    return llama(2048, 8192, 16, 32, 8, 32000) if on_cuda() else llama(32, 64, 2, 2, 1, 64)
+def the_gpu_s_jobs() -> dict[str, Job]:
+    """The jobs that a GPU runs, by name."""
+    # Eight blocks of the size of Llama 3 8B's.
+    blocks = partial(llama, 4096, 14336, 8, 32, 8, 32000)
+    small = partial(llama, 2048, 8192, 16, 32, 8, 32000)
+    return _jobs(
+        blocks, small, partial(gpt, 1024, 20, 2048, 16), partial(gpt, 1024, 12, 768, 12), 4096
+    )
 
 
-def llama_8b_blocks() -> nn.Module:
-    """Eight blocks of the size of Llama 3 8B's."""
-    return llama(4096, 14336, 8, 32, 8, 32000) if on_cuda() else llama(64, 128, 2, 2, 1, 64)
+def _tiny_jobs() -> dict[str, Job]:
+    blocks, gpts = partial(llama, 64, 128, 2, 2, 1, 32000), partial(gpt, 32, 2, 64, 4)
+    return _jobs(blocks, blocks, gpts, gpts, 128)
 
 
-def gpt_1b(length: int) -> nn.Module:
-    return gpt(length, 20, 2048, 16) if on_cuda() else gpt(length, 2, 64, 4)
-
-
-def gpt_100m() -> nn.Module:
-    return gpt(1024, 12, 768, 12) if on_cuda() else gpt(32, 2, 64, 4)
-
-
-def _jobs() -> dict[str, Job]:
-    long = 4096 if on_cuda() else 32
-    vocabulary = 32000 if on_cuda() else 64
-    big = llama_8b_blocks, vocabulary
+def _jobs(
+    blocks: Build, small: Build, gpt_1b: Build, gpt_100m: Build, length: int
+) -> dict[str, Job]:
     whole, selective = {"checkpointing": True}, {"checkpointing": "selective"}
-    gpts = GPTConfig.vocab_size
+    on_host = {"offload": fe.Offload(optimizer_state="host")}
+    llamas, gpts = 32000, GPTConfig.vocab_size
+    short = length // 4
     return {
-        "8B blocks": Job(*big, 2, long),
-        "8B blocks, compiled": Job(*big, 2, long, True),
-        "8B blocks, whole blocks recomputed": Job(*big, 2, long, False, whole),
-        "8B blocks, selective": Job(*big, 2, long, False, selective),
-        "8B blocks, selective, compiled": Job(*big, 2, long, True, selective),
-        "8B blocks, 16,384 long": Job(*big, 1, 4 * long, False, whole),
-        "8B blocks, short": Job(*big, 16, long // 8),
-        "Llama 1B": Job(llama_1b, vocabulary, 4, long),
-        "Llama 1B, compiled": Job(llama_1b, vocabulary, 4, long, True),
-        "GPT 1B": Job(lambda: gpt_1b(1024 if on_cuda() else 32), gpts, 16, long // 4),
-        "GPT 1B, one sequence": Job(lambda: gpt_1b(1024 if on_cuda() else 32), gpts, 1, long // 4),
-        "GPT 1B, compiled": Job(
-            lambda: gpt_1b(1024 if on_cuda() else 32), gpts, 16, long // 4, True
+        "8B blocks": Job(blocks, llamas, 2, length),
+        "8B blocks, compiled": Job(blocks, llamas, 2, length, compiled=True),
+        "8B blocks, whole blocks recomputed": Job(blocks, llamas, 2, length, options=whole),
+        "8B blocks, selective": Job(blocks, llamas, 2, length, options=selective),
+        "8B blocks, selective, compiled": Job(
+            blocks, llamas, 2, length, compiled=True, options=selective
         ),
-        "GPT 100M": Job(gpt_100m, gpts, 32, 1024 if on_cuda() else 32),
-        "Llama 1B, state on the host": Job(
-            llama_1b, vocabulary, 4, long, False, {"offload": fe.Offload(optimizer_state="host")}
-        ),
+        "8B blocks, 16,384 long": Job(blocks, llamas, 1, 4 * length, options=whole),
+        "8B blocks, short": Job(blocks, llamas, 16, length // 8),
+        "Llama 1B": Job(small, llamas, 4, length),
+        "Llama 1B, state on the host": Job(small, llamas, 4, length, options=on_host),
+        "GPT 1B": Job(gpt_1b, gpts, 16, short),
+        "GPT 1B, one sequence": Job(gpt_1b, gpts, 1, short),
+        "GPT 1B, compiled": Job(gpt_1b, gpts, 16, short, compiled=True),
+        "GPT 100M": Job(gpt_100m, gpts, 32, short),
     }
 
 
-JOBS = _jobs()
+JOBS = the_gpu_s_jobs() if on_cuda() else _tiny_jobs()
 
 
 def make_optimizer(params: Any) -> torch.optim.Optimizer:

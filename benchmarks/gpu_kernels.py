@@ -1,21 +1,19 @@
-"""Seconds and temporary memory of single operations on a GPU, beside what simulations take.
+"""Seconds and temporary memory of single operations on a GPU.
 
-    python benchmarks/gpu_kernels.py                     # on a GPU: measures, half a minute
-    python benchmarks/gpu_kernels.py --plan h200         # anywhere: plans what was measured
+    python benchmarks/gpu_kernels.py                     # half a minute
 
 Products, attention, elementwise operations and reductions of sizes that transformers have. Their
 operands together mostly exceed the caches. Temporary memory is what an operation has allocated at
-its peak beyond its results.
+its peak beyond its results. From these figures the model of kernels in ``fsdp_engine.simulation``
+was made. Without a CUDA device the script runs tiny sizes and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -24,8 +22,6 @@ from _gpu_models import mark, milliseconds, on_cuda, synchronize, the_device
 from torch import Tensor
 from torch.nn import functional as F
 
-import fsdp_engine as fe
-
 Kernel = Callable[[], Any]
 BF16, FP32 = torch.bfloat16, torch.float32
 REPETITIONS = 9
@@ -33,12 +29,11 @@ REPETITIONS = 9
 TOKENS, WIDTH, INNER, VOCABULARY = (8192, 4096, 14336, 32000) if on_cuda() else (512, 256, 512, 64)
 LARGE = 2**27 if on_cuda() else 2**12
 # Output and inner sizes of products, and rows of products of WIDTH x WIDTH.
-MATRICES = (256, 512, 768, 1024, 2048, 4096, 8192, 14336)
-ROWS = (64, 256, 1024, 2048, 4096, 16384, 65536)
+MATRICES = (256, 512, 768, 1024, 2048, 4096, 8192, 14336) if on_cuda() else (256,)
+ROWS = (64, 256, 1024, 2048, 4096, 16384, 65536) if on_cuda() else (64,)
 # Heads, size of heads, length.
-ATTENTION = [(32, 64, 2048), (32, 128, 512), (32, 128, 2048), (32, 128, 8192), (16, 256, 2048)]
-if not on_cuda():
-    MATRICES, ROWS, ATTENTION = MATRICES[:1], ROWS[:1], [(2, 16, 64)]
+SHAPES = ((32, 64, 2048), (32, 128, 512), (32, 128, 2048), (32, 128, 8192), (16, 256, 2048))
+ATTENTION = SHAPES if on_cuda() else ((2, 16, 64),)
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -65,9 +60,9 @@ def attention() -> dict[str, Kernel]:
     found: dict[str, Kernel] = {}
     for heads, size, length in ATTENTION:
         shape = (2 * TOKENS // length, heads, length, size)
-        inputs = [random(*shape).requires_grad_() for _ in range(3)]
+        inputs = query, key, value = [random(*shape).requires_grad_() for _ in range(3)]
         for causal in (False, True):
-            forward = partial(F.scaled_dot_product_attention, *inputs, is_causal=causal)
+            forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)
             out = forward()
             grad = torch.randn_like(out)
             name = f"attention {length} long, heads of {size}{', causal' if causal else ''}"
@@ -157,13 +152,13 @@ def layers() -> dict[str, Kernel]:
     add("embedding", partial(F.embedding, labels, table), [table], grad)
     shapes = [(WIDTH, WIDTH), (WIDTH,), (INNER, WIDTH), (WIDTH, INNER)]
     params = [random(*shape, dtype=FP32).requires_grad_() for shape in shapes]
-    for each in params:
-        each.grad = torch.randn_like(each)
+    grads = [torch.randn_like(each) for each in params]
+    for each, its_grad in zip(params, grads, strict=True):
+        each.grad = its_grad
     for fused in (True, False):
         optimizer = torch.optim.AdamW(params, fused=fused, foreach=not fused)
         optimizer.step()
         found[f"AdamW, {'fused' if fused else 'foreach'}"] = optimizer.step
-    grads = [each.grad for each in params]
     found["norms of gradients"] = partial(torch._foreach_norm, grads)
     return found
 
@@ -193,7 +188,7 @@ def temporary_bytes(kernel: Kernel) -> int:
     peak: int = stats["requested_bytes.all.peak"]
     held: int = stats["requested_bytes.all.current"]
     del out
-    return peak - max(held, before)
+    return peak - max(held, int(before))
 
 
 def measure() -> dict[str, dict[str, float]]:
@@ -211,7 +206,7 @@ def measure() -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--plan", help="machine whose times are compared")
-    args = parser.parse_args()
+    parser.parse_args()
     results = measure()
     if on_cuda():
         harness.write_results("gpu_kernels", results)

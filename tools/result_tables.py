@@ -1527,8 +1527,7 @@ def gpu_fp8() -> str:
 def planner_gpu() -> str:
     rows = [
         [
-            GPU_TIMES[section],
-            level,
+            job,
             f"{each['planned seconds'] * 1e3:.1f}",
             f"{each['measured seconds'] * 1e3:.1f}",
             f"{each['planned seconds'] / each['measured seconds']:.2f}",
@@ -1536,12 +1535,10 @@ def planner_gpu() -> str:
             f"{each['measured bytes'] / GIB:.2f}",
             f"{each['planned bytes'] / each['measured bytes']:.3f}",
         ]
-        for section, levels in results("planner_gpu").items()
-        for level, each in levels.items()
+        for job, each in results("planner_gpu").items()
     ]
-    columns = ["GPT of 1B", "level", "planned ms", "measured ms", "ratio"]
-    columns += ["planned GiB", "measured GiB", "ratio"]
-    return with_machine(table(columns, rows), "gpu")
+    columns = ["job", "planned ms", "measured ms", "ratio", "planned GiB", "measured GiB", "ratio"]
+    return with_machine(table(columns, rows), "gpu_jobs")
 
 
 TABLES: tuple[Callable[[], str], ...] = (

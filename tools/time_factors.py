@@ -31,16 +31,12 @@ def measured() -> dict[str, list[float]]:
     """Measured over planned step times by family, from the results files. Of published jobs they
     are planned over published speeds."""
     models = _results("planner_time")["models"].values()
-    runs = _results("planner_gpu").values()
+    jobs = _results("planner_gpu").values()
     found = {
         "A100": _published("A100"),
         "H100": _published("H100"),
         "calibrated CPU": [1 / each["ratio"] for m in models for each in m["steps"].values()],
-        "calibrated GPU": [
-            each["measured seconds"] / each["planned seconds"]
-            for run in runs
-            for each in run.values()
-        ],
+        "calibrated GPU": [each["measured seconds"] / each["planned seconds"] for each in jobs],
     }
     return {family: sorted(factors) for family, factors in found.items()}
 
