@@ -10,7 +10,6 @@ was made. Without a CUDA device the script runs tiny sizes and writes nothing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -204,9 +203,6 @@ def measure() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--plan", help="machine whose times are compared")
-    parser.parse_args()
     results = measure()
     if on_cuda():
         harness.write_results("gpu_kernels", results)
