@@ -265,7 +265,7 @@ def test_a_replica_of_another_model_or_configuration_is_refused(
     rank = dist.get_rank()
     with lighthouse(2) as address:
         more = options if rank == 1 else {}
-        replica = Replica(address, min_replicas=2, timeout=5.0, **more)
+        replica = Replica(address, min_replicas=2, **more)
         found, committed = "", False
         try:
             list(replica.replicas.microbatches())
