@@ -126,7 +126,8 @@ def shard(
             by another policy. "offload", or an :class:`OffloadActivations`: the tensors that these
             blocks save for backward are in pinned host memory until then.
         offload: where state lies between its uses. None: on the device.
-        plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks.
+        plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks;
+            its candidates with as many data-parallel ranks as ``mesh`` are meant.
             It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,
             ``granule``, ``codec_rules`` and ``min_unit_size`` that are not given.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,19 +225,27 @@ def simulated_ranks(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     num_ranks = math.prod(sizes) * tensor_parallel
+    hook = sys.excepthook  # torch prefixes the rank to the lines of errors, and leaves it so
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         with simulated(on_host=on_host):
             if tensor_parallel == 1:
                 yield init_device_mesh("cpu", tuple(sizes))
             else:
-                names = ("outer", "inner")[-len(sizes) :]
-                root = init_device_mesh(
-                    "cpu", (*sizes, tensor_parallel), mesh_dim_names=(*names, "tp")
-                )
-                yield root[names]
+                yield data_mesh_beside_tensor("cpu", sizes, tensor_parallel)
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def data_mesh_beside_tensor(
+    device_type: str, sizes: Sequence[int], tensor_parallel: int
+) -> DeviceMesh:
+    """The data-parallel axes, of ``sizes``, of a root mesh of all ranks whose innermost axis, "tp",
+    has ``tensor_parallel`` consecutive ranks."""
+    names = ("outer", "inner")[-len(sizes) :]
+    root = init_device_mesh(device_type, (*sizes, tensor_parallel), mesh_dim_names=(*names, "tp"))
+    return root[names]
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:

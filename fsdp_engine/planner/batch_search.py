@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsdp_engine.planner.outcome import ACTIVATIONS, Candidate, Outcome
+from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.outcome import ACTIVATIONS, Outcome
 
 # Microbatches of a step that are simulated.
 MOST_SIMULATED = 3
@@ -26,23 +27,23 @@ MOST_SIMULATED = 3
 _TOLERANCE = 0.1
 
 
-def rows_of_rank(global_batch: float, world_size: int, items: int, item: str) -> int:
+def rows_of_rank(global_batch: float, num_ranks: int, items: int, item: str) -> int:
     """Returns the rows of one rank in a step: the nearest number.
 
     Args:
         global_batch: tokens or samples of a step on all ranks.
-        world_size: data-parallel ranks.
+        num_ranks: data-parallel ranks.
         items: tokens or samples of one row.
         item: their unit.
 
     Raises:
         ValueError: the nearest multiple of the ranks' rows differs by more than a tenth.
     """
-    least = world_size * items
+    least = num_ranks * items
     rows = max(round(global_batch / least), 1)
     if abs(rows * least - global_batch) > _TOLERANCE * global_batch:
         raise ValueError(
-            f"global_batch: expected a multiple of {least:,} {item} ({world_size:,} ranks x "
+            f"global_batch: expected a multiple of {least:,} {item} ({num_ranks:,} ranks x "
             f"{items:,} {item} of a row), or within {_TOLERANCE:.0%} of one; found "
             f"{global_batch:,.0f}"
         )

@@ -19,7 +19,8 @@ from fsdp_engine.planner.batch_search import (
     of_many,
     rows_of_rank,
 )
-from fsdp_engine.planner.outcome import Candidate, Outcome, Trial
+from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.outcome import Outcome, Trial
 from fsdp_engine.planner.plan_cache import JobCache, cache_of, digest
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress
@@ -66,7 +67,7 @@ class Job:
     def use_cache(self, model: nn.Module) -> None:
         """Take outcomes from disk, and keep them there."""
         request = self.request
-        names = ("loss", "optimizer", "options", "machine", "world_size", "compile")
+        names = ("loss", "optimizer", "options", "machine", "world_size", "compile", "parallelize")
         self.cache = cache_of({"model": model, **{name: getattr(request, name) for name in names}})
 
     def inputs(self, candidate: Candidate) -> Any:
@@ -94,6 +95,8 @@ class Job:
             request.world_size,
             batch=self.inputs(candidate) if inputs is None else inputs,
             mesh=candidate.mesh,
+            tensor_parallel=candidate.tensor_parallel,
+            parallelize=request.parallelize,
             machine=request.where,
             loss=request.loss,
             optimizer=request.optimizer,
@@ -135,7 +138,7 @@ class Job:
         self.progress.trying(str(candidate))
         simulation = self.simulate(candidate, inputs=inputs)
         _, items = number_of_items(inputs)
-        items *= (candidate.microbatches or self.microbatches) * self.request.world_size
+        items *= (candidate.microbatches or self.microbatches) * candidate.data_parallel
         found = Outcome.of_simulation(candidate, simulation, items, math.inf)
         if self.cache is not None and row is not None:
             self.cache.put(row, found)
@@ -181,9 +184,13 @@ class BatchSearch:
     global_batch: float
 
     def batch_of(self, candidate: Candidate) -> int:
-        """Tokens or samples of a step, nearest to those that were asked for."""
+        """Tokens or samples of a step, nearest to those that were asked for.
+
+        Raises:
+            ValueError: none is near.
+        """
         _, items = self._row(candidate)
-        return self._rows(candidate) * items * self.job.request.world_size
+        return self._rows(candidate) * items * candidate.data_parallel
 
     def row_items(self, candidate: Candidate) -> int:
         """Tokens or samples of a row."""
@@ -211,7 +218,7 @@ class BatchSearch:
 
     def _rows(self, candidate: Candidate) -> int:
         item, items = self._row(candidate)
-        return rows_of_rank(self.global_batch, self.job.request.world_size, items, item)
+        return rows_of_rank(self.global_batch, candidate.data_parallel, items, item)
 
 
 def number_of_items(inputs: Any) -> tuple[str, int]:

@@ -1,26 +1,20 @@
-"""Candidates (mesh, strategy, activations, microbatch size, offload), and their
-outcomes: memory by kind, time, bytes sent."""
+"""Outcomes of candidates: memory by kind, time, bytes sent."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
-from fsdp_engine.offload import HOST, ROLES, Offload
+from fsdp_engine.offload import Offload
+from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
-from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.simulate import Simulation
-from fsdp_engine.simulation.simulation_error import check_sizes, listed
-from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
-from fsdp_engine.units.checkpointing import SELECTIVE, Checkpointing, recomputed_by
-
-Mesh = tuple[int, ...]
+from fsdp_engine.strategies import Strategy
+from fsdp_engine.units.checkpointing import Checkpointing
 
 # Kinds of memory that are taken off the device, by role of an offload.
 KIND_OF_OFFLOADED = {
@@ -35,194 +29,10 @@ KIND_OF_OFFLOADED = {
 USABLE = 0.9
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One configuration of a job.
-
-    Attributes:
-        mesh: ranks on each axis, (inner,) or (outer, inner).
-        strategy, outer_strategy: names of the levels.
-        checkpointing: blocks' activations are recomputed in backward; "selective" or a
-            :class:`~fsdp_engine.Checkpointing`: some of them; "offload": they are on the host until
-            then.
-        microbatch_size: the argument of the batch function; None: the batch has one size.
-        offload: where state lies between its uses; None: on the device.
-        microbatches: of a step; None: those of the job.
-        sequence: length of sequences, for the batch function; None: the batch has one.
-    """
-
-    mesh: Mesh
-    strategy: str
-    outer_strategy: str
-    checkpointing: Activations
-    microbatch_size: int | None = None
-    offload: Offload | None = None
-    microbatches: int | None = None
-    sequence: int | None = None
-
-    @property
-    def offloaded(self) -> str:
-        """Offloads as text: "optimizer state on the host", "everything on the host", "activations
-        on the host"; empty if all is on the device."""
-        offload, names = self.offload or Offload(), dict[str, list[str]]()
-        for role, place in offload.places.items():
-            names.setdefault(place, []).append(role.replace("_", " "))
-        texts = [
-            f"{'everything' if len(each) == len(ROLES) else ' and '.join(each)} on the {place}"
-            for place, each in names.items()
-        ]
-        texts += ["stepped there"] * (offload.step_on == HOST)
-        texts += ["stepped beside forward"] * offload.overlap_forward
-        return ", ".join([*texts, *["activations on the host"] * (self.checkpointing == OFFLOAD)])
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the forward of blocks, or parts of it, runs again in backward."""
-        return recomputed_by(self.checkpointing) is not None
-
-    @property
-    def recomputed(self) -> str:
-        """What backward runs again, as text: "no", "blocks", "selective", "blocks, every 2nd"."""
-        found = recomputed_by(self.checkpointing)
-        if found is None:
-            return "no"
-        names: dict[Any, str] = {None: "blocks", SELECTIVE: SELECTIVE}
-        every = "" if found.every == 1 else f", every {ordinal(found.every)}"
-        return names.get(found.policy, "by a policy") + every
-
-    @property
-    def has_own_policy(self) -> bool:
-        """Whether a function or operations of the user decide which operations run again, so that a
-        file cannot contain the candidate."""
-        found = recomputed_by(self.checkpointing)
-        return found is not None and found.policy not in (None, SELECTIVE)
-
-    @property
-    def levels(self) -> str:
-        """The strategy as text: "optim", or "optim_grads_params + optim" on two axes."""
-        if len(self.mesh) == 1:
-            return self.strategy
-        return f"{self.strategy} + {self.outer_strategy}"
-
-    @property
-    def ranks(self) -> str:
-        """The mesh as text: "1024", or "128 x 8" (outer x inner)."""
-        return " x ".join(map(str, self.mesh))
-
-    def __str__(self) -> str:
-        parts = [f"{self.levels} on {self.ranks} ranks"]
-        if self.microbatch_size is not None:
-            count = "" if self.microbatches is None else f"{self.microbatches} "
-            parts.append(f"{count}microbatch{'es' * (count != '1 ')} of {self.microbatch_size}")
-        if self.sequence is not None:
-            parts.append(f"sequences of {self.sequence:,}")
-        kind = self.recomputed
-        kinds = {"no": "no checkpointing", "blocks": "activation checkpointing"}
-        parts.append(kinds.get(kind, f"activation checkpointing ({kind})"))
-        if self.offloaded:
-            parts.append(self.offloaded)
-        return ", ".join(parts)
-
-
-def check_checkpointing(value: object) -> None:
-    """Check how a candidate treats activations.
-
-    Raises:
-        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Checkpointing`.
-    """
-    if not (isinstance(value, bool) or value == OFFLOAD or recomputed_by(value) is not None):
-        raise TypeError(
-            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Checkpointing, "
-            f"or several of them in a tuple; found {value!r}"
-        )
-
-
-def ordinal(number: int) -> str:
-    """ "2nd"."""
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    is_teen = number % 100 // 10 == 1
-    return f"{number}{'th' if is_teen else endings.get(number % 10, 'th')}"
-
-
-def fitting_meshes(world_size: int, ranks_per_node: int) -> list[Mesh]:
-    """One axis; also nodes x ranks per node if the ranks fill two or more nodes."""
-    meshes: list[Mesh] = [(world_size,)]
-    if 1 < ranks_per_node < world_size and world_size % ranks_per_node == 0:
-        meshes.append((world_size // ranks_per_node, ranks_per_node))
-    return meshes
-
-
-def check_meshes(meshes: Iterable[Sequence[int]], world_size: int) -> list[Mesh]:
-    """Returns the user's meshes as tuples.
-
-    Raises:
-        ValueError: a mesh does not have ``world_size`` ranks, or has neither one nor two axes.
-    """
-    expected = f"one or two sizes of {world_size} ranks each"
-    found = [tuple(listed("meshes", mesh, expected)) for mesh in listed("meshes", meshes, expected)]
-    for mesh in found:
-        check_sizes("meshes", mesh, expected)
-        if len(mesh) not in (1, 2) or math.prod(mesh) != world_size or min(mesh) < 1:
-            raise ValueError(f"meshes: expected {expected}; found {mesh}")
-    return found
-
-
-def candidates(
-    meshes: Iterable[Mesh],
-    checkpointing: Iterable[Activations],
-    microbatch_sizes: Iterable[int | None],
-    offload: Offload | None = None,
-    sequences: Iterable[int | None] = (None,),
-) -> Iterator[Candidate]:
-    """Every combination: four levels on one axis, ten pairs on two."""
-    every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
-    for sequence, size, recompute, mesh in every:
-        for pair in _pairs(mesh):
-            yield Candidate(
-                mesh,
-                pair.inner.name,
-                pair.outer.name,
-                recompute,
-                size,
-                offload,
-                sequence=sequence,
-            )
-
-
-# Pairs of levels that a quick plan tries, in this order: parameters sharded over all ranks, or over
-# the ranks of a node (HSDP), also with optimizer state sharded between nodes; and ZeRO-1 and DDP.
-_QUICK = (
-    ("optim_grads_params", "no_shard"),
-    ("optim_grads_params", "optim"),
-    ("optim", "no_shard"),
-    ("no_shard", "no_shard"),
-)
-
-
-def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates of a quick plan, in its order: those that save the most memory first, as they
-    fit most often. ZeRO-1 and DDP are tried on one axis."""
-
-    def rank(each: Candidate) -> tuple[int, int, int]:
-        pair = _QUICK.index((each.strategy, each.outer_strategy))
-        kept = 2 if each.checkpointing is False else int(each.checkpointing is not True)
-        return len(each.mesh) if pair < 2 else 2 + pair, pair, kept
-
-    quick = [
-        each
-        for each in every
-        if (each.strategy, each.outer_strategy) in _QUICK
-        and (each.strategy == _QUICK[0][0] or len(each.mesh) == 1)
-    ]
-    return sorted(quick, key=rank)
-
-
-def _pairs(mesh: Mesh) -> list[Strategy]:
-    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.shards(Role.OPTIM, Axis.OUTER)]
-
-
 ACTIVATIONS = KINDS[-1]
 AXES = ("inner", "outer")
+# As these two, of the ranks that share the model's matrices.
+TENSOR = "tensor"
 # Among exposed times: compute waits for copies of offloaded state, or of activations.
 STATE = "state"
 # In which part of a step's time a wait is, if it is for no link.
@@ -255,7 +65,7 @@ class Setting:
         model: name of the model's class.
         num_elements: parameter elements.
         machine: name of the machine.
-        world_size: data-parallel ranks.
+        world_size: all ranks.
         ranks_per_node: consecutive ranks that share a node.
         memory: memory limit of a rank in bytes.
         item: unit of batch sizes: "tokens" or "samples".
@@ -270,6 +80,7 @@ class Setting:
         is_quick: only the candidates of a quick plan were tried.
         is_compiled: blocks are compiled (``block.compile()``), which ``fe.shard`` leaves to the
             caller.
+        more_degrees: tensor parallelism was not tried, and the model has a plan for it.
     """
 
     model: str
@@ -286,6 +97,7 @@ class Setting:
     global_batch: int = 0
     is_quick: bool = False
     is_compiled: bool = False
+    more_degrees: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -303,8 +115,9 @@ class Times:
     Attributes:
         step: from the end of the previous step to the end of this one.
         compute: busy time of the compute lane.
-        exposed: time in which it waited for communication, by axis, and for copies of offloaded
-            state ("state") and of activations ("activations").
+        exposed: time in which it waited for communication, by axis ("tensor": of tensor-parallel
+            ranks), and for copies of offloaded state ("state") and of activations
+            ("activations").
         at_peak: the time that the model's flops, without recomputation, take at the machine's peak.
     """
 
@@ -330,8 +143,8 @@ class Times:
         return sum(self.exposed.values())
 
     def shares(self) -> dict[str, float]:
-        """Fractions of the step time: "compute", "inner link", "outer link", "state copies",
-        "activation copies", "host"."""
+        """Fractions of the step time: "compute", "inner link", "outer link", "tensor link", "state
+        copies", "activation copies", "host"."""
         waits = {
             _COPIES.get(what, f"{what} link"): seconds for what, seconds in self.exposed.items()
         }
@@ -428,6 +241,7 @@ class Outcome:
         check_checkpointing(candidate.checkpointing)
         Strategy.from_names(candidate.strategy, candidate.outer_strategy)
         numbers = [self.lacking, self.items, *candidate.mesh, *self.memory.values()]
+        numbers.append(candidate.tensor_parallel)
         numbers += [*self.sent.values(), *self.elsewhere.values()]
         numbers += [self.model_flops, self.checkpoint_bytes]
         numbers += [n for n in (candidate.microbatches, candidate.sequence) if n is not None]

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.extras import naming_extra
+from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.comparison import Answers, ComparisonTexts
-from fsdp_engine.planner.outcome import Candidate, Outcome, Times, part_waiting_for
+from fsdp_engine.planner.outcome import Outcome, Times, part_waiting_for
 from fsdp_engine.planner.page_assets import SCRIPT, STYLE
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, table_unit, time_label
 from fsdp_engine.planner.planner_tables import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,20 +10,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_engine.offload import HOST, Offload
-from fsdp_engine.planner.command_inputs import import_function
-from fsdp_engine.planner.outcome import (
-    USABLE,
+from fsdp_engine.planner.candidates import (
     Candidate,
     Mesh,
     candidates,
     check_checkpointing,
     check_meshes,
     fitting_meshes,
+    is_quick,
     quick_candidates,
 )
+from fsdp_engine.planner.command_inputs import import_function
+from fsdp_engine.planner.outcome import USABLE
 from fsdp_engine.runtime.activations import Activations
 from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.simulation.simulate import MakeOptimizer
+from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, data_parallel_size
 from fsdp_engine.simulation.simulation_error import (
     check_callable,
     check_count,
@@ -30,12 +32,15 @@ from fsdp_engine.simulation.simulation_error import (
     check_type,
     listed,
 )
+from fsdp_engine.simulation.tp_plan import check_tp_plan, fitting_degrees
 from fsdp_engine.units.checkpointing import SELECTIVE
 
 # Everything that can be on the host.
 EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
-# As `offload`: only if nothing fits without. The offloads that are tried then, until some fit.
+# As `offload`: only if nothing fits without; as `tensor_parallel`: all that the model has a plan
+# for.
 AUTO = "auto"
+# The offloads that are tried, until some fit.
 _AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
 
 
@@ -71,11 +76,14 @@ class PlanRequest:
     quick: bool
     cache: bool
     compile: bool
+    tensor_parallel: int | Sequence[int] | str
+    parallelize: Parallelize | None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_compared: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("meshes", "checkpointing", "microbatch_sizes", "sequences"):
+        names = ("meshes", "checkpointing", "microbatch_sizes", "sequences", "tensor_parallel")
+        for name in names:
             value = getattr(self, name)
             if isinstance(value, Iterator):  # the request is used again for other plans
                 object.__setattr__(self, name, list(value))
@@ -91,8 +99,8 @@ class PlanRequest:
             check_callable(
                 "build", self.build, "a function that returns a torch.nn.Module, or its name"
             )
-        for name, function in (("loss", self.loss), ("optimizer", self.optimizer)):
-            if function is not None:
+        for name in ("loss", "optimizer", "parallelize"):
+            if (function := getattr(self, name)) is not None:
                 check_callable(name, function, "a function, or None")
         for each in self.activations:
             check_checkpointing(each)
@@ -103,12 +111,7 @@ class PlanRequest:
             if each is not None:
                 check_count("sequences", each, "lengths of 1 or more")
         self._check_global_batch()
-        if self.options.keys() & {"tensor_parallel", "parallelize"}:
-            raise ValueError(
-                "tensor_parallel, parallelize: expected none in a plan, which tries data-parallel "
-                "strategies alone (fe.simulate takes them, for one strategy); found "
-                f"{self.options.get('tensor_parallel', 'parallelize')}"
-            )
+        self._check_degrees()
         for name in ("formulas", "progress", "quick", "cache", "compile"):
             check_type(name, getattr(self, name), bool, "True or False")
 
@@ -126,6 +129,57 @@ class PlanRequest:
                 "microbatches: expected none with global_batch, from which their number follows; "
                 f"found {self.microbatches}"
             )
+
+    def _check_degrees(self) -> None:
+        if self.tensor_parallel == AUTO and self.parallelize is not None:
+            raise ValueError(
+                "tensor_parallel: expected numbers of ranks with parallelize, since 'auto' asks "
+                "the plan that a model of transformers has; found 'auto'"
+            )
+        if self.formulas and self._degrees != [1]:
+            raise ValueError(
+                "tensor_parallel: expected 1 with formulas, which do not know what it shards; "
+                f"found {self.tensor_parallel!r}"
+            )
+
+    def degrees(self, model: nn.Module) -> list[int]:
+        """Degrees of tensor parallelism to try.
+
+        Args:
+            model: the job's, on any device.
+
+        Raises:
+            ValueError: the model has no tensor-parallel plan for one that was given.
+        """
+        if self.tensor_parallel == AUTO:
+            return [1, *fitting_degrees(model, self.world_size, self.where.ranks_per_node)]
+        for each in self._degrees:
+            if each > 1 and self.parallelize is None:
+                check_tp_plan(model, each)
+        return self._degrees
+
+    @property
+    def _degrees(self) -> list[Any]:
+        """Those that were given; "auto" has none yet."""
+        given = self.tensor_parallel
+        if given == AUTO:
+            return []
+        kinds = "numbers of ranks, such as (1, 8), or 'auto'"
+        found = [given] if isinstance(given, int) else listed("tensor_parallel", given, kinds)
+        allowed = []
+        for each in dict.fromkeys(found):
+            try:
+                data_parallel_size(self.world_size, each)
+            except ValueError:
+                if not self.is_compared:
+                    raise
+            else:
+                allowed.append(each)
+        if not allowed:
+            raise ValueError(
+                f"tensor_parallel: expected a divisor of the {self.world_size} ranks; found {given}"
+            )
+        return allowed
 
     @property
     def where(self) -> Machine:
@@ -171,9 +225,12 @@ class PlanRequest:
             return tuple(each for each in _AUTO_OFFLOADS if each.main_weights != HOST)
         return _AUTO_OFFLOADS
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self, degrees: Iterable[int]) -> list[Candidate]:
         """All candidates, of a global batch with the first size; those of a quick plan in its
         order.
+
+        Args:
+            degrees: of tensor parallelism.
 
         Raises:
             ValueError: there are none.
@@ -182,7 +239,14 @@ class PlanRequest:
         if self.global_batch is not None:
             sizes = [each or 1 for each in sizes[:1]]
         given = self.offload if isinstance(self.offload, Offload) else None
-        found = list(candidates(self._axes(), self.activations, sizes, given, self._lengths))
+        found = [
+            candidate
+            for degree, meshes in self._axes(list(degrees)).items()
+            for candidate in candidates(
+                meshes, self.activations, sizes, given, self._lengths, degree
+            )
+            if degree == 1 or is_quick(candidate)
+        ]
         if not found:
             raise ValueError(
                 "meshes, checkpointing, microbatch_sizes: expected at least one candidate; found "
@@ -190,10 +254,20 @@ class PlanRequest:
             )
         return quick_candidates(found) if self.quick else found
 
-    def _axes(self) -> list[Mesh]:
+    def _axes(self, degrees: Sequence[int]) -> dict[int, list[Mesh]]:
+        """Meshes of the data-parallel ranks, by degree of tensor parallelism."""
+        num_ranks = {degree: self.world_size // degree for degree in degrees}
         if self.meshes is None:
-            return fitting_meshes(self.world_size, self.where.ranks_per_node)
-        return check_meshes(self.meshes, self.world_size)
+            per_node = self.where.ranks_per_node
+            return {
+                degree: fitting_meshes(count, 1 if per_node % degree else per_node // degree)
+                for degree, count in num_ranks.items()
+            }
+        meshes = check_meshes(self.meshes, list(num_ranks.values()))
+        return {
+            degree: [each for each in meshes if math.prod(each) == count]
+            for degree, count in num_ranks.items()
+        }
 
     @property
     def _sizes(self) -> list[Any]:

@@ -126,12 +126,14 @@ _QUESTIONS = (
 _SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
 _WITH_BATCH = (
     *("machine", "recompute", "compile", "microbatch_sizes", "optimizer", "loss", "formulas"),
+    "tensor_parallel",
     *(*_OUTPUTS, *_QUESTIONS, *_SEARCHES),
 )
 _WITHOUT_BATCH = ("optimizer_bytes", "num_units")
 _OF_A_MODEL = ("units", "min_unit_size")
 _OF_A_SIMULATION = (
     *("recompute", "compile", "microbatch_sizes", "optimizer", "loss", "trace"),
+    "tensor_parallel",
     *(*_QUESTIONS, *_SEARCHES),
 )
 
@@ -170,6 +172,13 @@ def plan(
             help="ranks on the outer axis; default: one axis, and with --batch also nodes x ranks"
         ),
     ] = None,
+    tensor_parallel: Annotated[
+        str,
+        typer.Option(
+            help="ranks that share each matrix, by the plan that a model of transformers has; "
+            "several to try, such as 1,8; auto: all that fit a node"
+        ),
+    ] = "1",
     recompute: Annotated[
         Recompute,
         typer.Option(
@@ -391,6 +400,13 @@ def plan(
         if microbatch_sizes is not None:
             sizes = _sizes(microbatch_sizes, "--microbatch-sizes")
         lengths = None if sequence is None else _sizes(sequence, "--sequence")
+        degrees: Any = AUTO
+        if tensor_parallel != AUTO:
+            degrees = _sizes(tensor_parallel, "--tensor-parallel")
+        elif outer is not None:
+            raise typer.BadParameter(
+                "--outer: expected numbers for --tensor-parallel with it; found auto"
+            )
         planning = plan_job(
             build,
             _batch(
@@ -401,7 +417,7 @@ def plan(
             ),
             machine=machine,
             memory=None if memory is None else memory * 2**30,
-            meshes=None if outer is None else _meshes(world, outer),
+            meshes=None if outer is None else _meshes(world, degrees, outer),
             checkpointing=_CHECKPOINTING[recompute],
             microbatch_sizes=sizes,
             microbatches=microbatches,
@@ -415,6 +431,7 @@ def plan(
             quick=quick or quick_only,
             cache=not no_cache,
             compile=compile,
+            tensor_parallel=degrees,
             **options,
         )
         if quick:
@@ -601,10 +618,15 @@ def _sizes(text: str, option: str) -> list[int]:
     return sizes
 
 
-def _meshes(world: int, outer: int) -> list[tuple[int, ...]]:
-    if outer < 1 or world % outer:
-        raise typer.BadParameter(f"--outer: expected a divisor of the {world} ranks; found {outer}")
-    return [(world,)] if outer == 1 else [(world,), (outer, world // outer)]
+def _meshes(world: int, degrees: Sequence[int], outer: int) -> list[tuple[int, ...]]:
+    meshes: list[tuple[int, ...]] = []
+    for count in [world // degree for degree in degrees]:
+        if outer < 1 or count % outer:
+            raise typer.BadParameter(
+                f"--outer: expected a divisor of the {count} ranks; found {outer}"
+            )
+        meshes += [(count,)] if outer == 1 else [(count,), (outer, count // outer)]
+    return meshes
 
 
 def _given(context: typer.Context) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
-from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.planner.outcome import AXES, TENSOR, Outcome, Setting
 from fsdp_engine.planner.plan_view import in_units, table_unit
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.time_accuracy import accuracy_of
@@ -78,6 +78,8 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
         f"communication{' and copies' * is_offloaded}. Ranks: outer x inner. Recompute: "
         "activation checkpointing, of whole blocks or selective."
     )
+    if any(each.candidate.tensor_parallel > 1 for each in outcomes):
+        text += " TP: tensor-parallel ranks in each place of these."
     if setting.global_batch:
         text += " Batch: microbatches x rows of one."
     if is_offloaded:
@@ -91,11 +93,13 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
     is_offloaded = any(each.candidate.offloaded for each in outcomes)
     candidates = [each.candidate for each in outcomes]
     has_outer = any(len(each.mesh) == 2 for each in candidates)
+    has_tensor = any(each.tensor_parallel > 1 for each in candidates)
     outer = [each.outer_strategy if len(each.mesh) == 2 else "" for each in candidates]
     strategies = [each.strategy for each in candidates]
     columns = [_levels("strategy", "level", strategies)]
     if has_outer:
         columns.append(_levels("outer", "outer", outer))
+    if has_outer or has_tensor:
         columns.append(Column("ranks", [each.ranks for each in candidates], False, drop=110))
     recompute = [each.recomputed for each in candidates]
     columns.append(Column("recompute", recompute, False, fold=80, folded=("redo", recompute)))
@@ -127,10 +131,11 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
     columns.append(Column("step", steps))
     columns.append(Column("exposed", waits, drop=30))
     columns.append(Column(f"{setting.item}/s", rates, drop=100))
-    for number, axis in enumerate(("inner", "outer") if has_outer else ("inner",)):
+    axes = [*AXES[: 1 + has_outer], *[TENSOR] * has_tensor]
+    for number, axis in enumerate(axes):
         sent = [in_units(each.sent.get(axis, 0), unit) for each in outcomes]
-        name = f"sent {axis}" if has_outer else "sent"
-        columns.append(Column(name, sent, drop=11 - number))
+        name = f"sent {axis}" if len(axes) > 1 else "sent"
+        columns.append(Column(name, sent, drop=12 - number))
     return columns
 
 

@@ -14,14 +14,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from torch import nn
+
+from fsdp_engine.engine import Engine
+from fsdp_engine.planner.candidate_sharding import shard_as
+from fsdp_engine.planner.candidates import Candidate, Mesh
 from fsdp_engine.planner.comparison import ComparedRow, Comparison
 from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
     USABLE,
-    Candidate,
-    Mesh,
     Outcome,
     Setting,
     Times,
@@ -31,7 +34,7 @@ from fsdp_engine.planner.outcome import (
 )
 from fsdp_engine.planner.questions import GPU, CheckpointInterval, TrainingRun
 from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.simulation.simulate import Simulation
+from fsdp_engine.simulation.simulate import Parallelize, Simulation
 from fsdp_engine.simulation.simulation_error import check_count, check_positive, listed, read_json
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
@@ -156,6 +159,7 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
     names = {
         "inner link": f"the inner link ({_link(setting, chosen, inner=True)})",
         "outer link": f"the outer link ({_link(setting, chosen, inner=False)})",
+        "tensor link": f"the tensor-parallel link ({_link(setting, chosen, inner=None)})",
         "state copies": "copies of offloaded state",
         "activation copies": "copies of activations",
         "host": "the host",
@@ -171,9 +175,11 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
     return f"Bottleneck: {most}; {spent}{end}."
 
 
-def _link(setting: Setting, chosen: Outcome, *, inner: bool) -> str:
-    mesh = chosen.candidate.mesh
-    ranks = mesh[-1] if inner else setting.world_size
+def _link(setting: Setting, chosen: Outcome, *, inner: bool | None) -> str:
+    """Where the ranks of an axis are; None: tensor-parallel ones."""
+    mesh, ranks = chosen.candidate.mesh, chosen.candidate.tensor_parallel
+    if inner is not None:
+        ranks = mesh[-1] * ranks if inner else setting.world_size
     return "within a node" if ranks <= setting.ranks_per_node else "between nodes"
 
 
@@ -218,6 +224,8 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
         lines.append(
             "Possible changes: more ranks, or less state (another optimizer, lower precision)."
         )
+    if setting.more_degrees:
+        lines.append('Tensor parallelism (`tensor_parallel="auto"`) may be enough.')
     tried = {role for each in outcomes for role in _offloaded_roles(each.candidate)}
     known = [nearest.memory.get(kind, 0) for kind in KIND_OF_OFFLOADED.values()]
     if tried == KIND_OF_OFFLOADED.keys():
@@ -252,6 +260,7 @@ class StrategyPlan:
         replan: plans the job again with other arguments. None if the plan was loaded.
         machine: the machine. None if the plan was loaded.
         row_items: tokens or samples of a row of the batch, with a global batch.
+        parallelize: applies tensor parallelism to the model; not saved. None: by the model's plan.
     """
 
     setting: Setting
@@ -262,20 +271,48 @@ class StrategyPlan:
     replan: Callable[..., StrategyPlan] | None = None
     machine: Machine | None = None
     row_items: int = 1
+    parallelize: Parallelize | None = None
 
     @property
     def chosen(self) -> Outcome | None:
         """The fastest outcome that fits. None: no candidate fits, or it is unknown."""
-        return self._chosen_of(None)
+        return self._chosen_of()
 
     @property
     def best(self) -> dict[str, Any]:
         """Arguments for ``fe.shard(model, **planning.best)`` on all ranks.
 
         Raises:
-            ValueError: no candidate fits, or it is unknown; the message contains the table.
+            ValueError: no candidate fits, or it is unknown; the message contains the table. Or it
+                has tensor parallelism, which :meth:`shard` applies.
         """
+        if self.chosen is not None and self.chosen.candidate.tensor_parallel > 1:
+            raise ValueError(
+                "plan: expected a candidate without tensor parallelism, which fe.shard does not "
+                f"apply; found {self.chosen.candidate}. Call planning.shard(model) instead"
+            )
         return self.arguments()
+
+    def shard(self, model: nn.Module, **given: Any) -> Engine:
+        """Shard the model as the chosen candidate says, with its tensor parallelism. Collective;
+        the plan must be equal on all ranks.
+
+        Args:
+            model: the planned one; see :func:`~fsdp_engine.shard`.
+            given: arguments of :func:`~fsdp_engine.shard` that override ``options``.
+
+        Raises:
+            ValueError: no candidate fits, or it is unknown, or the plan is for another number of
+                ranks, or differs between ranks; on all ranks. See also :func:`~fsdp_engine.shard`
+                and :func:`~fsdp_engine.apply_tp_plan`.
+        """
+
+        def select(num_ranks: int) -> tuple[Candidate, dict[str, Any]]:
+            self._check_ranks(num_ranks, self.setting.world_size)
+            chosen = self._fitting().candidate
+            return chosen, self.arguments(chosen.mesh, chosen.data_parallel, given)
+
+        return shard_as(select, model, self.parallelize)
 
     def arguments(
         self,
@@ -288,19 +325,17 @@ class StrategyPlan:
 
         Args:
             mesh: sizes of the job's axes. None: any.
-            world_size: the job's data-parallel ranks. None: those of the plan.
+            world_size: the job's data-parallel ranks. None: any.
             given: arguments that override ``options``; values of None are ignored.
 
         Raises:
             ValueError: the plan is for another number of ranks, or no candidate for ``mesh`` fits,
                 or it is unknown; the message contains the table.
         """
-        if world_size not in (None, self.setting.world_size):
-            raise ValueError(
-                f"plan: expected a plan for {world_size} ranks; "
-                f"found one for {self.setting.world_size}"
-            )
-        chosen = self._chosen_of(mesh)
+        if world_size is not None:
+            planned = {each.candidate.data_parallel for each in self.outcomes}
+            self._check_ranks(world_size, *sorted(planned, reverse=True))
+        chosen = self._chosen_of(mesh, world_size)
         if chosen is None:
             where = "" if mesh is None else f" on {' x '.join(map(str, mesh))} ranks"
             reason = "none"
@@ -422,8 +457,7 @@ class StrategyPlan:
         batch of a rank, or, if the plan has a global batch, with that.
 
         Args:
-            ranks: numbers of data-parallel ranks. Those that do not divide the global batch have no
-                row.
+            ranks: numbers of ranks. Those that do not divide the global batch have no row.
 
         Raises:
             ValueError: the plan was loaded, or no number divides the global batch.
@@ -500,9 +534,19 @@ class StrategyPlan:
         table = table_text(plan_table(self.setting, self.outcomes))
         return f"{table}\n{advice(self.setting, self.outcomes, self.trials)}"
 
-    def _chosen_of(self, mesh: Mesh | None) -> Outcome | None:
+    def _check_ranks(self, num_ranks: int, *planned: int) -> None:
+        if num_ranks not in planned:
+            raise ValueError(
+                f"plan: expected a plan for {num_ranks} ranks; "
+                f"found one for {' or '.join(map(str, planned))}"
+            )
+
+    def _chosen_of(self, mesh: Mesh | None = None, num_ranks: int | None = None) -> Outcome | None:
+        """The fastest that fits, on these data-parallel ranks."""
         for each in self.outcomes:
-            if each.fits and mesh in (None, each.candidate.mesh):
+            candidate = each.candidate
+            is_there = mesh in (None, candidate.mesh)
+            if each.fits and is_there and num_ranks in (None, candidate.data_parallel):
                 return each
         return None
 

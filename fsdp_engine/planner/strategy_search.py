@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_engine.offload import Offload
+from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
-    Candidate,
     Outcome,
     Setting,
     is_faster,
@@ -33,9 +33,10 @@ from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.compiled import simulated_compiler
 from fsdp_engine.simulation.machine import H100, Machine
-from fsdp_engine.simulation.simulate import MakeOptimizer, build_module
+from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, build_module
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.simulation.time_accuracy import family_of
+from fsdp_engine.simulation.tp_plan import fitting_degrees
 from fsdp_engine.units.checkpointing import SELECTIVE
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
@@ -65,6 +66,8 @@ def plan(
     quick: bool = False,
     cache: bool = False,
     compile: bool = False,
+    tensor_parallel: int | Sequence[int] | str = 1,
+    parallelize: Parallelize | None = None,
     **options: Any,
 ) -> StrategyPlan:
     """Select a strategy: simulate a step of the model under each strategy, with fake tensors in
@@ -72,14 +75,14 @@ def plan(
 
     Args:
         build: a function that returns the model, or its name as ``module:function``.
-        batch: the inputs of the model on one rank, or a function that returns them; with
-            ``microbatch_sizes`` or ``global_batch`` a function of the size, with ``sequences`` one
-            that also takes ``sequence=``. See :func:`~.simulation.simulate`.
-        world_size: data-parallel ranks.
+        batch: the inputs of the model on one data-parallel rank, or a function that returns them;
+            with ``microbatch_sizes`` or ``global_batch`` a function of the size, with ``sequences``
+            one that also takes ``sequence=``. See :func:`~.simulation.simulate`.
+        world_size: all ranks.
         machine: a machine, the name of a preset, or a file of ``calibrate``.
         memory: memory limit of a rank in bytes. None: 0.9 of the machine's memory.
-        meshes: sizes of the axes to try, (inner,) or (outer, inner). None: one axis, and nodes x
-            ranks per node.
+        meshes: sizes of the data-parallel axes to try, (inner,) or (outer, inner). None: one axis,
+            and nodes x ranks per node.
         checkpointing: values to try for what becomes of blocks' activations: they are kept
             (False), recomputed in backward (True), partly kept ("selective", or a
             :class:`~fsdp_engine.Checkpointing`), or on the host until then ("offload"). None:
@@ -107,6 +110,13 @@ def plan(
             that are there; see [Note: What a cached row depends on] in ``plan_cache.py``.
         compile: blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
             not do.
+        tensor_parallel: consecutive ranks that share the model's matrices; several numbers to try
+            all of them. "auto": 1 and the powers of two that fit a node, divide the ranks, and for
+            which a model of transformers has a plan (``tp_plan``). The others of the
+            ``world_size`` ranks are data-parallel. With more than 1, candidates have the levels of
+            a quick plan, and those whose weights and optimizer state cannot fit are left out.
+            Numbers that leave more data-parallel ranks than the global batch has rows are left out.
+        parallelize: applies tensor parallelism to the model, see :func:`~.simulation.simulate`.
         **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
             ``config``, ...
 
@@ -142,6 +152,8 @@ def plan(
         quick,
         cache,
         compile,
+        tensor_parallel,
+        parallelize,
         options,
     )
     known = Known()
@@ -168,13 +180,17 @@ class _Planning:
         self._request = request
         self._model = model = meta_model(request.make_model)
         self._job = job = Job(request, known, request.microbatches)
-        every = request.candidates()
-        if request.quick:
-            every = self._without_hopeless(every)
-        self._candidates = self._allowed(every)
+        self._search: BatchSearch | None = None
+        degrees = request.degrees(model)
+        every = request.candidates(degrees)
+        if request.global_batch is not None:
+            self._search = BatchSearch(job, request.global_batch)
+            every = _with_batch(every, self._search)
+        self._candidates = self._allowed(self._without_hopeless(every))
         if not self._candidates:
             self._estimate(every[-1])  # raises
         first = self._candidates[0]
+        others = fitting_degrees(model, request.world_size, request.where.ranks_per_node)
         self._setting = Setting(
             model=type(model).__name__,
             num_elements=sum(param.numel() for param in model.parameters()),
@@ -188,10 +204,9 @@ class _Planning:
             machine_family=family_of(request.where),
             is_quick=request.quick,
             is_compiled=request.compile,
+            more_degrees=degrees == [1] and others != [],
         )
-        self._search: BatchSearch | None = None
-        if request.global_batch is not None:
-            self._search = BatchSearch(job, request.global_batch)
+        if self._search is not None:
             batch = self._search.batch_of(first)
             self._setting = replace(self._setting, global_batch=batch)
         if request.cache and not request.formulas:
@@ -210,7 +225,7 @@ class _Planning:
             with simulated_compiler():  # blocks are traced once
                 return self._by_simulations(replan)
         except SimulationError as error:
-            if not error.needs_values:
+            if not error.needs_values or not self._without_tensor_parallel:
                 raise
             return self._by_formulas(str(error), replan)
 
@@ -229,6 +244,7 @@ class _Planning:
             replan,
             request.where,
             row_items,
+            request.parallelize,
         )
 
     def _simulated(self) -> tuple[Outcome, ...]:
@@ -240,7 +256,8 @@ class _Planning:
 
     def _by_formulas(self, why_unknown: str, replan: Callable[..., StrategyPlan]) -> StrategyPlan:
         setting = replace(self._setting, why_unknown=why_unknown, global_batch=0)
-        found = self._with_offloads(self._estimates(self._candidates), self._estimates)
+        tried = self._estimates(self._without_tensor_parallel)
+        found = self._with_offloads(tried, self._estimates)
         options = dict(self._request.options)
         return StrategyPlan(setting, sorted_outcomes(found), options=options, replan=replan)
 
@@ -298,6 +315,10 @@ class _Planning:
 
     # Formulas.
 
+    @property
+    def _without_tensor_parallel(self) -> list[Candidate]:
+        return [each for each in self._candidates if each.tensor_parallel == 1]
+
     def _estimates(self, tried: Sequence[Candidate]) -> list[Outcome]:
         """Results of formulas, for the candidates that differ in their formulas."""
         return [
@@ -311,7 +332,7 @@ class _Planning:
         options = {name: value for name, value in request.options.items() if name in known}
         return estimate(
             self._model,
-            world_size=request.world_size,
+            world_size=candidate.data_parallel,
             outer_size=candidate.mesh[0] if len(candidate.mesh) == 2 else 1,
             strategy=candidate.strategy,
             outer_strategy=candidate.outer_strategy,
@@ -321,15 +342,23 @@ class _Planning:
         )
 
     def _without_hopeless(self, tried: list[Candidate]) -> list[Candidate]:
-        """Those whose weights and optimizer state, by formulas, fit; the first if none does."""
+        """Those whose weights and optimizer state, by formulas, fit, and in a full plan all
+        without tensor parallelism; the first if there are none. Tensor parallelism divides them by
+        its ranks at most."""
+        request = self._request
 
         @functools.cache
-        def held(candidate: Candidate) -> int:
+        def held(candidate: Candidate) -> float:
             found = self._estimate(candidate)
-            return found.weight_bytes + found.optimizer_bytes * (self._request.optimizer is None)
+            state = found.weight_bytes + found.optimizer_bytes * (request.optimizer is None)
+            return state / candidate.tensor_parallel
 
-        limit = self._request.limit
-        return [each for each in tried if held(_in_formulas(each)) <= limit] or tried[:1]
+        return [
+            each
+            for each in tried
+            if (each.tensor_parallel == 1 and not request.quick)
+            or held(_in_formulas(each)) <= request.limit
+        ] or tried[:1]
 
     def _allowed(self, tried: Sequence[Candidate]) -> list[Candidate]:
         """Those whose levels allow their offload."""
@@ -349,6 +378,28 @@ class _Planning:
         return [
             each for each in tried if not may_be_refused(each) or is_allowed(_in_formulas(each))
         ]
+
+
+def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:
+    """Those whose data-parallel ranks divide the global batch.
+
+    Raises:
+        ValueError: there are none with a length of sequences.
+    """
+    allowed: set[tuple[int, int | None]] = set()
+    refused: dict[int | None, ValueError] = {}
+    for each in {(each.data_parallel, each.sequence): each for each in tried}.values():
+        try:
+            search.batch_of(each)
+        except ValueError as error:
+            refused.setdefault(each.sequence, error)
+        else:
+            allowed.add((each.data_parallel, each.sequence))
+    sequences = {sequence for _, sequence in allowed}
+    for sequence, refusal in refused.items():
+        if sequence not in sequences:
+            raise refusal
+    return [each for each in tried if (each.data_parallel, each.sequence) in allowed]
 
 
 def _with_offloaded_activations(

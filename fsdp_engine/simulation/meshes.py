@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map
 @contextmanager
 def meshes_with_values() -> Iterator[None]:
     """Within it, torch computes ranks of meshes and offsets of shards outside of fake modes, whose
-    tensors have no values."""
+    tensors have no values; and at its end torch forgets what it knows of sharded operations, whose
+    meshes name process groups that are gone then (a later mesh of the same ranks equals them)."""
     places: list[tuple[Any, str]] = [
         (DeviceMesh, name)
         for name in ("__init__", "_concatenate", "_flatten", "_unflatten", "from_group")
@@ -36,6 +37,14 @@ def meshes_with_values() -> Iterator[None]:
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
+        _forget_sharded_operations()
+
+
+def _forget_sharded_operations() -> None:
+    # torch's function for both imports numpy.
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _outside_of_modes(original: Any) -> Any:

@@ -776,4 +776,9 @@ def _loss_of_output(output: Any) -> Tensor:
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, fused=True)
+    """DTensors have a group of their own: torch's fused step takes no others beside them."""
+    every = list(parameters)
+    groups = [
+        [each for each in every if isinstance(each, DTensor) is kind] for kind in (False, True)
+    ]
+    return torch.optim.AdamW([{"params": each} for each in groups if each], fused=True)

@@ -53,6 +53,22 @@ def check_tp_plan(model: nn.Module, size: int) -> None:
             )
 
 
+def fitting_degrees(model: nn.Module, world_size: int, ranks_per_node: int) -> list[int]:
+    """Powers of two from 2 to a node's ranks that divide ``world_size``, and for which the model
+    has a tensor-parallel plan."""
+    found: list[int] = []
+    degree = 2
+    while degree <= ranks_per_node:
+        try:
+            check_tp_plan(model, degree)
+        except ValueError:
+            return found  # heads that are not divisible by 4 are not by 8
+        if world_size % degree == 0:
+            found.append(degree)
+        degree *= 2
+    return found
+
+
 def _plan_of(model: nn.Module) -> dict[str, str]:
     """Styles by name of module or parameter, with wildcards; empty if there are none."""
     if not hasattr(model, "_expand_parallel_plan"):

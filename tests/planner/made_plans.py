@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import cache
 
 import fsdp_engine as fe
-from fsdp_engine.planner.outcome import Candidate, Outcome, Setting, Times, sorted_outcomes
+from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.outcome import Outcome, Setting, Times, sorted_outcomes
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.strategies import ALL_STRATEGIES
 

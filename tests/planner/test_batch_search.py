@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.planner import job, strategy_search
 from fsdp_engine.planner.batch_search import divisors, largest_fitting, of_many, rows_of_rank
-from fsdp_engine.planner.outcome import Candidate, Outcome, quick_candidates
+from fsdp_engine.planner.candidates import Candidate, quick_candidates
+from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.strategies import ALL_STRATEGIES
 from tests.models import LENGTH, Transformer, token_batch
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
+from fsdp_engine.planner.candidates import fitting_meshes
 from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.outcome import KINDS, Outcome, fitting_meshes, is_faster
+from fsdp_engine.planner.outcome import KINDS, Outcome, is_faster
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, row_label, table_unit
 from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.strategies import ALL_STRATEGIES
@@ -434,7 +435,6 @@ def test_the_chosen_step_can_be_simulated_again() -> None:
     [
         ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
         ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
-        ({"tensor_parallel": 2}, "tensor_parallel, parallelize: expected none in a plan.* found 2"),
         ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
         ({"meshes": []}, "expected at least one candidate; found none"),
         ({"microbatch_sizes": (1,), "batch": batch()}, "batch: expected a function of the"),

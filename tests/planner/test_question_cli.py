@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fsdp_engine.planner import job, plan_cache, strategy_search
-from fsdp_engine.planner.outcome import Candidate, Outcome, Times
+from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.outcome import Outcome, Times
 from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.planner.progress import plan_progress
 from tests.planner.made_plans import LLAMA

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.machine_changes import FIELDS, changed_machine, parsed_changes
-from fsdp_engine.planner.outcome import Candidate, Outcome, Setting, Times
+from fsdp_engine.planner.outcome import Outcome, Setting, Times
 from fsdp_engine.planner.questions import daly_interval, parsed_count, slowdown, young_interval
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from tests.models import LENGTH, Transformer, token_batch

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner.outcome import Candidate, Outcome, ordinal
+from fsdp_engine.planner.candidates import Candidate, ordinal
+from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks

@@ -1,0 +1,227 @@
+"""Candidates of a plan: ranks, strategy, activations, microbatch size, offload."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_engine.offload import HOST, ROLES, Offload
+from fsdp_engine.runtime.activations import OFFLOAD, Activations
+from fsdp_engine.simulation.simulation_error import check_sizes, listed
+from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
+from fsdp_engine.units.checkpointing import SELECTIVE, recomputed_by
+
+Mesh = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration of a job.
+
+    Attributes:
+        mesh: data-parallel ranks on each axis, (inner,) or (outer, inner).
+        strategy, outer_strategy: names of the levels.
+        checkpointing: blocks' activations are recomputed in backward; "selective" or a
+            :class:`~fsdp_engine.Checkpointing`: some of them; "offload": they are on the host until
+            then.
+        microbatch_size: the argument of the batch function; None: the batch has one size.
+        offload: where state lies between its uses; None: on the device.
+        microbatches: of a step; None: those of the job.
+        sequence: length of sequences, for the batch function; None: the batch has one.
+        tensor_parallel: consecutive ranks that share the model's matrices, at each place of
+            ``mesh``.
+    """
+
+    mesh: Mesh
+    strategy: str
+    outer_strategy: str
+    checkpointing: Activations
+    microbatch_size: int | None = None
+    offload: Offload | None = None
+    microbatches: int | None = None
+    sequence: int | None = None
+    tensor_parallel: int = 1
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of data-parallel ranks."""
+        return math.prod(self.mesh)
+
+    @property
+    def offloaded(self) -> str:
+        """Offloads as text: "optimizer state on the host", "everything on the host", "activations
+        on the host"; empty if all is on the device."""
+        offload, names = self.offload or Offload(), dict[str, list[str]]()
+        for role, place in offload.places.items():
+            names.setdefault(place, []).append(role.replace("_", " "))
+        texts = [
+            f"{'everything' if len(each) == len(ROLES) else ' and '.join(each)} on the {place}"
+            for place, each in names.items()
+        ]
+        texts += ["stepped there"] * (offload.step_on == HOST)
+        texts += ["stepped beside forward"] * offload.overlap_forward
+        return ", ".join([*texts, *["activations on the host"] * (self.checkpointing == OFFLOAD)])
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the forward of blocks, or parts of it, runs again in backward."""
+        return recomputed_by(self.checkpointing) is not None
+
+    @property
+    def recomputed(self) -> str:
+        """What backward runs again, as text: "no", "blocks", "selective", "blocks, every 2nd"."""
+        found = recomputed_by(self.checkpointing)
+        if found is None:
+            return "no"
+        names: dict[Any, str] = {None: "blocks", SELECTIVE: SELECTIVE}
+        every = "" if found.every == 1 else f", every {ordinal(found.every)}"
+        return names.get(found.policy, "by a policy") + every
+
+    @property
+    def has_own_policy(self) -> bool:
+        """Whether a function or operations of the user decide which operations run again, so that a
+        file cannot contain the candidate."""
+        found = recomputed_by(self.checkpointing)
+        return found is not None and found.policy not in (None, SELECTIVE)
+
+    @property
+    def levels(self) -> str:
+        """The strategy as text: "optim", or "optim_grads_params + optim" on two axes."""
+        if len(self.mesh) == 1:
+            return self.strategy
+        return f"{self.strategy} + {self.outer_strategy}"
+
+    @property
+    def ranks(self) -> str:
+        """The ranks as text: "1024", "128 x 8" (outer x inner), or with tensor parallelism
+        "16 x 8, TP 8"."""
+        tensor = "" if self.tensor_parallel == 1 else f", TP {self.tensor_parallel}"
+        return self._mesh_text + tensor
+
+    @property
+    def _mesh_text(self) -> str:
+        return " x ".join(map(str, self.mesh))
+
+    def __str__(self) -> str:
+        parts = [f"{self.levels} on {self._mesh_text} ranks"]
+        if self.tensor_parallel > 1:
+            parts[0] += f" of {self.tensor_parallel} tensor-parallel ranks each"
+        if self.microbatch_size is not None:
+            count = "" if self.microbatches is None else f"{self.microbatches} "
+            parts.append(f"{count}microbatch{'es' * (count != '1 ')} of {self.microbatch_size}")
+        if self.sequence is not None:
+            parts.append(f"sequences of {self.sequence:,}")
+        kind = self.recomputed
+        kinds = {"no": "no checkpointing", "blocks": "activation checkpointing"}
+        parts.append(kinds.get(kind, f"activation checkpointing ({kind})"))
+        if self.offloaded:
+            parts.append(self.offloaded)
+        return ", ".join(parts)
+
+
+def check_checkpointing(value: object) -> None:
+    """Check how a candidate treats activations.
+
+    Raises:
+        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Checkpointing`.
+    """
+    if not (isinstance(value, bool) or value == OFFLOAD or recomputed_by(value) is not None):
+        raise TypeError(
+            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Checkpointing, "
+            f"or several of them in a tuple; found {value!r}"
+        )
+
+
+def ordinal(number: int) -> str:
+    """ "2nd"."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    is_teen = number % 100 // 10 == 1
+    return f"{number}{'th' if is_teen else endings.get(number % 10, 'th')}"
+
+
+def fitting_meshes(num_ranks: int, ranks_per_node: int) -> list[Mesh]:
+    """One axis; also nodes x ranks per node if the data-parallel ranks fill two or more nodes."""
+    meshes: list[Mesh] = [(num_ranks,)]
+    if 1 < ranks_per_node < num_ranks and num_ranks % ranks_per_node == 0:
+        meshes.append((num_ranks // ranks_per_node, ranks_per_node))
+    return meshes
+
+
+def check_meshes(meshes: Iterable[Sequence[int]], allowed: Sequence[int]) -> list[Mesh]:
+    """Returns the user's meshes as tuples.
+
+    Args:
+        meshes: the user's.
+        allowed: numbers of data-parallel ranks.
+
+    Raises:
+        ValueError: a mesh has another number of ranks, or has neither one nor two axes.
+    """
+    expected = f"one or two sizes of {' or '.join(map(str, allowed))} ranks each"
+    found = [tuple(listed("meshes", mesh, expected)) for mesh in listed("meshes", meshes, expected)]
+    for mesh in found:
+        check_sizes("meshes", mesh, expected)
+        if len(mesh) not in (1, 2) or math.prod(mesh) not in allowed or min(mesh) < 1:
+            raise ValueError(f"meshes: expected {expected}; found {mesh}")
+    return found
+
+
+def candidates(
+    meshes: Iterable[Mesh],
+    checkpointing: Iterable[Activations],
+    microbatch_sizes: Iterable[int | None],
+    offload: Offload | None = None,
+    sequences: Iterable[int | None] = (None,),
+    tensor_parallel: int = 1,
+) -> Iterator[Candidate]:
+    """Every combination: four levels on one axis, ten pairs on two."""
+    every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
+    for sequence, size, recompute, mesh in every:
+        for pair in _pairs(mesh):
+            yield Candidate(
+                mesh,
+                pair.inner.name,
+                pair.outer.name,
+                recompute,
+                size,
+                offload,
+                sequence=sequence,
+                tensor_parallel=tensor_parallel,
+            )
+
+
+# Pairs of levels that a quick plan tries, in this order: parameters sharded over all ranks, or over
+# the ranks of a node (HSDP), also with optimizer state sharded between nodes; and ZeRO-1 and DDP.
+_QUICK = (
+    ("optim_grads_params", "no_shard"),
+    ("optim_grads_params", "optim"),
+    ("optim", "no_shard"),
+    ("no_shard", "no_shard"),
+)
+
+
+def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates of a quick plan, in its order: those that save the most memory first, as they
+    fit most often, each with every degree of tensor parallelism. ZeRO-1 and DDP are tried on one
+    axis."""
+
+    def rank(each: Candidate) -> tuple[int, int, int, int]:
+        pair = _QUICK.index((each.strategy, each.outer_strategy))
+        kept = 2 if each.checkpointing is False else int(each.checkpointing is not True)
+        return len(each.mesh) if pair < 2 else 2 + pair, pair, kept, each.tensor_parallel
+
+    return sorted(filter(is_quick, every), key=rank)
+
+
+def is_quick(candidate: Candidate) -> bool:
+    """Whether a quick plan tries the candidate."""
+    is_one_axis = len(candidate.mesh) == 1
+    is_known = (candidate.strategy, candidate.outer_strategy) in _QUICK
+    return is_known and (is_one_axis or candidate.strategy == _QUICK[0][0])
+
+
+def _pairs(mesh: Mesh) -> list[Strategy]:
+    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.shards(Role.OPTIM, Axis.OUTER)]
