@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from fsdp_engine.simulation.memory_access import LOOKUPS
+
 _MOST_READS = 4  # inductor's `realize_reads_threshold`
 
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any"}
@@ -42,7 +44,6 @@ _POINTWISE = {"convert_element_type", "_to_copy", "where", "clone", "copy_", "co
 _POINTWISE |= {"constant_pad_nd", "slice_scatter", "select_scatter", "embedding", "gather"}
 _POINTWISE |= {"index", "index_select", "inductor_random", "tril", "triu", "flip", "repeat", "roll"}
 _POINTWISE |= {"native_dropout", "masked_fill", "pow", "bernoulli_p", "rand", "randn"}
-_LOOKUPS = {"embedding", "index", "index_select", "gather"}
 _VIEWS = {"_unsafe_view", "reshape", "view", "permute", "getitem", "detach", "alias"}
 
 
@@ -345,7 +346,7 @@ class _Fusion:
             if _is_constant(source):
                 continue
             size = num_bytes_of(operand)
-            if name_of(node) in _LOOKUPS and operand is node.all_input_nodes[0]:
+            if name_of(node) in LOOKUPS and operand is node.all_input_nodes[0]:
                 size = num_bytes_of(node)
             size += reads.get(memory, 0) if operand is not memory else 0
             reads[memory] = max(min(size, num_bytes_of(memory)), reads.get(memory, 0))

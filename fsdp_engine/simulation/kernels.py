@@ -97,33 +97,20 @@ class Kernels:
             dtype: of the sequences.
         """
         tokens, heads, size, (short, long) = self._attention
-        seconds: dict[tuple[int, bool, bool], float] = {}
-        for length, is_causal in ((short, False), (long, False), (long, True)):
-            shape = (tokens // length, heads, length, size)
-            query, key, value = inputs = [
-                self._random(shape, dtype).requires_grad_() for _ in range(3)
-            ]
-            forward = partial(
-                F.scaled_dot_product_attention, query, key, value, is_causal=is_causal
-            )
-            out, grad = forward(), self._random(shape, dtype)
-            backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
-            seconds[length, is_causal, False] = self._time(forward)
-            seconds[length, is_causal, True] = self._time(backward)
-
-        def whole(length: int, is_causal: bool) -> float:
-            return seconds[length, is_causal, False] + seconds[length, is_causal, True]
-
+        of_short_ones, of_long_ones, of_causal_ones = (
+            self._attention_seconds((tokens // length, heads, length, size), dtype, is_causal)
+            for length, is_causal in ((short, False), (long, False), (long, True))
+        )
         # Seconds of a key: those of a long sequence times 1 + attention_length / length.
-        of_short, of_long = whole(short, False) / short, whole(long, False) / long
+        of_short, of_long = sum(of_short_ones) / short, sum(of_long_ones) / long
         extra = max(of_short - of_long, 0.0) / (1 / short - 1 / long)
         attention_length = min(extra / max(of_long - extra / long, 1e-30), float(long))
         # Two products in forward, and five in backward.
         product = 2 * tokens * heads * long * size
         slowdown = (1 + attention_length / long) / flops
-        of_forward, of_backward = (seconds[long, False, each] for each in (False, True))
+        of_forward, of_backward = of_long_ones
         # With n blocks (n + 1) / 2n of the products.
-        block = (2 * whole(long, True) / whole(long, False) - 1) * long
+        block = (2 * sum(of_causal_ones) / sum(of_long_ones) - 1) * long
         return {
             "attention_share": min(2 * product / of_forward * slowdown, 1.0),
             "attention_backward_share": min(5 * product / of_backward * slowdown, 1.0),
@@ -179,18 +166,14 @@ class Kernels:
         if self._on_host:
             return 0.0
         tokens, heads, size, (_, long) = self._attention
-        seconds = []
-        for parts in (1, 2):  # the same flops
-            shape = (tokens // long, heads * parts, long, size // parts)
-            query, key, value = inputs = [
-                self._random(shape, dtype).requires_grad_() for _ in range(3)
-            ]
-            forward = partial(F.scaled_dot_product_attention, query, key, value)
-            out, grad = forward(), self._random(shape, dtype)
-            backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
-            seconds.append(self._time(forward) + self._time(backward))
+        of_full, of_half = (
+            sum(
+                self._attention_seconds((tokens // long, heads * parts, long, size // parts), dtype)
+            )
+            for parts in (1, 2)  # the same flops
+        )
         # (1 + 2 h / n) / (1 + h / n) is the ratio of the times.
-        ratio = min(max(seconds[1] / seconds[0], 1.0), 1.9)
+        ratio = min(max(of_half / of_full, 1.0), 1.9)
         return size * (ratio - 1) / (2 - ratio)
 
     def call_seconds(self) -> float:
@@ -261,6 +244,16 @@ class Kernels:
             attention_head=self.attention_head(dtype),
             **self.attention(flops[dtype], dtype),
         )
+
+    def _attention_seconds(
+        self, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool = False
+    ) -> tuple[float, float]:
+        """Of forward and of backward; ``shape`` is (rows, heads, length, size)."""
+        query, key, value = inputs = [self._random(shape, dtype).requires_grad_() for _ in range(3)]
+        forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal)
+        out, grad = forward(), self._random(shape, dtype)
+        backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+        return self._time(forward), self._time(backward)
 
     def _flops(self) -> float:
         return 2.0 * math.prod(self._sizes)

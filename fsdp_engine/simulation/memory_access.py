@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 # Operations that read only the rows that they return.
-_LOOKUPS = {"embedding", "index", "index_select", "gather"}
+LOOKUPS = {"embedding", "index", "index_select", "gather"}
 # Operations that allocate or view memory without accessing it.
 _NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
@@ -55,10 +55,10 @@ def accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
     name = func._overloadpacket.__name__
     if func.is_view or name in _NOTHING:
         return None
-    operands = [] if name in _LOOKUPS else tensors_of((args, kwargs))
+    operands = [] if name in LOOKUPS else tensors_of((args, kwargs))
     num_bytes = sum(num_bytes_of(each) for each in (*operands, *tensors_of(out)))
     num_bytes += _written_bytes(func, args, kwargs)
-    return 2 * num_bytes if name in _LOOKUPS else num_bytes
+    return 2 * num_bytes if name in LOOKUPS else num_bytes
 
 
 def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
