@@ -3,6 +3,7 @@
 #   make train ARGS="--strategy optim --steps 200"    arguments of examples/train_gpt.py
 #   make train RANKS=4                                another number of processes
 #   make test PYTEST_ARGS="-k layout"                 arguments of pytest
+#   make test WORKERS=4                               another number of files that are tested at once
 #   make setup PIP_ARGS="--index-url ..."             arguments of pip
 #   make ... PYTHON=python3.12                        the interpreter to build .venv from
 #   make test TORCH=2.11.0                            another torch, in .venv-2.11.0; no lint
@@ -10,6 +11,7 @@
 RANKS ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 PIP_ARGS ?=
 TORCH ?=
 
@@ -19,6 +21,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 
 VENV := .venv$(addprefix -,$(TORCH))
 RUN := $(VENV)/bin/python -m
+# A file's tests stay in one process: they share fixtures.
+PYTEST = $(RUN) pytest --numprocesses $(WORKERS) --dist loadfile
 STAMP := $(VENV)/.installed
 # The pinned versions, with the torch that TORCH names, which needs a triton of its own.
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
@@ -103,10 +107,10 @@ pipeline: $(STAMP)
 
 # What PYTEST_ARGS names is run, whatever it takes. Types are checked with the pinned torch only.
 test: $(if $(TORCH),$(STAMP),lint)
-	@$(RUN) pytest $(or $(PYTEST_ARGS),-m "not thorough and not programs")
+	@$(PYTEST) $(or $(PYTEST_ARGS),-m "not thorough and not programs")
 
 test-all: $(if $(TORCH),$(STAMP),lint) $(PROGRAMS)
-	@$(RUN) pytest
+	@$(PYTEST)
 
 lint: $(STAMP)
 	@echo "ruff check"

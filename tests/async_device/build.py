@@ -6,6 +6,7 @@ in a process of its own and loads nothing: loading brings the device into a proc
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -83,12 +84,18 @@ def load() -> ModuleType:
 
 
 def main() -> None:
+    """Compiles, unless another process of the tests does: then waits for it."""
+    folder().parent.mkdir(exist_ok=True)
+    with (folder().parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder().exists():
+            _compile(folder())
+
+
+def _compile(final: Path) -> None:
     """Compiles in a folder beside the final one, then renames it: no test finds a broken build."""
     from torch.utils import cpp_extension
 
-    final = folder()
-    if final.exists():
-        return
     partial = final.with_name(f"{final.name}.{os.getpid()}")
     partial.mkdir(parents=True)
     os.environ["PATH"] = _path()
@@ -102,12 +109,7 @@ def main() -> None:
         is_standalone=False,
         verbose=True,
     )
-    try:
-        partial.rename(final)
-    except OSError:
-        if not final.exists():
-            raise
-        shutil.rmtree(partial)  # another process was faster
+    partial.rename(final)
 
 
 if __name__ == "__main__":

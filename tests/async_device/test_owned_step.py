@@ -55,6 +55,7 @@ def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> No
             assert not compare(job((inner, outer), sizes=(1, 2)), seed=seed)
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_weights_are_wrong_where_compute_does_not_wait_for_them() -> None:
     def no_wait(chunk: Chunk) -> None:

@@ -227,9 +227,9 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_the_save_before_stays(where:
         assert checkpointer.load().step == 1
         assert different(contents(model, engine, optimizer), before) == []
         checkpointer.save(2)
-        assert checkpointer.steps() == [2]
         checkpointer.wait()  # for the removal of the first
         dist.barrier()
+        assert checkpointer.steps() == [2]
         folders = {path.name for path in node_folder(root, 1).iterdir()} - {".lock"}
         assert len(folders) == 1
 

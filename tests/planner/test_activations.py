@@ -64,6 +64,7 @@ def test_they_are_the_choice_where_they_do_not_fit_and_copies_are_hidden() -> No
     assert "Each node keeps 64.0 MiB on the host, 16.0 MiB of each rank." in text
 
 
+@pytest.mark.thorough
 def test_they_are_not_tried_where_they_cannot_be_the_fastest() -> None:
     assert ways_of(planned(PLENTY)) == KEPT_OR_NOT
     limit = least(False) - 1
@@ -75,6 +76,7 @@ def test_they_are_not_tried_where_they_cannot_be_the_fastest() -> None:
     assert ways_of(planned(1024.0)) == KEPT_OR_NOT
 
 
+@pytest.mark.thorough
 def test_blocks_are_recomputed_where_copies_take_longer() -> None:
     planning = planned(least(False) - 1, SLOW)
     assert ways_of(planning) == {*KEPT_OR_NOT, "offload"}
@@ -101,6 +103,7 @@ def test_blocks_are_recomputed_where_copies_take_longer() -> None:
     assert "Bottleneck: copies of activations; " in str(alone)
 
 
+@pytest.mark.thorough
 def test_state_follows_if_that_is_not_enough(tmp_path: Path) -> None:
     without = min(least(False), least(True), least("offload"))
     planning = planned(without - 1)

@@ -223,6 +223,7 @@ def test_a_quick_plan_ends_with_the_first_that_fits_when_its_time_is_over(
     assert "This is a quick plan, of 1 of the candidates: others may be faster." in str(quick)
 
 
+@pytest.mark.thorough
 def test_the_full_plan_after_a_quick_one_simulates_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -59,11 +59,13 @@ def test_rows_of_compiled_blocks_are_faster_and_hold_less(tmp_path: Path) -> Non
     assert ADVICE in str(loaded)
 
 
+@pytest.mark.thorough
 def test_blocks_that_the_model_compiles_are_planned_alike() -> None:
     alone, asked = planned(build_compiled), planned(compile=True)
     assert alone.outcomes == asked.outcomes
 
 
+@pytest.mark.thorough
 def test_plans_of_one_call_do_not_share_rows_of_compiled_blocks() -> None:
     eager = planned()
     assert eager.replan is not None
@@ -72,6 +74,7 @@ def test_plans_of_one_call_do_not_share_rows_of_compiled_blocks() -> None:
     assert changed.outcomes[0].times != eager.outcomes[0].times
 
 
+@pytest.mark.thorough
 def test_rows_on_disk_are_not_shared_with_compiled_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

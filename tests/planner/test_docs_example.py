@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tools.planner_example import WIDTH, printed_by_command, printed_in_page
 
 
+@pytest.mark.thorough
 def test_the_first_example_prints_what_the_page_has() -> None:
     found = printed_by_command().splitlines()
     assert max(map(len, found)) <= WIDTH

@@ -83,6 +83,7 @@ def test_state_on_the_host_is_tried_only_if_nothing_fits() -> None:
     assert "Offloaded optimizer state is not enough." in str(planned_tightly().within(1024.0))
 
 
+@pytest.mark.thorough
 def test_candidates_that_cannot_fit_with_it_are_not_tried() -> None:
     tried = [each.candidate for each in planned_tightly().outcomes if each.candidate.offload]
     without = [each for each in planned_tightly().outcomes if not each.candidate.offload]
@@ -121,6 +122,7 @@ def test_an_offloaded_outcome_equals_its_simulation() -> None:
     assert sum(chosen.times.shares().values()) == pytest.approx(1.0)
 
 
+@pytest.mark.thorough
 def test_steps_beside_forward_are_a_trial() -> None:
     fast_host = replace(MACHINE, host_seconds=0.0)
     planning = planned("auto", limit(), machine=fast_host)
@@ -176,6 +178,7 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
     assert "waits for the state copies" in drawn
 
 
+@pytest.mark.thorough
 def test_a_given_offload_is_that_of_all_candidates_and_of_shard(tmp_path: Path) -> None:
     planning = planned(HOST)
     assert {each.candidate.offload for each in planning.outcomes} == {HOST}
@@ -421,6 +424,7 @@ def limit_of_everything() -> float:
     return state - 1
 
 
+@pytest.mark.thorough
 def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     planning = planned("auto", limit_of_everything())
     assert planning.chosen is not None
@@ -438,6 +442,7 @@ def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     assert times.exposed["state"] > 0
 
 
+@pytest.mark.thorough
 def test_everything_on_the_host_is_not_tried_without_the_figure_of_its_memory() -> None:
     where = replace(MACHINE, host_memory_bandwidth=None)
     planning = planned("auto", limit_of_everything(), machine=where)
@@ -446,6 +451,7 @@ def test_everything_on_the_host_is_not_tried_without_the_figure_of_its_memory() 
     assert "Offloaded optimizer state is not enough." in str(planning)
 
 
+@pytest.mark.thorough
 def test_the_text_says_what_of_it_may_help() -> None:
     least = min(each.peak_bytes for each in planned(EVERYTHING).outcomes)
     kept = planned(None, least)

@@ -128,6 +128,7 @@ def test_it_is_readable_without_its_script() -> None:
     assert all("hidden" in each for each in page.all("div") if each.get("class") == "what-if")
 
 
+@pytest.mark.thorough
 def test_it_has_the_answers_to_questions() -> None:
     planning, _ = planned()
     found = planning.compare(("h100", replace(fe.A100, name="<A100>")))

@@ -71,6 +71,7 @@ def test_cached_rows_are_exactly_those_computed(simulated: list[str], cache_home
     assert len(simulated) == 2 * count
 
 
+@pytest.mark.thorough
 def test_a_smaller_limit_takes_the_same_rows(simulated: list[str]) -> None:
     first = planned()
     count = len(simulated)
@@ -285,6 +286,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.thorough
 def test_processes_share_rows_until_a_helper_changes(tmp_path: Path) -> None:
     """A file that the model imports, with the same size as before."""
     helper = tmp_path / "helper.py"

@@ -64,6 +64,7 @@ def test_questions_are_answered_below_the_plan_within_the_terminal(folder: Path)
         assert page.count(text) == 1
 
 
+@pytest.mark.thorough
 def test_scaling_has_a_row_and_a_bar_for_8_to_4096_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_scaling_has_a_row_and_a_bar_for_8_to_4096_ranks(
     assert "tokens/s of one rank" in figure
 
 
+@pytest.mark.thorough
 def test_quick_prints_a_quick_plan_and_then_the_full_one() -> None:
     output = run("--quick")
     quick, full = output.split("Full plan:")
@@ -111,6 +113,7 @@ def test_nothing_is_shown_if_stderr_is_no_terminal(capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.thorough
 def test_a_global_batch_and_sequences_are_searched() -> None:
     output = run("--quick-only --global-batch 4k --sequence 32,64", columns=200)
     assert "4,096 tokens per step" in output

@@ -290,6 +290,7 @@ def test_numbers_of_ranks_have_a_row_each() -> None:
     assert found.efficiency(found.rows[1]) == pytest.approx(expected)
 
 
+@pytest.mark.thorough
 def test_a_global_batch_is_that_of_all_numbers_of_ranks() -> None:
     planning = small_plan(global_batch=WORLD * 2 * LENGTH)
     found = planning.scaling((2, 3, 8))

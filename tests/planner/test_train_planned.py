@@ -41,6 +41,7 @@ def test_one_rank_trains_without_torchrun() -> None:
     assert last < first
 
 
+@pytest.mark.thorough
 def test_nothing_fits() -> None:
     done = run("--machine", "h100", "--memory", "1", ranks=1)
     assert done.returncode == 3
