@@ -156,10 +156,12 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
     shares = times.shares()
     waits = {name: share for name, share in shares.items() if name != "compute"}
     worst = max(waits, key=lambda name: waits[name])
+    tensor = chosen.candidate.tensor_parallel
+    inner = chosen.candidate.mesh[-1] * tensor
     names = {
-        "inner link": f"the inner link ({_link(setting, chosen, inner=True)})",
-        "outer link": f"the outer link ({_link(setting, chosen, inner=False)})",
-        "tensor link": f"the tensor-parallel link ({_link(setting, chosen, inner=None)})",
+        "inner link": f"the inner link ({_link(setting, inner)})",
+        "outer link": f"the outer link ({_link(setting, setting.world_size)})",
+        "tensor link": f"the tensor-parallel link ({_link(setting, tensor)})",
         "state copies": "copies of offloaded state",
         "activation copies": "copies of activations",
         "host": "the host",
@@ -175,12 +177,9 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
     return f"Bottleneck: {most}; {spent}{end}."
 
 
-def _link(setting: Setting, chosen: Outcome, *, inner: bool | None) -> str:
-    """Where the ranks of an axis are; None: tensor-parallel ones."""
-    mesh, ranks = chosen.candidate.mesh, chosen.candidate.tensor_parallel
-    if inner is not None:
-        ranks = mesh[-1] * ranks if inner else setting.world_size
-    return "within a node" if ranks <= setting.ranks_per_node else "between nodes"
+def _link(setting: Setting, num_ranks: int) -> str:
+    """Where so many consecutive ranks are."""
+    return "within a node" if num_ranks <= setting.ranks_per_node else "between nodes"
 
 
 def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Trial]) -> list[str]:

@@ -238,6 +238,12 @@ def _losses(path: str, case: str) -> tuple[list[float], tuple[int, ...], bool]:
         patch.setattr(sys.modules["fsdp_engine.sharding"], "make_engine", noting)
         engine = planning.shard(model)
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    losses = _trained(model, optimizer)
+    return losses, (engine.mesh.outer.size, engine.mesh.inner.size), *has_dtensors
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Losses of two steps."""
     losses = []
     for _ in range(2):
         loss = _loss(model)
@@ -245,7 +251,7 @@ def _losses(path: str, case: str) -> tuple[list[float], tuple[int, ...], bool]:
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, (engine.mesh.outer.size, engine.mesh.inner.size), *has_dtensors
+    return losses
 
 
 def _loss(model: nn.Module) -> Tensor:
@@ -277,13 +283,7 @@ def test_a_planned_model_trains_on_its_ranks(
     torch.manual_seed(0)
     model = llama() if case == "llama" else Model()
     optimizer = torch.optim.AdamW(model.parameters())
-    expected = []
-    for _ in range(2):
-        loss = _loss(model)
-        loss.backward()
-        expected.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = _trained(model, optimizer)
     found = ranks.run(_losses, str(tmp_path / "plan.json"), case, world_size=WORLD)
     for losses, engine_sizes, has_dtensors in found:
         assert losses == pytest.approx(expected, rel=1e-4)
