@@ -1,11 +1,11 @@
 """The microbatch size, and the number of microbatches, that give a global batch.
 
 [Note: Steps of many microbatches]
-From the third microbatch of a step on, each takes the time, and sends the bytes, of the one before
-it: gradients are accumulated since the first, and nothing is prefetched across the end of the
-step. So a step of m > 3 microbatches takes that of three, and (m - 3) times the difference between
-three and two; its memory is that of three (``tests/planner/test_batch_search.py`` compares with
-steps that are simulated in full).
+Between the first microbatch of a step and the last, each takes the time, and sends the bytes, of
+the one before it: gradients are accumulated since the first, and nothing is prefetched across the
+end of the step. So a step of m > 3 microbatches takes that of three, and (m - 3) times the second
+one's; its memory is that of three (``tests/planner/test_batch_search.py`` compares with steps that
+are simulated in full).
 
 The largest microbatch is found for each strategy on its own. Memory is linear in the size, and
 grows by at most the activations of the smallest microbatch for each further row: this bound selects
@@ -15,14 +15,13 @@ next one does not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import ACTIVATIONS, Outcome
 
-# Microbatches of a step that are simulated.
-MOST_SIMULATED = 3
 # By which fraction a global batch may differ from a multiple of the smallest one.
 _TOLERANCE = 0.1
 
@@ -76,13 +75,9 @@ def largest_fitting(
     def sized(size: int) -> Candidate:
         return replace(candidate, microbatch_size=size, microbatches=rows // size)
 
-    known: dict[int, Outcome] = {}
-
+    @functools.cache
     def probe(size: int) -> Outcome:
-        if size not in known:
-            count = min(rows // size, MOST_SIMULATED)
-            known[size] = outcome_of(replace(sized(size), microbatches=count))
-        return known[size]
+        return outcome_of(sized(size))
 
     def select(slope: float, start: int) -> int:
         """Index of the largest size that fits if memory grows by ``slope`` a row from ``start``."""
@@ -113,38 +108,3 @@ def largest_fitting(
     while lacks - fits > 1:
         narrow((fits + lacks) // 2)
     return sized(sizes[fits])
-
-
-def of_many(two: Outcome, three: Outcome, candidate: Candidate) -> Outcome:
-    """Returns the outcome of a step of many microbatches; see [Note: Steps of many microbatches].
-
-    Args:
-        two, three: outcomes of steps of two and three microbatches.
-        candidate: with the number of microbatches.
-    """
-    assert candidate.microbatches is not None
-    assert two.times is not None
-    assert three.times is not None
-    more = candidate.microbatches - MOST_SIMULATED
-
-    def grown(before: float, after: float) -> float:
-        return after + more * (after - before)
-
-    times = replace(
-        three.times,
-        step=grown(two.times.step, three.times.step),
-        compute=grown(two.times.compute, three.times.compute),
-        exposed={
-            what: grown(two.times.exposed.get(what, 0.0), seconds)
-            for what, seconds in three.times.exposed.items()
-        },
-        at_peak=grown(two.times.at_peak, three.times.at_peak),
-    )
-    return replace(
-        three,
-        candidate=candidate,
-        sent={axis: grown(two.sent.get(axis, 0.0), sent) for axis, sent in three.sent.items()},
-        items=three.items // MOST_SIMULATED * candidate.microbatches,
-        times=times,
-        model_flops=grown(two.model_flops, three.model_flops),
-    )

@@ -12,14 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.offload import HOST
-from fsdp_engine.planner.batch_search import (
-    MOST_SIMULATED,
-    divisors,
-    largest_fitting,
-    of_many,
-    rows_of_rank,
-)
+from fsdp_engine.planner.batch_search import divisors, largest_fitting, rows_of_rank
 from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.fewer_blocks import Repeated, of_all_blocks
 from fsdp_engine.planner.outcome import Outcome, Trial
 from fsdp_engine.planner.plan_cache import JobCache, cache_of, digest
 from fsdp_engine.planner.plan_request import PlanRequest
@@ -28,6 +23,9 @@ from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
 
+# Microbatches of a step that are simulated; see [Note: Steps of many microbatches] in
+# ``batch_search.py``.
+MOST_SIMULATED = 3
 # Factor of the number of microbatches in a trial of the chosen candidate.
 _MORE_MICROBATCHES = 4
 
@@ -56,6 +54,7 @@ class Job:
         microbatches: per step, of candidates that do not say it.
         progress: shows the candidate that is being simulated.
         cache: results on disk; None: there are none.
+        repeated: the model's blocks that are alike; None: all blocks are simulated.
     """
 
     request: PlanRequest
@@ -63,6 +62,7 @@ class Job:
     microbatches: int
     progress: PlanProgress = field(default_factory=PlanProgress)
     cache: JobCache | None = None
+    repeated: Repeated | None = None
 
     def use_cache(self, model: nn.Module) -> None:
         """Take outcomes from disk, and keep them there."""
@@ -87,11 +87,21 @@ class Job:
         """The unit of a rank's microbatch, and its size."""
         return number_of_items(self.inputs(candidate))
 
-    def simulate(self, candidate: Candidate, *, inputs: Any = None) -> Simulation:
-        """Simulate a step of ``candidate``."""
+    def simulate(
+        self, candidate: Candidate, *, inputs: Any = None, depth: int | None = None
+    ) -> Simulation:
+        """Simulate a step of ``candidate``, with so many of the blocks that are alike, or all."""
         request = self.request
+
+        def build() -> nn.Module:
+            model = request.make_model()
+            if depth is not None:
+                assert self.repeated is not None
+                self.repeated.shorten(model, depth)
+            return model
+
         return simulate(
-            request.make_model,
+            build,
             request.world_size,
             batch=self.inputs(candidate) if inputs is None else inputs,
             mesh=candidate.mesh,
@@ -112,11 +122,6 @@ class Job:
 
     def outcome(self, candidate: Candidate, limit: float, factor: int = 1) -> Outcome:
         """The result of ``candidate``, with ``factor`` times its batch."""
-        count = candidate.microbatches
-        if count is not None and count > MOST_SIMULATED:
-            fewer = [replace(candidate, microbatches=each) for each in (2, MOST_SIMULATED)]
-            two, three = (self.outcome(each, limit, factor) for each in fewer)
-            return of_many(two, three, candidate)
         machine, ranks = repr(self.request.where), self.request.world_size
         key = machine, ranks, candidate, self.microbatches, factor, self.request.compile
         found = self.known.rows.get(key)
@@ -136,23 +141,49 @@ class Job:
             if found is not None:
                 return found
         self.progress.trying(str(candidate))
-        simulation = self.simulate(candidate, inputs=inputs)
-        _, items = number_of_items(inputs)
-        items *= (candidate.microbatches or self.microbatches) * candidate.data_parallel
-        found = Outcome.of_simulation(candidate, simulation, items, math.inf)
+        found = self._with_fewer_blocks(candidate, inputs)
+        if found is None:
+            found = self._outcome_of(candidate, inputs, self._simulate(candidate, inputs))
         if self.cache is not None and row is not None:
             self.cache.put(row, found)
         return found
+
+    def _with_fewer_blocks(self, candidate: Candidate, inputs: Any) -> Outcome | None:
+        """The outcome by simulations of fewer blocks, if there are many that are alike; None if
+        there are not."""
+        repeated = self.repeated
+        if repeated is None:
+            return None
+        try:
+            found = [self._simulate(candidate, inputs, depth) for depth in repeated.depths]
+        except SimulationError as error:
+            if error.needs_values:
+                raise
+            self.repeated = None  # the model does not run with fewer
+            return None
+        outcomes = [self._outcome_of(candidate, inputs, each) for each in found]
+        return of_all_blocks(repeated, found, outcomes)
+
+    def _simulate(self, candidate: Candidate, inputs: Any, depth: int | None = None) -> Simulation:
+        count = min(candidate.microbatches or self.microbatches, MOST_SIMULATED)
+        fewer = replace(candidate, microbatches=count)
+        return self.simulate(fewer, inputs=inputs, depth=depth)
+
+    def _outcome_of(self, candidate: Candidate, inputs: Any, simulation: Simulation) -> Outcome:
+        count = candidate.microbatches or self.microbatches
+        items = number_of_items(inputs)[1] * count * candidate.data_parallel
+        more = max(count - MOST_SIMULATED, 0)
+        return Outcome.of_simulation(candidate, simulation, items, math.inf, more)
 
     def trials(self, chosen: Outcome, limit: float) -> tuple[Trial, ...]:
         """Variations of ``chosen``: a larger batch, more microbatches, and offloaded state that is
         stepped beside forward, which asks more of a program."""
         candidate = chosen.candidate
         more = _MORE_MICROBATCHES * (candidate.microbatches or self.microbatches)
-        longer = replace(self, microbatches=more)  # simulates all of them
+        longer = replace(candidate, microbatches=more)
         tries: dict[str, Callable[[], Outcome]] = {
             "a microbatch twice as large": lambda: self.outcome(candidate, limit, 2),
-            f"{more} microbatches a step": lambda: longer.outcome(candidate, limit),
+            f"{more} microbatches a step": lambda: self.outcome(longer, limit),
         }
         offload = candidate.offload
         if offload is not None and offload.places == {"optimizer_state": HOST}:

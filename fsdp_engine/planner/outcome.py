@@ -12,7 +12,7 @@ from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.simulate import Simulation
+from fsdp_engine.simulation.simulate import Microbatch, Simulation
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.checkpointing import Checkpointing
 
@@ -181,22 +181,45 @@ class Outcome:
 
     @classmethod
     def of_simulation(
-        cls, candidate: Candidate, found: Simulation, items: int, memory: float
+        cls, candidate: Candidate, found: Simulation, items: int, memory: float, more: int = 0
     ) -> Outcome:
-        """The result of a simulation, without its timeline."""
+        """The result of a simulation, without its timeline.
+
+        Args:
+            candidate: the candidate.
+            found: the simulation.
+            items: tokens or samples of a step on all ranks.
+            memory: the limit in bytes.
+            more: microbatches of a step beside those that were simulated, three.
+        """
+        further = found.further or Microbatch()
+
+        def grown(simulated: float, of_microbatch: float) -> float:
+            return simulated + more * of_microbatch
+
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
         for lane, seconds in found.exposed_by_lane.items():
             what = _waits_for(lane, candidate)
+            seconds = grown(seconds, further.exposed_by_lane.get(lane, 0.0))
             exposed[what] = exposed.get(what, 0.0) + seconds
+        times = Times(
+            grown(found.seconds, further.seconds),
+            grown(found.compute_seconds, further.compute_seconds),
+            exposed,
+            grown(found.seconds_at_peak, further.seconds_at_peak),
+        )
         return cls(
             candidate,
             found.memory,
-            found.sent_bytes,
+            {
+                axis: grown(count, further.sent_bytes.get(axis, 0.0))
+                for axis, count in found.sent_bytes.items()
+            },
             max(found.peak_bytes - memory, 0.0),
             items,
-            Times(found.seconds, found.compute_seconds, exposed, found.seconds_at_peak),
+            times,
             found.elsewhere,
-            found.model_flops,
+            grown(found.model_flops, further.model_flops),
             found.checkpoint_bytes,
         )
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
+from fsdp_engine.planner.fewer_blocks import find_repeated
 from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
@@ -165,6 +166,10 @@ def plan(
     return replan()
 
 
+# Options of ``shard`` that may select single blocks.
+_BY_NAME = ("units", "codec_rules", "granule", "expert_mesh")
+
+
 class _Planning:
     """One plan.
 
@@ -180,6 +185,9 @@ class _Planning:
         self._request = request
         self._model = model = meta_model(request.make_model)
         self._job = job = Job(request, known, request.microbatches)
+        if not any(request.options.get(name) for name in _BY_NAME):
+            repeated = find_repeated(model)
+            job.repeated = repeated if repeated is not None and repeated.is_deep else None
         self._search: BatchSearch | None = None
         degrees = request.degrees(model)
         every = request.candidates(degrees)

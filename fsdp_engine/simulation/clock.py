@@ -266,6 +266,24 @@ class SimulatedLane:
         return []
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A moment of the program, and the records of a step until then.
+
+    Attributes:
+        time: at which compute reaches it.
+        num_spans, num_exposed: lengths of the records.
+        sent_bytes, model_flops, seconds_at_peak: see :class:`Clock`.
+    """
+
+    time: float
+    num_spans: int
+    num_exposed: int
+    sent_bytes: dict[str, float]
+    model_flops: float
+    seconds_at_peak: float
+
+
 @dataclass
 class _Work:
     """The operation that runs: seconds so far of its communication, of its computation, and of the
@@ -351,6 +369,12 @@ class Clock:
         self.copied_bytes.clear()
         self.model_flops = self.seconds_at_peak = 0.0
         self._copies.clear()
+
+    def mark(self) -> Mark:
+        """This moment."""
+        counts = len(self.spans), len(self.exposed)
+        flops = self.model_flops, self.seconds_at_peak
+        return Mark(self.now, *counts, dict(self.sent_bytes), *flops)
 
     @property
     def now(self) -> float:

@@ -63,13 +63,17 @@ class MemoryTracker:
         peak: bytes by kind at the time of the largest sum since :meth:`restart`.
         elsewhere: current bytes at other places than the device, by place.
         series: times and bytes by kind, in the order of ``KINDS``, since :meth:`restart`.
+        by_place: bytes by kind at the time of the largest sum at each place, since :meth:`restart`.
         now: returns the time.
+        place: returns the place in the program, a phase and a module.
     """
 
     def __init__(self) -> None:
         self.peak: dict[str, int] = {}
         self.series: list[tuple[float, tuple[int, ...]]] = []
+        self.by_place: dict[tuple[str, str], tuple[int, ...]] = {}
         self.now: Callable[[], float] = lambda: 0.0
+        self.place: Callable[[], tuple[str, str]] = lambda: ("", "")
         self.elsewhere: dict[str, int] = {}
         self._places: dict[int, str] = {}  # of storages that are not on the device
         self._held: Callable[[], Mapping[str, int]] = dict
@@ -155,6 +159,7 @@ class MemoryTracker:
         """Reset the peak."""
         self.peak = {}
         self.series = []
+        self.by_place = {}
         self.sample()
 
     def sample(self, temporary: int = 0) -> None:
@@ -172,6 +177,9 @@ class MemoryTracker:
         now[_NEW] += temporary
         if not self.peak or sum(now.values()) > sum(self.peak.values()):
             self.peak = dict(now)
+        place = self.place()
+        if sum(now.values()) > sum(self.by_place.get(place, (-1,))):
+            self.by_place[place] = tuple(now.values())
         now[_NEW] -= temporary
         sizes = tuple(now.values())
         if not self.series or self.series[-1][1] != sizes:

@@ -29,6 +29,7 @@ class ModuleNames:
         self._names: dict[int, str] = {}
         self._called: list[str] = []
         self._left = ""  # the last module whose call has ended
+        self._last = ""
         # Sequence numbers at which the module changes, and its names.
         self._starts: list[int] = [0]
         self._modules: list[str] = [""]
@@ -51,9 +52,14 @@ class ModuleNames:
         # Nodes that accumulate gradients have the largest number; the last module is "".
         return self._modules[bisect_right(self._starts, node._sequence_nr()) - 1]
 
+    def last(self) -> str:
+        """The name of the last module whose operations ran, or run."""
+        self._last = self.current() or self._last
+        return self._last
+
     def restart(self) -> None:
         """Forget the record, at the start of a step."""
-        self._starts, self._modules = [0], [""]
+        self._starts, self._modules, self._last = [0], [""], ""
 
     @contextmanager
     def recording(self) -> Iterator[None]:

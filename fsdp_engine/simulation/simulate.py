@@ -45,7 +45,7 @@ from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.clock import Clock, Exposed, Span
+from fsdp_engine.simulation.clock import Clock, Exposed, Mark, Span
 from fsdp_engine.simulation.compiled import (
     compile_blocks,
     compiled_modules,
@@ -230,6 +230,23 @@ MODULES = "modules"
 
 
 @dataclass(frozen=True)
+class Microbatch:
+    """What one microbatch adds to a step, between those before it and the last one.
+
+    Attributes:
+        seconds, compute_seconds, exposed_by_lane, sent_bytes, model_flops, seconds_at_peak: see
+            :class:`Simulation`.
+    """
+
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    exposed_by_lane: dict[str, float] = field(default_factory=dict)
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+    model_flops: float = 0.0
+    seconds_at_peak: float = 0.0
+
+
+@dataclass(frozen=True)
 class Simulation:
     """The last simulated training step. Times are in seconds since its start, memory in bytes.
 
@@ -249,9 +266,13 @@ class Simulation:
         copied_bytes: bytes of them that a rank copies, by lane.
         memory_series: memory over time: seconds, and bytes by kind in the order of ``KINDS``. The
             time is that at which compute runs the operations that are issued then.
+        memory_by_place: the largest memory by kind, in the order of ``KINDS``, at each place: a
+            phase, and the name of the last module that ran.
         model_flops: floating-point operations of the model on one rank, without recomputation.
         seconds_at_peak: the time that they take at the machine's peak.
         checkpoint_bytes: of parameters and optimizer state in full.
+        further: what each further microbatch would add to a step of three or more; None: the step
+            has fewer. See [Note: Steps of many microbatches] in ``planner/batch_search.py``.
     """
 
     title: str
@@ -266,9 +287,11 @@ class Simulation:
     elsewhere: dict[str, int] = field(default_factory=dict)
     copied_bytes: dict[str, float] = field(default_factory=dict)
     memory_series: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    memory_by_place: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     model_flops: float = 0.0
     seconds_at_peak: float = 0.0
     checkpoint_bytes: int = 0
+    further: Microbatch | None = None
 
     @property
     def mfu(self) -> float:
@@ -295,10 +318,7 @@ class Simulation:
     @property
     def exposed_by_lane(self) -> dict[str, float]:
         """The same by lane."""
-        sums: dict[str, float] = {}
-        for each in self.exposed:
-            sums[each.lane] = sums.get(each.lane, 0.0) + each.seconds
-        return sums
+        return _by_lane(self.exposed)
 
     @property
     def peak_bytes(self) -> int:
@@ -406,10 +426,11 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:10.3f} ms"
 
 
-# The first step records the order of units, and the second prefetches in that order. A third step
-# would be like the second: `test_a_third_step_adds_nothing`. (The optimizer's first step has no
+# Microbatches of the steps before the one that is returned. The first step records the order of
+# units, and the second prefetches in that order. A third step, and more microbatches in the first,
+# would change nothing: `test_more_first_steps_add_nothing`. (The optimizer's first step has no
 # state to copy. Where the next forward overlaps steps, a third one overlaps the second's.)
-STEPS = 2
+FIRST_STEPS = (1,)
 
 # Applies tensor parallelism to a model over a mesh of one axis.
 Parallelize = Callable[[nn.Module, DeviceMesh], object]
@@ -505,6 +526,7 @@ def simulate(
     names = ModuleNames()
     clock.memory_changed, clock.module = memory.sample, names.current
     memory.now = lambda: clock.now
+    memory.place = lambda: (clock.phase, names.last())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         simulated_ranks(
@@ -544,13 +566,14 @@ def simulate(
             inputs = to_fake(batch() if callable(batch) else batch, fake)
         memory.made([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)])
         _check_call(signature, inputs, model)
-        step = _Step(engine, trained, inputs, loss, microbatches)
-        for _ in range(STEPS + engine.offload.overlap_forward):
-            start = clock.finish()
-            memory.restart()
-            clock.restart()
-            names.restart()
-            step.run(clock, memory)
+        step = _Step(engine, trained, inputs, loss)
+        for count in FIRST_STEPS + (1,) * engine.offload.overlap_forward:
+            step.run(count, clock, memory)
+        start = clock.finish()
+        memory.restart()
+        clock.restart()
+        names.restart()
+        marks = step.run(microbatches, clock, memory)
         seconds = clock.finish() - start
         checkpoint_bytes = _checkpoint_bytes(model, trained)
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
@@ -578,10 +601,33 @@ def simulate(
         elsewhere,
         copied,
         tuple(series),
+        dict(memory.by_place),
         clock.model_flops,
         clock.seconds_at_peak,
         checkpoint_bytes,
+        _between(clock, *marks[-3:-1]) if microbatches > 2 else None,
     )
+
+
+def _between(clock: Clock, start: Mark, end: Mark) -> Microbatch:
+    """What the clock has recorded between two marks."""
+    spans = clock.spans[start.num_spans : end.num_spans]
+    sent = start.sent_bytes
+    return Microbatch(
+        end.time - start.time,
+        sum(each.end - each.start for each in spans if each.lane == COMPUTE),
+        _by_lane(clock.exposed[start.num_exposed : end.num_exposed]),
+        {axis: count - sent.get(axis, 0.0) for axis, count in end.sent_bytes.items()},
+        end.model_flops - start.model_flops,
+        end.seconds_at_peak - start.seconds_at_peak,
+    )
+
+
+def _by_lane(exposed: Iterable[Exposed]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for each in exposed:
+        sums[each.lane] = sums.get(each.lane, 0.0) + each.seconds
+    return sums
 
 
 def data_parallel_size(world_size: int, tensor_parallel: int) -> int:
@@ -664,7 +710,7 @@ class _Step:
 
     Args:
         engine: of the sharded model.
-        optimizer, inputs, loss, microbatches: see :func:`simulate`.
+        optimizer, inputs, loss: see :func:`simulate`.
     """
 
     def __init__(
@@ -673,18 +719,17 @@ class _Step:
         optimizer: torch.optim.Optimizer,
         inputs: Any,
         loss: Callable[[Any], Tensor] | None,
-        microbatches: int,
     ) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._inputs = inputs
         self._loss = loss
-        self._microbatches = microbatches
 
-    def run(self, clock: Clock, memory: MemoryTracker) -> None:
-        """Run all microbatches, then the optimizer's step."""
-        for number in range(self._microbatches):
-            is_last = number == self._microbatches - 1
+    def run(self, microbatches: int, clock: Clock, memory: MemoryTracker) -> list[Mark]:
+        """Run all microbatches, then the optimizer's step; returns the end of each microbatch."""
+        ends = []
+        for number in range(microbatches):
+            is_last = number == microbatches - 1
             with nullcontext() if is_last else self._engine.no_sync():
                 clock.phase = "forward"
                 with as_simulation_error("forward"):
@@ -695,12 +740,14 @@ class _Step:
                 with as_simulation_error("backward"):
                     loss.backward()
                 del loss
+            ends.append(clock.mark())
         clock.phase = "step"
         before = memory.known()
         with as_simulation_error("the optimizer's step"):
             self._optimizer.step()
         memory.settle("optimizer", but=before)
         self._optimizer.zero_grad()
+        return ends
 
     def _loss_of(self, output: Any) -> Tensor:
         """The loss of the model's ``output``.

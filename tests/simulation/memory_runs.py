@@ -13,7 +13,6 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.simulation.machine import Link, Machine, Processor
-from fsdp_engine.simulation.simulate import STEPS
 from tests.simulation.heldout_models import HELD_OUT
 from tests.simulation.live_storages import LiveStorages
 from tests.simulation.memory_models import MODELS
@@ -72,7 +71,7 @@ def planned(run: Run) -> fe.Simulation:
     )
 
 
-def measured(run: Run, num_steps: int = STEPS) -> int:
+def measured(run: Run, num_steps: int = 2) -> int:
     """Most bytes that this rank held in the last step; to be called on all ranks."""
     gc.collect()  # of models before
     torch.manual_seed(0)

@@ -93,7 +93,7 @@ def test_the_third_step_is_a_steady_one(level: str, monkeypatch: pytest.MonkeyPa
         ).memory
 
     third = peak()
-    monkeypatch.setattr(simulate_module, "STEPS", 6)
+    monkeypatch.setattr(simulate_module, "FIRST_STEPS", 5 * (1,))
     assert peak() == third
 
 

@@ -1,4 +1,5 @@
-"""A simulation returns its second step; a third step would be identical."""
+"""A simulation returns its second step; a third step would be identical, also if the first has as
+many microbatches."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ QUICK = [(LEVEL_3, fe.H100), (("optim", "optim"), BLOCKING)]
     ],
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_third_step_adds_nothing(
+def test_more_first_steps_add_nothing(
     pair: tuple[str, str],
     on: Machine,
     build: type[nn.Module],
@@ -57,10 +58,9 @@ def test_a_third_step_adds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
-    for steps in (2, 3):
-        monkeypatch.setattr(
-            importlib.import_module("fsdp_engine.simulation.simulate"), "STEPS", steps
-        )
+    simulation = importlib.import_module("fsdp_engine.simulation.simulate")
+    for steps in (simulation.FIRST_STEPS, (microbatches, microbatches)):
+        monkeypatch.setattr(simulation, "FIRST_STEPS", steps)
         found.append(
             fe.simulate(
                 build,

@@ -1,0 +1,237 @@
+"""Plans of deep models from simulations of fewer blocks.
+
+[Note: Fewer blocks]
+A deep model repeats a block. Each further one adds the same operations to forward and backward, the
+same messages and the same state. So a step's time, its bytes sent, and its memory at each place of
+the program are linear in the number of blocks, once there are a few: a unit is gathered while
+another one computes, which the first and the last blocks lack. Such a model is simulated with three
+small numbers of blocks. If the third has added as much as the second, all others would; if not, or
+if the model does not run with fewer blocks, it is simulated as it is.
+
+The *peak* is not linear, as it may move from one place to another. So the largest memory at each
+place (a module, in forward, backward or the step) is continued, and the peak is the largest of
+these. Between the first blocks and the last ones, memory changes by the same amount from block to
+block, so no block in the middle has more than both ends.
+
+Blocks are alike if their modules have equal classes, shapes and attributes, apart from integers
+that count blocks. Every ``period``-th one may be, such as where windows of attention alternate.
+``tests/planner/test_fewer_blocks.py`` compares with simulations of all blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_engine.planner.outcome import Outcome
+from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.simulation.simulate import Simulation
+
+# Alike blocks of the first simulation, at least, and of its beginning: units are gathered ahead
+# from block to block.
+_LEAST = 6
+_AT_START = 3
+_MOST_IN_PERIOD = 8
+# Relative difference of what blocks add.
+_TOLERANCE = 1e-6
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Blocks of a model that are alike, up to the end of their list.
+
+    Attributes:
+        name: of the list.
+        before: blocks of the list before them.
+        count: number of alike blocks.
+        period: each block is like the one so many before it.
+    """
+
+    name: str
+    before: int
+    count: int
+    period: int
+
+    @property
+    def depths(self) -> tuple[int, int, int]:
+        """Three numbers of alike blocks to simulate, a period apart."""
+        first = _LEAST + (self.count - _LEAST) % self.period
+        return first, first + self.period, first + 2 * self.period
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether all blocks are more than those of :attr:`depths` together."""
+        return self.count > sum(self.depths)
+
+    def shorten(self, model: nn.Module, depth: int) -> None:
+        """Leave ``depth`` alike blocks in ``model``, numbered from 0 without gaps."""
+        modules = model.get_submodule(self.name)._modules
+        blocks = list(modules.values())
+        start = self.before + _AT_START
+        del blocks[start : start + self.count - depth]
+        modules.clear()
+        modules.update((str(number), block) for number, block in enumerate(blocks))
+
+    def place_of(self, module: str, depth: int) -> str:
+        """The name of a module of a model of ``depth`` alike blocks, with the number of its block
+        from the end of the list, unless the block is among the first."""
+        if not module.startswith(f"{self.name}."):
+            return module
+        number, *rest = module[len(self.name) + 1 :].split(".")
+        if not number.isdecimal() or int(number) < self.before + _AT_START:
+            return module
+        return ".".join((self.name, str(int(number) - self.before - depth), *rest))
+
+
+def find_repeated(model: nn.Module) -> Repeated | None:
+    """Returns the blocks of the model's longest list of alike ones; None if it has none, or other
+    lists as long, whose members may belong to these blocks."""
+    lists: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        is_within = any(name.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, _LISTS) and not is_within and len(module._modules) > _LEAST:
+            lists.append((name, module))
+    lengths = [len(module._modules) for _, module in lists]
+    if not lists or lengths.count(max(lengths)) > 1:
+        return None
+    name, longest = max(lists, key=lambda each: len(each[1]._modules))
+    if isinstance(longest, nn.ModuleDict) and list(longest) != list(map(str, range(len(longest)))):
+        return None
+    found = [
+        Repeated(name, before, len(longest._modules) - before, period)
+        for period in range(1, _MOST_IN_PERIOD + 1)
+        for before in [_unlike(list(longest._modules.values()), period)]
+    ]
+    return max(found, key=lambda each: (each.is_deep, each.count // each.period))
+
+
+def _unlike(blocks: Sequence[Any], period: int) -> int:
+    """How many blocks at the start are not alike, as those up to the end are."""
+    number = len(blocks) - period
+    while number > 0 and _is_alike(blocks[number - 1], blocks[number - 1 + period], period, set()):
+        number -= 1
+    return number
+
+
+def _is_alike(one: Any, other: Any, distance: int, seen: set[tuple[int, int]]) -> bool:
+    """Whether two objects are equal, but for numbers of blocks at this ``distance``."""
+    key = id(one), id(other)
+    if one is other or key in seen:
+        return True
+    if type(one) is not type(other):
+        return False
+    seen.add(key)
+    again = partial(_is_alike, distance=distance, seen=seen)
+    if isinstance(one, Tensor):
+        kinds = [(each.shape, each.dtype, each.requires_grad) for each in (one, other)]
+        return kinds[0] == kinds[1] and again(vars(one), vars(other))
+    if isinstance(one, bool | str):
+        return bool(one == other)
+    if isinstance(one, int):
+        return bool(one == other or other - one == distance)
+    if isinstance(one, float):  # probabilities that grow with the depth are of no interest
+        return bool(one == other or (one != 0) == (other != 0))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(again, one, other))
+    if isinstance(one, Mapping):
+        names = [[each for each in mapping if isinstance(each, str)] for mapping in (one, other)]
+        pairs = one.values(), other.values()
+        return len(one) == len(other) and names[0] == names[1] and all(map(again, *pairs))
+    if isinstance(one, types.FunctionType):
+        cells = [each.__closure__ or () for each in (one, other)]
+        values = [[cell.cell_contents for cell in each] for each in cells]
+        return one.__code__ is other.__code__ and again(*values)
+    if isinstance(one, types.MethodType):
+        return one.__func__ is other.__func__ and again(one.__self__, other.__self__)
+    if hasattr(one, "__dict__"):
+        return again(vars(one), vars(other))
+    return bool(one == other)
+
+
+def of_all_blocks(
+    repeated: Repeated, simulations: Sequence[Simulation], outcomes: Sequence[Outcome]
+) -> Outcome | None:
+    """Returns the outcome of the whole model; None if the simulations are not on one line.
+
+    Args:
+        repeated: its blocks.
+        simulations, outcomes: of the numbers of blocks of ``repeated.depths``.
+    """
+    numbers = [_numbers(each) for each in outcomes]
+    places = [
+        _places(repeated, depth, simulation)
+        for depth, simulation in zip(repeated.depths, simulations, strict=True)
+    ]
+    more = (repeated.count - repeated.depths[-1]) // repeated.period
+    continued = _continued(numbers, more)
+    # All of the first simulation's places: the others have these, too, and more in the middle.
+    if continued is None or any(place not in each for each in places for place in places[0]):
+        return None
+    memory = [_continued([each[place] for each in places], more) for place in places[0]]
+    held = [{kind: round(each[kind]) for kind in KINDS} for each in memory if each is not None]
+    if len(held) < len(memory):
+        return None
+    return _with_numbers(outcomes[-1], continued, max(held, key=lambda each: sum(each.values())))
+
+
+def _continued(lines: Sequence[Mapping[Any, float]], more: int) -> dict[Any, float] | None:
+    """Three values of each name, continued by ``more`` values; None if they are not on a line."""
+    found: dict[Any, float] = {}
+    for name in lines[-1]:
+        one, two, three = (each.get(name, math.nan) for each in lines)
+        if not abs((three - two) - (two - one)) <= _TOLERANCE * abs(three):
+            return None
+        found[name] = three + more * (three - two)
+    return found
+
+
+def _numbers(outcome: Outcome) -> dict[tuple[str, str], float]:
+    """Everything of an outcome that grows with the model, except for memory."""
+    times = outcome.times
+    assert times is not None
+    groups: dict[str, Mapping[str, float]] = {
+        "sent": outcome.sent,
+        "elsewhere": outcome.elsewhere,
+        "exposed": times.exposed,
+        "times": {"step": times.step, "compute": times.compute, "at_peak": times.at_peak},
+        "sizes": {"model_flops": outcome.model_flops, "checkpoint": outcome.checkpoint_bytes},
+    }
+    return {(group, name): each for group, named in groups.items() for name, each in named.items()}
+
+
+def _with_numbers(
+    outcome: Outcome, numbers: Mapping[tuple[str, str], float], memory: Mapping[str, int]
+) -> Outcome:
+    assert outcome.times is not None
+    groups: dict[str, dict[str, float]] = {"sent": {}, "elsewhere": {}, "exposed": {}}
+    for (group, name), each in numbers.items():
+        groups.setdefault(group, {})[name] = each
+    times, sizes = groups["times"], groups["sizes"]
+    return replace(
+        outcome,
+        memory=memory,
+        sent=groups["sent"],
+        elsewhere={place: round(each) for place, each in groups["elsewhere"].items()},
+        times=replace(outcome.times, exposed=groups["exposed"], **times),
+        model_flops=sizes["model_flops"],
+        checkpoint_bytes=round(sizes["checkpoint"]),
+    )
+
+
+_Place = tuple[str, str]
+
+
+def _places(repeated: Repeated, depth: int, found: Simulation) -> dict[_Place, dict[str, float]]:
+    """The largest memory at each place by kind. A place is a phase and a module."""
+    return {
+        (phase, repeated.place_of(module, depth)): dict(zip(KINDS, sizes, strict=True))
+        for (phase, module), sizes in found.memory_by_place.items()
+    }

@@ -1,0 +1,206 @@
+"""Plans of deep models are those of simulations of all blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.planner import job, strategy_search
+from fsdp_engine.planner.fewer_blocks import Repeated, find_repeated
+from tests.models import Transformer, token_batch
+
+POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+DEPTH = 22
+DEVICE = replace(fe.H100, ranks_per_node=2)
+SLOW = replace(DEVICE, between_nodes=replace(DEVICE.between_nodes, bandwidth=2e8))
+
+
+def deep() -> nn.Module:
+    return Transformer(num_blocks=DEPTH, dim=32)
+
+
+def planned(**options: Any) -> tuple[fe.StrategyPlan, list[int]]:
+    """A plan, and the depths that it has simulated."""
+    depths = []
+    simulate = job.simulate
+
+    def counted(build: Any, *args: Any, **named: Any) -> fe.Simulation:
+        model = build()
+        depths.append(len(model.blocks))
+        return simulate(build, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "simulate", counted)
+        plan = fe.plan(
+            deep,
+            lambda size=1: token_batch(size, 1),
+            world_size=4,
+            mp_policy=POLICY,
+            min_unit_size=0,
+            **options,
+        )
+    return plan, depths
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "quick": {"meshes": [(4,)], "checkpointing": (True,), "offload": None, "quick": True},
+    "recomputed": {"meshes": [(4,)], "checkpointing": (True,), "offload": None},
+    "slow nodes": {
+        "meshes": [(2, 2)],
+        "checkpointing": (False,),
+        "offload": None,
+        "machine": SLOW,
+        "microbatches": 5,
+    },
+    "selective": {"checkpointing": ("selective",), "microbatches": 2, "offload": None},
+    "on the host": {
+        "meshes": [(4,)],
+        "checkpointing": (False, "offload"),
+        "offload": fe.Offload(optimizer_state="host"),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "quick" else pytest.mark.thorough) for name in JOBS],
+)
+def test_a_deep_model_has_the_rows_of_all_of_its_blocks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)  # one candidate of a quick plan
+    options = {"machine": DEVICE, "memory": 1e12, **JOBS[name]}
+    found, depths = planned(**options)
+    assert set(depths) == set(Repeated("blocks", 0, DEPTH, 1).depths)
+    monkeypatch.setattr(Repeated, "is_deep", False)
+    expected, depths = planned(**options)
+    assert set(depths) == {DEPTH}
+    rows = {each.candidate: each for each in found.outcomes}
+    assert len(rows) == len(expected.outcomes)
+    for row in expected.outcomes:
+        of_fewer = rows[row.candidate]
+        assert of_fewer.memory == row.memory
+        assert of_fewer.elsewhere == row.elsewhere
+        assert of_fewer.checkpoint_bytes == row.checkpoint_bytes
+        assert of_fewer.sent == pytest.approx(row.sent)
+        assert of_fewer.model_flops == pytest.approx(row.model_flops)
+        assert of_fewer.times is not None
+        assert row.times is not None
+        assert of_fewer.times.shares() == pytest.approx(row.times.shares(), abs=1e-9)
+        assert of_fewer.times.step == pytest.approx(row.times.step, rel=1e-9)
+
+
+class Uneven(nn.Module):
+    """Each of its blocks keeps more than the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(30))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x) + x.repeat(number + 1, 1, 1).exp().sum(0)
+        return x.sum()
+
+
+def test_a_model_whose_blocks_do_not_add_the_same_is_simulated_in_full() -> None:
+    plan = fe.plan(
+        Uneven,
+        (torch.zeros(4, 8),),
+        world_size=2,
+        meshes=[(2,)],
+        checkpointing=(False,),
+        machine=DEVICE,
+        min_unit_size=0,
+        offload=None,
+    )
+    alone = fe.simulate(Uneven, 2, batch=(torch.zeros(4, 8),), machine=DEVICE, min_unit_size=0)
+    level_3 = next(
+        each for each in plan.outcomes if each.candidate.strategy == "optim_grads_params"
+    )
+    assert level_3.memory == alone.memory
+
+
+def test_a_model_that_needs_all_of_its_blocks_is_simulated_in_full() -> None:
+    class Indexed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(30))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in range(30):
+                x = self.blocks[number](x)
+            return x.sum()
+
+    options = {"world_size": 2, "meshes": [(2,)], "checkpointing": (False,), "machine": DEVICE}
+    plan = fe.plan(Indexed, (torch.zeros(4, 8),), offload=None, **options)
+    assert len(plan.outcomes) == 4
+
+
+def blocks_of(*kinds: Any) -> nn.Module:
+    model = nn.Module()
+    model.layers = nn.ModuleList(kinds)
+    return model
+
+
+class Numbered(nn.Module):
+    def __init__(self, number: int, window: str = "full") -> None:
+        super().__init__()
+        self.number = number
+        self.window = window
+        self.linear = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ([Numbered(n) for n in range(30)], Repeated("layers", 0, 30, 1)),
+        ([nn.Linear(4, 4)] * 2 + [Numbered(n) for n in range(2, 30)], Repeated("layers", 2, 28, 1)),
+        (
+            [Numbered(n, "full" if n % 3 == 2 else "sliding") for n in range(40)],
+            Repeated("layers", 0, 40, 3),
+        ),
+        ([Numbered(n) for n in range(29)] + [nn.Linear(4, 4)], Repeated("layers", 29, 1, 1)),
+    ],
+    ids=["alike", "after others", "every third", "another at the end"],
+)
+def test_blocks_that_are_alike_are_found(blocks: list[nn.Module], expected: Repeated) -> None:
+    found = find_repeated(blocks_of(*blocks))
+    assert found == expected
+    if found.is_deep:
+        depth = found.depths[0]
+        assert (found.count - depth) % found.period == 0
+        model = blocks_of(*blocks)
+        found.shorten(model, depth)
+        assert len(model.layers) == found.before + depth
+
+
+def test_blocks_of_two_lists_are_not_shortened() -> None:
+    model = blocks_of(*(Numbered(n) for n in range(30)))
+    model.others = nn.ModuleList(nn.Linear(4, 4) for _ in range(30))
+    assert find_repeated(model) is None
+    assert find_repeated(nn.Linear(4, 4)) is None
+
+
+@pytest.mark.parametrize("kind", ["list", "sequence", "dictionary"])
+def test_blocks_that_are_left_are_numbered_without_gaps(kind: str) -> None:
+    blocks = [Numbered(number) for number in range(30)]
+    kinds = {
+        "list": nn.ModuleList(blocks),
+        "sequence": nn.Sequential(*blocks),
+        "dictionary": nn.ModuleDict({str(number): each for number, each in enumerate(blocks)}),
+    }
+    model = nn.Module()
+    model.layers = kinds[kind]
+    found = find_repeated(model)
+    assert found == Repeated("layers", 0, 30, 1)
+    found.shorten(model, 7)
+    left = [(name, each.number) for name, each in model.layers.named_children()]
+    assert left == list(zip("0123456", [0, 1, 2, 26, 27, 28, 29], strict=True))
+    names = [found.place_of(f"layers.{name}.linear", 7) for name in "236"]
+    assert names == ["layers.2.linear", "layers.-4.linear", "layers.-1.linear"]
