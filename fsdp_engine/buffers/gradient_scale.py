@@ -7,6 +7,9 @@ factor ``1 / (ranks * extra divisor)`` is applied once: while gradients are writ
 ``gradient_reduce_div_fusion`` the share that collectives do not apply is a separate pass, just
 before the first reduction.
 
+Products are rounded to the dtype that they are written in, not to the gradient's own before:
+divided by 1,024 ranks in fp16, gradients below 2**-15 would underflow, also where sums are in fp32.
+
 [Note: Gradients in fp16]
 Divided by many ranks, small gradients would underflow in fp16; not divided, sums of large ones
 would overflow. So gradients that are sent in fp16 are divided by about the root of that divisor
@@ -54,8 +57,8 @@ class GradientScale:
 
     Attributes:
         alpha: applied while gradients are written.
-        factor: the same for products: a tensor where it must not be rounded to the gradient's
-            own dtype, since of one element it takes part in type promotion.
+        factor: the same for products: a tensor of one dimension where products must not be rounded
+            to the gradient's own dtype, since it takes part in type promotion.
         later: applied by a separate pass before the first reduction; 1.0: there is none.
         boost: of gradients in a buffer of the communication dtype.
         average: the collectives apply the ranks' share.
@@ -88,11 +91,22 @@ def gradient_scale(
     larger = boost(divisor, dtypes.comm)
     scale = (larger if spec.grad_depth > 0 else 1.0) / divisor
     alpha, later = (scale, 1.0) if config.gradient_reduce_div_fusion else (1.0, scale)
+    written = dtypes.comm if spec.grad_depth > 0 else dtypes.main_grad
     factor: float | Tensor = alpha
-    # A power of two is exact in any dtype.
-    if math.frexp(alpha)[0] != 0.5 and dtypes.compute != dtypes.main_grad:
-        factor = torch.tensor([alpha], dtype=torch.float32, device=device)
+    if not _is_rounded_once(alpha, dtypes.compute, written):
+        wide = torch.promote_types(dtypes.compute, written)
+        factor = torch.tensor([alpha], dtype=wide, device=device)
     return GradientScale(alpha, factor, later, larger, average, num_ranks)
+
+
+def _is_rounded_once(factor: float, dtype: torch.dtype, written: torch.dtype) -> bool:
+    """Whether a product of a gradient in ``dtype`` with a Python number, which is in ``dtype``,
+    loses nothing before it is written in ``written``."""
+    if factor == 1.0 or dtype == written or dtype.itemsize > written.itemsize:
+        return True
+    # A power of two changes the exponent alone; fp16 has fewer of them than bf16 and fp32.
+    is_power_of_two = math.frexp(factor)[0] == 0.5
+    return is_power_of_two and torch.finfo(dtype).tiny <= torch.finfo(written).tiny
 
 
 def boost(divisor: float, comm: torch.dtype) -> float:

@@ -628,13 +628,13 @@ class GradientWriter:
         num_missing: parameters whose gradient was not written yet.
     """
 
-    __slots__ = ("_adds", "_factor", "_scale", "_views", "arrived", "num_missing", "target")
+    __slots__ = ("_adds", "_alpha", "_factor", "_views", "arrived", "num_missing", "target")
 
     def __init__(self, target: WriteBuffer, scale: GradientScale, adds: bytearray) -> None:
         self.target = target
         self._views = target.views
-        self._scale = scale
-        self._factor = scale.factor if isinstance(scale.factor, float) else None
+        self._alpha = scale.alpha
+        self._factor = scale.factor
         self._adds = adds
         self.arrived = bytearray(len(adds))
         self.num_missing = len(adds)
@@ -647,17 +647,14 @@ class GradientWriter:
         """
         if grad.layout is not _STRIDED:
             grad = grad.to_dense()
-        view, factor = self._views[index], self._factor
+        view = self._views[index]
         if self._adds[index]:
-            if factor is not None:
-                view.add_(grad, alpha=factor)
-            else:
-                view.add_(grad.to(view.dtype), alpha=self._scale.alpha)
-        elif factor is not None:
-            torch.mul(grad, factor, out=view)
+            view.add_(grad, alpha=self._alpha)
+        elif grad.ndim:
+            torch.mul(grad, self._factor, out=view)
         else:
-            assert isinstance(self._scale.factor, Tensor)
-            torch.mul(grad.reshape(-1), self._scale.factor, out=view.view(-1))
+            # A factor with one dimension makes a product with one.
+            torch.mul(grad.reshape(1), self._factor, out=view.view(1))
         if not self.arrived[index]:
             self.arrived[index] = self._adds[index] = 1
             self.num_missing -= 1

@@ -217,13 +217,14 @@ def copy(chain: Chain, lane: Lane, label: str, source: Tensor, out: Tensor, fact
 
 
 def _scaled_copy(source: Tensor, out: Tensor, factor: float) -> None:
-    """``out = source * factor``, computed in the wider of their dtypes."""
+    """``out = source * factor``, a power of two, computed in the dtype with the larger range: in
+    fp16 products may underflow that bf16 and fp32 hold."""
     if factor == 1.0:
         out.copy_(source)
-    elif source.dtype.itemsize >= out.dtype.itemsize:
-        torch.mul(source, factor, out=out)
-    else:
+    elif torch.finfo(source.dtype).tiny > torch.finfo(out.dtype).tiny:
         out.copy_(source).mul_(factor)
+    else:
+        torch.mul(source, factor, out=out)
 
 
 def _gather(

@@ -162,12 +162,14 @@ def gradient_of_big_and_small(
     policy: fe.MixedPrecisionPolicy,
     config: fe.DistributedDataParallelConfig | None = None,
     num_microbatches: int = 1,
+    big: float = 4096.0,
+    small: float = 4.0,
 ) -> Tensor:
-    """The reduced gradient where one of four ranks has 4096 and the others 4."""
+    """The reduced gradient where one of four ranks has ``big`` and the others ``small``."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = BigAndSmall()
     engine = fe.shard(model, mesh, strategy, outer, mp_policy=policy, config=config)
-    x = torch.full((64,), 4096.0 if dist.get_rank() == 0 else 4.0)
+    x = torch.full((64,), big if dist.get_rank() == 0 else small)
     for _ in range(num_microbatches - 1):
         with engine.no_sync():
             model(x).backward()
@@ -256,6 +258,50 @@ def test_division_by_the_ranks_makes_no_zeros_of_what_fp16_can_send(
         gradient = full_gradients(model)["weight"]
         assert gradient is not None
         assert torch.equal(gradient, torch.full((64,), 4 * SMALL)), (reduce_dtype, fused)
+
+
+FP16 = torch.float16
+
+
+@pytest.mark.parametrize(
+    ("policy", "big"),
+    [
+        # Autograd's gradient is in fp16, of which 2 ** -24 is the smallest number.
+        (fe.MixedPrecisionPolicy(param_dtype=FP16), 2.0**-24),
+        # Gradients are sent with a factor of 1/2 before the sum, and again after it.
+        (fe.MixedPrecisionPolicy(reduce_dtype=FP16), 2.0**-23),
+        (fe.MixedPrecisionPolicy(reduce_dtype=FP16, main_grads_dtype=BF16), 2.0**-23),
+    ],
+    ids=["computed in fp16", "sent in fp16", "sent in fp16, kept in bf16"],
+)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
+@on_ranks(4)
+def test_gradients_in_fp16_are_not_divided_in_fp16(
+    strategy: str, outer: str, policy: fe.MixedPrecisionPolicy, big: float
+) -> None:
+    for num_microbatches in (1, 2):
+        gradient = gradient_of_big_and_small(
+            strategy, outer, policy, num_microbatches=num_microbatches, big=big, small=0.0
+        )
+        expected = torch.full((64,), num_microbatches * big / 4)
+        assert torch.equal(gradient.float(), expected), num_microbatches
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@on_ranks(3)
+def test_gradients_that_are_reduced_in_fp32_are_divided_in_fp32(strategy: str) -> None:
+    """Also where main weights and gradients are in bf16."""
+    policy = fe.MixedPrecisionPolicy(
+        param_dtype=BF16, main_params_dtype=BF16, reduce_dtype=torch.float32
+    )
+    model = BigAndSmall()
+    fe.shard(model, strategy=strategy, mp_policy=policy)
+    # In bf16 a third of each is rounded, and the sum is -1/512.
+    model(torch.full((64,), (1.0, 3.0, -4.0)[dist.get_rank()])).backward()
+    gradient = full_gradients(model)["weight"]
+    assert gradient is not None
+    assert gradient.dtype == BF16
+    assert gradient.abs().max() < 1e-6
 
 
 @on_ranks(4)

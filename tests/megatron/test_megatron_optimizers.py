@@ -35,6 +35,7 @@ from tests.pool import Ranks, on_ranks
 LIMITS = {
     ("sgd", "fp32"): 2e-6,
     ("sgd", "bf16"): 2e-6,
+    ("sgd", "fp16"): 2e-6,
     ("adam", "fp16"): 2e-4,
     ("adam", "bf16"): 2e-4,
 }
