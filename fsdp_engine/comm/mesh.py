@@ -203,7 +203,11 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
 
 @contextmanager
 def simulated_ranks(
-    sizes: Sequence[int], *, on_host: bool = False, tensor_parallel: int = 1
+    sizes: Sequence[int],
+    *,
+    on_host: bool = False,
+    context_parallel: int = 1,
+    tensor_parallel: int = 1,
 ) -> Iterator[DeviceMesh]:
     """Within it, this process is rank 0 of a mesh of ``sizes`` whose other ranks do not exist:
     what it sends goes nowhere, what it receives is whatever was there.
@@ -211,7 +215,7 @@ def simulated_ranks(
     Args:
         sizes: of each data-parallel axis.
         on_host: messages go as they do over gloo, between CPUs, and not as between devices.
-        tensor_parallel: size of the innermost axis, "tp", of the root mesh.
+        context_parallel, tensor_parallel: see :func:`data_mesh_beside`.
 
     Raises:
         RuntimeError: torch.distributed is initialised already.
@@ -229,23 +233,37 @@ def simulated_ranks(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         with simulated(on_host=on_host):
-            if tensor_parallel == 1:
-                yield init_device_mesh("cpu", tuple(sizes))
-            else:
-                yield data_mesh_beside_tensor("cpu", sizes, tensor_parallel)
+            yield data_mesh_beside("cpu", sizes, context_parallel, tensor_parallel)
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
 
 
-def data_mesh_beside_tensor(
-    device_type: str, sizes: Sequence[int], tensor_parallel: int
+def data_mesh_beside(
+    device_type: str, sizes: Sequence[int], context_parallel: int = 1, tensor_parallel: int = 1
 ) -> DeviceMesh:
-    """The data-parallel axes, of ``sizes``, of a root mesh of all ranks whose innermost axis, "tp",
-    has ``tensor_parallel`` consecutive ranks."""
-    names = ("outer", "inner")[-len(sizes) :]
-    root = init_device_mesh(device_type, (*sizes, tensor_parallel), mesh_dim_names=(*names, "tp"))
-    return root[names]
+    """The axes that parameters are sharded over, of a root mesh of all ranks.
+
+    Args:
+        device_type: of the mesh.
+        sizes: of these axes, (inner,) or (outer, inner).
+        context_parallel: consecutive ranks of the inner axis that share sequences: the dimension
+            "cp" of the root mesh, if it is more than 1.
+        tensor_parallel: consecutive ranks at each place of these axes: the innermost dimension,
+            "tp", of the root mesh, if it is more than 1.
+    """
+    names = ["outer", "inner"][-len(sizes) :]
+    shape = dict(zip(names, sizes, strict=True))
+    if context_parallel > 1:
+        shape = {**shape, "dp": shape["inner"] // context_parallel, "cp": context_parallel}
+        del shape["inner"]
+    if tensor_parallel > 1:
+        shape["tp"] = tensor_parallel
+    root = init_device_mesh(device_type, (*shape.values(),), mesh_dim_names=(*shape,))
+    if context_parallel > 1:
+        inner = root["dp", "cp"]._flatten("inner")
+        return inner if len(sizes) == 1 else joint_mesh(root["outer"], inner)
+    return root if tensor_parallel == 1 else root[(*names,)]
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:

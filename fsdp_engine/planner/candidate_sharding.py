@@ -1,4 +1,5 @@
-"""Shards a model as a candidate of a plan says, with its tensor parallelism."""
+"""Shards a model as a candidate of a plan says, with its tensor parallelism, over a mesh with the
+dimension of its context parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.comm.groups import default_group, timeout_of_group
-from fsdp_engine.comm.mesh import data_mesh_beside_tensor, device_of, ranks_that_meet
+from fsdp_engine.comm.mesh import data_mesh_beside, device_of, ranks_that_meet
 from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.engine import Engine
 from fsdp_engine.planner.candidates import Candidate
@@ -38,13 +39,14 @@ def shard_as(
     """
     with reporting(WHAT, ranks := ranks_that_meet(None)):
         candidate, arguments = select(len(ranks))
-        size = candidate.tensor_parallel
-        if size > 1 and parallelize is None:
-            check_tp_plan(model, size)
+        tensor = candidate.tensor_parallel
+        if tensor > 1 and parallelize is None:
+            check_tp_plan(model, tensor)
     device = device_of(None)
     meet(WHAT, ranks, timeout_of_group(default_group(), device), note=str(candidate))
-    if size == 1:
+    if candidate.is_data_parallel:
         return shard(model, candidate.mesh, **arguments)
-    data = data_mesh_beside_tensor(device.type, candidate.mesh, size)
-    (parallelize or apply_tp_plan)(model, data._get_root_mesh()["tp"])
+    data = data_mesh_beside(device.type, candidate.mesh, candidate.context_parallel, tensor)
+    if tensor > 1:
+        (parallelize or apply_tp_plan)(model, data._get_root_mesh()["tp"])
     return shard(model, data, **arguments)

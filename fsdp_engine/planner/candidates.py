@@ -22,7 +22,7 @@ class Candidate:
     """One configuration of a job.
 
     Attributes:
-        mesh: data-parallel ranks on each axis, (inner,) or (outer, inner).
+        mesh: ranks that parameters are sharded over on each axis, (inner,) or (outer, inner).
         strategy, outer_strategy: names of the levels.
         checkpointing: blocks' activations are recomputed in backward; "selective" or a
             :class:`~fsdp_engine.Checkpointing`: some of them; "offload": they are on the host until
@@ -33,6 +33,7 @@ class Candidate:
         sequence: length of sequences, for the batch function; None: the batch has one.
         tensor_parallel: consecutive ranks that share the model's matrices, at each place of
             ``mesh``.
+        context_parallel: consecutive ranks of the inner axis that share each sequence.
     """
 
     mesh: Mesh
@@ -44,11 +45,22 @@ class Candidate:
     microbatches: int | None = None
     sequence: int | None = None
     tensor_parallel: int = 1
+    context_parallel: int = 1
 
     @property
     def data_parallel(self) -> int:
-        """Number of data-parallel ranks."""
+        """Number of ranks that parameters are sharded over."""
         return math.prod(self.mesh)
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches at a time: one for each group of context-parallel ranks."""
+        return self.data_parallel // self.context_parallel
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether there is neither tensor nor context parallelism."""
+        return self.tensor_parallel == self.context_parallel == 1
 
     @property
     def offloaded(self) -> str:
@@ -96,10 +108,11 @@ class Candidate:
 
     @property
     def ranks(self) -> str:
-        """The ranks as text: "1024", "128 x 8" (outer x inner), or with tensor parallelism
-        "16 x 8, TP 8"."""
+        """The ranks as text: "1024", "128 x 8" (outer x inner), or with context and tensor
+        parallelism "16 x 4, CP 4, TP 8"."""
+        context = "" if self.context_parallel == 1 else f", CP {self.context_parallel}"
         tensor = "" if self.tensor_parallel == 1 else f", TP {self.tensor_parallel}"
-        return self._mesh_text + tensor
+        return self._mesh_text + context + tensor
 
     @property
     def _mesh_text(self) -> str:
@@ -107,6 +120,8 @@ class Candidate:
 
     def __str__(self) -> str:
         parts = [f"{self.levels} on {self._mesh_text} ranks"]
+        if self.context_parallel > 1:
+            parts[0] += f" in context-parallel groups of {self.context_parallel}"
         if self.tensor_parallel > 1:
             parts[0] += f" of {self.tensor_parallel} tensor-parallel ranks each"
         if self.microbatch_size is not None:
@@ -176,6 +191,7 @@ def candidates(
     offload: Offload | None = None,
     sequences: Iterable[int | None] = (None,),
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> Iterator[Candidate]:
     """Every combination: four levels on one axis, ten pairs on two."""
     every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
@@ -190,6 +206,7 @@ def candidates(
                 offload,
                 sequence=sequence,
                 tensor_parallel=tensor_parallel,
+                context_parallel=context_parallel,
             )
 
 
@@ -205,13 +222,14 @@ _QUICK = (
 
 def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
     """The candidates of a quick plan, in its order: those that save the most memory first, as they
-    fit most often, each with every degree of tensor parallelism. ZeRO-1 and DDP are tried on one
-    axis."""
+    fit most often, each with every degree of context and tensor parallelism. ZeRO-1 and DDP are
+    tried on one axis."""
 
-    def rank(each: Candidate) -> tuple[int, int, int, int]:
+    def rank(each: Candidate) -> tuple[int, ...]:
         pair = _QUICK.index((each.strategy, each.outer_strategy))
         kept = 2 if each.checkpointing is False else int(each.checkpointing is not True)
-        return len(each.mesh) if pair < 2 else 2 + pair, pair, kept, each.tensor_parallel
+        degrees = each.context_parallel, each.tensor_parallel
+        return len(each.mesh) if pair < 2 else 2 + pair, pair, kept, *degrees
 
     return sorted(filter(is_quick, every), key=rank)
 

@@ -105,6 +105,7 @@ class Job:
             request.world_size,
             batch=self.inputs(candidate) if inputs is None else inputs,
             mesh=candidate.mesh,
+            context_parallel=candidate.context_parallel,
             tensor_parallel=candidate.tensor_parallel,
             parallelize=request.parallelize,
             machine=request.where,
@@ -171,7 +172,7 @@ class Job:
 
     def _outcome_of(self, candidate: Candidate, inputs: Any, simulation: Simulation) -> Outcome:
         count = candidate.microbatches or self.microbatches
-        items = number_of_items(inputs)[1] * count * candidate.data_parallel
+        items = number_of_items(inputs)[1] * count * candidate.num_batches
         more = max(count - MOST_SIMULATED, 0)
         return Outcome.of_simulation(candidate, simulation, items, math.inf, more)
 
@@ -221,7 +222,7 @@ class BatchSearch:
             ValueError: none is near.
         """
         _, items = self._row(candidate)
-        return self._rows(candidate) * items * candidate.data_parallel
+        return self._rows(candidate) * items * candidate.num_batches
 
     def row_items(self, candidate: Candidate) -> int:
         """Tokens or samples of a row."""
@@ -249,7 +250,7 @@ class BatchSearch:
 
     def _rows(self, candidate: Candidate) -> int:
         item, items = self._row(candidate)
-        return rows_of_rank(self.global_batch, candidate.data_parallel, items, item)
+        return rows_of_rank(self.global_batch, candidate.num_batches, items, item)
 
 
 def number_of_items(inputs: Any) -> tuple[str, int]:

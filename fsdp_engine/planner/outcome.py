@@ -33,6 +33,8 @@ ACTIVATIONS = KINDS[-1]
 AXES = ("inner", "outer")
 # As these two, of the ranks that share the model's matrices.
 TENSOR = "tensor"
+# Of the ranks that share sequences.
+CONTEXT = "context"
 # Among exposed times: compute waits for copies of offloaded state, or of activations.
 STATE = "state"
 # In which part of a step's time a wait is, if it is for no link.
@@ -81,6 +83,7 @@ class Setting:
         is_compiled: blocks are compiled (``block.compile()``), which ``fe.shard`` leaves to the
             caller.
         more_degrees: tensor parallelism was not tried, and the model has a plan for it.
+        more_contexts: context parallelism was not tried, and the machine can run it.
     """
 
     model: str
@@ -98,6 +101,7 @@ class Setting:
     is_quick: bool = False
     is_compiled: bool = False
     more_degrees: bool = False
+    more_contexts: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -115,9 +119,9 @@ class Times:
     Attributes:
         step: from the end of the previous step to the end of this one.
         compute: busy time of the compute lane.
-        exposed: time in which it waited for communication, by axis ("tensor": of tensor-parallel
-            ranks), and for copies of offloaded state ("state") and of activations
-            ("activations").
+        exposed: time in which it waited for communication, by axis ("context", "tensor": of
+            context-parallel and tensor-parallel ranks), and for copies of offloaded state ("state")
+            and of activations ("activations").
         at_peak: the time that the model's flops, without recomputation, take at the machine's peak.
     """
 
@@ -143,8 +147,8 @@ class Times:
         return sum(self.exposed.values())
 
     def shares(self) -> dict[str, float]:
-        """Fractions of the step time: "compute", "inner link", "outer link", "tensor link", "state
-        copies", "activation copies", "host"."""
+        """Fractions of the step time: "compute", "inner link", "outer link", "context link",
+        "tensor link", "state copies", "activation copies", "host"."""
         waits = {
             _COPIES.get(what, f"{what} link"): seconds for what, seconds in self.exposed.items()
         }
@@ -264,7 +268,7 @@ class Outcome:
         check_checkpointing(candidate.checkpointing)
         Strategy.from_names(candidate.strategy, candidate.outer_strategy)
         numbers = [self.lacking, self.items, *candidate.mesh, *self.memory.values()]
-        numbers.append(candidate.tensor_parallel)
+        numbers += [candidate.tensor_parallel, candidate.context_parallel]
         numbers += [*self.sent.values(), *self.elsewhere.values()]
         numbers += [self.model_flops, self.checkpoint_bytes]
         numbers += [n for n in (candidate.microbatches, candidate.sequence) if n is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.outcome import USABLE
 from fsdp_engine.runtime.activations import Activations
 from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, data_parallel_size
+from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize
 from fsdp_engine.simulation.simulation_error import (
     check_callable,
     check_count,
@@ -38,7 +38,7 @@ from fsdp_engine.units.checkpointing import SELECTIVE
 # Everything that can be on the host.
 EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
 # As `offload`: only if nothing fits without; as `tensor_parallel`: all that the model has a plan
-# for.
+# for; as `context_parallel`: all that fit a node, for long sequences.
 AUTO = "auto"
 # The offloads that are tried, until some fit.
 _AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
@@ -76,14 +76,17 @@ class PlanRequest:
     quick: bool
     cache: bool
     compile: bool
+    context_parallel: int | Sequence[int] | str
     tensor_parallel: int | Sequence[int] | str
     parallelize: Parallelize | None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_compared: bool = False
 
     def __post_init__(self) -> None:
-        names = ("meshes", "checkpointing", "microbatch_sizes", "sequences", "tensor_parallel")
-        for name in names:
+        for name in (
+            *("meshes", "checkpointing", "microbatch_sizes", "sequences"),
+            *("context_parallel", "tensor_parallel"),
+        ):
             value = getattr(self, name)
             if isinstance(value, Iterator):  # the request is used again for other plans
                 object.__setattr__(self, name, list(value))
@@ -136,11 +139,15 @@ class PlanRequest:
                 "tensor_parallel: expected numbers of ranks with parallelize, since 'auto' asks "
                 "the plan that a model of transformers has; found 'auto'"
             )
-        if self.formulas and self._degrees != [1]:
-            raise ValueError(
-                "tensor_parallel: expected 1 with formulas, which do not know what it shards; "
-                f"found {self.tensor_parallel!r}"
-            )
+        for name, degrees in (
+            ("tensor_parallel", self._degrees),
+            ("context_parallel", self._context_degrees(1)),
+        ):
+            if self.formulas and degrees != [1]:
+                raise ValueError(
+                    f"{name}: expected 1 with formulas, which do not know what it shards; "
+                    f"found {getattr(self, name)!r}"
+                )
 
     def degrees(self, model: nn.Module) -> list[int]:
         """Degrees of tensor parallelism to try.
@@ -161,23 +168,40 @@ class PlanRequest:
     @property
     def _degrees(self) -> list[Any]:
         """Those that were given; "auto" has none yet."""
-        given = self.tensor_parallel
-        if given == AUTO:
-            return []
+        return [] if self.tensor_parallel == AUTO else self._divisors("tensor_parallel")
+
+    def _context_degrees(self, tensor_parallel: int) -> list[int]:
+        """Degrees of context parallelism to try beside one of tensor parallelism; with "auto" all
+        that fit a node, whatever the length of sequences."""
+        if self.context_parallel != AUTO:
+            return self._divisors("context_parallel")
+        if not self.where.host_runs_ahead:
+            return [1]
+        most = max(self.where.ranks_per_node // tensor_parallel, 1)
+        powers = [2**power for power in range(most.bit_length())]
+        return [each for each in powers if self.world_size % (each * tensor_parallel) == 0]
+
+    def _divisors(self, name: str) -> list[int]:
+        """Degrees that were given.
+
+        Raises:
+            TypeError, ValueError: one does not divide the ranks; of a plan that is compared, all.
+        """
+        given = getattr(self, name)
         kinds = "numbers of ranks, such as (1, 8), or 'auto'"
-        found = [given] if isinstance(given, int) else listed("tensor_parallel", given, kinds)
+        found = [given] if isinstance(given, int) else listed(name, given, kinds)
         allowed = []
         for each in dict.fromkeys(found):
-            try:
-                data_parallel_size(self.world_size, each)
-            except ValueError:
-                if not self.is_compared:
-                    raise
-            else:
+            check_count(name, each, "1 rank or more")
+            if self.world_size % each == 0:
                 allowed.append(each)
+            elif not self.is_compared:
+                raise ValueError(
+                    f"{name}: expected a divisor of the {self.world_size} ranks; found {each}"
+                )
         if not allowed:
             raise ValueError(
-                f"tensor_parallel: expected a divisor of the {self.world_size} ranks; found {given}"
+                f"{name}: expected a divisor of the {self.world_size} ranks; found {given}"
             )
         return allowed
 
@@ -233,19 +257,28 @@ class PlanRequest:
             degrees: of tensor parallelism.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are none, or none with a degree of context parallelism.
         """
         sizes = self._sizes
         if self.global_batch is not None:
             sizes = [each or 1 for each in sizes[:1]]
         given = self.offload if isinstance(self.offload, Offload) else None
+        axes = self._axes(list(degrees))
+        self._check_inner_sizes({mesh[-1] for meshes in axes.values() for mesh in meshes})
         found = [
             candidate
-            for degree, meshes in self._axes(list(degrees)).items()
+            for degree, meshes in axes.items()
+            for context in self._context_degrees(degree)
             for candidate in candidates(
-                meshes, self.activations, sizes, given, self._lengths, degree
+                [each for each in meshes if each[-1] % context == 0],
+                self.activations,
+                sizes,
+                given,
+                self._lengths,
+                degree,
+                context,
             )
-            if degree == 1 or is_quick(candidate)
+            if candidate.is_data_parallel or is_quick(candidate)
         ]
         if not found:
             raise ValueError(
@@ -253,6 +286,21 @@ class PlanRequest:
                 "none"
             )
         return quick_candidates(found) if self.quick else found
+
+    def _check_inner_sizes(self, sizes: Collection[int]) -> None:
+        """Check that each degree of context parallelism that was given divides an inner axis.
+
+        Raises:
+            ValueError: one does not.
+        """
+        if self.context_parallel == AUTO or self.is_compared:
+            return
+        for context in self._context_degrees(1):
+            if sizes and all(size % context for size in sizes):
+                raise ValueError(
+                    "context_parallel: expected a divisor of the inner axis of a mesh, which has "
+                    f"{' or '.join(map(str, sorted(sizes)))} ranks; found {context}"
+                )
 
     def _axes(self, degrees: Sequence[int]) -> dict[int, list[Mesh]]:
         """Meshes of the data-parallel ranks, by degree of tensor parallelism."""

@@ -16,6 +16,7 @@ TIME_COLOURS = {
     "compute": "#7A68C4",
     "inner link": "#CC79A7",
     "outer link": "#D55E00",
+    "context link": "#2F4B7C",
     "tensor link": "#5D3A1A",
     "state copies": "#8F8B2E",
     "activation copies": "#A3445A",

@@ -126,14 +126,14 @@ _QUESTIONS = (
 _SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
 _WITH_BATCH = (
     *("machine", "recompute", "compile", "microbatch_sizes", "optimizer", "loss", "formulas"),
-    "tensor_parallel",
+    *("context_parallel", "tensor_parallel"),
     *(*_OUTPUTS, *_QUESTIONS, *_SEARCHES),
 )
 _WITHOUT_BATCH = ("optimizer_bytes", "num_units")
 _OF_A_MODEL = ("units", "min_unit_size")
 _OF_A_SIMULATION = (
     *("recompute", "compile", "microbatch_sizes", "optimizer", "loss", "trace"),
-    "tensor_parallel",
+    *("context_parallel", "tensor_parallel"),
     *(*_QUESTIONS, *_SEARCHES),
 )
 
@@ -172,6 +172,13 @@ def plan(
             help="ranks on the outer axis; default: one axis, and with --batch also nodes x ranks"
         ),
     ] = None,
+    context_parallel: Annotated[
+        str,
+        typer.Option(
+            help="ranks that share each sequence, by torch's context_parallel; several to try, "
+            "such as 1,8; auto: all that fit a node, for sequences of 32,768 tokens or more"
+        ),
+    ] = "1",
     tensor_parallel: Annotated[
         str,
         typer.Option(
@@ -400,6 +407,9 @@ def plan(
         if microbatch_sizes is not None:
             sizes = _sizes(microbatch_sizes, "--microbatch-sizes")
         lengths = None if sequence is None else _sizes(sequence, "--sequence")
+        contexts: Any = AUTO
+        if context_parallel != AUTO:
+            contexts = _sizes(context_parallel, "--context-parallel")
         degrees: Any = AUTO
         if tensor_parallel != AUTO:
             degrees = _sizes(tensor_parallel, "--tensor-parallel")
@@ -431,6 +441,7 @@ def plan(
             quick=quick or quick_only,
             cache=not no_cache,
             compile=compile,
+            context_parallel=contexts,
             tensor_parallel=degrees,
             **options,
         )

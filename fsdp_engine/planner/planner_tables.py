@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
-from fsdp_engine.planner.outcome import AXES, TENSOR, Outcome, Setting
+from fsdp_engine.planner.outcome import AXES, CONTEXT, TENSOR, Outcome, Setting
 from fsdp_engine.planner.plan_view import in_units, table_unit
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.time_accuracy import accuracy_of
@@ -78,6 +78,8 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
         f"communication{' and copies' * is_offloaded}. Ranks: outer x inner. Recompute: "
         "activation checkpointing, of whole blocks or selective."
     )
+    if any(each.candidate.context_parallel > 1 for each in outcomes):
+        text += " CP: ranks of these that share each sequence."
     if any(each.candidate.tensor_parallel > 1 for each in outcomes):
         text += " TP: tensor-parallel ranks in each place of these."
     if setting.global_batch:
@@ -93,13 +95,16 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
     is_offloaded = any(each.candidate.offloaded for each in outcomes)
     candidates = [each.candidate for each in outcomes]
     has_outer = any(len(each.mesh) == 2 for each in candidates)
-    has_tensor = any(each.tensor_parallel > 1 for each in candidates)
+    shared = {
+        CONTEXT: any(each.context_parallel > 1 for each in candidates),
+        TENSOR: any(each.tensor_parallel > 1 for each in candidates),
+    }
     outer = [each.outer_strategy if len(each.mesh) == 2 else "" for each in candidates]
     strategies = [each.strategy for each in candidates]
     columns = [_levels("strategy", "level", strategies)]
     if has_outer:
         columns.append(_levels("outer", "outer", outer))
-    if has_outer or has_tensor:
+    if has_outer or any(shared.values()):
         columns.append(Column("ranks", [each.ranks for each in candidates], False, drop=110))
     recompute = [each.recomputed for each in candidates]
     columns.append(Column("recompute", recompute, False, fold=80, folded=("redo", recompute)))
@@ -131,7 +136,7 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
     columns.append(Column("step", steps))
     columns.append(Column("exposed", waits, drop=30))
     columns.append(Column(f"{setting.item}/s", rates, drop=100))
-    axes = [*AXES[: 1 + has_outer], *[TENSOR] * has_tensor]
+    axes = [*AXES[: 1 + has_outer], *(axis for axis, is_there in shared.items() if is_there)]
     for number, axis in enumerate(axes):
         sent = [in_units(each.sent.get(axis, 0), unit) for each in outcomes]
         name = f"sent {axis}" if len(axes) > 1 else "sent"

@@ -157,10 +157,12 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
     waits = {name: share for name, share in shares.items() if name != "compute"}
     worst = max(waits, key=lambda name: waits[name])
     tensor = chosen.candidate.tensor_parallel
+    context = chosen.candidate.context_parallel * tensor
     inner = chosen.candidate.mesh[-1] * tensor
     names = {
         "inner link": f"the inner link ({_link(setting, inner)})",
         "outer link": f"the outer link ({_link(setting, setting.world_size)})",
+        "context link": f"the context-parallel link ({_link(setting, context)})",
         "tensor link": f"the tensor-parallel link ({_link(setting, tensor)})",
         "state copies": "copies of offloaded state",
         "activation copies": "copies of activations",
@@ -223,6 +225,8 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
         lines.append(
             "Possible changes: more ranks, or less state (another optimizer, lower precision)."
         )
+    if setting.more_contexts and kind == ACTIVATIONS:
+        lines.append("Context parallelism (`context_parallel=`) may be enough.")
     if setting.more_degrees:
         lines.append('Tensor parallelism (`tensor_parallel="auto"`) may be enough.')
     tried = {role for each in outcomes for role in _offloaded_roles(each.candidate)}
@@ -279,7 +283,9 @@ class StrategyPlan:
 
     @property
     def best(self) -> dict[str, Any]:
-        """Arguments for ``fe.shard(model, **planning.best)`` on all ranks.
+        """Arguments for ``fe.shard(model, **planning.best)`` on all ranks. With context
+        parallelism, which shards parameters over all ranks, too, forward and backward have to run
+        within torch's ``context_parallel``.
 
         Raises:
             ValueError: no candidate fits, or it is unknown; the message contains the table. Or it
@@ -294,7 +300,9 @@ class StrategyPlan:
 
     def shard(self, model: nn.Module, **given: Any) -> Engine:
         """Shard the model as the chosen candidate says, with its tensor parallelism. Collective;
-        the plan must be equal on all ranks.
+        the plan must be equal on all ranks. With context or tensor parallelism the root of the
+        engine's mesh has their dimensions, "cp" and "tp"; forward and backward have to run within
+        torch's ``context_parallel`` over "cp".
 
         Args:
             model: the planned one; see :func:`~fsdp_engine.shard`.

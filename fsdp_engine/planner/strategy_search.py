@@ -33,6 +33,7 @@ from fsdp_engine.planner.progress import PlanProgress, plan_progress
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.compiled import simulated_compiler
+from fsdp_engine.simulation.context_parallel import sequence_length
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, build_module
 from fsdp_engine.simulation.simulation_error import SimulationError
@@ -41,6 +42,9 @@ from fsdp_engine.simulation.tp_plan import fitting_degrees
 from fsdp_engine.units.checkpointing import SELECTIVE
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
+
+# Tokens of a sequence from which "auto" tries context parallelism.
+_LONG_SEQUENCE = 2**15
 
 # A quick plan tries no further candidate after these seconds, if one fits.
 QUICK_SECONDS = 6.0
@@ -67,6 +71,7 @@ def plan(
     quick: bool = False,
     cache: bool = False,
     compile: bool = False,
+    context_parallel: int | Sequence[int] | str = 1,
     tensor_parallel: int | Sequence[int] | str = 1,
     parallelize: Parallelize | None = None,
     **options: Any,
@@ -76,7 +81,8 @@ def plan(
 
     Args:
         build: a function that returns the model, or its name as ``module:function``.
-        batch: the inputs of the model on one data-parallel rank, or a function that returns them;
+        batch: the inputs of the model on one data-parallel rank, or on one group of
+            context-parallel ranks, or a function that returns them;
             with ``microbatch_sizes`` or ``global_batch`` a function of the size, with ``sequences``
             one that also takes ``sequence=``. See :func:`~.simulation.simulate`.
         world_size: all ranks.
@@ -111,6 +117,11 @@ def plan(
             that are there; see [Note: What a cached row depends on] in ``plan_cache.py``.
         compile: blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
             not do.
+        context_parallel: consecutive ranks that share each sequence, by ``context_parallel`` of
+            torch around forward and backward (:func:`~.simulation.simulate`); several numbers to
+            try all of them. "auto": 1, and for sequences of 32,768 tokens or more the powers of two
+            that fit a node and divide the inner axis, and half of a sequence. With more than 1,
+            candidates have the levels of a quick plan.
         tensor_parallel: consecutive ranks that share the model's matrices; several numbers to try
             all of them. "auto": 1 and the powers of two that fit a node, divide the ranks, and for
             which a model of transformers has a plan (``tp_plan``). The others of the
@@ -153,6 +164,7 @@ def plan(
         quick,
         cache,
         compile,
+        context_parallel,
         tensor_parallel,
         parallelize,
         options,
@@ -190,7 +202,7 @@ class _Planning:
             job.repeated = repeated if repeated is not None and repeated.is_deep else None
         self._search: BatchSearch | None = None
         degrees = request.degrees(model)
-        every = request.candidates(degrees)
+        every = self._with_long_sequences(request.candidates(degrees))
         if request.global_batch is not None:
             self._search = BatchSearch(job, request.global_batch)
             every = _with_batch(every, self._search)
@@ -213,6 +225,7 @@ class _Planning:
             is_quick=request.quick,
             is_compiled=request.compile,
             more_degrees=degrees == [1] and others != [],
+            more_contexts=request.context_parallel == 1 and request.where.host_runs_ahead,
         )
         if self._search is not None:
             batch = self._search.batch_of(first)
@@ -233,7 +246,7 @@ class _Planning:
             with simulated_compiler():  # blocks are traced once
                 return self._by_simulations(replan)
         except SimulationError as error:
-            if not error.needs_values or not self._without_tensor_parallel:
+            if not error.needs_values or not self._data_parallel:
                 raise
             return self._by_formulas(str(error), replan)
 
@@ -264,7 +277,7 @@ class _Planning:
 
     def _by_formulas(self, why_unknown: str, replan: Callable[..., StrategyPlan]) -> StrategyPlan:
         setting = replace(self._setting, why_unknown=why_unknown, global_batch=0)
-        tried = self._estimates(self._without_tensor_parallel)
+        tried = self._estimates(self._data_parallel)
         found = self._with_offloads(tried, self._estimates)
         options = dict(self._request.options)
         return StrategyPlan(setting, sorted_outcomes(found), options=options, replan=replan)
@@ -324,8 +337,8 @@ class _Planning:
     # Formulas.
 
     @property
-    def _without_tensor_parallel(self) -> list[Candidate]:
-        return [each for each in self._candidates if each.tensor_parallel == 1]
+    def _data_parallel(self) -> list[Candidate]:
+        return [each for each in self._candidates if each.is_data_parallel]
 
     def _estimates(self, tried: Sequence[Candidate]) -> list[Outcome]:
         """Results of formulas, for the candidates that differ in their formulas."""
@@ -351,8 +364,8 @@ class _Planning:
 
     def _without_hopeless(self, tried: list[Candidate]) -> list[Candidate]:
         """Those whose weights and optimizer state, by formulas, fit, and in a full plan all
-        without tensor parallelism; the first if there are none. Tensor parallelism divides them by
-        its ranks at most."""
+        without tensor and context parallelism; the first if there are none. Tensor parallelism
+        divides them by its ranks at most."""
         request = self._request
 
         @functools.cache
@@ -364,9 +377,25 @@ class _Planning:
         return [
             each
             for each in tried
-            if (each.tensor_parallel == 1 and not request.quick)
+            if (each.is_data_parallel and not request.quick)
             or held(_in_formulas(each)) <= request.limit
         ] or tried[:1]
+
+    def _with_long_sequences(self, tried: list[Candidate]) -> list[Candidate]:
+        """Without those with context parallelism that "auto" does not try."""
+        if self._request.context_parallel != AUTO:
+            return tried
+
+        @functools.cache
+        def length(like: Candidate) -> int:
+            return sequence_length(self._job.inputs(like)) or 0
+
+        def is_long(each: Candidate) -> bool:
+            like = Candidate((1,), "", "", False, each.microbatch_size, sequence=each.sequence)
+            found = length(like)
+            return found >= _LONG_SEQUENCE and found % (2 * each.context_parallel) == 0
+
+        return [each for each in tried if each.context_parallel == 1 or is_long(each)]
 
     def _allowed(self, tried: Sequence[Candidate]) -> list[Candidate]:
         """Those whose levels allow their offload."""
@@ -389,25 +418,25 @@ class _Planning:
 
 
 def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:
-    """Those whose data-parallel ranks divide the global batch.
+    """Those whose numbers of batches divide the global batch.
 
     Raises:
         ValueError: there are none with a length of sequences.
     """
     allowed: set[tuple[int, int | None]] = set()
     refused: dict[int | None, ValueError] = {}
-    for each in {(each.data_parallel, each.sequence): each for each in tried}.values():
+    for each in {(each.num_batches, each.sequence): each for each in tried}.values():
         try:
             search.batch_of(each)
         except ValueError as error:
             refused.setdefault(each.sequence, error)
         else:
-            allowed.add((each.data_parallel, each.sequence))
+            allowed.add((each.num_batches, each.sequence))
     sequences = {sequence for _, sequence in allowed}
     for sequence, refusal in refused.items():
         if sequence not in sequences:
             raise refusal
-    return [each for each in tried if (each.data_parallel, each.sequence) in allowed]
+    return [each for each in tried if (each.num_batches, each.sequence) in allowed]
 
 
 def _with_offloaded_activations(
@@ -431,7 +460,12 @@ def _with_offloaded_activations(
 def _in_formulas(candidate: Candidate) -> Candidate:
     """The candidate without what formulas do not know."""
     return replace(
-        candidate, checkpointing=False, microbatch_size=None, microbatches=None, sequence=None
+        candidate,
+        checkpointing=False,
+        microbatch_size=None,
+        microbatches=None,
+        sequence=None,
+        context_parallel=1,
     )
 
 

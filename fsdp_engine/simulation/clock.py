@@ -51,6 +51,8 @@ from fsdp_engine.simulation.machine import Machine
 
 # Collectives of the model itself, of tensor parallelism for example.
 MODEL_LANE = "tensor parallel"
+# Those of ring attention.
+CONTEXT_LANE = "context parallel"
 
 # In the timeline: computation on the host of a device.
 HOST_WORK = "host work"
@@ -338,7 +340,7 @@ class Clock:
         self._queues: dict[str, CopyQueues] = {}
         self._copies: list[tuple[int, Copy]] = []  # of spans, by number
         self._compute = self.lanes[COMPUTE]
-        self._of_model = SimulatedLane(self, MODEL_LANE)
+        self._of_model = {name: SimulatedLane(self, name) for name in (MODEL_LANE, CONTEXT_LANE)}
         # The dependency of compute's next operation, and the phase in which it was added.
         self._awaited: SimulatedTicket | None = None
         self._awaited_in = ""
@@ -441,19 +443,25 @@ class Clock:
             self.sent_bytes[axis] = self.sent_bytes.get(axis, 0.0) + num_bytes
 
     def send_for_model(
-        self, name: str, num_bytes: float, seconds: float, of_compute: float = 0.0
+        self,
+        name: str,
+        num_bytes: float,
+        seconds: float,
+        of_compute: float = 0.0,
+        lane_name: str = MODEL_LANE,
     ) -> SimulatedTicket:
         """Start a collective of the model, which compute has reached, on a lane of its own.
 
         Args:
             name: of the operation.
             num_bytes, seconds, of_compute: see :meth:`send`.
+            lane_name: the lane.
 
         Returns:
             Its end, for :meth:`wait_for_model`.
         """
         self.call()
-        lane, label = self._of_model, f"{name} of {self.module() or 'the model'}"
+        lane, label = self._of_model[lane_name], f"{name} of {self.module() or 'the model'}"
         self._compute.free = self._settle()
         start = max(self._compute.free, lane.free)
         moment = lane.end = Moment(start + seconds, label, lane.name, seconds)

@@ -28,7 +28,7 @@ def device_kernels() -> Iterator[None]:
     """Context in which these functions of torch have the kernels of devices for fake tensors. They
     are replaced where they are looked up: a mode for functions of torch would not see those that
     other functions call, as backward calls a checkpointed forward."""
-    with _replaced({place: _for_fake_tensors(place) for place in _STAND_INS}):
+    with replaced({place: _for_fake_tensors(place) for place in _STAND_INS}):
         yield
 
 
@@ -36,20 +36,26 @@ def device_kernels() -> Iterator[None]:
 def torch_s_kernels() -> Iterator[None]:
     """Context without those of :func:`device_kernels`, for code that Dynamo traces: compilers fuse
     functions anyway."""
-    with _replaced({place: getattr(now, "__wrapped__", now) for place, now in _found().items()}):
+    with replaced({place: getattr(now, "__wrapped__", now) for place, now in _found().items()}):
         yield
 
 
-_Place = tuple[Any, str]
+# A module, and the name of a function in it.
+Place = tuple[Any, str]
 
 
-def _found() -> dict[_Place, Callable[..., Tensor]]:
+def _found() -> dict[Place, Callable[..., Tensor]]:
     return {(module, name): getattr(module, name) for module, name in _STAND_INS}
 
 
 @contextmanager
-def _replaced(functions: Mapping[_Place, Callable[..., Tensor]]) -> Iterator[None]:
-    before = _found()
+def replaced(functions: Mapping[Place, Any]) -> Iterator[None]:
+    """Context in which functions, or other values, of modules are replaced.
+
+    Args:
+        functions: by module and name.
+    """
+    before = {(module, name): getattr(module, name) for module, name in functions}
     try:
         for (module, name), function in functions.items():
             setattr(module, name, function)
@@ -59,7 +65,7 @@ def _replaced(functions: Mapping[_Place, Callable[..., Tensor]]) -> Iterator[Non
             setattr(module, name, function)
 
 
-def _for_fake_tensors(place: _Place) -> Callable[..., Tensor]:
+def _for_fake_tensors(place: Place) -> Callable[..., Tensor]:
     function, stand_in = getattr(*place), _STAND_INS[place]
 
     @wraps(function)
@@ -112,7 +118,7 @@ def _rms_norm(
 # Of what tensors without values are divided by; any.
 _EPSILON = 1e-6
 # By the module and the name of what they stand for.
-_STAND_INS: dict[_Place, Callable[..., Tensor]] = {
+_STAND_INS: dict[Place, Callable[..., Tensor]] = {
     (F, "scaled_dot_product_attention"): _attention,
     (F, "dropout"): _dropout,
     (F, "rms_norm"): _rms_norm,

@@ -20,15 +20,18 @@ from torch.utils._pytree import tree_map
 
 @contextmanager
 def meshes_with_values() -> Iterator[None]:
-    """Within it, torch computes ranks of meshes and offsets of shards outside of fake modes, whose
-    tensors have no values; and at its end torch forgets what it knows of sharded operations, whose
-    meshes name process groups that are gone then (a later mesh of the same ranks equals them)."""
+    """Within it, torch computes ranks of meshes, and offsets and global shapes of shards, outside
+    of the modes of a simulation, whose tensors have no values and whose operations take time. At
+    its end torch forgets what it knows of sharded operations, whose meshes name process groups that
+    are gone then (a later mesh of the same ranks equals them)."""
     places: list[tuple[Any, str]] = [
         (DeviceMesh, name)
         for name in ("__init__", "_concatenate", "_flatten", "_unflatten", "from_group")
     ]
     places += [(DeviceMesh, "__getitem__"), (DeviceMesh, "get_coordinate")]
     places.append((dtensor_utils, "_compute_local_shape_and_global_offset"))
+    # Runs an operation with its global shapes.
+    places.append((type(_propagator()), "_propagate_tensor_meta_non_cached"))
     originals = [(owner, name, vars(owner)[name]) for owner, name in places if name in vars(owner)]
     for owner, name, original in originals:
         setattr(owner, name, _outside_of_modes(original))
@@ -42,9 +45,12 @@ def meshes_with_values() -> Iterator[None]:
 
 def _forget_sharded_operations() -> None:
     # torch's function for both imports numpy.
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
+    _propagator().propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _propagator() -> Any:
+    return DTensor._op_dispatcher.sharding_propagator
 
 
 def _outside_of_modes(original: Any) -> Any:

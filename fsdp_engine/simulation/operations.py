@@ -33,7 +33,7 @@ independent of blocks, units, checkpointing and side effects, and results are id
 
 There is no recipe, and torch runs the operation every time, for: operations outside of aten
 (collectives); operations that change an argument's shape or storage, or return other values than
-tensors; arguments that are not fake, or fake tensors with a constant value
+tensors and whole numbers; arguments that are not fake, or fake tensors with a constant value
 (``torch.tensor(1.0)``); complex and sparse tensors; results whose storage differs from that of
 ``empty_strided``; and results for which one call does not determine which argument they are
 (``torch.add(x, y, out=x)``). Operations whose result's shape depends on values raise.
@@ -57,7 +57,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import not_compiled
-from fsdp_engine.simulation.clock import Clock, SimulatedTicket
+from fsdp_engine.simulation.clock import CONTEXT_LANE, MODEL_LANE, Clock, SimulatedTicket
 from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.fusion import Kernel, name_of, value_of
 from fsdp_engine.simulation.machine import Attention, Link, Machine
@@ -121,11 +121,11 @@ class Recipe:
     """The recipe of an operation's results, shared by all calls with the same metadata.
 
     Attributes:
-        results: recipes in order; None for a result that is None.
+        results: recipes in order; a number, or None, for a result that is one.
         container: type of the results' container. None: a single result.
     """
 
-    results: tuple[_Result | None, ...]
+    results: tuple[_Result | int | None, ...]
     container: Callable[[Any], Any] | None
 
 
@@ -252,14 +252,16 @@ def _is_supported(tensor: Any, mode: FakeTensorMode) -> bool:
 
 def _recipe_of(out: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Recipe | None:
     container = type(out) if type(out) in (tuple, list) else None
-    results: list[_Result | None] = []
+    results: list[_Result | int | None] = []
     storages: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
         shared = _storage_of(tensor) in storages
         storages[_storage_of(tensor)] = _AMBIGUOUS if shared else number
     for each in (out,) if container is None else out:
-        result = None
-        if each is not None:
+        result: _Result | int | None = None
+        if type(each) is int and container is not None:
+            result = each  # attention returns lengths
+        elif each is not None:
             result = _result_of(each, mode, tensors, storages)
             if result is None:
                 return None
@@ -310,7 +312,10 @@ def _least_bytes(view: _View) -> int:
 
 
 def _results_of(recipe: Recipe, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Any:
-    made = [None if each is None else _tensor_of(each, mode, tensors) for each in recipe.results]
+    made = [
+        _tensor_of(each, mode, tensors) if isinstance(each, _Result) else each
+        for each in recipe.results
+    ]
     return made[0] if recipe.container is None else recipe.container(made)
 
 
@@ -359,15 +364,22 @@ _MODEL_RINGS = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "broadc
 _MODEL_RINGS |= {"all_reduce": 2}
 
 
+def _with_heads(key: Tensor, query: Tensor) -> tuple[int, ...]:
+    """The shape of keys or values with as many heads as queries, which kernels may share (torch's
+    formulas know that since 2.13)."""
+    return (key.shape[0], query.shape[1], *key.shape[2:])
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    count: int = flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
+    shapes = (query.shape, *(_with_heads(each, query) for each in (key, value)))
+    count: int = flop_counter.sdpa_flop_count(*shapes)
     return count
 
 
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> int:
-    shapes = (grad.shape, query.shape, key.shape, value.shape)
+    shapes = (grad.shape, query.shape, *(_with_heads(each, query) for each in (key, value)))
     count: int = flop_counter.sdpa_backward_flop_count(*shapes)
     return count
 
@@ -387,7 +399,8 @@ def _recurrent_backward(rows: Tensor, *matrices: Any, **_: Any) -> int:
     return 2 * _recurrent(rows, *matrices)
 
 
-# Of what flop_counter does not list. Attention on fake tensors uses the CPU's kernel.
+# Of what flop_counter does not list, or not with fewer heads of keys. Attention on fake tensors is
+# the CPU's kernel, but for ring attention.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: _grouped,
     _aten._scaled_grouped_mm: _grouped,
@@ -395,11 +408,20 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._scaled_dot_product_flash_attention: _attention,
+    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
 }
 
 
+# The kernels of ring attention; see ``context_parallel.py``.
+_RING_ATTENTION = _aten._scaled_dot_product_flash_attention.default
+_RING_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
+
 # On fake tensors, for all devices.
-_ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
+_ATTENTION_BACKWARD = {
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    _RING_ATTENTION_BACKWARD,
+}
 # Of the five products of attention's backward one computes the scores again.
 _ATTENTION_BACKWARD_SHARE = 4 / 5
 
@@ -420,6 +442,7 @@ class Operations(TorchDispatchMode):
         is_recomputation: of the operations of compiled code that run.
         data_ranks: the data-parallel ranks, once there is an engine. Groups of other ranks are the
             model's.
+        context_ranks: the context-parallel ranks.
     """
 
     def __init__(
@@ -437,6 +460,7 @@ class Operations(TorchDispatchMode):
         self._clock = clock
         self._memory = memory
         self.data_ranks: frozenset[int] | None = None
+        self.context_ranks: list[int] = []
         self._ranks: dict[str, list[int]] = {}  # of groups
         self._pending: dict[int, SimulatedTicket] = {}  # by storage of the result
         self._seconds_of_fused: dict[Kernel, float] = {}
@@ -463,6 +487,8 @@ class Operations(TorchDispatchMode):
         if not _OURS.issuperset(types):
             return NotImplemented  # the operations of the subclass are dispatched here again
         kwargs = kwargs or {}
+        if func is _RING_ATTENTION_BACKWARD and not args:
+            args, kwargs = _positional(func, kwargs)
         out, recipe = self._known.run(self._fake, func, args, kwargs)
         out = as_returned(func, args, out)
         if func.namespace == "c10d":
@@ -602,6 +628,8 @@ class Operations(TorchDispatchMode):
             name = func._overloadpacket.__name__
             if "scaled_dot_product" in name and "backward" in name:
                 flops *= _ATTENTION_BACKWARD_SHARE
+            if func in (_RING_ATTENTION, _RING_ATTENTION_BACKWARD):
+                flops *= _ring_block_share(func, args, kwargs)
             peak = clock.machine.processor.peak_flops(_dtype(args)) if flops else math.inf
             known = flops, flops / peak
             if recipe is not None:
@@ -658,14 +686,21 @@ class Operations(TorchDispatchMode):
         machine = self._clock.machine
         link = machine.link(num_ranks, stride)
         ring = _MODEL_RINGS.get(name.removesuffix("_").removesuffix("_coalesced"), 1)
+        sent = sent_bytes(num_bytes, num_ranks, ring)
         seconds = message_seconds(link, num_bytes, num_ranks, ring)
-        if "all_to_all" in name:
+        if "all_to_all" in name and _num_peers(args) == 1:
+            # To the next rank. In one group of several nodes, some next ranks are in other nodes.
+            sent = float(num_bytes)
+            seconds = machine.link_to((num_ranks - 1) * stride).seconds(sent, 1)
+        elif "all_to_all" in name:
             seconds = all_to_all_seconds(machine, num_bytes, num_ranks, stride)
-        sent, of_compute = sent_bytes(num_bytes, num_ranks, ring), seconds * link.processor_share
+        of_compute = seconds * link.processor_share
         if self._clock.lane_at_work is not None:
             self._clock.send(sent, seconds, of_compute)
             return
-        ended = self._clock.send_for_model(name, sent, seconds, of_compute)
+        is_of_context = self._ranks_of(group) == self.context_ranks
+        lane = CONTEXT_LANE if is_of_context else MODEL_LANE
+        ended = self._clock.send_for_model(name, sent, seconds, of_compute, lane)
         for each in tensors_of(out):
             self._pending[_storage_of(each)] = ended
 
@@ -762,6 +797,28 @@ def _attention_of(func: Any, args: Any, kwargs: Any) -> Attention | None:
     query, key = given["query"], given["key"]
     is_causal = bool(given.get("is_causal", False))
     return Attention(query.shape[-2], key.shape[-2], is_causal, "backward" in name, query.shape[-1])
+
+
+def _positional(func: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Positional arguments that were given by name, and the others."""
+    names = [each.name for each in func._schema.arguments if not each.kwarg_only]
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    return [kwargs[name] for name in names if name in kwargs], others
+
+
+def _ring_block_share(func: Any, args: Any, kwargs: Any) -> float:
+    """The model flops of a block of ring attention over those that it computes. Load-balanced
+    causal attention computes half of the queries, or of the keys, of each block but the diagonal
+    one; causal attention counts in full."""
+    block = _attention_of(func, args, kwargs)
+    assert block is not None
+    return 1.0 if block.num_queries == block.num_keys else 2.0
+
+
+def _num_peers(args: Any) -> int | None:
+    """The ranks that an all-to-all sends to, itself included; None: all."""
+    sizes = args[2]
+    return None if not sizes else sum(1 for size in sizes if size)
 
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:

@@ -51,6 +51,7 @@ from fsdp_engine.simulation.compiled import (
     compiled_modules,
     simulated_compiler,
 )
+from fsdp_engine.simulation.context_parallel import ContextParallel, check_context_parallel
 from fsdp_engine.simulation.device_kernels import device_kernels
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
@@ -258,7 +259,8 @@ class Simulation:
         exposed: waits of compute for communication, and for copies of offloaded state and
             activations.
         memory: by kind, at the peak.
-        sent_bytes: bytes that a rank sends, by axis ("inner", "outer").
+        sent_bytes: bytes that a rank sends, by axis ("inner", "outer",
+            "context", "tensor").
         budget: elements in the engine's prefetch window.
         staging_budget: the engine's limit on gradients in flight.
         elsewhere: bytes of offloaded state and activations by place ("host", "disk"), beside
@@ -443,6 +445,7 @@ def simulate(
     *,
     batch: Any,
     mesh: Sequence[int] | None = None,
+    context_parallel: int = 1,
     tensor_parallel: int = 1,
     parallelize: Parallelize | None = None,
     machine: Machine = H100,
@@ -461,10 +464,14 @@ def simulate(
         build: returns the model, on any device.
         world_size: all ranks. Parameters may be DTensors, over a mesh that ``build`` creates by
             ``init_device_mesh``; its other dimensions are the data-parallel ones.
-        batch: the model's inputs on one rank: a tuple of arguments, a dict of keyword arguments, a
-            single argument, or a function that returns one of these. Only the shapes and dtypes of
-            tensors are used.
-        mesh: data-parallel ranks on each axis, (inner,) or (outer, inner). None: one axis.
+        batch: the model's inputs on one rank, or on one group of context-parallel ranks: a tuple of
+            arguments, a dict of keyword arguments, a single argument, or a function that returns
+            one of these. Only the shapes and dtypes of tensors are used.
+        mesh: ranks that parameters are sharded over on each axis, (inner,) or (outer, inner): the
+            data-parallel ranks, context-parallel ones included. None: one axis.
+        context_parallel: consecutive ranks of the inner axis that share each sequence, by torch's
+            ``context_parallel`` around forward and backward. It shards all tensors of the batch
+            whose dimension 1 is the sequence.
         tensor_parallel: ranks of the tensor-parallel axis, which are consecutive. The others,
             ``world_size / tensor_parallel``, are data-parallel.
         parallelize: applies tensor parallelism to the model in place,
@@ -488,7 +495,9 @@ def simulate(
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
             argument has another type.
         ValueError: ``mesh`` does not have the data-parallel ranks, ``tensor_parallel`` does not
-            divide ``world_size`` or the model's heads, there is no microbatch, the config enables
+            divide ``world_size`` or the model's heads, ``context_parallel`` does not divide the
+            inner axis, or half of a sequence, or the model's attention cannot be ring attention on
+            this machine, there is no microbatch, the config enables
             checks of gradients' values, there are no blocks to compile, the machine's link to
             offloaded tensors is unknown, no parameter requires grad, or there is no loss that
             requires grad.
@@ -511,6 +520,12 @@ def simulate(
     if math.prod(sizes) != data_size or len(sizes) not in (1, 2) or min(sizes) < 1:
         raise ValueError(f"mesh: expected one or two sizes of {data_size} ranks; found {sizes}")
     is_one_axis = mesh is None
+    check_context_parallel(context_parallel, sizes[-1], "ranks of the inner axis")
+    if context_parallel > 1 and not machine.host_runs_ahead:
+        raise ValueError(
+            "context_parallel: expected 1 on a machine whose host computes, since torch has no "
+            f"ring attention for CPUs; found {context_parallel} on {machine.name}"
+        )
     config = options.get("config")
     if config is not None:
         check_type(
@@ -530,7 +545,10 @@ def simulate(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         simulated_ranks(
-            sizes, on_host=not machine.host_runs_ahead, tensor_parallel=tensor_parallel
+            sizes,
+            on_host=not machine.host_runs_ahead,
+            context_parallel=context_parallel,
+            tensor_parallel=tensor_parallel,
         ) as device_mesh,
         meshes_with_values(),
         lanes_made_by(clock.make_lanes, clock.make_copy_lanes, clock.make_step_lane),
@@ -545,7 +563,7 @@ def simulate(
         signature = _signature(model)
         if tensor_parallel > 1:
             _parallelize(model, parallelize, device_mesh._get_root_mesh()["tp"])
-        elif is_one_axis:
+        elif is_one_axis and context_parallel == 1:
             device_mesh = data_mesh_beside(model, device_mesh)
             sizes = tuple(device_mesh.shape)
         names.set_model(model)
@@ -566,7 +584,13 @@ def simulate(
             inputs = to_fake(batch() if callable(batch) else batch, fake)
         memory.made([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)])
         _check_call(signature, inputs, model)
-        step = _Step(engine, trained, inputs, loss)
+        context = None
+        if context_parallel > 1:
+            context_mesh = device_mesh._get_root_mesh()["cp"]
+            operations.context_ranks = members_of(context_mesh)
+            context = ContextParallel(context_mesh)
+            context.check_batch(inputs)
+        step = _Step(engine, trained, inputs, loss, context)
         for count in FIRST_STEPS + (1,) * engine.offload.overlap_forward:
             step.run(count, clock, memory)
         start = clock.finish()
@@ -577,8 +601,12 @@ def simulate(
         seconds = clock.finish() - start
         checkpoint_bytes = _checkpoint_bytes(model, trained)
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
+    beside = []
+    if context_parallel > 1:
+        beside.append(f" in context-parallel groups of {context_parallel}")
     if math.prod(sizes) < world_size:
-        title += f" of {world_size // math.prod(sizes)} tensor-parallel ranks each"
+        beside.append(f" of {world_size // math.prod(sizes)} tensor-parallel ranks each")
+    title += ",".join(beside)
     spans = tuple(
         replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
     )
@@ -711,6 +739,7 @@ class _Step:
     Args:
         engine: of the sharded model.
         optimizer, inputs, loss: see :func:`simulate`.
+        context: the context-parallel ranks, if sequences are sharded.
     """
 
     def __init__(
@@ -719,19 +748,23 @@ class _Step:
         optimizer: torch.optim.Optimizer,
         inputs: Any,
         loss: Callable[[Any], Tensor] | None,
+        context: ContextParallel | None = None,
     ) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._inputs = inputs
         self._loss = loss
+        self._context = context
 
     def run(self, microbatches: int, clock: Clock, memory: MemoryTracker) -> list[Mark]:
         """Run all microbatches, then the optimizer's step; returns the end of each microbatch."""
         ends = []
+        context = self._context
         for number in range(microbatches):
             is_last = number == microbatches - 1
-            with nullcontext() if is_last else self._engine.no_sync():
-                clock.phase = "forward"
+            clock.phase = "forward"
+            sync = nullcontext() if is_last else self._engine.no_sync()
+            with sync, nullcontext() if context is None else context.shards(self._inputs):
                 with as_simulation_error("forward"):
                     output = _call(self._engine.model, self._inputs)
                 loss = self._loss_of(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -229,6 +230,7 @@ def test_a_quick_plan_ends_with_the_first_that_fits_when_its_time_is_over(
 def test_the_full_plan_after_a_quick_one_simulates_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", math.inf)
     quick = planned(2.0**30, quick=True)
     tried = []
     simulate = job.simulate

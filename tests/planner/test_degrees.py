@@ -1,8 +1,9 @@
-"""Plans that try tensor parallelism beside data parallelism."""
+"""Plans that try tensor and context parallelism beside data parallelism."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import sys
@@ -19,18 +20,27 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
+from fsdp_engine.planner import strategy_search
 from fsdp_engine.planner.candidates import Candidate, is_quick
 from fsdp_engine.planner.page import save_page
+from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.plan_view import TIME_COLOURS
 from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.simulation.tp_plan import fitting_degrees
 from tests.composition.tensor_parallel import Model, cut
 from tests.planner.made_plans import LLAMA
 from tests.pool import Ranks
+from tests.simulation.memory_runs import HOST
 
 WORLD = 4
 MACHINE = replace(fe.H100, ranks_per_node=2)
 TOKENS = torch.arange(4 * 32).view(4, 32) % 64
+
+
+@pytest.fixture(autouse=True)
+def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick plans try all of their candidates, however long these take."""
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", math.inf)
 
 
 def llama() -> nn.Module:
@@ -49,7 +59,7 @@ def llama_batch(size: int = 4) -> dict[str, Tensor]:
 def plan(**changes: Any) -> fe.StrategyPlan:
     """On one axis, unless ``changes`` say another thing."""
     arguments = {"world_size": WORLD, "machine": MACHINE, "checkpointing": (False,), **changes}
-    return fe.plan(llama, llama_batch, **arguments)
+    return fe.plan(llama, arguments.pop("batch", llama_batch), **arguments)
 
 
 @functools.cache
@@ -123,6 +133,174 @@ def test_waits_for_the_tensor_parallel_link_are_a_part_of_the_step(tmp_path: Pat
     step = planning.simulate(planning.outcomes[0].candidate)
     save_page(planning, tmp_path / "plan.html", step)
     assert "waits for the tensor link" in (tmp_path / "plan.html").read_text()
+
+
+# Context parallelism.
+
+LONG = 2**15
+
+
+def long_batch(size: int = 1) -> dict[str, Tensor]:
+    tokens = torch.zeros(size, LONG, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@functools.cache
+def shared(*degrees: int) -> fe.StrategyPlan:
+    """With these degrees of context parallelism, on one axis."""
+    return plan(context_parallel=degrees, meshes=[(WORLD,)], quick=True)
+
+
+def contexts_of(planning: fe.StrategyPlan) -> set[tuple[int, ...]]:
+    """Meshes with their degrees of context parallelism."""
+    candidates = [each.candidate for each in planning.outcomes]
+    return {(*each.mesh, each.context_parallel) for each in candidates}
+
+
+def test_a_context_parallel_degree_is_simulated_as_by_itself() -> None:
+    """Four ranks have two batches, of two ranks each."""
+    for outcome in shared(1, 2).outcomes:
+        candidate = outcome.candidate
+        assert is_quick(candidate)
+        assert outcome.items == TOKENS.numel() * WORLD // candidate.context_parallel
+        assert outcome.items == TOKENS.numel() * candidate.num_batches
+    outcome = next(each for each in shared(2).outcomes if each.times is not None)
+    alone = fe.simulate(
+        llama,
+        WORLD,
+        batch=llama_batch(),
+        context_parallel=2,
+        machine=MACHINE,
+        strategy=outcome.candidate.strategy,
+    )
+    assert outcome.times is not None
+    assert outcome.times.step == pytest.approx(alone.seconds)
+    assert outcome.memory == alone.memory
+    assert outcome.sent == alone.sent_bytes
+
+
+def request(**changes: Any) -> PlanRequest:
+    """Of a plan with all strategies, whose candidates are not simulated."""
+    names = inspect.signature(fe.plan).parameters
+    defaults = {name: each.default for name, each in names.items() if name != "options"}
+    given = {"build": llama, "batch": llama_batch, "world_size": 16, "machine": fe.H100, **changes}
+    return PlanRequest(**{**defaults, **given})
+
+
+def degrees_in(found: PlanRequest, *degrees: int) -> set[tuple[int, ...]]:
+    return {
+        (*each.mesh, each.context_parallel, each.tensor_parallel)
+        for each in found.candidates(degrees)
+    }
+
+
+def test_candidates_have_all_pairs_of_degrees_that_fit() -> None:
+    """Sixteen ranks, in two nodes."""
+    assert degrees_in(request(context_parallel=(1, 8)), 1) == {
+        *((16, 1, 1), (2, 8, 1, 1)),
+        *((16, 8, 1), (2, 8, 8, 1)),
+    }
+    # With tensor parallelism a node has half as many places.
+    both = degrees_in(request(context_parallel="auto"), 1, 4)
+    assert {each for each in both if each[-1] == 4} == {
+        *((4, 1, 4), (4, 2, 4)),
+        *((2, 2, 1, 4), (2, 2, 2, 4)),
+    }
+    assert {each[-2] for each in both if each[-1] == 1} == {1, 2, 4, 8}
+
+
+def test_auto_tries_context_parallelism_for_long_sequences() -> None:
+    assert contexts_of(plan(context_parallel="auto", meshes=[(WORLD,)], quick=True)) == {(4, 1)}
+    found = plan(
+        context_parallel="auto", meshes=[(2, 2)], quick=True, batch=long_batch, checkpointing=[True]
+    )
+    assert contexts_of(found) == {(2, 2, 1), (2, 2, 2)}
+
+
+def test_a_global_batch_has_rows_for_groups_of_context_parallel_ranks() -> None:
+    """Two rows a step: one for each of two groups of two ranks."""
+    with pytest.raises(ValueError, match="global_batch: expected a multiple of 128 tokens"):
+        plan(global_batch=64)
+    planning = plan(context_parallel=(1, 2), global_batch=64, quick=True, meshes=[(WORLD,)])
+    assert contexts_of(planning) == {(4, 2)}
+    assert planning.setting.global_batch == 64
+
+
+def test_waits_for_the_context_parallel_link_are_a_part_of_the_step(tmp_path: Path) -> None:
+    link = replace(fe.H100.within_node, bandwidth=1e7)
+    machine = replace(MACHINE, within_node=link)
+    planning = plan(context_parallel=2, meshes=[(WORLD,)], machine=machine, quick=True)
+    times = planning.outcomes[0].times
+    assert times is not None
+    assert times.shares()["context link"] > 0.3
+    assert times.shares().keys() <= TIME_COLOURS.keys()
+    assert "sent context" in str(planning)
+    assert "4, CP 2" in str(planning)
+    assert "on 4 ranks in context-parallel groups of 2" in str(planning)
+    assert "the context-parallel link (within a node)" in str(planning)
+    assert planning.simulate is not None
+    step = planning.simulate(planning.outcomes[0].candidate)
+    save_page(planning, tmp_path / "plan.html", step)
+    assert "waits for the context link" in (tmp_path / "plan.html").read_text()
+
+
+def test_a_plan_where_activations_do_not_fit_names_context_parallelism() -> None:
+    hint = "Context parallelism (`context_parallel=`) may be enough."
+    assert hint in str(planned(1).within(1000.0))
+    assert hint not in str(shared(1, 2).within(1000.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel": 3}, "context_parallel: expected a divisor of the 4 ranks; found 3"),
+        (
+            {"context_parallel": 4, "meshes": [(2, 2)]},
+            "context_parallel: expected a divisor of the inner axis .* 2 ranks; found 4",
+        ),
+        ({"context_parallel": 0}, "context_parallel: expected 1 rank or more; found 0"),
+        ({"context_parallel": "all"}, "context_parallel: expected numbers of ranks, such as"),
+        ({"context_parallel": 2, "formulas": True}, "context_parallel: expected 1 with formulas"),
+        ({"context_parallel": 2, "machine": HOST}, "torch has no ring attention for CPUs; found 2"),
+        (
+            {"context_parallel": 2, "batch": torch.zeros(2, 30, dtype=torch.long)},
+            "context_parallel: expected sequences divisible by 4, .* found 30 tokens and 2 ranks",
+        ),
+    ],
+)
+def test_wrong_context_parallel_degrees(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        plan(**changes)
+
+
+def _shared_losses(path: str) -> tuple[list[float], tuple[int, ...], int]:
+    """Losses of two steps, sizes of the engine's mesh, and context-parallel ranks."""
+    torch.manual_seed(0)
+    model = llama()
+    engine = fe.StrategyPlan.load(path).shard(model)
+    root = engine.mesh.device_mesh._get_root_mesh()
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    sizes = engine.mesh.outer.size, engine.mesh.inner.size
+    return _trained(model, optimizer), sizes, root["cp"].size()
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_a_plan_shards_over_ranks_that_share_sequences(
+    ranks: Ranks, tmp_path: Path, mesh: tuple[int, ...]
+) -> None:
+    """Attention of CPUs is not ring attention: all ranks have whole sequences here."""
+    planning = plan(context_parallel=2, meshes=[mesh], quick=True)
+    planning.save(tmp_path / "plan.json")
+    torch.manual_seed(0)
+    model = llama()
+    expected = _trained(model, torch.optim.AdamW(model.parameters()))
+    for losses, sizes, num_context in ranks.run(
+        _shared_losses, str(tmp_path / "plan.json"), world_size=WORLD
+    ):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert sizes[-1] == mesh[-1]
+        assert math.prod(sizes) == WORLD
+        assert num_context == 2
 
 
 def test_a_plan_where_nothing_fits_names_tensor_parallelism() -> None:
@@ -208,6 +386,9 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = CliRunner().invoke(app, [*given, "--tensor-parallel", "auto"])
     assert found.exit_code == 0, found.output
     assert "8, TP 2" in found.output
+    found = CliRunner().invoke(app, [*given, "--context-parallel", "4"])
+    assert found.exit_code == 0, found.output
+    assert "16, CP 4" in found.output
     found = CliRunner().invoke(app, [*given, "--tensor-parallel", "2", "--outer", "2"])
     assert found.exit_code == 0, found.output
     assert "2 x 4, TP 2" in found.output
@@ -345,6 +526,7 @@ def test_auto_takes_the_candidates_of_the_meshs_ranks(ranks: Ranks, tmp_path: Pa
 def test_a_planned_candidate_names_its_ranks() -> None:
     candidate = Candidate((2, 4), "optim_grads_params", "no_shard", False, tensor_parallel=8)
     assert candidate.ranks == "2 x 4, TP 8"
+    assert replace(candidate, context_parallel=4).ranks == "2 x 4, CP 4, TP 8"
     assert str(candidate) == (
         "optim_grads_params + no_shard on 2 x 4 ranks of 8 tensor-parallel ranks each, "
         "no checkpointing"

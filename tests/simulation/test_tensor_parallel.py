@@ -25,6 +25,7 @@ from tests.composition.tensor_parallel import Model, cut, mesh_of
 from tests.pool import Ranks
 from tests.simulation.live_storages import LiveStorages
 from tests.simulation.memory_runs import HOST
+from tests.simulation.small_llama import llama
 
 NUM_RANKS, TP, WIDTH, ROWS = 4, 2, 64, 16
 
@@ -137,22 +138,6 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="tensor_parallel: expected a divisor of the 2 num_key"):
         fe.simulate(llama, 4, batch=llama_batch(), tensor_parallel=4)
     assert not dist.is_initialized()
-
-
-def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        use_cache=False,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
 
 
 def llama_batch() -> dict[str, Tensor]:
