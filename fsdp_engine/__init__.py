@@ -32,7 +32,9 @@ from fsdp_engine.pretrained.weight_version import WeightVersion
 from fsdp_engine.runtime.activations import OffloadActivations
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
+from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
 from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
+from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.simulation.tp_plan import apply_tp_plan
@@ -47,6 +49,7 @@ __all__ = [
     "B200",
     "H100",
     "H200",
+    "CausalLMStages",
     "Checkpointer",
     "Checkpointing",
     "DistributedDataParallel",
@@ -61,6 +64,7 @@ __all__ = [
     "ModelParallelGroups",
     "Offload",
     "OffloadActivations",
+    "PipelineSimulation",
     "Simulation",
     "SimulationError",
     "StrategyPlan",
@@ -82,6 +86,7 @@ __all__ = [
     "shard",
     "shard_optimizer",
     "simulate",
+    "simulate_pipeline",
     "weight_stream",
     "whole_rows",
     "whole_tensors",

@@ -47,8 +47,8 @@ PUBLIC_NAMES = {
     ),
     "planner": (
         "Planner and simulation",
-        "plan StrategyPlan estimate Estimate simulate Simulation SimulationError Machine "
-        "TwoWayLink A100 H100 H200 B200",
+        "plan StrategyPlan estimate Estimate simulate Simulation simulate_pipeline "
+        "PipelineSimulation CausalLMStages SimulationError Machine TwoWayLink A100 H100 H200 B200",
     ),
 }
 # Page of the API reference, named fsdp_engine.PAGE there: the modules on it.

@@ -208,14 +208,17 @@ def simulated_ranks(
     on_host: bool = False,
     context_parallel: int = 1,
     tensor_parallel: int = 1,
+    pipeline: int = 1,
+    pipeline_rank: int = 0,
 ) -> Iterator[DeviceMesh]:
-    """Within it, this process is rank 0 of a mesh of ``sizes`` whose other ranks do not exist:
+    """Within it, this process is a rank of a mesh of ``sizes`` whose other ranks do not exist:
     what it sends goes nowhere, what it receives is whatever was there.
 
     Args:
         sizes: of each data-parallel axis.
         on_host: messages go as they do over gloo, between CPUs, and not as between devices.
-        context_parallel, tensor_parallel: see :func:`data_mesh_beside`.
+        context_parallel, tensor_parallel, pipeline: see :func:`data_mesh_beside`.
+        pipeline_rank: this process' coordinate on "pp"; its others are 0.
 
     Raises:
         RuntimeError: torch.distributed is initialised already.
@@ -230,17 +233,23 @@ def simulated_ranks(
 
     num_ranks = math.prod(sizes) * tensor_parallel
     hook = sys.excepthook  # torch prefixes the rank to the lines of errors, and leaves it so
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=pipeline_rank * num_ranks, world_size=pipeline * num_ranks
+    )
     try:
         with simulated(on_host=on_host):
-            yield data_mesh_beside("cpu", sizes, context_parallel, tensor_parallel)
+            yield data_mesh_beside("cpu", sizes, context_parallel, tensor_parallel, pipeline)
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
 
 
 def data_mesh_beside(
-    device_type: str, sizes: Sequence[int], context_parallel: int = 1, tensor_parallel: int = 1
+    device_type: str,
+    sizes: Sequence[int],
+    context_parallel: int = 1,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
 ) -> DeviceMesh:
     """The axes that parameters are sharded over, of a root mesh of all ranks.
 
@@ -251,19 +260,23 @@ def data_mesh_beside(
             "cp" of the root mesh, if it is more than 1.
         tensor_parallel: consecutive ranks at each place of these axes: the innermost dimension,
             "tp", of the root mesh, if it is more than 1.
+        pipeline: such meshes side by side: the outermost dimension, "pp", of the root mesh, if it
+            is more than 1.
     """
     names = ["outer", "inner"][-len(sizes) :]
-    shape = dict(zip(names, sizes, strict=True))
+    shape = {"pp": pipeline, **dict(zip(names, sizes, strict=True))}
     if context_parallel > 1:
         shape = {**shape, "dp": shape["inner"] // context_parallel, "cp": context_parallel}
         del shape["inner"]
-    if tensor_parallel > 1:
-        shape["tp"] = tensor_parallel
+    shape["tp"] = tensor_parallel
+    for name in ("pp", "tp"):
+        if shape[name] == 1:
+            del shape[name]
     root = init_device_mesh(device_type, (*shape.values(),), mesh_dim_names=(*shape,))
     if context_parallel > 1:
         inner = root["dp", "cp"]._flatten("inner")
         return inner if len(sizes) == 1 else joint_mesh(root["outer"], inner)
-    return root if tensor_parallel == 1 else root[(*names,)]
+    return root if list(shape) == names else root[(*names,)]
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:

@@ -130,7 +130,7 @@ class SimulatedTicket:
     """The end of an operation on a lane. If the host computes, its time is known once the operation
     has started."""
 
-    __slots__ = ("_clock", "_lane", "_start", "_steps", "done", "moment")
+    __slots__ = ("_clock", "_lane", "_start", "_steps", "done", "moment", "number")
 
     def __init__(
         self, lane: SimulatedLane, clock: Clock, moment: Moment, start: Callable[[], Moment] | None
@@ -140,6 +140,7 @@ class SimulatedTicket:
         self._start = start
         self._steps: Steps | None = None  # the part after its communication
         self.moment = moment
+        self.number = -1  # on a tape
         # Whether the host has waited for it, or it had no communication; as in HostTicket.
         self.done = False
 
@@ -317,6 +318,7 @@ class Clock:
         model_flops, seconds_at_peak: of products, without recomputation, and the time that they
             take at the machine's peak.
         entered: lanes that run what compute would.
+        every_lane: lanes in the order in which they were made.
         memory_changed: called when the engine has allocated or freed memory.
         module: returns the name of the module whose operation runs.
     """
@@ -336,14 +338,18 @@ class Clock:
         self.module: Callable[[], str] = lambda: ""
         # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
-        self.lanes = {name: SimulatedLane(self, name) for name in names}
+        self.every_lane: list[SimulatedLane] = []
+        self.lanes = {name: self.make_lane(name) for name in names}
         self._queues: dict[str, CopyQueues] = {}
         self._copies: list[tuple[int, Copy]] = []  # of spans, by number
         self._compute = self.lanes[COMPUTE]
-        self._of_model = {name: SimulatedLane(self, name) for name in (MODEL_LANE, CONTEXT_LANE)}
+        self._of_model = {name: self.make_lane(name) for name in (MODEL_LANE, CONTEXT_LANE)}
         # The dependency of compute's next operation, and the phase in which it was added.
         self._awaited: SimulatedTicket | None = None
         self._awaited_in = ""
+        # The message of another stage that ends last of those that the operation depends on.
+        self._arrival: Moment | None = None
+        self._arrived_in = ""
         # The operation that runs on another lane, and the rest of the last one.
         self._work: _Work | None = None
         self._rest: Steps | None = None
@@ -355,13 +361,18 @@ class Clock:
 
     def make_copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane]:
         """Lanes of copies to the device and from it."""
-        into, out = (SimulatedLane(self, name) for name in names)
+        into, out = (self.make_lane(name) for name in names)
         return into, out
 
     def make_step_lane(self, device: torch.device) -> SimulatedLane:
         """The lane of steps beside forward."""
         del device
-        return SimulatedLane(self, STEP_LANE)
+        return self.make_lane(STEP_LANE)
+
+    def make_lane(self, name: str) -> SimulatedLane:
+        """A new lane."""
+        self.every_lane.append(SimulatedLane(self, name))
+        return self.every_lane[-1]
 
     def restart(self) -> None:
         """Forget the record of operations."""
@@ -475,6 +486,19 @@ class Clock:
     def wait_for_model(self, ticket: SimulatedTicket) -> None:
         """Make compute wait for a collective of the model."""
         self.wait(self._compute, ticket)
+
+    def wait_until(self, label: str, lane: str, start: float, end: float) -> None:
+        """Make compute wait for a message of another stage, on a row of the timeline of its own.
+        A collective that compute waits for, too, may start after it: its exposed time begins
+        then."""
+        moment = Moment(end, label, lane, end - start)
+        if end > start:
+            self.spans.append(Span(lane, label, self.phase, start, end))
+        if not self.machine.host_runs_ahead:
+            self._note_exposed(moment, self.host, self.phase)
+            self.host = self._compute.free = max(self.host, end)
+        elif self._arrival is None or end > self._arrival.time:
+            self._arrival, self._arrived_in = moment, self.phase
 
     def copy(self, place: str, direction: Direction, num_bytes: float) -> None:
         """Copy between the device and another place on the lane whose operation runs, or, outside
@@ -609,10 +633,15 @@ class Clock:
         self._note_exposed(lane.end, max(self.host, self._compute.free), self.phase)
         self.host = self.reached(lane)
 
+    def reached_by_compute(self) -> float:
+        """The time at which compute has run all that was issued."""
+        return self.reached(self._compute)
+
     def reached(self, lane: SimulatedLane) -> float:
         """The time at which all operations submitted to ``lane`` are complete."""
-        if lane is self._compute and self._awaited is not None:
-            return max(lane.free, self.host, self._awaited.time)
+        if lane is self._compute:
+            dues = [each.time for each in (self._awaited, self._arrival) if each is not None]
+            return max(lane.free, self.host, *dues)
         return max(lane.free, self.host)
 
     def finish(self) -> float:
@@ -625,6 +654,10 @@ class Clock:
     def _settle(self) -> float:
         """The start time of compute's next operation."""
         ready = max(self.host, self._compute.free)
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            self._note_exposed(arrival, ready, self._arrived_in)
+            ready = max(ready, arrival.time)
         ticket, self._awaited = self._awaited, None
         if ticket is None:
             return ready

@@ -36,11 +36,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.comm.groups import members_of
-from fsdp_engine.comm.lanes import COMPUTE, lanes_made_by, name_of_wait
-from fsdp_engine.comm.mesh import simulated_ranks
+from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
-from fsdp_engine.memory.allocator import empty_like, watching_elsewhere
+from fsdp_engine.memory.allocator import empty_like
 from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
@@ -49,15 +48,15 @@ from fsdp_engine.simulation.clock import Clock, Exposed, Mark, Span
 from fsdp_engine.simulation.compiled import (
     compile_blocks,
     compiled_modules,
-    simulated_compiler,
 )
 from fsdp_engine.simulation.context_parallel import ContextParallel, check_context_parallel
 from fsdp_engine.simulation.device_kernels import device_kernels
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
-from fsdp_engine.simulation.meshes import data_mesh_beside, meshes_with_values
-from fsdp_engine.simulation.module_names import ModuleNames, parents_of
-from fsdp_engine.simulation.operations import OperationCache, Operations
+from fsdp_engine.simulation.meshes import data_mesh_beside
+from fsdp_engine.simulation.module_names import parents_of
+from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.simulation.simulated_process import simulated_process
 from fsdp_engine.simulation.simulation_error import (
     NEEDS_VALUES,
     as_simulation_error,
@@ -514,11 +513,7 @@ def simulate(
     data_size = data_parallel_size(world_size, tensor_parallel)
     if known is not None:
         check_type("known", known, OperationCache, "an OperationCache, or None")
-    expected = f"one or two sizes of {data_size} ranks"
-    sizes = (data_size,) if mesh is None else tuple(listed("mesh", mesh, expected))
-    check_sizes("mesh", sizes, expected)
-    if math.prod(sizes) != data_size or len(sizes) not in (1, 2) or min(sizes) < 1:
-        raise ValueError(f"mesh: expected one or two sizes of {data_size} ranks; found {sizes}")
+    sizes = mesh_sizes(mesh, data_size)
     is_one_axis = mesh is None
     check_context_parallel(context_parallel, sizes[-1], "ranks of the inner axis")
     if context_parallel > 1 and not machine.host_runs_ahead:
@@ -526,43 +521,23 @@ def simulate(
             "context_parallel: expected 1 on a machine whose host computes, since torch has no "
             f"ring attention for CPUs; found {context_parallel} on {machine.name}"
         )
-    config = options.get("config")
-    if config is not None:
-        check_type(
-            "config", config, DistributedDataParallelConfig, "a DistributedDataParallelConfig"
-        )
-    if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
-        raise ValueError(
-            "config: expected no checks of gradients, since they have no values; found "
-            "check_for_nan_in_grad or check_for_large_grads"
-        )
-    _check_links(machine, options.get("offload"), options.get("checkpointing", False), world_size)
-    clock, memory = Clock(machine, world_size), MemoryTracker()
-    names = ModuleNames()
-    clock.memory_changed, clock.module = memory.sample, names.current
-    memory.now = lambda: clock.now
-    memory.place = lambda: (clock.phase, names.last())
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    check_options(machine, options, world_size)
+    clock = Clock(machine, world_size)
     with (
-        simulated_ranks(
+        simulated_process(
+            clock,
             sizes,
-            on_host=not machine.host_runs_ahead,
+            known=known,
             context_parallel=context_parallel,
             tensor_parallel=tensor_parallel,
-        ) as device_mesh,
-        meshes_with_values(),
-        lanes_made_by(clock.make_lanes, clock.make_copy_lanes, clock.make_step_lane),
-        watching_elsewhere(memory.moved),
-        fake,
-        Operations(clock, memory, fake, known or OperationCache()) as operations,
-        names.recording(),
-        simulated_compiler(),
+        ) as process,
         ExitStack() as stack,
     ):
+        device_mesh, names, memory = process.device_mesh, process.names, process.memory
         model = build_fake_model(build)
         signature = _signature(model)
         if tensor_parallel > 1:
-            _parallelize(model, parallelize, device_mesh._get_root_mesh()["tp"])
+            parallelize_model(model, parallelize, device_mesh._get_root_mesh()["tp"])
         elif is_one_axis and context_parallel == 1:
             device_mesh = data_mesh_beside(model, device_mesh)
             sizes = tuple(device_mesh.shape)
@@ -574,20 +549,20 @@ def simulate(
             stack.enter_context(device_kernels())
         # Fake tensors have no values to compare between ranks.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
-        operations.data_ranks = frozenset(members_of(device_mesh))
-        memory.watch(lambda: _held_bytes(engine))
+        process.operations.data_ranks = frozenset(members_of(device_mesh))
+        memory.watch(lambda: held_bytes(engine))
         with as_simulation_error("making the optimizer"):
-            trained = (optimizer or _adamw)(model.parameters())
-        _shard_optimizer(trained)
+            trained = (optimizer or make_adamw)(model.parameters())
+        shard_optimizer_of(trained)
         memory.settle("optimizer")
         with as_simulation_error("making the batch"):
-            inputs = to_fake(batch() if callable(batch) else batch, fake)
+            inputs = to_fake(batch() if callable(batch) else batch, process.fake)
         memory.made([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)])
         _check_call(signature, inputs, model)
         context = None
         if context_parallel > 1:
             context_mesh = device_mesh._get_root_mesh()["cp"]
-            operations.context_ranks = members_of(context_mesh)
+            process.operations.context_ranks = members_of(context_mesh)
             context = ContextParallel(context_mesh)
             context.check_batch(inputs)
         step = _Step(engine, trained, inputs, loss, context)
@@ -599,7 +574,7 @@ def simulate(
         names.restart()
         marks = step.run(microbatches, clock, memory)
         seconds = clock.finish() - start
-        checkpoint_bytes = _checkpoint_bytes(model, trained)
+        checkpoint_bytes = checkpoint_bytes_of(model, trained)
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
     beside = []
     if context_parallel > 1:
@@ -607,33 +582,51 @@ def simulate(
     if math.prod(sizes) < world_size:
         beside.append(f" of {world_size // math.prod(sizes)} tensor-parallel ranks each")
     title += ",".join(beside)
+    found = simulation_of(title, clock, memory, [engine], start, seconds, checkpoint_bytes)
+    return replace(found, further=_between(clock, *marks[-3:-1]) if microbatches > 2 else None)
+
+
+def simulation_of(
+    title: str,
+    clock: Clock,
+    memory: MemoryTracker,
+    engines: Sequence[Engine],
+    start: float,
+    seconds: float,
+    checkpoint_bytes: int,
+) -> Simulation:
+    """Returns the record of a step.
+
+    Args:
+        title: of the simulation.
+        clock, memory: of the rank, with the record of the step.
+        engines: of the rank's models; their prefetch windows are added up.
+        start, seconds: of the step.
+        checkpoint_bytes: see :class:`Simulation`.
+    """
     spans = tuple(
         replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
     )
     exposed = tuple(replace(each, start=each.start - start) for each in clock.exposed)
     series = [(time - start, sizes) for time, sizes in memory.series]
     series.append((seconds, series[-1][1]))
-    peak = dict(memory.peak)
-    budgets = (engine.budget, engine.staging_budget)
-    sent, copied = dict(clock.sent_bytes), dict(clock.copied_bytes)
-    elsewhere = {place: n for place, n in memory.elsewhere.items() if n}
     return Simulation(
         title,
-        machine,
+        clock.machine,
         seconds,
         spans,
         exposed,
-        peak,
-        sent,
-        *budgets,
-        elsewhere,
-        copied,
+        dict(memory.peak),
+        dict(clock.sent_bytes),
+        sum(engine.budget for engine in engines),
+        engines[0].staging_budget,
+        {place: n for place, n in memory.elsewhere.items() if n},
+        dict(clock.copied_bytes),
         tuple(series),
         dict(memory.by_place),
         clock.model_flops,
         clock.seconds_at_peak,
         checkpoint_bytes,
-        _between(clock, *marks[-3:-1]) if microbatches > 2 else None,
     )
 
 
@@ -673,7 +666,44 @@ def data_parallel_size(world_size: int, tensor_parallel: int) -> int:
     return world_size // tensor_parallel
 
 
-def _parallelize(model: nn.Module, parallelize: Parallelize | None, tp_mesh: DeviceMesh) -> None:
+def mesh_sizes(mesh: Sequence[int] | None, data_size: int) -> tuple[int, ...]:
+    """Returns the sizes of the data-parallel axes.
+
+    Raises:
+        TypeError, ValueError: ``mesh`` does not have ``data_size`` ranks.
+    """
+    expected = f"one or two sizes of {data_size} ranks"
+    sizes = (data_size,) if mesh is None else tuple(listed("mesh", mesh, expected))
+    check_sizes("mesh", sizes, expected)
+    if math.prod(sizes) != data_size or len(sizes) not in (1, 2) or min(sizes) < 1:
+        raise ValueError(f"mesh: expected one or two sizes of {data_size} ranks; found {sizes}")
+    return sizes
+
+
+def check_options(machine: Machine, options: dict[str, Any], num_ranks: int) -> None:
+    """Check options of ``shard`` that simulations restrict.
+
+    Raises:
+        TypeError: ``config`` is none.
+        ValueError: the config enables checks of gradients' values, or the machine's link to
+            offloaded tensors is unknown.
+    """
+    config = options.get("config")
+    if config is not None:
+        check_type(
+            "config", config, DistributedDataParallelConfig, "a DistributedDataParallelConfig"
+        )
+    if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
+        raise ValueError(
+            "config: expected no checks of gradients, since they have no values; found "
+            "check_for_nan_in_grad or check_for_large_grads"
+        )
+    _check_links(machine, options.get("offload"), options.get("checkpointing", False), num_ranks)
+
+
+def parallelize_model(
+    model: nn.Module, parallelize: Parallelize | None, tp_mesh: DeviceMesh
+) -> None:
     """Apply tensor parallelism, by the user's function or by the model's own plan.
 
     Raises:
@@ -692,7 +722,7 @@ def _parallelize(model: nn.Module, parallelize: Parallelize | None, tp_mesh: Dev
         )
 
 
-def _checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def checkpoint_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the parameters and of their optimizer state, with the shapes that all ranks' shards
     have together."""
     tensors: list[Tensor] = [*model.parameters()]
@@ -701,7 +731,7 @@ def _checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int
     return sum(each.numel() * each.itemsize for each in tensors)
 
 
-def _shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def shard_optimizer_of(optimizer: torch.optim.Optimizer) -> None:
     """Call ``shard_optimizer``, whose trial steps for offloaded state may read values.
 
     Raises:
@@ -814,7 +844,7 @@ def _describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _held_bytes(engine: Engine) -> dict[str, int]:
+def held_bytes(engine: Engine) -> dict[str, int]:
     """The engine's bytes by role, with its idle memory for transient storages."""
     return {**engine.memory_bytes(), "idle": engine.idle_memory_bytes}
 
@@ -855,7 +885,7 @@ def _loss_of_output(output: Any) -> Tensor:
     return found if found.ndim == 0 else found.sum()
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def make_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """DTensors have a group of their own: torch's fused step takes no others beside them."""
     every = list(parameters)
     groups = [

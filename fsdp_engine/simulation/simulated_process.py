@@ -1,0 +1,87 @@
+"""The process of one rank in a simulation: its process groups, its lanes, and fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_engine.comm.lanes import lanes_made_by
+from fsdp_engine.comm.mesh import simulated_ranks
+from fsdp_engine.memory.allocator import watching_elsewhere
+from fsdp_engine.simulation.clock import Clock
+from fsdp_engine.simulation.compiled import simulated_compiler
+from fsdp_engine.simulation.memory_tracker import MemoryTracker
+from fsdp_engine.simulation.meshes import meshes_with_values
+from fsdp_engine.simulation.module_names import ModuleNames
+from fsdp_engine.simulation.operations import OperationCache, Operations
+
+
+@dataclass(frozen=True)
+class SimulatedProcess:
+    """One rank of a simulated job.
+
+    Attributes:
+        device_mesh: the data-parallel axes.
+        fake: the mode of all tensors.
+        operations: advance the clock.
+        memory: of the rank.
+        names: of the modules whose operations run.
+    """
+
+    device_mesh: DeviceMesh
+    fake: FakeTensorMode
+    operations: Operations
+    memory: MemoryTracker
+    names: ModuleNames
+
+
+@contextmanager
+def simulated_process(
+    clock: Clock,
+    sizes: Sequence[int],
+    *,
+    known: OperationCache | None = None,
+    context_parallel: int = 1,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+    pipeline_rank: int = 0,
+) -> Iterator[SimulatedProcess]:
+    """Within it, this process is one rank of a job, and what it runs advances ``clock``.
+
+    Args:
+        clock: of the rank.
+        sizes: of the data-parallel axes.
+        known: a cache of operations.
+        context_parallel, tensor_parallel, pipeline, pipeline_rank: see
+            :func:`~fsdp_engine.comm.mesh.simulated_ranks`.
+
+    Raises:
+        RuntimeError: torch.distributed is initialized in this process.
+    """
+    memory, names = MemoryTracker(), ModuleNames()
+    clock.memory_changed, clock.module = memory.sample, names.current
+    memory.now = lambda: clock.now
+    memory.place = lambda: (clock.phase, names.last())
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with (
+        simulated_ranks(
+            sizes,
+            on_host=not clock.machine.host_runs_ahead,
+            context_parallel=context_parallel,
+            tensor_parallel=tensor_parallel,
+            pipeline=pipeline,
+            pipeline_rank=pipeline_rank,
+        ) as device_mesh,
+        meshes_with_values(),
+        lanes_made_by(clock.make_lanes, clock.make_copy_lanes, clock.make_step_lane),
+        watching_elsewhere(memory.moved),
+        fake,
+        Operations(clock, memory, fake, known or OperationCache()) as operations,
+        names.recording(),
+        simulated_compiler(),
+    ):
+        yield SimulatedProcess(device_mesh, fake, operations, memory, names)
