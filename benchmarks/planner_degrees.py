@@ -1,13 +1,15 @@
-"""Which degrees of tensor and data parallelism the planner takes for a 405B Llama on 512 H100.
+"""Which degrees of tensor, context and data parallelism the planner takes for a 405B Llama on 512
+H100.
 
-    python benchmarks/planner_degrees.py               # an hour of one core
+    python benchmarks/planner_degrees.py               # some minutes of one core
     python benchmarks/planner_degrees.py --layers 8    # another number of layers, for a try
 
 The shapes of "The Llama 3 Herd of Models" (2024, table 3: 126 layers, width 16,384, feed-forward
 53,248, 128 heads, 8 of keys and values; 128,256 tokens as in the published config), transformers'
 own class and ``tp_plan``, 8,192 tokens a sequence, 4M tokens a step, bf16 compute with fp32 main
 weights, AdamW, blocks recomputed, 64 nodes of eight H100. For 1, 2, 4 and 8 tensor-parallel ranks
-the microbatch is the largest that fits; the candidates are those of a quick plan.
+with 1, 2, 4 and 8 context-parallel ones the microbatch is the largest that fits; the candidates are
+those of a quick plan.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def planned(layers: int) -> dict[str, Any]:
             batch,
             world_size=WORLD_SIZE,
             tensor_parallel="auto",
+            context_parallel=(1, 2, 4, 8),
             global_batch=GLOBAL_BATCH,
             checkpointing=(True,),
             mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
@@ -77,6 +80,7 @@ def planned(layers: int) -> dict[str, Any]:
         rows.append(
             {
                 "tensor_parallel": candidate.tensor_parallel,
+                "context_parallel": candidate.context_parallel,
                 "mesh": list(candidate.mesh),
                 "levels": candidate.levels,
                 "microbatches": candidate.microbatches,

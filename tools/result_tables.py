@@ -1015,6 +1015,29 @@ def planner_scale() -> str:
     return with_machine(table(columns, rows), "planner_scale")
 
 
+def planner_degrees() -> str:
+    rows = [
+        [
+            str(row["tensor_parallel"]),
+            str(row["context_parallel"]),
+            " x ".join(map(str, row["mesh"])),
+            row["levels"],
+            f"{row['microbatches']} x {row['microbatch_size']}",
+            f"{row['peak_bytes'] / GIB:.1f}{'' if not row['lacking'] else ' (does not fit)'}",
+            f"{row['step']:.1f}",
+            f"{row['rate'] / 1e3:.1f}k",
+            f"{row['mfu']:.1%}",
+            f"{row['shares']['inner link']:.0%}",
+            f"{row['shares'].get('tensor link', 0):.0%}",
+            f"{row['shares'].get('context link', 0):.0%}",
+        ]
+        for row in results("planner_degrees")["rows"]
+    ]
+    columns = ["TP", "CP", "ranks of parameters", "levels", "microbatches", "GiB", "s a step"]
+    columns += ["tokens/s", "MFU", "waits for the inner link", "tensor link", "context link"]
+    return table(columns, rows)
+
+
 def planner_quick() -> str:
     rows = []
     for model, run in results("planner_quick").items():
@@ -1585,6 +1608,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     resident_set,
     many_parameters,
     planner_scale,
+    planner_degrees,
     planner_quick,
     checkpoints,
     fp8_losses,
