@@ -38,13 +38,12 @@ _RINGS: list[Place] = [
 ]
 
 
-def check_context_parallel(context_parallel: int, size: int, what: str) -> None:
+def check_context_parallel(context_parallel: int, size: int) -> None:
     """Check a context-parallel degree.
 
     Args:
         context_parallel: the degree.
         size: the ranks of the engine's inner axis, which it has to divide.
-        what: those ranks, in messages.
 
     Raises:
         TypeError, ValueError: it is not a divisor.
@@ -52,7 +51,8 @@ def check_context_parallel(context_parallel: int, size: int, what: str) -> None:
     check_count("context_parallel", context_parallel, "1 rank or more")
     if size % context_parallel:
         raise ValueError(
-            f"context_parallel: expected a divisor of the {size} {what}; found {context_parallel}"
+            f"context_parallel: expected a divisor of the {size} ranks of the inner axis; "
+            f"found {context_parallel}"
         )
 
 

@@ -82,10 +82,11 @@ class MemoryTracker:
         self._kinds: dict[int, str] = {}
         self._made = dict.fromkeys(KINDS, 0)
         self._booked_before = 0
-        # Storages that were made before the last sample alone, and the peak before it.
+        # Storages that were made before the last sample alone, and the record before it: the peak,
+        # the length of the series, and the entry of the sample's place.
         self._newest: set[int] = set()
-        self._peak_before: dict[str, int] = {}
-        self._num_before = 0
+        self._before: tuple[dict[str, int], int, tuple[int, ...] | None] = ({}, 0, None)
+        self._sampled_at = ("", "")
 
     def watch(self, held: Callable[[], Mapping[str, int]]) -> None:
         """Start tracking an engine. Existing storages are counted as weights.
@@ -116,17 +117,21 @@ class MemoryTracker:
                 # every storage, alive.
                 self._storages[key] = weakref.ref(storage, partial(self._gone, key))
         if grew:
-            before, num_before = self.peak, len(self.series)
+            before = self.peak, len(self.series), self.by_place.get(self.place())
             self.sample()
-            self._newest, self._peak_before, self._num_before = newest, before, num_before
+            self._newest, self._before = newest, before
 
     def moved(self, tensor: Tensor, place: str) -> None:
         """The memory of a tensor that was just made is not on the device."""
         key = tensor.untyped_storage()._cdata
         size = self._sizes[key]
         if key in self._newest:
-            self.peak = self._peak_before
-            del self.series[self._num_before :]
+            self.peak, num_before, at_place = self._before
+            del self.series[num_before:]
+            if at_place is None:
+                del self.by_place[self._sampled_at]
+            else:
+                self.by_place[self._sampled_at] = at_place
         self._made[self._kinds[key]] -= size
         self._kinds[key] = self._places[key] = place
         self.elsewhere[place] = self.elsewhere.get(place, 0) + size
@@ -177,7 +182,7 @@ class MemoryTracker:
         now[_NEW] += temporary
         if not self.peak or sum(now.values()) > sum(self.peak.values()):
             self.peak = dict(now)
-        place = self.place()
+        place = self._sampled_at = self.place()
         if sum(now.values()) > sum(self.by_place.get(place, (-1,))):
             self.by_place[place] = tuple(now.values())
         now[_NEW] -= temporary

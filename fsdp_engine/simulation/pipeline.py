@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -569,17 +569,10 @@ class _Job:
             stack.enter_context(_messages_recorded(clock, rank))
             for _ in range(STEPS + any(engine.offload.overlap_forward for engine in engines)):
                 clock.finish()
-                memory.restart()
-                clock.restart()
-                names.restart()
+                process.restart()
                 actions.clear()
                 schedule.step(*inputs, target=next(iter(targets), None), return_outputs=False)
-                clock.phase = "step"
-                before = memory.known()
-                with as_simulation_error("the optimizer's step"):
-                    optimizer.step()
-                memory.settle("optimizer", but=before)
-                optimizer.zero_grad()
+                process.step(optimizer)
             clock.finish()
             num_bytes = checkpoint_bytes_of(of_rank, optimizer)
         title = f"pipeline rank {rank}, {engines[0].strategy}"
@@ -759,7 +752,7 @@ def _composed(job: _Job, recorded: Sequence[_Recorded]) -> PipelineSimulation:
         ValueError: a message has no other side, or ranks wait for each other.
     """
     check_messages([message for each in recorded for message in each.tape.messages])
-    messages = StageMessages(job.link)
+    messages = StageMessages(cache(job.link))
     replays = [Replay(each.tape, job.world_size, messages.post) for each in recorded]
     for replay in replays:
         replay.run()

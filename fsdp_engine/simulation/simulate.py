@@ -56,7 +56,7 @@ from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.simulation.meshes import data_mesh_beside
 from fsdp_engine.simulation.module_names import parents_of
 from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.simulated_process import simulated_process
+from fsdp_engine.simulation.simulated_process import SimulatedProcess, simulated_process
 from fsdp_engine.simulation.simulation_error import (
     NEEDS_VALUES,
     as_simulation_error,
@@ -303,13 +303,13 @@ class Simulation:
     @property
     def compute_seconds(self) -> float:
         """Busy time of the compute lane."""
-        return self._busy(COMPUTE)
+        return _busy(self.spans, COMPUTE)
 
     @property
     def message_seconds(self) -> dict[str, float]:
         """Busy time of each of the other lanes."""
         names = sorted({span.lane for span in self.spans} - {COMPUTE})
-        return {name: self._busy(name) for name in names}
+        return {name: _busy(self.spans, name) for name in names}
 
     @property
     def exposed_seconds(self) -> float:
@@ -403,9 +403,6 @@ class Simulation:
             f"\n  {unit}, {phase}, {lane}: {_ms(seconds).strip()}"
             for (unit, phase, lane), seconds in worst
         )
-
-    def _busy(self, lane: str) -> float:
-        return sum(span.end - span.start for span in self.spans if span.lane == lane)
 
     def _event(self, row: int, name: str, start: float, end: float) -> dict[str, Any]:
         micro = 1e6
@@ -515,7 +512,7 @@ def simulate(
         check_type("known", known, OperationCache, "an OperationCache, or None")
     sizes = mesh_sizes(mesh, data_size)
     is_one_axis = mesh is None
-    check_context_parallel(context_parallel, sizes[-1], "ranks of the inner axis")
+    check_context_parallel(context_parallel, sizes[-1])
     if context_parallel > 1 and not machine.host_runs_ahead:
         raise ValueError(
             "context_parallel: expected 1 on a machine whose host computes, since torch has no "
@@ -565,14 +562,12 @@ def simulate(
             process.operations.context_ranks = members_of(context_mesh)
             context = ContextParallel(context_mesh)
             context.check_batch(inputs)
-        step = _Step(engine, trained, inputs, loss, context)
+        step = _Step(process, engine, trained, inputs, loss, context)
         for count in FIRST_STEPS + (1,) * engine.offload.overlap_forward:
-            step.run(count, clock, memory)
+            step.run(count)
         start = clock.finish()
-        memory.restart()
-        clock.restart()
-        names.restart()
-        marks = step.run(microbatches, clock, memory)
+        process.restart()
+        marks = step.run(microbatches)
         seconds = clock.finish() - start
         checkpoint_bytes = checkpoint_bytes_of(model, trained)
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
@@ -636,12 +631,16 @@ def _between(clock: Clock, start: Mark, end: Mark) -> Microbatch:
     sent = start.sent_bytes
     return Microbatch(
         end.time - start.time,
-        sum(each.end - each.start for each in spans if each.lane == COMPUTE),
+        _busy(spans, COMPUTE),
         _by_lane(clock.exposed[start.num_exposed : end.num_exposed]),
         {axis: count - sent.get(axis, 0.0) for axis, count in end.sent_bytes.items()},
         end.model_flops - start.model_flops,
         end.seconds_at_peak - start.seconds_at_peak,
     )
+
+
+def _busy(spans: Iterable[Span], lane: str) -> float:
+    return sum(each.end - each.start for each in spans if each.lane == lane)
 
 
 def _by_lane(exposed: Iterable[Exposed]) -> dict[str, float]:
@@ -767,6 +766,7 @@ class _Step:
     """One step of training.
 
     Args:
+        process: of the rank.
         engine: of the sharded model.
         optimizer, inputs, loss: see :func:`simulate`.
         context: the context-parallel ranks, if sequences are sharded.
@@ -774,22 +774,24 @@ class _Step:
 
     def __init__(
         self,
+        process: SimulatedProcess,
         engine: Engine,
         optimizer: torch.optim.Optimizer,
         inputs: Any,
         loss: Callable[[Any], Tensor] | None,
         context: ContextParallel | None = None,
     ) -> None:
+        self._process = process
         self._engine = engine
         self._optimizer = optimizer
         self._inputs = inputs
         self._loss = loss
         self._context = context
 
-    def run(self, microbatches: int, clock: Clock, memory: MemoryTracker) -> list[Mark]:
+    def run(self, microbatches: int) -> list[Mark]:
         """Run all microbatches, then the optimizer's step; returns the end of each microbatch."""
         ends = []
-        context = self._context
+        context, clock = self._context, self._process.clock
         for number in range(microbatches):
             is_last = number == microbatches - 1
             clock.phase = "forward"
@@ -804,12 +806,7 @@ class _Step:
                     loss.backward()
                 del loss
             ends.append(clock.mark())
-        clock.phase = "step"
-        before = memory.known()
-        with as_simulation_error("the optimizer's step"):
-            self._optimizer.step()
-        memory.settle("optimizer", but=before)
-        self._optimizer.zero_grad()
+        self._process.step(self._optimizer)
         return ends
 
     def _loss_of(self, output: Any) -> Tensor:

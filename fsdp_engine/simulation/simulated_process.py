@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from fsdp_engine.comm.lanes import lanes_made_by
 from fsdp_engine.comm.mesh import simulated_ranks
@@ -18,6 +19,7 @@ from fsdp_engine.simulation.memory_tracker import MemoryTracker
 from fsdp_engine.simulation.meshes import meshes_with_values
 from fsdp_engine.simulation.module_names import ModuleNames
 from fsdp_engine.simulation.operations import OperationCache, Operations
+from fsdp_engine.simulation.simulation_error import as_simulation_error
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class SimulatedProcess:
     """One rank of a simulated job.
 
     Attributes:
+        clock: of the rank.
         device_mesh: the data-parallel axes.
         fake: the mode of all tensors.
         operations: advance the clock.
@@ -32,11 +35,31 @@ class SimulatedProcess:
         names: of the modules whose operations run.
     """
 
+    clock: Clock
     device_mesh: DeviceMesh
     fake: FakeTensorMode
     operations: Operations
     memory: MemoryTracker
     names: ModuleNames
+
+    def restart(self) -> None:
+        """Forget the record of the step before."""
+        self.memory.restart()
+        self.clock.restart()
+        self.names.restart()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Run the optimizer's step, and clear gradients.
+
+        Raises:
+            SimulationError: the step raised an exception.
+        """
+        self.clock.phase = "step"
+        before = self.memory.known()
+        with as_simulation_error("the optimizer's step"):
+            optimizer.step()
+        self.memory.settle("optimizer", but=before)
+        optimizer.zero_grad()
 
 
 @contextmanager
@@ -84,4 +107,4 @@ def simulated_process(
         names.recording(),
         simulated_compiler(),
     ):
-        yield SimulatedProcess(device_mesh, fake, operations, memory, names)
+        yield SimulatedProcess(clock, device_mesh, fake, operations, memory, names)

@@ -117,6 +117,14 @@ def test_ranks_of_a_node_share_matrices_first() -> None:
     assert {each.candidate.ranks for each in planning.outcomes} == {"4, TP 2", "2 x 2, TP 2"}
 
 
+def page_of(planning: fe.StrategyPlan, folder: Path) -> str:
+    """The page of a plan with the timeline of its first row."""
+    assert planning.simulate is not None
+    step = planning.simulate(planning.outcomes[0].candidate)
+    save_page(planning, folder / "plan.html", step)
+    return (folder / "plan.html").read_text()
+
+
 def test_waits_for_the_tensor_parallel_link_are_a_part_of_the_step(tmp_path: Path) -> None:
     link = replace(fe.H100.within_node, bandwidth=1e7)
     machine = replace(MACHINE, within_node=link)
@@ -129,10 +137,7 @@ def test_waits_for_the_tensor_parallel_link_are_a_part_of_the_step(tmp_path: Pat
     assert "sent tensor" in str(planning)
     assert "of 2 tensor-parallel ranks each" in str(planning)
     assert "Bottleneck: the tensor-parallel link (within a node)" in str(planning)
-    assert planning.simulate is not None
-    step = planning.simulate(planning.outcomes[0].candidate)
-    save_page(planning, tmp_path / "plan.html", step)
-    assert "waits for the tensor link" in (tmp_path / "plan.html").read_text()
+    assert "waits for the tensor link" in page_of(planning, tmp_path)
 
 
 # Context parallelism.
@@ -238,10 +243,7 @@ def test_waits_for_the_context_parallel_link_are_a_part_of_the_step(tmp_path: Pa
     assert "4, CP 2" in str(planning)
     assert "on 4 ranks in context-parallel groups of 2" in str(planning)
     assert "the context-parallel link (within a node)" in str(planning)
-    assert planning.simulate is not None
-    step = planning.simulate(planning.outcomes[0].candidate)
-    save_page(planning, tmp_path / "plan.html", step)
-    assert "waits for the context link" in (tmp_path / "plan.html").read_text()
+    assert "waits for the context link" in page_of(planning, tmp_path)
 
 
 def test_a_plan_where_activations_do_not_fit_names_context_parallelism() -> None:

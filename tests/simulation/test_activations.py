@@ -110,6 +110,7 @@ def test_host_memory_is_no_memory_of_the_device_when_it_is_made() -> None:
     tracker.moved(moved, "host")
     tracker.sample()
     assert (tracker.peak["activations"], tracker.elsewhere) == (400, {"host": 4000})
+    assert tracker.by_place == {("", ""): tuple(tracker.peak.values())}
 
 
 def test_nothing_is_copied_where_the_host_computes() -> None:
