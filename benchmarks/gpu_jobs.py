@@ -4,7 +4,8 @@
 
 Each job is one rank over NCCL at level 3 with bf16 compute, fp32 main weights, reductions in fp32
 and fused AdamW: models of different sizes and lengths, with compiled blocks, activation
-checkpointing and state on the host. Weights are random.
+checkpointing and state on the host; where torchao is installed, also with its linears that compute in
+fp8. Weights are random.
 
 Without a CUDA device the jobs run over gloo with tiny sizes, to test the script itself; nothing is
 written.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -54,8 +56,18 @@ def llama(
         num_attention_heads=heads,
         num_key_value_heads=groups,
         vocab_size=vocabulary,
+        use_cache=False,  # with a cache Dynamo compiles another block for each layer, at most eight
     )
     return LlamaForCausalLM(config)
+
+
+def in_fp8(build: Build) -> nn.Module:
+    """The model with torchao's linears in fp8, but for the head."""
+    from torchao.float8 import convert_to_float8_training
+
+    model = build()
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: "head" not in name)
+    return model
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,11 @@ def _jobs(
     on_host = {"offload": fe.Offload(optimizer_state="host")}
     llamas, gpts = 32000, GPTConfig.vocab_size
     short = length // 4
+    fp8: dict[str, Job] = {}
+    if importlib.util.find_spec("torchao"):
+        build = partial(in_fp8, blocks)
+        fp8["8B blocks, fp8"] = Job(build, llamas, 2, length)
+        fp8["8B blocks, fp8, compiled"] = Job(build, llamas, 2, length, compiled=True)
     return {
         "8B blocks": Job(blocks, llamas, 2, length),
         "8B blocks, compiled": Job(blocks, llamas, 2, length, compiled=True),
@@ -122,11 +139,13 @@ def _jobs(
         "8B blocks, 16,384 long": Job(blocks, llamas, 1, 4 * length, options=whole),
         "8B blocks, short": Job(blocks, llamas, 16, length // 8),
         "Llama 1B": Job(small, llamas, 4, length),
+        "Llama 1B, compiled": Job(small, llamas, 4, length, compiled=True),
         "Llama 1B, state on the host": Job(small, llamas, 4, length, options=on_host),
         "GPT 1B": Job(gpt_1b, gpts, 16, short),
         "GPT 1B, one sequence": Job(gpt_1b, gpts, 1, short),
         "GPT 1B, compiled": Job(gpt_1b, gpts, 16, short, compiled=True),
         "GPT 100M": Job(gpt_100m, gpts, 32, short),
+        **fp8,
     }
 
 

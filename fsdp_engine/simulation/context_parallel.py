@@ -15,7 +15,6 @@ of keys. Two things differ from training:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -30,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.device_kernels import Place, replaced
+from fsdp_engine.simulation.packed_sequences import one_sequence_a_row
 from fsdp_engine.simulation.simulation_error import as_simulation_error, check_count
 
 _RINGS: list[Place] = [
@@ -105,7 +105,9 @@ class ContextParallel:
             own[_attention, "_replaced_functions"] = {}
             # torch's context manager replaces it again, by a function that calls it with DTensors.
             kernel = self._kernel()
-            stack.enter_context(replaced({**own, **_masks(), (F, kernel.__name__): kernel}))
+            stack.enter_context(replaced({**own, (F, kernel.__name__): kernel}))
+            # Ring attention takes no masks; training drops them (``accelerate``'s hooks do).
+            stack.enter_context(one_sequence_a_row())
             with as_simulation_error("sharding the batch along the sequence"):
                 stack.enter_context(
                     context_parallel(
@@ -151,14 +153,6 @@ class ContextParallel:
             return found
 
         return scaled_dot_product_attention
-
-
-def _masks() -> dict[Place, Callable[..., None]]:
-    """Of transformers, by which models make no masks of positions, which have no values; training
-    drops masks (``accelerate``'s hooks do)."""
-    module = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    return {(module, name): lambda position_ids: None} if hasattr(module, name) else {}
 
 
 def _asynchronous(ring: Callable[..., Any]) -> Callable[..., Any]:

@@ -110,9 +110,9 @@ class RecordingClock(Clock):
             lambda to: to.finishes.append(to.clock.finish()), lambda: Clock.finish(self)
         )
 
-    def call(self) -> None:
+    def call(self, count: int = 1) -> None:
         """See :class:`Clock`."""
-        self.recorded(lambda to: to.clock.call(), lambda: Clock.call(self))
+        self.recorded(lambda to: to.clock.call(count), lambda: Clock.call(self, count))
 
     def compute(self, label: str, seconds: float) -> None:
         """See :class:`Clock`."""
