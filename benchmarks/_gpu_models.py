@@ -39,6 +39,11 @@ def on_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def card() -> str:
+    """The name of the GPU in names of files: "h200" for an "NVIDIA H200"."""
+    return torch.cuda.get_device_name().split()[1].lower()
+
+
 def the_device() -> torch.device:
     return torch.device("cuda", 0) if on_cuda() else torch.device("cpu")
 

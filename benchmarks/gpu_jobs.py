@@ -27,7 +27,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from _gpu_models import mark, milliseconds, on_cuda, start, synchronize, the_device
+from _gpu_models import card, mark, milliseconds, on_cuda, start, synchronize, the_device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -234,7 +234,7 @@ def main() -> None:
         print(*rows[-1], sep="  ", flush=True)
         if on_cuda():
             torch.cuda.empty_cache()
-            harness.write_results("gpu_jobs", results)
+            harness.write_results(f"gpu_jobs_{card()}", results)
     harness.print_table("jobs on one GPU", ["job", "step ms", "peak GiB"], rows)
     dist.destroy_process_group()
     if not on_cuda():

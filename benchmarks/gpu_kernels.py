@@ -17,7 +17,7 @@ from typing import Any
 
 import harness
 import torch
-from _gpu_models import mark, milliseconds, on_cuda, synchronize, the_device
+from _gpu_models import card, mark, milliseconds, on_cuda, synchronize, the_device
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -205,7 +205,7 @@ def measure() -> dict[str, dict[str, float]]:
 def main() -> None:
     results = measure()
     if on_cuda():
-        harness.write_results("gpu_kernels", results)
+        harness.write_results(f"gpu_kernels_{card()}", results)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Plans compared with what ``gpu_jobs.py`` measured: step time and peak memory on one GPU.
 
-    python benchmarks/planner_gpu.py                     # a minute
+    python benchmarks/planner_gpu.py                     # three minutes
 
-Needs no GPU: it reads ``results/gpu_jobs.json``, and the machine that ``fsdp-engine calibrate``
-measured on the same card, ``results/h200_machine.json``. Three of its figures were measured by
-``gpu_kernels.py`` there, with the operations by which ``calibrate`` measures them since.
+Needs no GPU: it reads ``results/gpu_jobs_h200.json``, for example, and the machine that
+``fsdp-engine calibrate`` measured on the same card, ``results/h200_machine.json``. Jobs in fp8 need
+torchao (``pip install --no-deps torchao``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -20,35 +19,7 @@ from torch import nn
 
 import fsdp_engine as fe
 
-MACHINE = harness.RESULTS / "h200_machine.json"
-MEASURED = harness.RESULTS / "gpu_jobs.json"
-KERNELS = harness.RESULTS / "gpu_kernels.json"
-
-
-def measured_machine() -> fe.Machine:
-    """The machine, with the figures that its file does not have."""
-    machine = fe.Machine.load(MACHINE)
-    kernels = json.loads(KERNELS.read_text(encoding="utf-8"))["results"]
-    seconds = {name: each["seconds"] for name, each in kernels.items()}
-    elements, wide, large = 8192 * 4096, 8192 * 14336, 2**27
-    bandwidth = 3 * 4 * wide / seconds["x * y, wide, fp32"]
-    irregular = (
-        seconds["x * row, bf16"] / elements - 4 / bandwidth,
-        seconds["contiguous, heads transposed, bf16"] / elements - 4 / bandwidth,
-        seconds["fp32 of bf16"] / large - 6 / bandwidth,
-    )
-    # Of heads of 64 and 128: see `attention_head` of `fsdp_engine/simulation/kernels.py`.
-    small, full = (
-        2048 / size * (seconds[name] + seconds[f"{name}, backward"])
-        for size, name in ((size, f"attention 2048 long, heads of {size}") for size in (64, 128))
-    )
-    processor = dataclasses.replace(
-        machine.processor,
-        memory_bandwidth=bandwidth,
-        irregular_seconds=sum(irregular) / len(irregular),
-        attention_head=128 * (small / full - 1) / (2 - small / full),
-    )
-    return dataclasses.replace(machine, processor=processor)
+CARDS = ("h100", "h200")
 
 
 def compare(name: str, found: dict[str, Any], machine: fe.Machine) -> dict[str, float]:
@@ -79,24 +50,29 @@ def compare(name: str, found: dict[str, Any], machine: fe.Machine) -> dict[str, 
 
 
 def main() -> None:
-    machine = measured_machine()
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["results"]
-    results = {name: compare(name, found, machine) for name, found in measured.items()}
-    rows = [
-        [
-            job,
-            f"{each['planned seconds'] * 1e3:.1f}",
-            f"{each['measured seconds'] * 1e3:.1f}",
-            f"{each['planned seconds'] / each['measured seconds']:.2f}",
-            f"{each['planned bytes'] / 2**30:.2f}",
-            f"{each['measured bytes'] / 2**30:.2f}",
-            f"{each['planned bytes'] / each['measured bytes']:.3f}",
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for card in CARDS:
+        machine = fe.Machine.load(harness.RESULTS / f"{card}_machine.json")
+        path = harness.RESULTS / f"gpu_jobs_{card}.json"
+        jobs = json.loads(path.read_text(encoding="utf-8"))["results"]
+        of_card = results[card.upper()] = {
+            name: compare(name, found, machine) for name, found in jobs.items()
+        }
+        rows = [
+            [
+                job,
+                f"{each['planned seconds'] * 1e3:.1f}",
+                f"{each['measured seconds'] * 1e3:.1f}",
+                f"{each['planned seconds'] / each['measured seconds']:.2f}",
+                f"{each['planned bytes'] / 2**30:.2f}",
+                f"{each['measured bytes'] / 2**30:.2f}",
+                f"{each['planned bytes'] / each['measured bytes']:.3f}",
+            ]
+            for job, each in of_card.items()
         ]
-        for job, each in results.items()
-    ]
-    columns = ["job", "planned ms", "measured ms", "ratio"]
-    columns += ["planned GiB", "measured GiB", "ratio"]
-    harness.print_table(f"plans for {machine.name}", columns, rows)
+        columns = ["job", "planned ms", "measured ms", "ratio"]
+        columns += ["planned GiB", "measured GiB", "ratio"]
+        harness.print_table(f"plans for {machine.name}", columns, rows)
     harness.write_results("planner_gpu", results)
 
 

@@ -1550,6 +1550,7 @@ def gpu_fp8() -> str:
 def planner_gpu() -> str:
     rows = [
         [
+            gpu,
             job,
             f"{each['planned seconds'] * 1e3:.1f}",
             f"{each['measured seconds'] * 1e3:.1f}",
@@ -1558,10 +1559,12 @@ def planner_gpu() -> str:
             f"{each['measured bytes'] / GIB:.2f}",
             f"{each['planned bytes'] / each['measured bytes']:.3f}",
         ]
-        for job, each in results("planner_gpu").items()
+        for gpu, jobs in results("planner_gpu").items()
+        for job, each in jobs.items()
     ]
-    columns = ["job", "planned ms", "measured ms", "ratio", "planned GiB", "measured GiB", "ratio"]
-    return with_machine(table(columns, rows), "gpu_jobs")
+    columns = ["GPU", "job", "planned ms", "measured ms", "ratio"]
+    columns += ["planned GiB", "measured GiB", "ratio"]
+    return with_machine(table(columns, rows), "gpu_jobs_h200")
 
 
 TABLES: tuple[Callable[[], str], ...] = (

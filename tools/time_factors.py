@@ -31,7 +31,7 @@ def measured() -> dict[str, list[float]]:
     """Measured over planned step times by family, from the results files. Of published jobs they
     are planned over published speeds."""
     models = _results("planner_time")["models"].values()
-    jobs = _results("planner_gpu").values()
+    jobs = [each for of_card in _results("planner_gpu").values() for each in of_card.values()]
     found = {
         "A100": _published("A100"),
         "H100": _published("H100"),

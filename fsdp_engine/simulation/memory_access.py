@@ -5,9 +5,10 @@ memory.
 On a GPU, kernels that read equal tensors element by element reach nearly the memory's bandwidth.
 Others take a time per element in addition: pointwise operations whose operands have different
 strides (rows that are broadcast, transposed heads) or dtypes, concatenations, norms, softmax,
-dropout. ``benchmarks/gpu_kernels.py`` measured them on one H200, where an element takes 1.0 to 2.2
-ps more than the bytes take; some kernels take two or three such times. Casts to a narrower dtype
-have a fast kernel.
+dropout, sums. ``benchmarks/gpu_kernels.py`` measured them on one H200, where an element takes 1.0 to 2.2
+ps more than the bytes take; some kernels take several such times: four where rows of one tensor are
+columns of another. Casts to a narrower dtype have a fast kernel. A factor that is a tensor of one
+element is broadcast.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ LOOKUPS = {"embedding", "index", "index_select", "gather"}
 _NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
 _COPIES = {"copy_", "_to_copy", "clone"}
+_TRANSPOSED = 4
 # Times per element of the first result or of the largest operand; see [Note: Irregular elements].
-_IRREGULAR = {
+_IRREGULAR: dict[str, float] = {
     "cat": 2,
+    "stack": 2,
+    "sum": 0.5,
+    "max": 0.5,
+    "amax": 0.5,
     "native_layer_norm": 1,
     "native_layer_norm_backward": 3,
     "_fused_rms_norm": 1,
@@ -77,7 +83,7 @@ def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
     )
 
 
-def irregular_elements(func: Any, args: Any, out: Any) -> int:
+def irregular_elements(func: Any, args: Any, out: Any) -> float:
     """Elements that a kernel does not stream through, times their number of times; see
     [Note: Irregular elements]."""
     name = func._overloadpacket.__name__
@@ -88,14 +94,41 @@ def irregular_elements(func: Any, args: Any, out: Any) -> int:
     result = next(iter(tensors_of(out)), None)
     if result is None:
         return 0
-    operands = [each for each in tensors_of(args) if each.ndim]
+    operands = tensors_of(args)
+    if any(_is_transposed(each, result) for each in operands):
+        return _TRANSPOSED * result.numel()
     if name in _COPIES and operands and operands[-1].itemsize > result.itemsize:
         operands = operands[:-1] if operands[-1].stride() == result.stride() else operands
     kinds = {(each.dtype, each.shape, each.stride()) for each in (*operands, result)}
     return result.numel() if len(kinds) > 1 else 0
 
 
-def attention_backward_bytes(query: Tensor) -> int:
-    """Temporary memory of attention's backward on a GPU: kernels sum the gradients of queries in
-    fp32. ``benchmarks/gpu_kernels.py`` measured it."""
-    return query.numel() * torch.float32.itemsize
+def _is_transposed(one: Tensor, other: Tensor) -> bool:
+    """Whether the last dimension is contiguous in one of two tensors of a shape only."""
+    if one.shape != other.shape or not one.ndim or one.shape[-1] == 1:
+        return False
+    return one.stride(-1) != other.stride(-1) and 1 in (one.stride(-1), other.stride(-1))
+
+
+def scratch_bytes(func: Any, args: Any, out: Any) -> int:
+    """Temporary memory of a GPU's kernel. ``benchmarks/gpu_kernels.py`` measured it.
+
+    Attention's backward sums the gradients of queries in fp32. A sum over rows, as that of a bias'
+    gradients, has partial sums in fp32 of all its thread blocks: 1 MiB for each multiprocessor, or
+    less for few elements and more for many (``ATen/native/cuda/Reduce.cuh``).
+    """
+    name = func._overloadpacket.__name__
+    if name.startswith("_scaled_dot_product") and name.endswith("_backward"):
+        return int(args[1].numel() * torch.float32.itemsize)
+    if name != "sum" or not args[0].ndim or args[0].stride(-1) != 1:
+        return 0
+    (result,) = tensors_of(out)
+    if result.shape[-1:] != args[0].shape[-1:] or args[0].numel() < _FEWEST_ROWS * result.numel():
+        return 0
+    numel = args[0].numel()
+    return int(max(min(_MULTIPROCESSORS * 2**20, 8 * numel), numel // 2))
+
+
+# Most of any GPU of the presets: a B200 has 148, an H100 132.
+_MULTIPROCESSORS = 148
+_FEWEST_ROWS = 256

@@ -63,9 +63,9 @@ from fsdp_engine.simulation.fusion import Kernel, name_of, value_of
 from fsdp_engine.simulation.machine import Attention, Link, Machine
 from fsdp_engine.simulation.memory_access import (
     accessed_bytes,
-    attention_backward_bytes,
     irregular_elements,
     num_bytes_of,
+    scratch_bytes,
     tensors_of,
 )
 from fsdp_engine.simulation.memory_tracker import MemoryTracker, as_returned
@@ -422,6 +422,7 @@ _ATTENTION_BACKWARD = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     _RING_ATTENTION_BACKWARD,
 }
+_WITH_SCRATCH = {*_ATTENTION_BACKWARD, _aten.sum.dim_IntList}
 # Of the five products of attention's backward one computes the scores again.
 _ATTENTION_BACKWARD_SHARE = 4 / 5
 
@@ -552,8 +553,8 @@ class Operations(TorchDispatchMode):
             self._count_flops(func, args, kwargs, out, recipe)
         results = (out,) if type(out) is FakeTensor else tensors_of(out)
         self._memory.made(results)
-        if func in _ATTENTION_BACKWARD and self._clock.machine.host_runs_ahead:
-            self._memory.sample(attention_backward_bytes(args[1]))
+        if func in _WITH_SCRATCH and self._clock.machine.host_runs_ahead:
+            self._memory.sample(scratch_bytes(func, args, out))
 
     def _copies_state(self, args: Any) -> bool:
         """Whether a copy is one between the device and another place; if so, it is done."""

@@ -4,7 +4,7 @@ Factors are measured over planned step times, from ``benchmarks/results``:
 
     A100, H100      jobs with published speeds (``planner_published.json``)
     calibrated CPU  pairs of levels of two models on two gloo ranks (``planner_time.json``)
-    calibrated GPU  jobs on one H200 (``planner_gpu.json``)
+    calibrated GPU  jobs on one H100 and one H200 (``planner_gpu.json``)
 
 Times are never scaled by them: they are printed beside times.
 """
@@ -103,7 +103,7 @@ ACCURACIES = {
         FACTORS["calibrated CPU"],
     ),
     "calibrated GPU": TimeAccuracy(
-        f"{_NUM['calibrated GPU']} measured steps on one H200",
+        f"{_NUM['calibrated GPU']} measured steps on one H100 and one H200",
         "calibrated GPUs",
         FACTORS["calibrated GPU"],
     ),

@@ -73,8 +73,12 @@ def test_a_host_that_runs_ahead_hides_waits() -> None:
         clock.compute("f", 0.1)
     lanes.compute.wait(ticket)
     assert clock.exposed == []
-    # One submission, the call in it, five operations: the device waits for the host.
-    assert clock.finish() == pytest.approx(7.1)
+    # A submission takes the host as long as 15 operations, and a wait as long as 6. In between are
+    # the message and five operations.
+    assert clock.finish() == pytest.approx(15 + 1 + 5 + 6)
+    lanes.compute.manage("b", lambda: None, None)
+    clock.compute("g", 0.1)
+    assert clock.finish() == pytest.approx(27 + 4 + 1 + 0.1)
 
 
 def test_where_the_host_computes_it_blocks() -> None:
