@@ -73,6 +73,40 @@ def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
     return build
 
 
+def in_fp8(build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]:
+    """Returns a function that builds the model with torchao's linears, which multiply in fp8 with a
+    scale for each tensor (torchao's "tensorwise" recipe). Those whose sizes the kernels do not
+    take, no multiples of 16, and the head of a model of transformers stay as they are, as in
+    torchtitan.
+
+    Args:
+        build: of the model without.
+        what: name of the argument, for errors.
+
+    Raises:
+        ValueError: torchao is not installed.
+    """
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError as error:
+        raise ValueError(
+            f"{what}: expected torchao installed (pip install torchao); found {error}"
+        ) from error
+
+    def build_converted() -> nn.Module:
+        model = build()
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+        def is_converted(module: nn.Module, name: str) -> bool:
+            sizes = module.weight.shape if isinstance(module, nn.Linear) else ()
+            return module is not head and not any(size % 16 for size in sizes)
+
+        found: nn.Module = convert_to_float8_training(model, module_filter_fn=is_converted)
+        return found
+
+    return build_converted
+
+
 def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
     if not path.is_file():
         raise ValueError(f"{what}: expected a config.json of transformers; found no {path}")

@@ -31,6 +31,7 @@ from fsdp_engine.planner.command_inputs import (
     default_loss,
     example_inputs,
     import_function,
+    in_fp8,
     model_builder,
 )
 from fsdp_engine.planner.comparison import Answers
@@ -125,14 +126,15 @@ _QUESTIONS = (
 )
 _SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
 _WITH_BATCH = (
-    *("machine", "recompute", "compile", "microbatch_sizes", "optimizer", "loss", "formulas"),
+    *("machine", "recompute", "compile", "fp8", "microbatch_sizes", "optimizer", "loss"),
+    "formulas",
     *("context_parallel", "tensor_parallel"),
     *(*_OUTPUTS, *_QUESTIONS, *_SEARCHES),
 )
 _WITHOUT_BATCH = ("optimizer_bytes", "num_units")
 _OF_A_MODEL = ("units", "min_unit_size")
 _OF_A_SIMULATION = (
-    *("recompute", "compile", "microbatch_sizes", "optimizer", "loss", "trace"),
+    *("recompute", "compile", "fp8", "microbatch_sizes", "optimizer", "loss", "trace"),
     *("context_parallel", "tensor_parallel"),
     *(*_QUESTIONS, *_SEARCHES),
 )
@@ -224,6 +226,10 @@ def plan(
         typer.Option(
             "--compile", help="blocks are compiled by torch.compile (block.compile() on each)"
         ),
+    ] = False,
+    fp8: Annotated[
+        bool,
+        typer.Option("--fp8", help="linears multiply in fp8 (convert_to_float8_training of torchao)"),
     ] = False,
     no_cache: Annotated[
         bool,
@@ -402,6 +408,8 @@ def plan(
             )
         assert model is not None
         build = model_builder(model, "--model")
+        if fp8:
+            build = in_fp8(build, "--fp8")
         built = build_on_meta(model)  # converts errors to messages without a traceback
         sizes = None
         if microbatch_sizes is not None:
@@ -466,6 +474,9 @@ def measure_machine(
     folder: Annotated[
         Path | None, typer.Option(help="of a local disk, to measure that, too")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="measure kernels of torch.compile, too")
+    ] = False,
 ) -> None:
     """Measure this machine in half a minute, with the ranks of torchrun or two gloo ranks."""
     _check_writable(path, "path")
@@ -476,7 +487,7 @@ def measure_machine(
         )
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise typer.BadParameter(f"--folder: expected a folder that can be written; found {folder}")
-    machine = calibrate(threads, seconds=seconds, verbose=True, folder=folder)
+    machine = calibrate(threads, seconds=seconds, verbose=True, folder=folder, compile=compile)
     if os.environ.get("RANK", "0") == "0":
         machine.save(path)
         print(path.read_text(), end="")

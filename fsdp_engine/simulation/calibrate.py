@@ -67,6 +67,7 @@ def calibrate(
     seconds: float = 1.0,
     verbose: bool = False,
     folder: str | Path | None = None,
+    compile: bool = False,
 ) -> Machine:
     """Measure this machine.
 
@@ -79,19 +80,22 @@ def calibrate(
         seconds: measurement time of each figure.
         verbose: the first rank prints progress to stderr.
         folder: of a local disk, which is measured, too. None: the disk remains unknown.
+        compile: kernels of ``torch.compile`` are measured, too. False: they are planned with the
+            rates of other operations.
 
     Raises:
+        RuntimeError: with ``compile``, there is no C++ compiler, or compilation failed.
         ValueError: nodes have different numbers of ranks.
         OSError: the folder cannot be written, or has too little space.
     """
     if dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        return _measure(threads, seconds, verbose, folder)
+        return _measure(threads, seconds, verbose, folder, compile)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "machine.json"
-        arguments = (port, threads, seconds, verbose, folder, str(path))
+        arguments = (port, threads, seconds, verbose, folder, compile, str(path))
         mp.spawn(_measure_spawned, arguments, RANKS)
         return Machine.load(path)
 
@@ -103,6 +107,7 @@ def _measure_spawned(
     seconds: float,
     verbose: bool,
     folder: str | Path | None,
+    compiled: bool,
     path: str,
 ) -> None:
     os.environ.update(
@@ -113,12 +118,14 @@ def _measure_spawned(
         MASTER_PORT=str(port),
         CUDA_VISIBLE_DEVICES="",  # measure the CPU
     )
-    machine = _measure(threads, seconds, verbose, folder)
+    machine = _measure(threads, seconds, verbose, folder, compiled)
     if rank == 0:
         machine.save(Path(path))
 
 
-def _measure(threads: int, seconds: float, verbose: bool, folder: str | Path | None) -> Machine:
+def _measure(
+    threads: int, seconds: float, verbose: bool, folder: str | Path | None, compiled: bool
+) -> Machine:
     is_guest = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_guest else int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
@@ -132,7 +139,7 @@ def _measure(threads: int, seconds: float, verbose: bool, folder: str | Path | N
     mesh = DataMesh.create(None, num_instances=num_ranks // per_node, what="calibrate")
     if mesh.device.type == "cpu":
         torch.set_num_threads(threads)
-    meter = _Meter(mesh, threads, seconds, verbose, folder)
+    meter = _Meter(mesh, threads, seconds, verbose, folder, compiled)
     machine = meter.measure()
     meter.agree(0.0)  # a barrier
     if not is_guest:
@@ -149,6 +156,7 @@ class _Meter:
         seconds: measurement time of each figure.
         verbose: print progress.
         folder: of a disk.
+        compiled: measure kernels of ``torch.compile``.
     """
 
     def __init__(
@@ -158,8 +166,10 @@ class _Meter:
         seconds: float,
         verbose: bool,
         folder: str | Path | None = None,
+        compiled: bool = False,
     ) -> None:
         self._folder = folder
+        self._compiled = compiled
         self._mesh = mesh
         self._device = mesh.device
         self._threads = threads
@@ -181,7 +191,9 @@ class _Meter:
         kernels = Kernels(self._device, turns, self._seconds, self.agree)
         if turns > 1:
             self._say(f"  ranks share cores: {ranks * self._threads} threads, {self._cores} cores")
-        processor = kernels.processor(_dtypes_of(self._device), self._memory_bytes(ranks))
+        processor = kernels.processor(
+            _dtypes_of(self._device), self._memory_bytes(ranks), self._compiled
+        )
         for dtype, flops in processor.matrix_flops.items():
             self._say(
                 f"  products, {str(dtype).removeprefix('torch.')}: {flops / 1e9:,.1f} GFLOP/s"
@@ -198,6 +210,14 @@ class _Meter:
             f"  functions: {processor.function_seconds * 1e9:.2f} ns per element; irregular "
             f"access: {processor.irregular_seconds * 1e12:.2f} ps"
         )
+        if self._compiled:
+            functions = processor.fused_function_seconds
+            if functions is None:
+                functions = processor.function_seconds
+            self._say(
+                f"  fused kernels: {processor.fused_share:.0%} of the rate of others, functions "
+                f"{functions * 1e9:.2f} ns per element"
+            )
         host = kernels.host_seconds()
         self._say(f"  host time per call: {host * 1e6:.1f} us")
         self._is_crowded = (crowd := kernels.crowd()) > _CROWDED

@@ -157,6 +157,39 @@ class Kernels:
             found.append(max(seconds / x.numel() - num_bytes / bandwidth, 0.0))
         return statistics.mean(found)
 
+    def fused(self, bandwidth: float) -> dict[str, Any]:
+        """The figures of kernels that ``torch.compile`` fuses of :class:`Processor`, by name: with
+        cold tensors, the rates of a product and sum and of a norm, and as :meth:`function_seconds`
+        those of functions.
+
+        Args:
+            bandwidth: bytes per second of the memory.
+
+        Raises:
+            RuntimeError: the compiler found no C++ compiler, or failed.
+        """
+
+        def seconds(function: Callable[..., None], num_tensors: int) -> float:
+            compiled = torch.compile(function, dynamic=False)
+            sets = self._cold(partial(self._matrices, num_tensors))
+            return self._time(partial(_with_next, compiled, sets))
+
+        tensor_bytes = 4 * self._elements
+        plain = ((_product_and_sum, 4), (_norm, 2))
+        rates = [num * tensor_bytes / seconds(function, num) for function, num in plain]
+        rate = statistics.mean(rates)
+        if not self._on_host:
+            return {"fused_share": rate / bandwidth}
+        functions = ((_gelu_of, 2), (_gelu_backward_of, 3), (_softmax_of, 2))
+        found = [
+            max(seconds(function, num) - num * tensor_bytes / rate, 0.0) / self._elements
+            for function, num in functions
+        ]
+        return {
+            "fused_share": rate / bandwidth,
+            "fused_function_seconds": statistics.mean(found),
+        }
+
     def attention_head(self, dtype: torch.dtype) -> float:
         """The figure of :class:`Processor`, from heads of full and of half size; 0 on a host.
 
@@ -222,12 +255,15 @@ class Kernels:
         own = time.thread_time() - own
         return self._agree(1.0 - own / (time.perf_counter() - wall))
 
-    def processor(self, dtypes: Sequence[torch.dtype], memory_bytes: float) -> Processor:
+    def processor(
+        self, dtypes: Sequence[torch.dtype], memory_bytes: float, compiled: bool = False
+    ) -> Processor:
         """Measure all figures of the processor.
 
         Args:
             dtypes: of products; attention is timed in the last one.
             memory_bytes: memory of the rank.
+            compiled: those of fused kernels, too.
         """
         flops = {dtype: self.matrix_flops(dtype) for dtype in dtypes}
         bandwidth = self.memory_bandwidth()
@@ -243,6 +279,7 @@ class Kernels:
             irregular_seconds=self.irregular_seconds(bandwidth),
             attention_head=self.attention_head(dtype),
             **self.attention(flops[dtype], dtype),
+            **(self.fused(bandwidth) if compiled else {}),
         )
 
     def _attention_seconds(
@@ -351,3 +388,26 @@ def _gelu_backward(gradient: Tensor, x: Tensor, out: Tensor) -> None:
 
 def _softmax(x: Tensor, out: Tensor) -> None:
     torch.softmax(x, -1, out=out)
+
+
+# What ``torch.compile`` makes one kernel of.
+
+
+def _product_and_sum(x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> None:
+    out.copy_(x * y + z)
+
+
+def _norm(x: Tensor, out: Tensor) -> None:
+    out.copy_(F.rms_norm(x, x.shape[-1:]))
+
+
+def _gelu_of(x: Tensor, out: Tensor) -> None:
+    out.copy_(F.gelu(x))
+
+
+def _gelu_backward_of(gradient: Tensor, x: Tensor, out: Tensor) -> None:
+    out.copy_(torch.ops.aten.gelu_backward(gradient, x))
+
+
+def _softmax_of(x: Tensor, out: Tensor) -> None:
+    out.copy_(torch.softmax(x, -1))

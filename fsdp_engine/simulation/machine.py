@@ -202,6 +202,9 @@ class Processor:
             addition to memory access. 0 if enough processors hide it.
         irregular_seconds: seconds per element of operations that do not stream through memory, in
             addition to memory access; see [Note: Irregular elements] in ``memory_access.py``.
+        fused_share: the rate of memory access of kernels that a compiler fused, as a fraction of
+            that of other operations.
+        fused_function_seconds: ``function_seconds`` in such kernels. None: the same.
 
     Raises:
         ValueError: a figure is out of range, or there is no figure for fp32.
@@ -221,6 +224,8 @@ class Processor:
     causal_block: float | None = None
     attention_head: float = 0.0
     irregular_seconds: float = 0.0
+    fused_share: float = 1.0
+    fused_function_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_figures(self, PROCESSOR_FIELDS, _flops_mistakes(self.matrix_flops))
@@ -276,6 +281,14 @@ class Processor:
         moving += irregular_elements * self.irregular_seconds
         both = computing + moving - self.overlap * min(computing, moving)
         return max(both, self.call_seconds)
+
+    def fused_seconds(self, num_bytes: float, function_elements: int = 0) -> float:
+        """Seconds of a kernel that a compiler fused; see :meth:`seconds`."""
+        own = self.fused_function_seconds
+        fused = self if own is None else dataclasses.replace(self, function_seconds=own)
+        return fused.seconds(
+            0, num_bytes / self.fused_share, torch.float32, function_elements=function_elements
+        )
 
     def _attention_share(self, attention: Attention) -> float:
         """The rate of an attention kernel as a fraction of that of products."""

@@ -118,6 +118,10 @@ def _is_fraction(value: Any) -> bool:
     return _is_number(value) and 0 <= value <= 1
 
 
+def _is_not_negative_or_none(value: Any) -> bool:
+    return value is None or _is_not_negative(value)
+
+
 def _is_block_or_none(value: Any) -> bool:
     return value is None or (_is_finite_rate(value) and value >= 1)
 
@@ -200,6 +204,24 @@ PROCESSOR_FIELDS = {
         has_default=True,
     ),
     "irregular_seconds": _seconds("seconds of an element", "1.6e-12", most=1e-3),
+    "fused_share": Figure(
+        _RATE,
+        _is_finite_rate,
+        "fused kernels' rate over that of other operations",
+        "0.9",
+        least=1e-3,
+        most=1e3,
+        has_default=True,
+    ),
+    "fused_function_seconds": Figure(
+        "0 or a larger number, or none",
+        _is_not_negative_or_none,
+        "seconds of an element in a fused kernel",
+        "2e-10",
+        least=0,
+        most=1e-3,
+        has_default=True,
+    ),
     "causal_block": Figure(
         "1 or a larger number, or none",
         _is_block_or_none,

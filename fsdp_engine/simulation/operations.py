@@ -524,9 +524,8 @@ class Operations(TorchDispatchMode):
             functions = sum(
                 value_of(node).numel() for node in kernel.nodes if name_of(node) in _FUSED_FUNCTIONS
             )
-            seconds = self._clock.machine.processor.seconds(
-                0, kernel.num_bytes, torch.float32, function_elements=functions
-            )
+            processor = self._clock.machine.processor
+            seconds = processor.fused_seconds(kernel.num_bytes, functions)
             self._seconds_of_fused[kernel] = seconds
         self._clock.compute(kernel.label, seconds)
 

@@ -6,9 +6,13 @@ import json
 import re
 import subprocess
 import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
@@ -392,3 +396,36 @@ def test_python_dash_m_runs_it() -> None:
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert result.returncode == 0, result.stderr
     assert [row[0] for row in cells(result.stdout)] == list(LEVELS)
+
+
+def test_fp8_plans_the_linears_that_torchao_converts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+
+    def convert(model: nn.Module, *, module_filter_fn: Any) -> nn.Module:
+        linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+        found.append([name for name, each in linears.items() if module_filter_fn(each, name)])
+        return model
+
+    module: Any = types.ModuleType("torchao.float8")
+    module.convert_to_float8_training = convert
+    package = types.ModuleType("torchao")
+    package.__spec__ = ModuleSpec("torchao", None)  # transformers looks at it
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.float8", module)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "intermediate_size": 72}))
+    run("plan --world 8 --model config.json --batch 1x16 --fp8 --quick-only --no-cache")
+    # Not the MLP's three, of 72 columns, nor the head.
+    projections = [f"self_attn.{each}_proj" for each in "qkvo"]
+    expected = [f"model.layers.{layer}.{each}" for layer in range(2) for each in projections]
+    assert found[0] == expected
+
+
+def test_fp8_needs_torchao_and_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    command = "plan --world 8 --model planned_models:Counting --fp8"
+    said = " ".join(run(f"{command} --batch 4x16", status=2).split())
+    assert "expected torchao installed" in said
+    assert "expected with --batch" in " ".join(run(command, status=2).split())

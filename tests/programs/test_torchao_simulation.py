@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import fsdp_engine as fe
+from fsdp_engine.planner.planner_cli import app
 from tests.programs.packages import ONLY_TORCHAO, with_torchao
 
 pytestmark = ONLY_TORCHAO
@@ -90,3 +94,23 @@ def test_a_converted_model_is_planned() -> None:
             mp_policy=BF16,
         )
     assert planning.best is not None
+
+
+def test_the_command_line_converts_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"hidden_size": 8192, "intermediate_size": 16384, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 1024}
+    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **heads, **names}))
+    monkeypatch.chdir(tmp_path)
+    arguments = "plan --world 8 --model config.json --batch 4x4096 --quick-only --no-cache --save"
+    rates = {}
+    with with_torchao():
+        for name, options in (("bf16.json", []), ("fp8.json", ["--fp8"])):
+            result = CliRunner().invoke(app, [*arguments.split(), name, *options])
+            assert result.exit_code == 0, result.output
+            chosen = fe.StrategyPlan.load(name).chosen
+            assert chosen is not None
+            rates[name] = chosen.rate
+    assert rates["fp8.json"] > 1.1 * rates["bf16.json"]

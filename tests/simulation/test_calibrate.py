@@ -84,7 +84,7 @@ def test_files_of_before_these_figures_are_read(tmp_path: Path) -> None:
     assert Machine.load(path) == machine
     content = json.loads(path.read_text())
     added = ("attention_backward_share", "attention_length", "causal_block", "attention_head")
-    added += ("irregular_seconds",)
+    added += ("irregular_seconds", "fused_share", "fused_function_seconds")
     for field in ("overlap", "attention_share", "function_seconds", *added):
         del content["processor"][field]
     path.write_text(json.dumps(content))
@@ -120,6 +120,72 @@ def test_calibration_finds_the_figures_of_attention() -> None:
     }
     processor = dataclasses.replace(HOST, **figures)
     assert TimedBy(processor).attention(1e9, F32) == pytest.approx(figures)
+
+
+class FusedBy(Kernels):
+    """Fused kernels take the time of a processor, and are not compiled."""
+
+    def __init__(self, processor: Processor) -> None:
+        super().__init__(torch.device("cpu"), 1.0, 0.02, lambda value: value)
+        self._processor, self._elements = processor, 512
+
+    def _time(self, action: Any, timed: Any = None) -> float:
+        compiled, sets = action.args
+        tensors = next(sets)
+        name = compiled._torchdynamo_orig_callable.__name__
+        num_functions = self._elements if "gelu" in name or "softmax" in name else 0
+        num_bytes = sum(each.nbytes for each in tensors)
+        return self._processor.fused_seconds(num_bytes, num_functions)
+
+
+def test_calibration_finds_the_figures_of_fused_kernels() -> None:
+    figures = {"fused_share": 0.75, "fused_function_seconds": 2e-9}
+    processor = dataclasses.replace(HOST, **figures)
+    assert FusedBy(processor).fused(HOST.memory_bandwidth) == pytest.approx(figures)
+
+
+def test_fused_kernels_have_a_rate_and_functions_of_their_own() -> None:
+    processor = dataclasses.replace(HOST, fused_share=0.5, function_seconds=1e-9)
+    assert processor.seconds(0, 1e8, F32, function_elements=10**9) == pytest.approx(1 + 1)
+    assert processor.fused_seconds(1e8, 10**9) == pytest.approx(2 + 1)
+    processor = dataclasses.replace(processor, fused_function_seconds=3e-9)
+    assert processor.fused_seconds(1e8, 10**9) == pytest.approx(2 + 3)
+
+
+def test_compiled_blocks_take_as_long_as_their_fused_kernels() -> None:
+    class Chain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x * self.scale + 1).mul(x)
+
+    def seconds(*, compiled: bool, **figures: float) -> float:
+        machine = machine_of(dataclasses.replace(HOST, **figures))
+        options = {"strategy": "no_shard", "units": [Chain], "compile": compiled}
+        found = fe.simulate(
+            lambda: torch.nn.Sequential(*[Chain() for _ in range(16)]),
+            1,
+            batch=torch.zeros(2**14, 64),
+            machine=machine,
+            loss=torch.Tensor.sum,
+            **options,
+        )
+        return found.seconds
+
+    at_half = seconds(compiled=True, fused_share=0.5)
+    assert at_half == pytest.approx(2 * seconds(compiled=True), rel=0.05)
+    assert seconds(compiled=False, fused_share=0.5) == seconds(compiled=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_fused_kernels_of_this_machine_are_measured() -> None:
+    kernels = Kernels(torch.device("cpu"), 1.0, 0.05, lambda value: value)
+    found = kernels.fused(kernels.memory_bandwidth())
+    assert 0.1 < found["fused_share"] < 10
+    assert 0 <= found["fused_function_seconds"] < 1e-6
 
 
 class Parts(torch.nn.Module):
@@ -219,7 +285,7 @@ def test_two_ranks_that_are_started_measure_the_given_folder(tmp_path: Path) -> 
 
     with patch.object(calibrate_module.mp, "spawn", spawn):
         calibrate_module.calibrate(folder=tmp_path)
-    assert given[0][-2] == tmp_path
+    assert given[0][-3:-1] == (tmp_path, False)
 
 
 def test_both_directions_are_measured_as_they_are_simulated() -> None:

@@ -40,6 +40,7 @@ VALID = (
     ("host_memory_bandwidth", None),
     ("attention_backward_share", None),
     ("causal_block", None),
+    ("fused_function_seconds", None),
 )
 INFINITE = ("bandwidth", "memory_bandwidth", "host_memory_bandwidth", "into", "out")
 
