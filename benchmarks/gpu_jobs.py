@@ -4,8 +4,8 @@
 
 Each job is one rank over NCCL at level 3 with bf16 compute, fp32 main weights, reductions in fp32
 and fused AdamW: models of different sizes and lengths, with compiled blocks, activation
-checkpointing and state on the host; where torchao is installed, also with its linears that compute in
-fp8. Weights are random.
+checkpointing and state on the host; where torchao is installed, also with its linears in fp8.
+Weights are random.
 
 Without a CUDA device the jobs run over gloo with tiny sizes, to test the script itself; nothing is
 written.

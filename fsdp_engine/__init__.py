@@ -1,7 +1,8 @@
 """A sharded training engine for PyTorch: one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
 
+import importlib
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.checkpoint import (
@@ -34,13 +35,15 @@ from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
 from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
-from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.simulation.tp_plan import apply_tp_plan
 from fsdp_engine.units.adapter_layers import register_adapter_layers
 from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 from fsdp_engine.units.granules import whole_rows, whole_tensors
+
+if TYPE_CHECKING:
+    from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -95,12 +98,20 @@ __all__ = [
 # Materialization of meta parameters initializes the adapters of PEFT.
 register_adapter_layers(AdapterLayers)
 
+# Names whose module is imported when they are used: that of pipelines loads torch's compiler.
+_LAZY = {
+    "PipelineSimulation": "fsdp_engine.simulation.pipeline",
+    "simulate_pipeline": "fsdp_engine.simulation.pipeline",
+}
+
 # Deprecated names, with their replacements.
 _RENAMED = {"Planning": "StrategyPlan"}
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the object of a deprecated name."""
+    """Returns the object of a lazy or of a deprecated name."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

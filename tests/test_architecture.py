@@ -940,6 +940,17 @@ model(torch.ones(1, 3)).sum().backward()
     run_without([*NOT_IN_THE_CORE, "crc32c", "numpy"], program)
 
 
+def test_the_package_is_imported_without_torchs_pipelines() -> None:
+    """Which import its compiler."""
+    program = """
+import sys, fsdp_engine as fe
+print("torch.distributed.pipelining" in sys.modules)
+fe.simulate_pipeline, fe.PipelineSimulation
+print("torch.distributed.pipelining" in sys.modules)
+"""
+    assert run_without([], program).split() == ["False", "True"]
+
+
 def test_checkpoints_need_numpy_and_crc32c_beside() -> None:
     program = """
 import tempfile

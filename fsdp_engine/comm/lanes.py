@@ -891,7 +891,10 @@ class DeviceLane:
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
         """See :class:`Lane`; the caching allocator ties the memory to this lane's stream."""
-        with self._module.stream(self._target()):
+        if self._stream is None:  # the current one, which is not entered again
+            action()
+            return
+        with self._module.stream(self._stream):
             action()
 
     def of_caller(self) -> DeviceLane:

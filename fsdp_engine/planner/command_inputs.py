@@ -95,7 +95,8 @@ def in_fp8(build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]
 
     def build_converted() -> nn.Module:
         model = build()
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        of_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = of_head()
 
         def is_converted(module: nn.Module, name: str) -> bool:
             sizes = module.weight.shape if isinstance(module, nn.Linear) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ class PlanRequest:
                 check_count("sequences", each, "lengths of 1 or more")
         self._check_global_batch()
         self._check_degrees()
+        if callable(self.batch):
+            self._check_batch_function()
         for name in ("formulas", "progress", "quick", "cache", "compile"):
             check_type(name, getattr(self, name), bool, "True or False")
 
@@ -132,6 +135,22 @@ class PlanRequest:
                 "microbatches: expected none with global_batch, from which their number follows; "
                 f"found {self.microbatches}"
             )
+
+    def _check_batch_function(self) -> None:
+        has_sizes = self.global_batch is not None or any(size is not None for size in self._sizes)
+        has_lengths = any(length is not None for length in self._lengths)
+        sizes = (1,) if has_sizes else ()
+        lengths = {"sequence": 1} if has_lengths else {}
+        try:
+            inspect.signature(self.batch).bind(*sizes, **lengths)
+        except ValueError:
+            return  # a function in C, which has no signature
+        except TypeError as error:
+            shown = ", ".join(["size"] * has_sizes + ["sequence=length"] * has_lengths)
+            raise ValueError(
+                f"batch: expected a function that can be called as batch({shown}), with what "
+                f"microbatch_sizes, global_batch and sequences ask for; found: {error}"
+            ) from error
 
     def _check_degrees(self) -> None:
         if self.tensor_parallel == AUTO and self.parallelize is not None:

@@ -229,7 +229,7 @@ def plan(
     ] = False,
     fp8: Annotated[
         bool,
-        typer.Option("--fp8", help="linears multiply in fp8 (convert_to_float8_training of torchao)"),
+        typer.Option("--fp8", help="linears multiply in fp8, as torchao converts them"),
     ] = False,
     no_cache: Annotated[
         bool,

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,12 +57,21 @@ CONTEXT_LANE = "context parallel"
 # In the timeline: computation on the host of a device.
 HOST_WORK = "host work"
 
-# Host time of the engine's own Python code around each call of a lane (hooks of modules, tickets,
-# memory), in times of an operation. From steps of small blocks on an H200 at all levels
-# (``benchmarks/gpu_host.py``), less the time of their operations: a unit takes that of some 35 at
-# no_shard and of 65 to 100 at optim_grads_params, where it has 3 submissions, 3 waits and 8
-# allocations and releases.
-_SUBMISSION, _WAIT, _MANAGEMENT = 15, 6, 4
+
+class OwnCode(NamedTuple):
+    """Host time of the engine's own Python code around each call of a lane (hooks of modules,
+    tickets, memory), in times of an operation."""
+
+    submission: int
+    wait: int
+    management: int
+
+
+# From steps of small blocks at all levels (``benchmarks/engine_host_time.py``), less the time of
+# their operations. On a device, whose lanes have events and streams, a unit takes that of some 35
+# operations at no_shard and of 65 to 100 at optim_grads_params, where it has 3 submissions, 3
+# waits, and 8 allocations and releases; on a CPU less.
+_ON_DEVICES, _ON_HOSTS = OwnCode(15, 6, 4), OwnCode(6, 5, 1)
 
 
 @dataclass(frozen=True)
@@ -213,7 +222,7 @@ class SimulatedLane:
         """See :class:`~fsdp_engine.comm.lanes.Lane`."""
         del reads, writes
         clock = self._clock
-        clock.call(_SUBMISSION)
+        clock.call(clock.own_code.submission)
         if clock.machine.host_runs_ahead:
             return SimulatedTicket(self, clock, clock.run(self, label, operation, after), None)
         while self._waiting:
@@ -245,7 +254,7 @@ class SimulatedLane:
 
     def wait(self, *tickets: Any) -> None:
         """See :class:`~fsdp_engine.comm.lanes.Lane`."""
-        self._clock.call(_WAIT)
+        self._clock.call(self._clock.own_code.wait)
         for ticket in tickets:
             self._clock.wait(self, ticket)
 
@@ -265,7 +274,7 @@ class SimulatedLane:
         """See :class:`~fsdp_engine.comm.lanes.Lane`. Memory is allocated and freed on the host's
         clock, as in a caching allocator."""
         del label, storage
-        self._clock.call(_MANAGEMENT)
+        self._clock.call(self._clock.own_code.management)
         action()
         self._clock.memory_changed()
 
@@ -318,6 +327,7 @@ class Clock:
         num_ranks: of the job.
 
     Attributes:
+        own_code: of the engine on this machine.
         host: the host's time.
         phase: of the program: "build", "forward", "backward" or "step".
         spans: operations in the order of their submission.
@@ -347,6 +357,7 @@ class Clock:
         self.module: Callable[[], str] = lambda: ""
         # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
+        self.own_code = _ON_DEVICES if machine.host_runs_ahead else _ON_HOSTS
         self.every_lane: list[SimulatedLane] = []
         self.lanes = {name: self.make_lane(name) for name in names}
         self._queues: dict[str, CopyQueues] = {}

@@ -257,7 +257,7 @@ class Processor:
         *,
         attention: Attention | None = None,
         function_elements: int = 0,
-        irregular_elements: int = 0,
+        irregular_elements: float = 0,
     ) -> float:
         """Seconds of one operation: those of computation and memory access, less their
         ``overlap``.

@@ -5,10 +5,10 @@ memory.
 On a GPU, kernels that read equal tensors element by element reach nearly the memory's bandwidth.
 Others take a time per element in addition: pointwise operations whose operands have different
 strides (rows that are broadcast, transposed heads) or dtypes, concatenations, norms, softmax,
-dropout, sums. ``benchmarks/gpu_kernels.py`` measured them on one H200, where an element takes 1.0 to 2.2
-ps more than the bytes take; some kernels take several such times: four where rows of one tensor are
-columns of another. Casts to a narrower dtype have a fast kernel. A factor that is a tensor of one
-element is broadcast.
+dropout, sums. ``benchmarks/gpu_kernels.py`` measured them on an H100 and an H200, where an element
+takes 1.0 to 2.2 ps more than the bytes take; some kernels take several such times: four where rows
+of one tensor are columns of another. Casts to a narrower dtype have a fast kernel. A factor that is
+a tensor of one element is broadcast.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def test_a_host_holds_memory_that_a_device_frees() -> None:
     for run in runs:
         model = ALL_MODELS[run.name]
         on_device = fe.simulate(run.build, NUM_RANKS, batch=model.batch, **run.options)
-        assert planned(run).peak_bytes > 1.03 * on_device.peak_bytes
+        assert planned(run).peak_bytes > 1.02 * on_device.peak_bytes
 
 
 def test_the_workspace_of_the_lstm_of_onednn() -> None:
