@@ -9,6 +9,7 @@ themselves never begin anew.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,4 +28,4 @@ def one_sequence_a_row() -> AbstractContextManager[None]:
 
 def has_positions(inputs: Any) -> bool:
     """Returns whether the batch says where its tokens are, so that rows may be packed."""
-    return isinstance(inputs, dict) and inputs.get("position_ids") is not None
+    return isinstance(inputs, Mapping) and inputs.get("position_ids") is not None

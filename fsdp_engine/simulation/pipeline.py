@@ -44,6 +44,7 @@ from fsdp_engine.simulation.compiled import compiled_modules
 from fsdp_engine.simulation.device_kernels import device_kernels
 from fsdp_engine.simulation.machine import H100, Link, Machine
 from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.simulation.packed_sequences import one_sequence_a_row
 from fsdp_engine.simulation.simulate import (
     MakeOptimizer,
     Parallelize,
@@ -472,7 +473,7 @@ class _Job:
                 module = self.module(index, process.device_mesh)
                 # Fake tensors have no values to compare between ranks.
                 engine = shard(module, process.device_mesh, **self.options, initial_values="rank0")
-                with as_simulation_error(f"forward of stage {index}"):
+                with one_sequence_a_row(), as_simulation_error(f"forward of stage {index}"):
                     output = engine.model(*inputs)
                 outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
                 is_last = index == self.num_stages - 1
@@ -537,6 +538,7 @@ class _Job:
             stack.enter_context(compiled_modules(of_rank, names))
             if self.machine.host_runs_ahead:
                 stack.enter_context(device_kernels())
+            stack.enter_context(one_sequence_a_row())
             engines = [
                 shard(module, mesh, **self.options, initial_values="rank0") for module in modules
             ]

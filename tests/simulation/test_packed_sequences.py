@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fsdp_engine as fe
 
 TOKENS = torch.zeros(2, 256, dtype=torch.int64)
 
 
-def simulated(*, use_cache: bool, **batch: Tensor) -> fe.Simulation:
+def llama(*, use_cache: bool = False) -> nn.Module:
     transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=2, use_cache=use_cache)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
 
-    def build() -> nn.Module:
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        layers = {"num_hidden_layers": 2, "use_cache": use_cache}
-        model: nn.Module = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**sizes, **heads, **layers)
-        )
-        return model
 
+def simulated(*, use_cache: bool, **batch: Tensor) -> fe.Simulation:
+    build = partial(llama, use_cache=use_cache)
     return fe.simulate(build, 1, batch={"input_ids": TOKENS, "labels": TOKENS, **batch})
 
 
@@ -36,3 +39,20 @@ def test_given_positions_may_begin_anew_within_a_row() -> None:
     positions = torch.zeros(2, 256, dtype=torch.int64)
     packed = simulated(use_cache=False, position_ids=positions)
     assert packed.peak_bytes > simulated(use_cache=False).peak_bytes
+
+
+def test_stages_of_pipelines_have_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[Tensor | None] = []
+    attention = F.scaled_dot_product_attention
+
+    def recorded(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        masks.append(kwargs.pop("attn_mask", mask))
+        return attention(q, k, v, masks[-1], *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    stages = fe.CausalLMStages(llama)
+    fe.simulate_pipeline(stages, 2, pipeline=2, microbatches=2, batch=TOKENS, target=TOKENS)
+    assert masks
+    assert not any(mask is not None for mask in masks)
