@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_engine as fe
+from fsdp_engine.planner.command_inputs import in_fp8
 from fsdp_engine.simulation.compiled import compile_blocks
 from gpt import GPT, GPTConfig
 
@@ -59,15 +60,6 @@ def llama(
         use_cache=False,  # with a cache Dynamo compiles another block for each layer, at most eight
     )
     return LlamaForCausalLM(config)
-
-
-def in_fp8(build: Build) -> nn.Module:
-    """The model with torchao's linears in fp8, but for the head."""
-    from torchao.float8 import convert_to_float8_training
-
-    model = build()
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: "head" not in name)
-    return model
 
 
 @dataclass(frozen=True)
@@ -125,7 +117,7 @@ def _jobs(
     short = length // 4
     fp8: dict[str, Job] = {}
     if importlib.util.find_spec("torchao"):
-        build = partial(in_fp8, blocks)
+        build = in_fp8(blocks, "8B blocks, fp8")
         fp8["8B blocks, fp8"] = Job(build, llamas, 2, length)
         fp8["8B blocks, fp8, compiled"] = Job(build, llamas, 2, length, compiled=True)
     return {
