@@ -21,15 +21,14 @@ that count blocks. Every ``period``-th one may be, such as where windows of atte
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_engine.planner.outcome import Outcome
+from fsdp_engine.simulation.alike import is_alike
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.simulate import Simulation
 
@@ -116,44 +115,9 @@ def find_repeated(model: nn.Module) -> Repeated | None:
 def _unlike(blocks: Sequence[Any], period: int) -> int:
     """How many blocks at the start are not alike, as those up to the end are."""
     number = len(blocks) - period
-    while number > 0 and _is_alike(blocks[number - 1], blocks[number - 1 + period], period, set()):
+    while number > 0 and is_alike(blocks[number - 1], blocks[number - 1 + period], period):
         number -= 1
     return number
-
-
-def _is_alike(one: Any, other: Any, distance: int, seen: set[tuple[int, int]]) -> bool:
-    """Whether two objects are equal, but for numbers of blocks at this ``distance``."""
-    key = id(one), id(other)
-    if one is other or key in seen:
-        return True
-    if type(one) is not type(other):
-        return False
-    seen.add(key)
-    again = partial(_is_alike, distance=distance, seen=seen)
-    if isinstance(one, Tensor):
-        kinds = [(each.shape, each.dtype, each.requires_grad) for each in (one, other)]
-        return kinds[0] == kinds[1] and again(vars(one), vars(other))
-    if isinstance(one, bool | str):
-        return bool(one == other)
-    if isinstance(one, int):
-        return bool(one == other or other - one == distance)
-    if isinstance(one, float):  # probabilities that grow with the depth are of no interest
-        return bool(one == other or (one != 0) == (other != 0))
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(again, one, other))
-    if isinstance(one, Mapping):
-        names = [[each for each in mapping if isinstance(each, str)] for mapping in (one, other)]
-        pairs = one.values(), other.values()
-        return len(one) == len(other) and names[0] == names[1] and all(map(again, *pairs))
-    if isinstance(one, types.FunctionType):
-        cells = [each.__closure__ or () for each in (one, other)]
-        values = [[cell.cell_contents for cell in each] for each in cells]
-        return one.__code__ is other.__code__ and again(*values)
-    if isinstance(one, types.MethodType):
-        return one.__func__ is other.__func__ and again(one.__self__, other.__self__)
-    if hasattr(one, "__dict__"):
-        return again(vars(one), vars(other))
-    return bool(one == other)
 
 
 def of_all_blocks(

@@ -12,7 +12,7 @@ from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.simulate import Microbatch, Simulation
+from fsdp_engine.simulation.simulate import Simulation, StepPart
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.checkpointing import Checkpointing
 
@@ -196,7 +196,7 @@ class Outcome:
             memory: the limit in bytes.
             more: microbatches of a step beside those that were simulated, three.
         """
-        further = found.further or Microbatch()
+        further = found.further or StepPart()
 
         def grown(simulated: float, of_microbatch: float) -> float:
             return simulated + more * of_microbatch

@@ -44,12 +44,12 @@ from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
 from fsdp_engine.planner.questions import GPU, NODE, parsed_count
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
-from fsdp_engine.planner.strategy_search import meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.machine import PRESETS, Machine
+from fsdp_engine.simulation.simulate import build_meta_module
 from fsdp_engine.simulation.simulation_error import SimulationError, check_positive
 from fsdp_engine.terminal import print_whole, terminal_width, wrapped
 from fsdp_engine.units.checkpointing import SELECTIVE
@@ -502,7 +502,7 @@ def build_on_meta(spec: str) -> nn.Module:
     """
     build = model_builder(spec, "--model")
     try:
-        return meta_model(build)
+        return build_meta_module(build)
     except SimulationError as error:
         where = "" if error.file is None else f" (at {error.file}:{error.line})"
         raise ValueError(

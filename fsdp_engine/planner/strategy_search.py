@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate
@@ -35,7 +33,7 @@ from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.compiled import simulated_compiler
 from fsdp_engine.simulation.context_parallel import sequence_length
 from fsdp_engine.simulation.machine import H100, Machine
-from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, build_module
+from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, build_meta_module
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.simulation.time_accuracy import family_of
 from fsdp_engine.simulation.tp_plan import fitting_degrees
@@ -195,7 +193,7 @@ class _Planning:
 
     def __init__(self, request: PlanRequest, known: Known) -> None:
         self._request = request
-        self._model = model = meta_model(request.make_model)
+        self._model = model = build_meta_module(request.make_model)
         self._job = job = Job(request, known, request.microbatches)
         if not any(request.options.get(name) for name in _BY_NAME):
             repeated = find_repeated(model)
@@ -467,17 +465,6 @@ def _in_formulas(candidate: Candidate) -> Candidate:
         sequence=None,
         context_parallel=1,
     )
-
-
-def meta_model(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model without allocating memory.
-
-    Raises:
-        SimulationError: ``build`` raised an exception.
-        TypeError: ``build`` does not return a module.
-    """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
-        return build_module(build)
 
 
 @contextmanager

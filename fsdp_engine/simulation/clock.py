@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -296,16 +296,36 @@ class Mark:
 
     Attributes:
         time: at which compute reaches it.
+        host: at which the host does.
         num_spans, num_exposed: lengths of the records.
-        sent_bytes, model_flops, seconds_at_peak: see :class:`Clock`.
+        sent_bytes, copied_bytes, model_flops, seconds_at_peak: see :class:`Clock`.
     """
 
     time: float
+    host: float
     num_spans: int
     num_exposed: int
     sent_bytes: dict[str, float]
+    copied_bytes: dict[str, float]
     model_flops: float
     seconds_at_peak: float
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Times of a part of a step.
+
+    Attributes:
+        seconds: that the device needs.
+        compute_seconds: busy time of compute.
+        exposed_by_lane: exposed time.
+        host_seconds: that the host of a device needs to issue it.
+    """
+
+    seconds: float
+    compute_seconds: float
+    exposed_by_lane: Mapping[str, float]
+    host_seconds: float = 0.0
 
 
 @dataclass
@@ -330,6 +350,7 @@ class Clock:
         num_ranks: of the job.
 
     Attributes:
+        machine, num_ranks: the arguments.
         own_code: of the engine on this machine.
         host: the host's time.
         phase: of the program: "build", "forward", "backward" or "step".
@@ -347,7 +368,7 @@ class Clock:
 
     def __init__(self, machine: Machine, num_ranks: int = 1) -> None:
         self.machine = machine
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self.host = 0.0
         self.phase = "build"
         self.spans: list[Span] = []
@@ -408,9 +429,9 @@ class Clock:
 
     def mark(self) -> Mark:
         """This moment."""
-        counts = len(self.spans), len(self.exposed)
+        counts = self.host, len(self.spans), len(self.exposed)
         flops = self.model_flops, self.seconds_at_peak
-        return Mark(self.now, *counts, dict(self.sent_bytes), *flops)
+        return Mark(self.now, *counts, dict(self.sent_bytes), dict(self.copied_bytes), *flops)
 
     @property
     def now(self) -> float:
@@ -448,6 +469,19 @@ class Clock:
         if seconds:
             end = self._compute.free
             self.spans.append(Span(COMPUTE, label, self.phase, start, end, self.module()))
+
+    def spend(self, label: str, part: PartTimes) -> None:
+        """Run a part of a step whose times are known."""
+        host, start = self.host, self._settle()
+        end = start + part.compute_seconds
+        self.spans.append(Span(COMPUTE, label, self.phase, start, end, self.module()))
+        for lane, wait in part.exposed_by_lane.items():
+            self.exposed.append(Exposed(label, self.phase, lane, wait, end))
+            end += wait
+        self._compute.free = start + part.seconds
+        self.host = self._compute.free
+        if self.machine.host_runs_ahead:
+            self.host = host + part.host_seconds
 
     def compute_on_host(self, label: str, num_bytes: float) -> None:
         """The host of a device reads and writes ``num_bytes`` of its own memory, at once, and
@@ -534,7 +568,7 @@ class Clock:
         """
         queues = self._queues_of(place)
         into = direction is Direction.INTO
-        staging = self.machine.staging_seconds(place, num_bytes, self._num_ranks, to_device=into)
+        staging = self.machine.staging_seconds(place, num_bytes, self.num_ranks, to_device=into)
         if self._work is None:
             link = queues.link
             rate = link.into if into else link.out
@@ -552,7 +586,7 @@ class Clock:
 
     def _queues_of(self, place: str) -> CopyQueues:
         if place not in self._queues:
-            machine, num_ranks = self.machine, self._num_ranks
+            machine, num_ranks = self.machine, self.num_ranks
             has_rate = place == HOST and machine.host_memory_bandwidth is not None
             rate = machine.host_rate(num_ranks) if has_rate else math.inf
             self._queues[place] = CopyQueues(machine.link_to_state(place, num_ranks), rate)

@@ -20,7 +20,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -114,6 +114,17 @@ def build_module(build: Callable[[], nn.Module]) -> nn.Module:
             f"{type(model).__name__}"
         )
     return model
+
+
+def build_meta_module(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model on the meta device.
+
+    Raises:
+        SimulationError: ``build`` raised an exception.
+        TypeError: ``build`` does not return a module.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
+        return build_module(build)
 
 
 def to_fake(batch: Any, fake: FakeTensorMode) -> Any:
@@ -231,18 +242,19 @@ MODULES = "modules"
 
 
 @dataclass(frozen=True)
-class Microbatch:
-    """What one microbatch adds to a step, between those before it and the last one.
+class StepPart:
+    """What a part of a step, such as a microbatch, adds to it.
 
     Attributes:
-        seconds, compute_seconds, exposed_by_lane, sent_bytes, model_flops, seconds_at_peak: see
-            :class:`Simulation`.
+        seconds, compute_seconds, exposed_by_lane, sent_bytes, copied_bytes, model_flops,
+            seconds_at_peak: see :class:`Simulation`.
     """
 
     seconds: float = 0.0
     compute_seconds: float = 0.0
     exposed_by_lane: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, float] = field(default_factory=dict)
+    copied_bytes: dict[str, float] = field(default_factory=dict)
     model_flops: float = 0.0
     seconds_at_peak: float = 0.0
 
@@ -293,7 +305,7 @@ class Simulation:
     model_flops: float = 0.0
     seconds_at_peak: float = 0.0
     checkpoint_bytes: int = 0
-    further: Microbatch | None = None
+    further: StepPart | None = None
 
     @property
     def mfu(self) -> float:
@@ -581,7 +593,7 @@ def simulate(
         beside.append(f" of {world_size // math.prod(sizes)} tensor-parallel ranks each")
     title += ",".join(beside)
     found = simulation_of(title, clock, memory, [engine], start, seconds, checkpoint_bytes)
-    return replace(found, further=_between(clock, *marks[-3:-1]) if microbatches > 2 else None)
+    return replace(found, further=part_between(clock, *marks[-3:-1]) if microbatches > 2 else None)
 
 
 def simulation_of(
@@ -602,10 +614,7 @@ def simulation_of(
         start, seconds: of the step.
         checkpoint_bytes: see :class:`Simulation`.
     """
-    spans = tuple(
-        replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
-    )
-    exposed = tuple(replace(each, start=each.start - start) for each in clock.exposed)
+    spans, exposed = since(start, clock)
     series = [(time - start, sizes) for time, sizes in memory.series]
     series.append((seconds, series[-1][1]))
     return Simulation(
@@ -628,18 +637,32 @@ def simulation_of(
     )
 
 
-def _between(clock: Clock, start: Mark, end: Mark) -> Microbatch:
-    """What the clock has recorded between two marks."""
+def since(start: float, clock: Clock) -> tuple[tuple[Span, ...], tuple[Exposed, ...]]:
+    """The operations and waits of a clock, with times since ``start``."""
+    return (
+        tuple(
+            replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
+        ),
+        tuple(replace(each, start=each.start - start) for each in clock.exposed),
+    )
+
+
+def part_between(clock: Clock, start: Mark, end: Mark) -> StepPart:
+    """The part of a step that the clock has recorded between two marks."""
     spans = clock.spans[start.num_spans : end.num_spans]
-    sent = start.sent_bytes
-    return Microbatch(
+    return StepPart(
         end.time - start.time,
         _busy(spans, COMPUTE),
         _by_lane(clock.exposed[start.num_exposed : end.num_exposed]),
-        {axis: count - sent.get(axis, 0.0) for axis, count in end.sent_bytes.items()},
+        _grown(start.sent_bytes, end.sent_bytes),
+        _grown(start.copied_bytes, end.copied_bytes),
         end.model_flops - start.model_flops,
         end.seconds_at_peak - start.seconds_at_peak,
     )
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: count - before.get(name, 0.0) for name, count in after.items()}
 
 
 def _busy(spans: Iterable[Span], lane: str) -> float:

@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.comm.lanes import Operation, Steps
-from fsdp_engine.simulation.clock import MODEL_LANE, Clock, SimulatedLane, SimulatedTicket
+from fsdp_engine.simulation.clock import (
+    MODEL_LANE,
+    Clock,
+    Mark,
+    PartTimes,
+    SimulatedLane,
+    SimulatedTicket,
+)
 from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.stage_messages import Message
@@ -119,6 +126,17 @@ class RecordingClock(Clock):
         self.recorded(
             lambda to: to.clock.compute(label, seconds), lambda: Clock.compute(self, label, seconds)
         )
+
+    def spend(self, label: str, part: PartTimes) -> None:
+        """See :class:`Clock`."""
+        self.recorded(
+            lambda to: to.clock.spend(label, part), lambda: Clock.spend(self, label, part)
+        )
+
+    def mark(self) -> Mark:
+        """See :class:`Clock`. Replays have it, too."""
+        self._append(lambda to: to.marks.append(to.clock.mark()))
+        return Clock.mark(self)
 
     def compute_on_host(self, label: str, num_bytes: float) -> None:
         """See :class:`Clock`."""
@@ -307,9 +325,11 @@ class Replay:
         tape: the tape.
         num_ranks: of the job.
         posted: called with each message that compute posts, and the time.
+        machine: None: that of the tape.
 
     Attributes:
         clock: the new clock.
+        marks: see :meth:`RecordingClock.mark`.
         tickets: by number.
         finishes: times at which the clock was finished.
         samples: times by number; see :meth:`RecordingClock.sample_number`.
@@ -317,9 +337,14 @@ class Replay:
     """
 
     def __init__(
-        self, tape: RecordingClock, num_ranks: int, posted: Callable[[Message, float], None]
+        self,
+        tape: RecordingClock,
+        num_ranks: int,
+        posted: Callable[[Message, float], None],
+        machine: Machine | None = None,
     ) -> None:
-        self.clock = Clock(tape.machine, num_ranks)
+        self.clock = Clock(machine or tape.machine, num_ranks)
+        self.marks: list[Mark] = []
         self.tickets: dict[int, SimulatedTicket] = {}
         self.finishes: list[float] = []
         self.samples: list[float] = []

@@ -22,11 +22,11 @@ from torch.distributed.tensor.parallel import (
 
 import fsdp_engine as fe
 from fsdp_engine.pipelining import PipelineStage
-from fsdp_engine.simulation import pipeline as pipelines
+from fsdp_engine.simulation import pipeline_job
 from fsdp_engine.simulation import simulate as simulations
 from fsdp_engine.simulation.machine import Link, Machine, Processor
 from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.pipeline import Action
+from fsdp_engine.simulation.pipeline_job import Action
 from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.simulation.tape import RecordingClock, Replay
 from tests.pipelining import scene
@@ -139,7 +139,7 @@ def test_a_third_step_is_like_the_second(schedule: str, monkeypatch: pytest.Monk
     options = {"strategy": "optim_grads_params", "machine": machine(link, link)}
     stages = {"stages": lambda index, num_stages: Linears(1 + index)}
     second = simulated(schedule, **options, **stages)
-    monkeypatch.setattr(pipelines, "STEPS", pipelines.STEPS + 1)
+    monkeypatch.setattr(pipeline_job, "STEPS", pipeline_job.STEPS + 1)
     third = simulated(schedule, **options, **stages)
     assert third.seconds == pytest.approx(second.seconds)
     assert third.bubble_seconds == pytest.approx(second.bubble_seconds)
@@ -297,8 +297,8 @@ def measured(schedule: str, level: str, num_data: int) -> tuple[int, list[Action
         run = make(stages if len(stages) > 1 else stages[0], 4, loss_fn=product_loss)
         inputs = [torch.ones(4 * ROWS, WIDTH)] if 0 in indices else []
         target = torch.ones(4 * ROWS, WIDTH) if num_stages - 1 in indices else None
-        for step in range(pipelines.STEPS):
-            if step == pipelines.STEPS - 1:
+        for step in range(pipeline_job.STEPS):
+            if step == pipeline_job.STEPS - 1:
                 watch.restart()
             actions.clear()
             run.step(*inputs, target=target, return_outputs=False)
