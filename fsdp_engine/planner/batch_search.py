@@ -54,6 +54,32 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
+def fastest_fitting(
+    candidate: Candidate,
+    rows: int,
+    sizes: Sequence[int],
+    outcome_of: Callable[[Candidate], Outcome],
+) -> Candidate:
+    """Returns the candidate with the fastest microbatch that fits; with the smallest one if none
+    does. Sizes are tried in order, until one does not fit or is slower than the one before it.
+
+    Args:
+        candidate, rows, sizes, outcome_of: see :func:`largest_fitting`.
+    """
+    best = _sized(candidate, rows, sizes[0])
+    for size in sizes:
+        tried = _sized(candidate, rows, size)
+        outcome = outcome_of(tried)
+        if outcome.lacking or outcome.rate < outcome_of(best).rate:
+            break
+        best = tried
+    return best
+
+
+def _sized(candidate: Candidate, rows: int, size: int) -> Candidate:
+    return replace(candidate, microbatch_size=size, microbatches=rows // size)
+
+
 def largest_fitting(
     candidate: Candidate,
     rows: int,
@@ -72,12 +98,9 @@ def largest_fitting(
         outcome_of: simulates a candidate.
     """
 
-    def sized(size: int) -> Candidate:
-        return replace(candidate, microbatch_size=size, microbatches=rows // size)
-
     @functools.cache
     def probe(size: int) -> Outcome:
-        return outcome_of(sized(size))
+        return outcome_of(_sized(candidate, rows, size))
 
     def select(slope: float, start: int) -> int:
         """Index of the largest size that fits if memory grows by ``slope`` a row from ``start``."""
@@ -87,7 +110,7 @@ def largest_fitting(
 
     first = sizes[0]
     if probe(first).lacking:
-        return sized(first)
+        return _sized(candidate, rows, first)
     fits, lacks = 0, len(sizes)  # indices of the largest that fits, and of the smallest that lacks
 
     def narrow(index: int) -> None:
@@ -107,4 +130,4 @@ def largest_fitting(
         narrow(largest + 1)
     while lacks - fits > 1:
         narrow((fits + lacks) // 2)
-    return sized(sizes[fits])
+    return _sized(candidate, rows, sizes[fits])

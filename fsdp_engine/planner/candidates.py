@@ -34,6 +34,8 @@ class Candidate:
         tensor_parallel: consecutive ranks that share the model's matrices, at each place of
             ``mesh``.
         context_parallel: consecutive ranks of the inner axis that share each sequence.
+        pipeline: ranks of a pipeline, each with the others at every place of ``mesh``.
+        schedule: of the pipeline, by torch's name; None: there is no pipeline.
     """
 
     mesh: Mesh
@@ -46,6 +48,8 @@ class Candidate:
     sequence: int | None = None
     tensor_parallel: int = 1
     context_parallel: int = 1
+    pipeline: int = 1
+    schedule: str | None = None
 
     @property
     def data_parallel(self) -> int:
@@ -59,8 +63,8 @@ class Candidate:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether there is neither tensor nor context parallelism."""
-        return self.tensor_parallel == self.context_parallel == 1
+        """Whether there is no tensor, context or pipeline parallelism."""
+        return self.tensor_parallel == self.context_parallel == self.pipeline == 1
 
     @property
     def offloaded(self) -> str:
@@ -108,11 +112,12 @@ class Candidate:
 
     @property
     def ranks(self) -> str:
-        """The ranks as text: "1024", "128 x 8" (outer x inner), or with context and tensor
-        parallelism "16 x 4, CP 4, TP 8"."""
+        """The ranks as text: "1024", "128 x 8" (outer x inner), or with other parallelism
+        "16 x 4, CP 4, TP 8, PP 2"."""
         context = "" if self.context_parallel == 1 else f", CP {self.context_parallel}"
         tensor = "" if self.tensor_parallel == 1 else f", TP {self.tensor_parallel}"
-        return self._mesh_text + context + tensor
+        pipeline = "" if self.pipeline == 1 else f", PP {self.pipeline}"
+        return self._mesh_text + context + tensor + pipeline
 
     @property
     def _mesh_text(self) -> str:
@@ -124,6 +129,8 @@ class Candidate:
             parts[0] += f" in context-parallel groups of {self.context_parallel}"
         if self.tensor_parallel > 1:
             parts[0] += f" of {self.tensor_parallel} tensor-parallel ranks each"
+        if self.pipeline > 1:
+            parts[0] += f" at each of {self.pipeline} ranks of a pipeline ({self.schedule})"
         if self.microbatch_size is not None:
             count = "" if self.microbatches is None else f"{self.microbatches} "
             parts.append(f"{count}microbatch{'es' * (count != '1 ')} of {self.microbatch_size}")
@@ -192,6 +199,8 @@ def candidates(
     sequences: Iterable[int | None] = (None,),
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    pipeline: int = 1,
+    schedule: str | None = None,
 ) -> Iterator[Candidate]:
     """Every combination: four levels on one axis, ten pairs on two."""
     every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
@@ -207,6 +216,8 @@ def candidates(
                 sequence=sequence,
                 tensor_parallel=tensor_parallel,
                 context_parallel=context_parallel,
+                pipeline=pipeline,
+                schedule=schedule,
             )
 
 
@@ -222,13 +233,13 @@ _QUICK = (
 
 def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
     """The candidates of a quick plan, in its order: those that save the most memory first, as they
-    fit most often, each with every degree of context and tensor parallelism. ZeRO-1 and DDP are
-    tried on one axis."""
+    fit most often, each with every degree of context, tensor and pipeline parallelism. ZeRO-1 and
+    DDP are tried on one axis."""
 
     def rank(each: Candidate) -> tuple[int, ...]:
         pair = _QUICK.index((each.strategy, each.outer_strategy))
         kept = 2 if each.checkpointing is False else int(each.checkpointing is not True)
-        degrees = each.context_parallel, each.tensor_parallel
+        degrees = each.pipeline, each.context_parallel, each.tensor_parallel
         return len(each.mesh) if pair < 2 else 2 + pair, pair, kept, *degrees
 
     return sorted(filter(is_quick, every), key=rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.offload import HOST
-from fsdp_engine.planner.batch_search import divisors, largest_fitting, rows_of_rank
+from fsdp_engine.planner.batch_search import (
+    divisors,
+    fastest_fitting,
+    largest_fitting,
+    rows_of_rank,
+)
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.fewer_blocks import Repeated, of_all_blocks
 from fsdp_engine.planner.outcome import Outcome, Trial
@@ -20,6 +25,7 @@ from fsdp_engine.planner.plan_cache import JobCache, cache_of, digest
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress
 from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
 
@@ -90,8 +96,12 @@ class Job:
     def simulate(
         self, candidate: Candidate, *, inputs: Any = None, depth: int | None = None
     ) -> Simulation:
-        """Simulate a step of ``candidate``, with so many of the blocks that are alike, or all."""
+        """Simulate a step of ``candidate``, with so many of the blocks that are alike, or all; of
+        a pipeline, that of the rank with the highest peak of memory."""
         request = self.request
+        if candidate.pipeline > 1:
+            ranks = self.simulate_pipeline(candidate, inputs).ranks
+            return max(ranks, key=lambda rank: rank.peak_bytes)
 
         def build() -> nn.Module:
             model = request.make_model()
@@ -112,14 +122,44 @@ class Job:
             loss=request.loss,
             optimizer=request.optimizer,
             microbatches=candidate.microbatches or self.microbatches,
-            strategy=candidate.strategy,
-            outer_strategy=candidate.outer_strategy,
-            checkpointing=candidate.checkpointing,
-            offload=candidate.offload,
             known=self.known.operations,
             compile=request.compile,
-            **request.options,
+            **self._options(candidate),
         )
+
+    def simulate_pipeline(self, candidate: Candidate, inputs: Any = None) -> PipelineSimulation:
+        """Simulate a step of a candidate with a pipeline."""
+        request = self.request
+        given = self.inputs(candidate) if inputs is None else inputs
+        batch, target = inputs_and_targets(given)
+        return simulate_pipeline(
+            request.make_stage,
+            request.world_size,
+            pipeline=candidate.pipeline,
+            microbatches=candidate.microbatches or self.microbatches,
+            batch=batch,
+            target=target,
+            schedule=candidate.schedule or "",
+            loss=request.stage_loss,
+            mesh=candidate.mesh,
+            tensor_parallel=candidate.tensor_parallel,
+            parallelize=request.parallelize,
+            machine=request.where,
+            optimizer=request.optimizer,
+            known=self.known.operations,
+            quick=True,
+            **self._options(candidate),
+        )
+
+    def _options(self, candidate: Candidate) -> dict[str, Any]:
+        """Options of ``shard``."""
+        return {
+            **self.request.options,
+            "strategy": candidate.strategy,
+            "outer_strategy": candidate.outer_strategy,
+            "checkpointing": candidate.checkpointing,
+            "offload": candidate.offload,
+        }
 
     def outcome(self, candidate: Candidate, limit: float, factor: int = 1) -> Outcome:
         """The result of ``candidate``, with ``factor`` times its batch."""
@@ -142,7 +182,13 @@ class Job:
             if found is not None:
                 return found
         self.progress.trying(str(candidate))
-        found = self._with_fewer_blocks(candidate, inputs)
+        found = None
+        if candidate.pipeline > 1:
+            simulated = self.simulate_pipeline(candidate, inputs)
+            items = self._items(candidate, inputs)
+            found = Outcome.of_pipeline(candidate, simulated, items, math.inf)
+        else:
+            found = self._with_fewer_blocks(candidate, inputs)
         if found is None:
             found = self._outcome_of(candidate, inputs, self._simulate(candidate, inputs))
         if self.cache is not None and row is not None:
@@ -171,10 +217,14 @@ class Job:
         return self.simulate(fewer, inputs=inputs, depth=depth)
 
     def _outcome_of(self, candidate: Candidate, inputs: Any, simulation: Simulation) -> Outcome:
-        count = candidate.microbatches or self.microbatches
-        items = number_of_items(inputs)[1] * count * candidate.num_batches
-        more = max(count - MOST_SIMULATED, 0)
+        more = max((candidate.microbatches or self.microbatches) - MOST_SIMULATED, 0)
+        items = self._items(candidate, inputs)
         return Outcome.of_simulation(candidate, simulation, items, math.inf, more)
+
+    def _items(self, candidate: Candidate, inputs: Any) -> int:
+        """Tokens or samples of a step on all ranks."""
+        count = candidate.microbatches or self.microbatches
+        return number_of_items(inputs)[1] * count * candidate.num_batches
 
     def trials(self, chosen: Outcome, limit: float) -> tuple[Trial, ...]:
         """Variations of ``chosen``: a larger batch, more microbatches, and offloaded state that is
@@ -228,21 +278,34 @@ class BatchSearch:
         """Tokens or samples of a row."""
         return self._row(candidate)[1]
 
-    def sized(self, candidate: Candidate) -> Candidate:
-        """The candidate with the largest microbatch that fits."""
-        rows, limit = self._rows(candidate), self.job.request.limit
-        sizes, given = divisors(rows), self.job.request.microbatch_sizes
+    def sizes(self, candidate: Candidate) -> list[int]:
+        """Microbatch sizes to try, in order. A pipeline needs as many microbatches as ranks, and
+        some schedules a multiple of them.
+
+        Raises:
+            ValueError: none of ``microbatch_sizes`` divides the rows of a rank.
+        """
+        rows, given = self._rows(candidate), self.job.request.microbatch_sizes
+        found = [each for each in divisors(rows) if rows // each % candidate.pipeline == 0]
         if given is not None:
-            sizes = [each for each in sizes if each in given]
-            if not sizes:
+            found = [each for each in found if each in given]
+            if not found and candidate.pipeline == 1:
                 raise ValueError(
                     f"microbatch_sizes: expected a divisor of a rank's {rows} rows in a step; "
                     f"found {list(given)}"
                 )
+        return found
+
+    def sized(self, candidate: Candidate) -> Candidate:
+        """The candidate with the largest microbatch that fits; of a pipeline, in which smaller ones
+        shorten the waits for other stages, the fastest that fits."""
+        rows, limit, sizes = self._rows(candidate), self.job.request.limit, self.sizes(candidate)
 
         def outcome_of(tried: Candidate) -> Outcome:
             return self.job.outcome(tried, limit)
 
+        if candidate.pipeline > 1:
+            return fastest_fitting(candidate, rows, sizes, outcome_of)
         return largest_fitting(candidate, rows, sizes, limit, outcome_of)
 
     def _row(self, candidate: Candidate) -> tuple[str, int]:
@@ -267,6 +330,23 @@ def number_of_items(inputs: Any) -> tuple[str, int]:
     for tensor in tensors:
         return "samples", tensor.shape[0] if tensor.ndim else 1
     raise ValueError("batch: expected tensors; found none")
+
+
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """The input of a pipeline's first stage, and the targets of its last one.
+
+    Raises:
+        ValueError: the batch has other contents.
+    """
+    if isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys():
+        return batch["input_ids"], batch["labels"]
+    if isinstance(batch, tuple) and len(batch) == 2:
+        return batch
+    found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+    raise ValueError(
+        "batch: expected for pipelines a dict with input_ids and labels, or a tuple of the first "
+        f"stage's input and the targets; found {found}"
+    )
 
 
 def _doubled(inputs: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from statistics import fmean
 from typing import Any
 
 from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
@@ -12,7 +13,9 @@ from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.simulation.pipeline import PipelineSimulation
 from fsdp_engine.simulation.simulate import Simulation, StepPart
+from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.checkpointing import Checkpointing
 
@@ -35,23 +38,42 @@ AXES = ("inner", "outer")
 TENSOR = "tensor"
 # Of the ranks that share sequences.
 CONTEXT = "context"
-# Among exposed times: compute waits for copies of offloaded state, or of activations.
+# Among exposed times: compute waits for copies of offloaded state, or of activations, or for other
+# stages of a pipeline.
 STATE = "state"
+PIPELINE = "pipeline"
 # In which part of a step's time a wait is, if it is for no link.
-_COPIES = {STATE: "state copies", ACTIVATIONS: "activation copies"}
+_OTHER_WAITS = {STATE: "state copies", ACTIVATIONS: "activation copies", PIPELINE: "other stages"}
 
 
 def part_waiting_for(lane: str, candidate: Candidate) -> str:
     """The part of a step's time in which compute waits for a lane: "inner link", "state copies",
     ..., as in :meth:`Times.shares`."""
     what = _waits_for(lane, candidate)
-    return _COPIES.get(what, f"{what} link")
+    return _OTHER_WAITS.get(what, f"{what} link")
+
+
+def _means(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means by name; a rank that lacks a name has 0."""
+    names = dict.fromkeys(name for each in of_ranks for name in each)
+    return {name: fmean(each.get(name, 0.0) for each in of_ranks) for name in names}
+
+
+def _exposed_by_axis(candidate: Candidate, by_lane: Mapping[str, float]) -> dict[str, float]:
+    """Waits of compute by the axis, or by whose copies, they are for."""
+    exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
+    for lane, seconds in by_lane.items():
+        what = _waits_for(lane, candidate)
+        exposed[what] = exposed.get(what, 0.0) + seconds
+    return exposed
 
 
 def _waits_for(lane: str, candidate: Candidate) -> str:
     """The axis of a lane, or whose copies are on it."""
     offload = candidate.offload
     brings_weights = offload is not None and "main_weights" in offload.places
+    if is_stage_lane(lane):
+        return PIPELINE
     if lane in ACTIVATION_LANES:
         return ACTIVATIONS
     if lane in STATE_LANES or (lane == COPY_IN and brings_weights):
@@ -120,8 +142,8 @@ class Times:
         step: from the end of the previous step to the end of this one.
         compute: busy time of the compute lane.
         exposed: time in which it waited for communication, by axis ("context", "tensor": of
-            context-parallel and tensor-parallel ranks), and for copies of offloaded state ("state")
-            and of activations ("activations").
+            context-parallel and tensor-parallel ranks), for copies of offloaded state ("state") and
+            of activations ("activations"), and for other stages ("pipeline").
         at_peak: the time that the model's flops, without recomputation, take at the machine's peak.
     """
 
@@ -148,9 +170,10 @@ class Times:
 
     def shares(self) -> dict[str, float]:
         """Fractions of the step time: "compute", "inner link", "outer link", "context link",
-        "tensor link", "state copies", "activation copies", "host"."""
+        "tensor link", "state copies", "activation copies", "other stages", "host"."""
         waits = {
-            _COPIES.get(what, f"{what} link"): seconds for what, seconds in self.exposed.items()
+            _OTHER_WAITS.get(what, f"{what} link"): seconds
+            for what, seconds in self.exposed.items()
         }
         parts = {"compute": self.compute, **waits, "host": self.host}
         return {name: seconds / self.step for name, seconds in parts.items()}
@@ -162,7 +185,9 @@ class Outcome:
 
     Attributes:
         candidate: the candidate.
-        memory: bytes by kind (``KINDS``) at the peak; without "activations" if they are unknown.
+        memory: bytes by kind (``KINDS``) at the peak; without "activations" if they are unknown. In
+            a pipeline of the rank with the highest peak; times, and numbers of bytes and flops, are
+            means of its ranks.
         sent: bytes that a rank sends per step, by axis.
         lacking: bytes by which the known memory exceeds the limit; 0 if it does not.
         items: tokens or samples per step on all ranks.
@@ -201,11 +226,13 @@ class Outcome:
         def grown(simulated: float, of_microbatch: float) -> float:
             return simulated + more * of_microbatch
 
-        exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
-        for lane, seconds in found.exposed_by_lane.items():
-            what = _waits_for(lane, candidate)
-            seconds = grown(seconds, further.exposed_by_lane.get(lane, 0.0))
-            exposed[what] = exposed.get(what, 0.0) + seconds
+        exposed = _exposed_by_axis(
+            candidate,
+            {
+                lane: grown(seconds, further.exposed_by_lane.get(lane, 0.0))
+                for lane, seconds in found.exposed_by_lane.items()
+            },
+        )
         times = Times(
             grown(found.seconds, further.seconds),
             grown(found.compute_seconds, further.compute_seconds),
@@ -225,6 +252,31 @@ class Outcome:
             found.elsewhere,
             grown(found.model_flops, further.model_flops),
             found.checkpoint_bytes,
+        )
+
+    @classmethod
+    def of_pipeline(
+        cls, candidate: Candidate, found: PipelineSimulation, items: int, memory: float
+    ) -> Outcome:
+        """The result of a simulated pipeline; see :meth:`of_simulation`."""
+        ranks = found.ranks
+        fullest = max(ranks, key=lambda rank: rank.peak_bytes)
+        times = Times(
+            found.seconds,
+            fmean(rank.compute_seconds for rank in ranks),
+            _exposed_by_axis(candidate, _means([rank.exposed_by_lane for rank in ranks])),
+            fmean(rank.seconds_at_peak for rank in ranks),
+        )
+        return cls(
+            candidate,
+            fullest.memory,
+            _means([rank.sent_bytes for rank in ranks]),
+            max(fullest.peak_bytes - memory, 0.0),
+            items,
+            times,
+            fullest.elsewhere,
+            fmean(rank.model_flops for rank in ranks),
+            sum(rank.checkpoint_bytes for rank in ranks),
         )
 
     @classmethod
@@ -268,7 +320,7 @@ class Outcome:
         check_checkpointing(candidate.checkpointing)
         Strategy.from_names(candidate.strategy, candidate.outer_strategy)
         numbers = [self.lacking, self.items, *candidate.mesh, *self.memory.values()]
-        numbers += [candidate.tensor_parallel, candidate.context_parallel]
+        numbers += [candidate.tensor_parallel, candidate.context_parallel, candidate.pipeline]
         numbers += [*self.sent.values(), *self.elsewhere.values()]
         numbers += [self.model_flops, self.checkpoint_bytes]
         numbers += [n for n in (candidate.microbatches, candidate.sequence) if n is not None]

@@ -24,7 +24,10 @@ from fsdp_engine.planner.candidates import (
 from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.outcome import USABLE
 from fsdp_engine.runtime.activations import Activations
+from fsdp_engine.simulation.causal_lm_stages import CausalLMStages, check_stages, has_stages
 from fsdp_engine.simulation.machine import Machine
+from fsdp_engine.simulation.pipeline import schedule_class
+from fsdp_engine.simulation.pipeline_job import Stages
 from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize
 from fsdp_engine.simulation.simulation_error import (
     check_callable,
@@ -39,8 +42,11 @@ from fsdp_engine.units.checkpointing import SELECTIVE
 # Everything that can be on the host.
 EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
 # As `offload`: only if nothing fits without; as `tensor_parallel`: all that the model has a plan
-# for; as `context_parallel`: all that fit a node, for long sequences.
+# for; as `context_parallel`: all that fit a node, for long sequences; as `pipeline`: up to the
+# number of nodes.
 AUTO = "auto"
+# Ranks of a pipeline that "auto" tries.
+_MOST_IN_PIPELINE = 16
 # The offloads that are tried, until some fit.
 _AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
 
@@ -80,13 +86,17 @@ class PlanRequest:
     context_parallel: int | Sequence[int] | str
     tensor_parallel: int | Sequence[int] | str
     parallelize: Parallelize | None
+    pipeline: int | Sequence[int] | str
+    schedules: str | Sequence[str]
+    stages: Stages | None
+    stage_loss: Callable[[Any, Any], Tensor] | None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_compared: bool = False
 
     def __post_init__(self) -> None:
         for name in (
             *("meshes", "checkpointing", "microbatch_sizes", "sequences"),
-            *("context_parallel", "tensor_parallel"),
+            *("context_parallel", "tensor_parallel", "pipeline", "schedules"),
         ):
             value = getattr(self, name)
             if isinstance(value, Iterator):  # the request is used again for other plans
@@ -103,7 +113,7 @@ class PlanRequest:
             check_callable(
                 "build", self.build, "a function that returns a torch.nn.Module, or its name"
             )
-        for name in ("loss", "optimizer", "parallelize"):
+        for name in ("loss", "optimizer", "parallelize", "stages", "stage_loss"):
             if (function := getattr(self, name)) is not None:
                 check_callable(name, function, "a function, or None")
         for each in self.activations:
@@ -161,12 +171,16 @@ class PlanRequest:
         for name, degrees in (
             ("tensor_parallel", self._degrees),
             ("context_parallel", self._context_degrees(1)),
+            ("pipeline", self._given_pipelines),
         ):
             if self.formulas and degrees != [1]:
                 raise ValueError(
                     f"{name}: expected 1 with formulas, which do not know what it shards; "
                     f"found {getattr(self, name)!r}"
                 )
+
+        for name in self.schedule_names:
+            schedule_class(name)
 
     def degrees(self, model: nn.Module) -> list[int]:
         """Degrees of tensor parallelism to try.
@@ -188,6 +202,44 @@ class PlanRequest:
     def _degrees(self) -> list[Any]:
         """Those that were given; "auto" has none yet."""
         return [] if self.tensor_parallel == AUTO else self._divisors("tensor_parallel")
+
+    def pipelines(self, model: nn.Module) -> list[int]:
+        """Numbers of ranks of a pipeline to try.
+
+        Args:
+            model: the job's, on any device.
+
+        Raises:
+            ValueError: the model has no stages for one that was given.
+        """
+        if self.pipeline != AUTO:
+            for each in self._given_pipelines:
+                if each > 1 and self.stages is None:
+                    check_stages(model, each)
+            return self._given_pipelines
+        most = min(self.world_size // self.where.ranks_per_node, _MOST_IN_PIPELINE)
+        powers = [2**power for power in range(1, most.bit_length())]
+        powers = [each for each in powers if self.world_size % each == 0]
+        if self.stages is None:
+            powers = [each for each in powers if has_stages(model, each)]
+        return [1, *powers]
+
+    @property
+    def _given_pipelines(self) -> list[Any]:
+        """Those that were given; "auto" has none yet."""
+        return [] if self.pipeline == AUTO else self._divisors("pipeline")
+
+    @property
+    def schedule_names(self) -> list[Any]:
+        """Schedules of pipelines to try."""
+        if isinstance(self.schedules, str):
+            return [self.schedules]
+        return listed("schedules", self.schedules, "names, such as '1F1B' and 'Interleaved1F1B'")
+
+    @property
+    def make_stage(self) -> Stages:
+        """Builds a stage of a pipeline."""
+        return CausalLMStages(self.make_model) if self.stages is None else self.stages
 
     def _context_degrees(self, tensor_parallel: int) -> list[int]:
         """Degrees of context parallelism to try beside one of tensor parallelism; with "auto" all
@@ -268,12 +320,13 @@ class PlanRequest:
             return tuple(each for each in _AUTO_OFFLOADS if each.main_weights != HOST)
         return _AUTO_OFFLOADS
 
-    def candidates(self, degrees: Iterable[int]) -> list[Candidate]:
+    def candidates(self, degrees: Iterable[int], pipelines: Iterable[int]) -> list[Candidate]:
         """All candidates, of a global batch with the first size; those of a quick plan in its
         order.
 
         Args:
             degrees: of tensor parallelism.
+            pipelines: numbers of ranks of a pipeline.
 
         Raises:
             ValueError: there are none, or none with a degree of context parallelism.
@@ -282,12 +335,13 @@ class PlanRequest:
         if self.global_batch is not None:
             sizes = [each or 1 for each in sizes[:1]]
         given = self.offload if isinstance(self.offload, Offload) else None
-        axes = self._axes(list(degrees))
+        axes = self._axes(list(degrees), list(pipelines))
         self._check_inner_sizes({mesh[-1] for meshes in axes.values() for mesh in meshes})
         found = [
             candidate
-            for degree, meshes in axes.items()
-            for context in self._context_degrees(degree)
+            for (degree, pipeline), meshes in axes.items()
+            for context in (self._context_degrees(degree) if pipeline == 1 else [1])
+            for schedule in (self.schedule_names if pipeline > 1 else [None])
             for candidate in candidates(
                 [each for each in meshes if each[-1] % context == 0],
                 self.activations,
@@ -296,6 +350,8 @@ class PlanRequest:
                 self._lengths,
                 degree,
                 context,
+                pipeline,
+                schedule,
             )
             if candidate.is_data_parallel or is_quick(candidate)
         ]
@@ -321,19 +377,28 @@ class PlanRequest:
                     f"{' or '.join(map(str, sorted(sizes)))} ranks; found {context}"
                 )
 
-    def _axes(self, degrees: Sequence[int]) -> dict[int, list[Mesh]]:
-        """Meshes of the data-parallel ranks, by degree of tensor parallelism."""
-        num_ranks = {degree: self.world_size // degree for degree in degrees}
+    def _axes(
+        self, degrees: Sequence[int], pipelines: Sequence[int]
+    ) -> dict[tuple[int, int], list[Mesh]]:
+        """Meshes of the data-parallel ranks, by degrees of tensor and pipeline parallelism."""
+        num_ranks = {
+            (degree, pipeline): self.world_size // (degree * pipeline)
+            for degree in degrees
+            for pipeline in pipelines
+            if self.world_size % (degree * pipeline) == 0
+        }
         if self.meshes is None:
             per_node = self.where.ranks_per_node
             return {
-                degree: fitting_meshes(count, 1 if per_node % degree else per_node // degree)
-                for degree, count in num_ranks.items()
+                degrees: fitting_meshes(
+                    count, 1 if per_node % degrees[0] else per_node // degrees[0]
+                )
+                for degrees, count in num_ranks.items()
             }
         meshes = check_meshes(self.meshes, list(num_ranks.values()))
         return {
-            degree: [each for each in meshes if math.prod(each) == count]
-            for degree, count in num_ranks.items()
+            degrees: [each for each in meshes if math.prod(each) == count]
+            for degrees, count in num_ranks.items()
         }
 
     @property

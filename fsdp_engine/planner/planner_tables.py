@@ -82,6 +82,8 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
         text += " CP: ranks of these that share each sequence."
     if any(each.candidate.tensor_parallel > 1 for each in outcomes):
         text += " TP: tensor-parallel ranks in each place of these."
+    if any(each.candidate.pipeline > 1 for each in outcomes):
+        text += " PP: ranks of a pipeline; times are means of them, memory is the largest."
     if setting.global_batch:
         text += " Batch: microbatches x rows of one."
     if is_offloaded:
@@ -104,8 +106,11 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
     columns = [_levels("strategy", "level", strategies)]
     if has_outer:
         columns.append(_levels("outer", "outer", outer))
-    if has_outer or any(shared.values()):
+    if has_outer or not all(each.is_data_parallel for each in candidates):
         columns.append(Column("ranks", [each.ranks for each in candidates], False, drop=110))
+    schedules = [each.schedule or "" for each in candidates]
+    if len({each for each in schedules if each}) > 1:
+        columns.append(Column("schedule", schedules, False))
     recompute = [each.recomputed for each in candidates]
     columns.append(Column("recompute", recompute, False, fold=80, folded=("redo", recompute)))
     if is_offloaded:

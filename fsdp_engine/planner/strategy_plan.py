@@ -159,11 +159,13 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
     tensor = chosen.candidate.tensor_parallel
     context = chosen.candidate.context_parallel * tensor
     inner = chosen.candidate.mesh[-1] * tensor
+    pipeline = chosen.candidate.pipeline
     names = {
         "inner link": f"the inner link ({_link(setting, inner)})",
-        "outer link": f"the outer link ({_link(setting, setting.world_size)})",
+        "outer link": f"the outer link ({_link(setting, setting.world_size // pipeline)})",
         "context link": f"the context-parallel link ({_link(setting, context)})",
         "tensor link": f"the tensor-parallel link ({_link(setting, tensor)})",
+        "other stages": "other stages of the pipeline",
         "state copies": "copies of offloaded state",
         "activation copies": "copies of activations",
         "host": "the host",
@@ -190,6 +192,12 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
         fits = "fits" if not trial.lacking else f"needs {format_bytes(trial.lacking)} more"
         lines.append(
             f"With {trial.change}: {trial.speedup:.2f} times the {setting.item}/s; {fits}."
+        )
+    candidate = chosen.candidate
+    if candidate.pipeline > 1 and times.shares().get("other stages", 0.0) >= 2 * _MIN_SHARE:
+        lines.append(
+            "Stages wait for each other: more microbatches, of fewer rows, and Interleaved1F1B "
+            "shorten that."
         )
     is_slow = times.shares()["host"] >= 2 * _MIN_SHARE
     if is_slow and "main_weights" in _offloaded_roles(chosen.candidate):

@@ -33,6 +33,7 @@ from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.compiled import simulated_compiler
 from fsdp_engine.simulation.context_parallel import sequence_length
 from fsdp_engine.simulation.machine import H100, Machine
+from fsdp_engine.simulation.pipeline_job import Stages
 from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, build_meta_module
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.simulation.time_accuracy import family_of
@@ -72,6 +73,10 @@ def plan(
     context_parallel: int | Sequence[int] | str = 1,
     tensor_parallel: int | Sequence[int] | str = 1,
     parallelize: Parallelize | None = None,
+    pipeline: int | Sequence[int] | str = 1,
+    schedules: str | Sequence[str] = "1F1B",
+    stages: Stages | None = None,
+    stage_loss: Callable[[Any, Any], Tensor] | None = None,
     **options: Any,
 ) -> StrategyPlan:
     """Select a strategy: simulate a step of the model under each strategy, with fake tensors in
@@ -127,6 +132,16 @@ def plan(
             a quick plan, and those whose weights and optimizer state cannot fit are left out.
             Numbers that leave more data-parallel ranks than the global batch has rows are left out.
         parallelize: applies tensor parallelism to the model, see :func:`~.simulation.simulate`.
+        pipeline: ranks of a pipeline of stages; several numbers to try all of them. "auto": 1, and
+            the powers of two up to the number of nodes, or 16, for which the model has stages. With
+            more than 1, candidates have the levels of a quick plan, and no context parallelism; a
+            step needs at least so many microbatches. They are simulated from the costs of their
+            stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
+        schedules: of pipelines; see :func:`~.simulation.pipeline.simulate_pipeline`.
+        stages: builds a stage, ``stages(index, num_stages)``. None:
+            :class:`~fsdp_engine.CausalLMStages` of ``build``. The batch is then a dict with
+            ``input_ids`` and ``labels``, or a tuple of the first stage's input and the targets.
+        stage_loss: of the last stage's output and the targets. None: the cross-entropy of logits.
         **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
             ``config``, ...
 
@@ -165,6 +180,10 @@ def plan(
         context_parallel,
         tensor_parallel,
         parallelize,
+        pipeline,
+        schedules,
+        stages,
+        stage_loss,
         options,
     )
     known = Known()
@@ -200,7 +219,8 @@ class _Planning:
             job.repeated = repeated if repeated is not None and repeated.is_deep else None
         self._search: BatchSearch | None = None
         degrees = request.degrees(model)
-        every = self._with_long_sequences(request.candidates(degrees))
+        pipelines = request.pipelines(model)
+        every = self._with_long_sequences(request.candidates(degrees, pipelines))
         if request.global_batch is not None:
             self._search = BatchSearch(job, request.global_batch)
             every = _with_batch(every, self._search)
@@ -362,15 +382,15 @@ class _Planning:
 
     def _without_hopeless(self, tried: list[Candidate]) -> list[Candidate]:
         """Those whose weights and optimizer state, by formulas, fit, and in a full plan all
-        without tensor and context parallelism; the first if there are none. Tensor parallelism
-        divides them by its ranks at most."""
+        without other parallelism; the first if there are none. Tensor and pipeline parallelism
+        divide them by their ranks at most."""
         request = self._request
 
         @functools.cache
         def held(candidate: Candidate) -> float:
             found = self._estimate(candidate)
             state = found.weight_bytes + found.optimizer_bytes * (request.optimizer is None)
-            return state / candidate.tensor_parallel
+            return state / (candidate.tensor_parallel * candidate.pipeline)
 
         return [
             each
@@ -423,6 +443,7 @@ def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candida
     """
     allowed: set[tuple[int, int | None]] = set()
     refused: dict[int | None, ValueError] = {}
+    tried = [each for each in tried if each.pipeline == 1 or search.sizes(each)]
     for each in {(each.num_batches, each.sequence): each for each in tried}.values():
         try:
             search.batch_of(each)
@@ -451,6 +472,7 @@ def _with_offloaded_activations(
         for each in outcomes
         if 0 < each.lacking <= sum(each.memory[kind] for kind in kinds)
         and each.candidate.checkpointing is False
+        and each.candidate.pipeline == 1
         and all(is_faster(each, other) for other in fitting)
     ]
 

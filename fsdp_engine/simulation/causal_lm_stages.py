@@ -36,29 +36,47 @@ class CausalLMStages:
         """Returns the module of stage ``index``.
 
         Raises:
-            ValueError: there are no stages for such a model, its head is tied to its embedding, or
-                it has fewer layers than ``num_stages``.
+            ValueError: see :func:`check_stages`.
         """
-        model: Any = self._build()
-        config: Any = getattr(model, "config", None)
-        model_type = getattr(config, "model_type", type(model).__name__)
-        if model_type not in _MODEL_TYPES or not hasattr(model, "lm_head"):
-            raise ValueError(
-                "stages: expected a causal language model of transformers of one of the types "
-                f"{', '.join(_MODEL_TYPES)}, or a function (index, num_stages) that builds a "
-                f"stage; found {model_type}"
-            )
-        if config.tie_word_embeddings:
-            raise ValueError(
-                "stages: expected a head of its own, since it is on another rank than the "
-                "embedding; found tie_word_embeddings=True"
-            )
-        if len(model.model.layers) < num_stages:
-            raise ValueError(
-                f"stages: expected at most {len(model.model.layers)}, the layers of "
-                f"{type(model).__name__}; found {num_stages}"
-            )
+        model = self._build()
+        check_stages(model, num_stages)
         return CausalLMStage(model, index, num_stages)
+
+
+def check_stages(model: Any, num_stages: int) -> None:
+    """Check that a model can be cut into stages.
+
+    Raises:
+        ValueError: there are no stages for such a model, its head is tied to its embedding, or it
+            has fewer layers than ``num_stages``.
+    """
+    config: Any = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", type(model).__name__)
+    if model_type not in _MODEL_TYPES or not hasattr(model, "lm_head"):
+        raise ValueError(
+            "stages: expected a causal language model of transformers of one of the types "
+            f"{', '.join(_MODEL_TYPES)}, or a function (index, num_stages) that builds a "
+            f"stage; found {model_type}"
+        )
+    if config.tie_word_embeddings:
+        raise ValueError(
+            "stages: expected a head of its own, since it is on another rank than the "
+            "embedding; found tie_word_embeddings=True"
+        )
+    if len(model.model.layers) < num_stages:
+        raise ValueError(
+            f"stages: expected at most {len(model.model.layers)}, the layers of "
+            f"{type(model).__name__}; found {num_stages}"
+        )
+
+
+def has_stages(model: Any, num_stages: int) -> bool:
+    """Whether a model can be cut into stages."""
+    try:
+        check_stages(model, num_stages)
+    except ValueError:
+        return False
+    return True
 
 
 class CausalLMStage(nn.Module):

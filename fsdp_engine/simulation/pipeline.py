@@ -215,7 +215,7 @@ def simulate_pipeline(
         check_type("known", known, OperationCache, "an OperationCache, or None")
     sizes = mesh_sizes(mesh, data_parallel_size(world_size // pipeline, tensor_parallel))
     check_options(machine, options, world_size)
-    kind = _schedule_class(schedule)
+    kind = schedule_class(schedule)
     job = PipelineJob(
         stages,
         kind,
@@ -243,7 +243,7 @@ def simulate_pipeline(
     return _composed(job, recorded)
 
 
-def _schedule_class(schedule: str | type[Any]) -> type[Any]:
+def schedule_class(schedule: str | type[Any]) -> type[Any]:
     """Returns the schedule's class.
 
     Raises:

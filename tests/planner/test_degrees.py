@@ -195,7 +195,7 @@ def request(**changes: Any) -> PlanRequest:
 def degrees_in(found: PlanRequest, *degrees: int) -> set[tuple[int, ...]]:
     return {
         (*each.mesh, each.context_parallel, each.tensor_parallel)
-        for each in found.candidates(degrees)
+        for each in found.candidates(degrees, [1])
     }
 
 
