@@ -313,7 +313,9 @@ class BatchSearch:
 
     def _rows(self, candidate: Candidate) -> int:
         item, items = self._row(candidate)
-        return rows_of_rank(self.global_batch, candidate.num_batches, items, item)
+        pipeline = candidate.pipeline  # a multiple of its ranks
+        least = candidate.num_batches * pipeline
+        return pipeline * rows_of_rank(self.global_batch, least, items, item)
 
 
 def number_of_items(inputs: Any) -> tuple[str, int]:

@@ -441,21 +441,24 @@ def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candida
     Raises:
         ValueError: there are none with a length of sequences.
     """
-    allowed: set[tuple[int, int | None]] = set()
+
+    def kind(each: Candidate) -> tuple[int, int, int | None]:
+        return each.num_batches, each.pipeline, each.sequence
+
+    allowed: set[tuple[int, int, int | None]] = set()
     refused: dict[int | None, ValueError] = {}
-    tried = [each for each in tried if each.pipeline == 1 or search.sizes(each)]
-    for each in {(each.num_batches, each.sequence): each for each in tried}.values():
+    for each in {kind(each): each for each in tried}.values():
         try:
             search.batch_of(each)
         except ValueError as error:
             refused.setdefault(each.sequence, error)
         else:
-            allowed.add((each.num_batches, each.sequence))
-    sequences = {sequence for _, sequence in allowed}
+            allowed.add(kind(each))
+    sequences = {sequence for *_, sequence in allowed}
     for sequence, refusal in refused.items():
         if sequence not in sequences:
             raise refusal
-    return [each for each in tried if (each.num_batches, each.sequence) in allowed]
+    return [each for each in tried if kind(each) in allowed and search.sizes(each)]
 
 
 def _with_offloaded_activations(
