@@ -331,6 +331,20 @@ def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
     )
 
 
+def fastest_outcomes(outcomes: Iterable[Outcome], count: int) -> list[Outcome]:
+    """Returns the fastest outcomes that fit, of those with equal rates the first.
+
+    Args:
+        outcomes: sorted.
+        count: at most.
+    """
+    found: list[Outcome] = []
+    for each in outcomes:
+        if len(found) < count and each.fits and (not found or is_faster(found[-1], each)):
+            found.append(each)
+    return found
+
+
 def is_faster(outcome: Outcome, other: Outcome) -> bool:
     """Whether the rate of ``outcome`` is higher by more than the tolerance of
     :func:`sorted_outcomes`."""

@@ -53,6 +53,7 @@ class PlanRequest:
         options: of ``fe.shard``.
         is_compared: the plan is one of several: the choice is not varied, and a quick plan tries
             all of its candidates, whatever time they take.
+        only: the candidates to try, with their sizes of microbatches. Empty: all.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -82,6 +83,7 @@ class PlanRequest:
     parallelize: Parallelize | None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_compared: bool = False
+    only: tuple[Candidate, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (

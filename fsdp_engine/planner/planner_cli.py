@@ -255,7 +255,8 @@ def plan(
         list[str] | None,
         typer.Option(
             help="plan for the machine with other figures, such as outer_bandwidth=0.5x; several "
-            "together by commas, several rows by several options"
+            "together by commas, several rows by several options; auto: half and twice the compute "
+            "and links, for the fastest strategies"
         ),
     ] = None,
     scaling: Annotated[
@@ -603,9 +604,10 @@ def _questions(
             raise ValueError(
                 f"--price: expected one price, or {len(machines)} for --compare; found {price}"
             )
-        changes = tuple(map(parsed_changes, what_if or ()))
+        changes = tuple(AUTO if each == AUTO else parsed_changes(each) for each in what_if or ())
         for change in changes:
-            changed_machine(Machine.named(machine), change)
+            if not isinstance(change, str):
+                changed_machine(Machine.named(machine), change)
         return Questions(
             tokens,
             tuple(prices),

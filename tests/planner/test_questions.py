@@ -13,8 +13,14 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner.candidates import Candidate
-from fsdp_engine.planner.machine_changes import FIELDS, changed_machine, parsed_changes
-from fsdp_engine.planner.outcome import Outcome, Setting, Times
+from fsdp_engine.planner.comparison import WHAT_IF, ComparedRow, Comparison, comparison_texts
+from fsdp_engine.planner.machine_changes import (
+    FIELDS,
+    changed_machine,
+    halved_and_doubled,
+    parsed_changes,
+)
+from fsdp_engine.planner.outcome import Outcome, Setting, Times, fastest_outcomes
 from fsdp_engine.planner.questions import daly_interval, parsed_count, slowdown, young_interval
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from tests.models import LENGTH, Transformer, token_batch
@@ -308,3 +314,60 @@ def test_numbers_of_tokens_as_text() -> None:
     assert parsed_count("1e6") == 1e6
     with pytest.raises(ValueError, match="expected a number such as 4M"):
         parsed_count("4G")
+
+
+def test_half_and_twice_of_compute_and_links_are_simulated_for_the_fastest_rows() -> None:
+    planning = small_plan()
+    found = planning.what_if("auto")
+    names = ("matrix_flops", "inner_bandwidth", "outer_bandwidth")
+    changes = [f"{name}={factor}" for name in names for factor in ("0.5x", "2x")]
+    assert [row.label for row in found.rows] == ["as planned", *changes]
+    fastest = [each.candidate for each in fastest_outcomes(planning.outcomes, 5)]
+    assert fastest[0] == planning.outcomes[0].candidate
+    for row in found.rows[1:]:
+        assert {each.candidate for each in row.outcomes} == {*fastest}
+        assert row.chosen == row.outcomes[0]
+    full = planning.what_if(changes[-2]).rows[1]
+    assert len(full.outcomes) > len(fastest)
+    for each in fastest:
+        assert found.rows[-2].outcome_of(each) == full.outcome_of(each)
+    table = " ".join(str(found).split())
+    assert f"auto: of the {len(fastest)} fastest strategies of different rates." in table
+
+
+def test_changes_are_of_the_links_that_a_job_has() -> None:
+    def names(machine: fe.Machine, num_ranks: int) -> list[str]:
+        return [*dict.fromkeys(name for c in halved_and_doubled(machine, num_ranks) for name in c)]
+
+    assert names(fe.H100, 1) == ["matrix_flops"]
+    assert names(fe.H100, 8) == ["matrix_flops", "inner_bandwidth"]
+    assert names(fe.H100, 16) == ["matrix_flops", "inner_bandwidth", "outer_bandwidth"]
+    assert names(replace(fe.H100, ranks_per_node=1), 2) == ["matrix_flops", "outer_bandwidth"]
+
+
+def test_a_row_of_what_if_says_what_keeping_the_choice_would_give() -> None:
+    first, other = planned_by_hand().outcomes[0], planned_by_hand().outcomes[0]
+    other = replace(other, candidate=replace(other.candidate, strategy="optim"))
+    slow = replace(first, times=replace(first.times, step=8.0))
+    quick = replace(other, times=replace(other.times, step=4.0))
+    setting = planned_by_hand().setting
+    rows = [ComparedRow("as planned", setting, first, (first, other))]
+    rows += [ComparedRow("slower", setting, quick, (quick, slow))]
+    rows += [ComparedRow("only another", setting, quick, (quick,))]
+    found = Comparison(WHAT_IF, tuple(rows))
+    texts = comparison_texts(found)
+    assert texts.columns[:4] == ["step", "tokens/s", "speed", "if kept"]
+    assert [cells[2:4] for cells in texts.cells] == [["1.00", "1.00"], ["0.50", "0.25"]] + [
+        ["0.50", "-"]
+    ]
+    assert [text.endswith(", another choice") for _, text in texts.labels] == [False, True, True]
+
+
+def test_rows_with_equal_rates_are_simulated_once() -> None:
+    first = planned_by_hand().outcomes[0]
+    steps = (2.0, 2.001, 2.1, 2.2, 2.3)
+    found = [replace(first, times=replace(first.times, step=step)) for step in steps]
+    found[3] = replace(found[3], lacking=1.0)
+    fastest = fastest_outcomes(found, 2)
+    assert [each.times.step for each in fastest] == [2.0, 2.1]
+    assert len(fastest_outcomes(found, 9)) == 3
