@@ -464,7 +464,7 @@ def plan(
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _save(planning, answers, figure, html, trace, save)
+    _save(planning, questions, answers, figure, html, trace, save)
 
 
 @app.command("calibrate")
@@ -522,6 +522,7 @@ def _print(planning: StrategyPlan) -> None:
 
 def _save(
     planning: StrategyPlan,
+    questions: Questions,
     answers: Answers | None,
     figure: Path | None,
     html: Path | None,
@@ -537,7 +538,7 @@ def _save(
     if planning.simulate is not None and (html is not None or trace is not None):
         step = planning.simulate(planning.outcomes[0].candidate)
     if html is not None:
-        save_page(planning, html, step, answers)
+        save_page(planning, html, step, answers, questions)
     if trace is not None and step is not None:
         step.save_trace(trace)
     raise typer.Exit(_status(planning))

@@ -474,7 +474,7 @@ class StrategyPlan:
                 )
                 every = halved_and_doubled(machine, self.setting.world_size)
                 given += [(change, only) for change in every]
-                note = f"auto: of the {len(only)} fastest strategies of different rates."
+                note = f"By auto, the {len(only)} fastest of different rates were simulated."
             else:
                 given.append((parsed_changes(each) if isinstance(each, str) else each, ()))
         machines = [changed_machine(machine, change) for change, _ in given]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.planner import strategy_plan
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.comparison import WHAT_IF, ComparedRow, Comparison, comparison_texts
 from fsdp_engine.planner.machine_changes import (
@@ -120,6 +121,11 @@ def test_the_slowdown_of_rare_failures_is_that_of_saves_and_of_half_an_interval(
     # First order: d / t for saves, (t / 2 + R) / M for repeated work.
     found = slowdown(1000.0, 10.0, 50.0, 1e7)
     assert found - 1 == pytest.approx(10 / 1000 + (1010 / 2 + 50) / 1e7, rel=2e-2)
+
+
+def test_a_job_that_cannot_save_between_failures_loses_all_of_its_time() -> None:
+    assert slowdown(1.0, 1.0, 1000.0, 1.0) == math.inf
+    assert planned_by_hand().checkpoints(1e9, 1.0).overhead == 1
 
 
 def test_checkpoints_of_a_plan() -> None:
@@ -316,23 +322,25 @@ def test_numbers_of_tokens_as_text() -> None:
         parsed_count("4G")
 
 
-def test_half_and_twice_of_compute_and_links_are_simulated_for_the_fastest_rows() -> None:
-    planning = small_plan()
+def test_half_and_twice_of_compute_and_links_are_simulated_for_the_fastest_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strategy_plan, "_NUM_FASTEST", 2)
+    planning = small_plan(meshes=((WORLD,),))
     found = planning.what_if("auto")
     names = ("matrix_flops", "inner_bandwidth", "outer_bandwidth")
     changes = [f"{name}={factor}" for name in names for factor in ("0.5x", "2x")]
     assert [row.label for row in found.rows] == ["as planned", *changes]
-    fastest = [each.candidate for each in fastest_outcomes(planning.outcomes, 5)]
-    assert fastest[0] == planning.outcomes[0].candidate
+    fastest = [each.candidate for each in fastest_outcomes(planning.outcomes, 2)]
     for row in found.rows[1:]:
         assert {each.candidate for each in row.outcomes} == {*fastest}
         assert row.chosen == row.outcomes[0]
     full = planning.what_if(changes[-2]).rows[1]
-    assert len(full.outcomes) > len(fastest)
+    assert len(full.outcomes) > len(fastest) == 2
     for each in fastest:
         assert found.rows[-2].outcome_of(each) == full.outcome_of(each)
     table = " ".join(str(found).split())
-    assert f"auto: of the {len(fastest)} fastest strategies of different rates." in table
+    assert f"By auto, the {len(fastest)} fastest of different rates were simulated." in table
 
 
 def test_changes_are_of_the_links_that_a_job_has() -> None:
@@ -357,9 +365,8 @@ def test_a_row_of_what_if_says_what_keeping_the_choice_would_give() -> None:
     found = Comparison(WHAT_IF, tuple(rows))
     texts = comparison_texts(found)
     assert texts.columns[:4] == ["step", "tokens/s", "speed", "if kept"]
-    assert [cells[2:4] for cells in texts.cells] == [["1.00", "1.00"], ["0.50", "0.25"]] + [
-        ["0.50", "-"]
-    ]
+    speeds = [cells[2:4] for cells in texts.cells]
+    assert speeds == [["1.00", "1.00"], ["0.50", "0.25"], ["0.50", "-"]]
     assert [text.endswith(", another choice") for _, text in texts.labels] == [False, True, True]
 
 
