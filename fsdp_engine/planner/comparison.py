@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.candidates import Candidate
-from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.planner.outcome import Outcome, Setting, is_faster
 from fsdp_engine.planner.questions import TrainingRun, format_large
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
@@ -88,16 +88,23 @@ class Comparison:
     def kept_speedup(self, row: ComparedRow) -> float | None:
         """As :meth:`speedup`, if the strategy of the base is kept. None: that was not tried, or
         does not fit."""
+        kept = self._kept(row)
+        if kept is None or self.base is None or self.base.chosen is None:
+            return None
+        return kept.rate / self.base.chosen.rate
+
+    def is_changed(self, row: ComparedRow) -> bool:
+        """Whether another strategy than that of the base is the fastest, by more than the
+        tolerance of rates."""
+        if row.chosen is None:
+            return False
+        kept = self._kept(row)
+        return kept is None or is_faster(row.chosen, kept)
+
+    def _kept(self, row: ComparedRow) -> Outcome | None:
         if self.base is None or self.base.chosen is None:
             return None
-        kept = row.outcome_of(self.base.chosen.candidate)
-        return None if kept is None else kept.rate / self.base.chosen.rate
-
-    def is_another(self, row: ComparedRow) -> bool:
-        """Whether the fastest candidate is another one than that of the base."""
-        if row.chosen is None or self.base is None or self.base.chosen is None:
-            return False
-        return row.chosen.candidate != self.base.chosen.candidate
+        return row.outcome_of(self.base.chosen.candidate)
 
     def __str__(self) -> str:
         return table_text(comparison_table(comparison_texts(self)))
@@ -166,7 +173,7 @@ def comparison_texts(
         f"{setting.model}, {format_count(setting.num_elements)} parameters",
         columns,
         [
-            (row.label, _strategy(row) + ", another choice" * (has_kept and found.is_another(row)))
+            (row.label, _strategy(row) + ", another choice" * (has_kept and found.is_changed(row)))
             for row in found.rows
         ],
         cells,

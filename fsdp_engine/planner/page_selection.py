@@ -12,7 +12,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from fsdp_engine.planner.comparison import WHAT_IF, Answers
-from fsdp_engine.planner.outcome import RATE_STEPS, Outcome
+from fsdp_engine.planner.outcome import RATE_STEPS, Outcome, is_faster
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, table_unit, time_label
 from fsdp_engine.planner.question_output import Questions
 from fsdp_engine.planner.questions import DURATIONS, GPU, HOUR, LARGE_UNITS, NODE, num_failing
@@ -95,7 +95,8 @@ def _parts(
     values: Mapping[str, float], colours: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
     colours = {} if colours is None else colours
-    order = [*(name for name in colours if name in values), *(values.keys() - colours.keys())]
+    order = [name for name in colours if name in values]
+    order += [name for name in values if name not in colours]
     return [
         {"name": name, "colour": colours.get(name, ""), "value": values[name]} for name in order
     ]
@@ -112,7 +113,7 @@ def _what_ifs(outcome: Outcome, answers: Answers) -> Iterator[dict[str, Any]]:
                         "name": row.label,
                         "step": found.times.step,
                         "rate": found.rate,
-                        "isFastest": found == row.chosen,
+                        "isFastest": row.chosen is not None and not is_faster(row.chosen, found),
                     }
 
 
@@ -165,7 +166,7 @@ def _what_ifs_panel(item: str) -> Iterator[str]:
         heads += f'<th scope="col" class="number">{escape(each)}</th>'
     yield f'<table class="parts" aria-label="{title}"><thead><tr>{heads}</tr></thead>'
     yield '<tbody id="selected-what-ifs"></tbody></table>'
-    yield '<p class="soft">\u2714: the fastest there.</p></div>'
+    yield '<p class="soft">\u2714: as fast as the fastest there.</p></div>'
 
 
 def _training(planning: StrategyPlan, questions: Questions) -> Iterator[str]:

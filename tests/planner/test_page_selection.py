@@ -157,7 +157,7 @@ def test_training_runs_and_checkpoints_of_any_row_are_those_of_python(tmp_path: 
         found["cases"], numbers, strict=True
     ):
         outcome = planning.outcomes[order]
-        assert state["label"] == str(outcome.candidate)
+        assert state["label"] == f"{outcome.candidate}{': does not fit' * bool(outcome.lacking)}"
         assert state["pressed"] == [str(order)]
         assert state["invalid"] == []
         assert_answers(state, run_answers(TrainingRun.of(planning.setting, outcome, tokens, price)))

@@ -362,12 +362,15 @@ def test_a_row_of_what_if_says_what_keeping_the_choice_would_give() -> None:
     rows = [ComparedRow("as planned", setting, first, (first, other))]
     rows += [ComparedRow("slower", setting, quick, (quick, slow))]
     rows += [ComparedRow("only another", setting, quick, (quick,))]
+    close = replace(first, times=replace(first.times, step=4.004))
+    rows += [ComparedRow("as fast", setting, quick, (quick, close))]
     found = Comparison(WHAT_IF, tuple(rows))
     texts = comparison_texts(found)
     assert texts.columns[:4] == ["step", "tokens/s", "speed", "if kept"]
     speeds = [cells[2:4] for cells in texts.cells]
-    assert speeds == [["1.00", "1.00"], ["0.50", "0.25"], ["0.50", "-"]]
-    assert [text.endswith(", another choice") for _, text in texts.labels] == [False, True, True]
+    assert speeds == [["1.00", "1.00"], ["0.50", "0.25"], ["0.50", "-"], ["0.50", "0.50"]]
+    marks = [text.endswith(", another choice") for _, text in texts.labels]
+    assert marks == [False, True, True, False]
 
 
 def test_rows_with_equal_rates_are_simulated_once() -> None:

@@ -103,9 +103,9 @@ const showCheckpoints = () => {
   });
 };
 
-const showSelected = (row) => {
+const showSelected = (row, fits) => {
   selected = row;
-  byId("selected-label").textContent = row.label;
+  byId("selected-label").textContent = fits ? row.label : `${row.label}: does not fit`;
   showParts("selected-memory", row.memory, row.peak, formatBytes);
   byId("selected-elsewhere").textContent = row.elsewhere
     .map((each) => `On the ${each.name}: ${formatBytes(each.value)}.`).join(" ");

@@ -37,7 +37,7 @@ const select = (row) => {
     each.classList.toggle("selected", each === row);
     each.cells[0].firstChild.setAttribute("aria-pressed", String(each === row));
   });
-  showSelected(numbersOf(row));
+  showSelected(numbersOf(row), !row.classList.contains("lacking"));
 };
 rows.forEach((row) => {
   makeButton(row.cells[0]);
@@ -84,11 +84,9 @@ const choose = (limit) => {
 select(rows[0]);
 const slider = byId("limit");
 if (slider !== null) {
-  // The selection follows the choice.
-  const chooseAndSelect = (limit) => {
-    const best = choose(limit);
-    if (best !== null) select(best);
-  };
+  // The selection follows the choice, if there is one.
+  const chooseAndSelect = (limit) => select(
+    choose(limit) || rows.find((row) => row.classList.contains("selected")));
   byId("what-if").hidden = false;
   slider.addEventListener("input", () => chooseAndSelect(Number(slider.value) * plan.unit.bytes));
   byId("reset").addEventListener("click", () => {
