@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+COUNT_UNITS = ("", "k", "M", "B")
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a table that can be fitted to a terminal.
@@ -149,8 +153,8 @@ def not_shown(found: Fitted, width: int | None) -> str:
 
 def format_bytes(count: float) -> str:
     """Format a number of bytes with a binary unit: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
+    for unit in BYTE_UNITS:
+        if count < 1024 or unit == BYTE_UNITS[-1]:
             break
         count /= 1024
     return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
@@ -158,8 +162,8 @@ def format_bytes(count: float) -> str:
 
 def format_count(count: float) -> str:
     """Format a count with three significant digits: 8.03B, 517, 1.20M."""
-    for unit in ("", "k", "M", "B"):
-        if abs(count) < 999.5 or unit == "B":
+    for unit in COUNT_UNITS:
+        if abs(count) < 999.5 or unit == COUNT_UNITS[-1]:
             break
         count /= 1000
     return f"{count:,.3g}{unit}" if abs(count) < 999.5 else f"{count:,.0f}{unit}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,3 +36,30 @@ def shown(page: Path, query: str, profile: Path, *options: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def seen(text: str, probe: str, folder: Path, *options: str) -> Any:
+    """The object ``seen`` that a script fills after those of the page.
+
+    Args:
+        text: of the page.
+        probe: the script.
+        folder: for the page and the browser's profile.
+        options: of the browser.
+    """
+    script = f"""
+    <script>
+    "use strict";
+    const seen = {{}};
+    {probe}
+    const pre = document.createElement("pre");
+    pre.id = "seen";
+    pre.textContent = JSON.stringify(seen);
+    document.body.append(pre);
+    </script>
+    """
+    page = folder / "page.html"
+    page.write_text(text.replace("</body>", script + "</body>"), encoding="utf-8")
+    dom = shown(page, "", folder / "profile", *options)
+    (found,) = re.findall(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)
+    return json.loads(unescape(found))

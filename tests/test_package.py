@@ -19,6 +19,7 @@ import fsdp_engine as fe
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parent.parent
+PAGE_FILES = "fsdp_engine/planner/page_files"
 SOURCES = ("fsdp_engine", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -100,8 +101,9 @@ def check_printed(printed: str, installed: Installed, num_ranks: int) -> None:
 def test_the_wheel_holds_the_package_its_types_and_nothing_else(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fsdp_engine").rglob("*.py")}
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / PAGE_FILES).iterdir()}
     packaged = {name for name in names if ".dist-info/" not in name}
-    assert packaged == {*modules, "fsdp_engine/py.typed"}
+    assert packaged == {*modules, *page, "fsdp_engine/py.typed"}
     assert any(name.endswith("/LICENSE") for name in names)
     assert installed.wheel.name.startswith(f"fsdp_engine-{fe.__version__}-")
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.outcome import Outcome, Setting, is_faster
 from fsdp_engine.planner.questions import TrainingRun, format_large
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNKNOWN = "-"
+# The heading of plans for changes of a machine.
+WHAT_IF = "what if"
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,18 @@ class ComparedRow:
         label: the machine, the change, or the number of ranks.
         setting: the job.
         chosen: the fastest candidate that fits. None: none fits.
+        outcomes: of all candidates that were tried.
     """
 
     label: str
     setting: Setting
     chosen: Outcome | None
+    outcomes: tuple[Outcome, ...] = ()
+
+    def outcome_of(self, candidate: Candidate) -> Outcome | None:
+        """The outcome of a candidate. None: it was not tried, or does not fit."""
+        fitting = (each for each in self.outcomes if each.fits)
+        return next((each for each in fitting if each.candidate == candidate), None)
 
     def run(self, items: float, price: float | None = None) -> TrainingRun:
         """A training run of ``items`` tokens or samples.
@@ -50,10 +60,12 @@ class Comparison:
     Attributes:
         heading: heading of the labels: "machine", "what if" or "ranks".
         rows: the plans. Rates are compared with the first one that fits.
+        note: a sentence about rows for captions, or empty.
     """
 
     heading: str
     rows: tuple[ComparedRow, ...]
+    note: str = ""
 
     @property
     def base(self) -> ComparedRow | None:
@@ -72,6 +84,27 @@ class Comparison:
         if speedup is None or self.base is None:
             return None
         return speedup * self.base.setting.world_size / row.setting.world_size
+
+    def kept_speedup(self, row: ComparedRow) -> float | None:
+        """As :meth:`speedup`, if the strategy of the base is kept. None: that was not tried, or
+        does not fit."""
+        kept = self._kept(row)
+        if kept is None or self.base is None or self.base.chosen is None:
+            return None
+        return kept.rate / self.base.chosen.rate
+
+    def is_changed(self, row: ComparedRow) -> bool:
+        """Whether another strategy than that of the base is the fastest, by more than the
+        tolerance of rates."""
+        if row.chosen is None:
+            return False
+        kept = self._kept(row)
+        return kept is None or is_faster(row.chosen, kept)
+
+    def _kept(self, row: ComparedRow) -> Outcome | None:
+        if self.base is None or self.base.chosen is None:
+            return None
+        return row.outcome_of(self.base.chosen.candidate)
 
     def __str__(self) -> str:
         return table_text(comparison_table(comparison_texts(self)))
@@ -118,7 +151,9 @@ def comparison_texts(
     scales = len({each.setting.world_size for each in found.rows}) > 1
     has_cost = items is not None and any(price is not None for price in prices)
     per_rank = "Efficiency: rate of one rank" if scales else "Speed: rate"
-    columns = [f"{setting.item}/s", "efficiency" if scales else "speed", "MFU"]
+    has_kept = found.heading == WHAT_IF
+    columns = [f"{setting.item}/s", "efficiency" if scales else "speed"]
+    columns += ["if kept"] * has_kept + ["MFU"]
     if items is None:
         columns = ["step", *columns, "at most"]
         last = "at most: memory of one rank"
@@ -127,6 +162,7 @@ def comparison_texts(
         last = f"days, GPU hours{' and cost' * has_cost} of {format_large(items)} {setting.item}"
     each = [accuracy_of(row.setting.machine_family) for row in found.rows]
     accuracies = ", ".join(dict.fromkeys(f"{one.where} {one.mark}" for one in each))
+    kept = "; if kept: the same, with the strategy of the first row" * has_kept
     every = list(prices) * len(found.rows) if len(prices) == 1 else list(prices)
     cells = [
         _cells(found, row, items, price, scales=scales, has_cost=has_cost)
@@ -136,10 +172,14 @@ def comparison_texts(
     return ComparisonTexts(
         f"{setting.model}, {format_count(setting.num_elements)} parameters",
         columns,
-        [(row.label, _strategy(row)) for row in found.rows],
+        [
+            (row.label, _strategy(row) + ", another choice" * (has_kept and found.is_changed(row)))
+            for row in found.rows
+        ],
         cells,
-        f"The fastest strategy that fits. {per_rank}, over that of the first row; MFU: model "
-        f"flops utilization; {last}. Accuracy of times: {accuracies}.",
+        f"The fastest strategy that fits. {per_rank}, over that of the first row{kept}; "
+        f"MFU: model flops utilization; {last}. {found.note}{' ' * bool(found.note)}"
+        f"Accuracy of times: {accuracies}.",
         found,
     )
 
@@ -180,7 +220,11 @@ def _cells(
     if chosen is None or chosen.times is None:
         return []
     ratio = found.efficiency(row) if scales else found.speedup(row)
-    cells = [format_count(chosen.rate), f"{ratio:.2f}", f"{chosen.times.mfu:.1%}"]
+    cells = [format_count(chosen.rate), f"{ratio:.2f}"]
+    if found.heading == WHAT_IF:
+        kept = found.kept_speedup(row)
+        cells.append(_UNKNOWN if kept is None else f"{kept:.2f}")
+    cells.append(f"{chosen.times.mfu:.1%}")
     if items is None:
         return [format_seconds(chosen.times.step), *cells, format_bytes(chosen.peak_bytes)]
     run = row.run(items, price)

@@ -45,6 +45,18 @@ def _fields() -> dict[str, tuple[str, ...]]:
 FIELDS = _fields()
 
 
+def halved_and_doubled(machine: Machine, num_ranks: int) -> Iterator[dict[str, str]]:
+    """Changes by factors of 0.5 and 2: of compute, and of the links between so many ranks."""
+    names = {
+        "matrix_flops": True,
+        "inner_bandwidth": min(machine.ranks_per_node, num_ranks) > 1,
+        "outer_bandwidth": num_ranks > machine.ranks_per_node,
+    }
+    for name, is_used in names.items():
+        if is_used:
+            yield from ({name: factor} for factor in ("0.5x", "2x"))
+
+
 def parsed_changes(text: str) -> dict[str, str]:
     """The changes of a text such as "outer_bandwidth=0.5x,memory_bytes=141e9".
 

@@ -371,19 +371,36 @@ class Trial:
     lacking: float
 
 
+# Rates that differ by less than the fastest over this are considered equal.
+RATE_STEPS = 1000
+
+
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
     """Sort outcomes: first those whose known memory is within the limit, by rate, then by peak
     memory; then the others by the bytes that exceed the limit."""
     found = list(outcomes)
     fastest = max(found, key=lambda each: each.rate)
-    # Rates that differ by less than 0.1 % are considered equal.
-    step = abs(fastest.rate) / 1000 or 1.0
+    step = abs(fastest.rate) / RATE_STEPS or 1.0
     return tuple(
         sorted(found, key=lambda each: (each.lacking, -round(each.rate / step), each.peak_bytes))
     )
 
 
+def fastest_outcomes(outcomes: Iterable[Outcome], count: int) -> list[Outcome]:
+    """Returns the fastest outcomes that fit, of those with equal rates the first.
+
+    Args:
+        outcomes: sorted.
+        count: at most.
+    """
+    found: list[Outcome] = []
+    for each in outcomes:
+        if len(found) < count and each.fits and (not found or is_faster(found[-1], each)):
+            found.append(each)
+    return found
+
+
 def is_faster(outcome: Outcome, other: Outcome) -> bool:
     """Whether the rate of ``outcome`` is higher by more than the tolerance of
     :func:`sorted_outcomes`."""
-    return outcome.rate - other.rate > 2 * abs(other.rate) / 1000
+    return outcome.rate - other.rate > 2 * abs(other.rate) / RATE_STEPS

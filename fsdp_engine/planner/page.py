@@ -1,8 +1,8 @@
 """The page of a plan: one HTML file without network access.
 
 The table, the recommendation, and the timeline and memory of one step are HTML and SVG that need no
-script. A script (``page_assets.py``) sorts the table, and chooses for another memory limit. All
-texts are escaped.
+script. Scripts (``page_files``) sort the table, choose for another memory limit, and answer
+questions about a selected row (``page_selection.py``). All texts are escaped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.comparison import Answers, ComparisonTexts
 from fsdp_engine.planner.outcome import Outcome, Times, part_waiting_for
-from fsdp_engine.planner.page_assets import SCRIPT, STYLE
+from fsdp_engine.planner.page_assets import script, style
+from fsdp_engine.planner.page_selection import script_numbers, selection
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, table_unit, time_label
 from fsdp_engine.planner.planner_tables import (
     DETAILS,
@@ -27,6 +28,7 @@ from fsdp_engine.planner.planner_tables import (
     plan_columns,
     plan_title,
 )
+from fsdp_engine.planner.question_output import Questions
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.simulation.clock import Span
 from fsdp_engine.simulation.memory_tracker import KINDS
@@ -50,6 +52,7 @@ def save_page(
     path: str | Path,
     step: Simulation | None = None,
     answers: Answers | None = None,
+    questions: Questions | None = None,
 ) -> None:
     """Write the page.
 
@@ -58,14 +61,19 @@ def save_page(
         path: of the HTML file.
         step: the simulation of the first outcome. None: the page has no timeline.
         answers: to questions about the plan.
+        questions: these, whose numbers are the first values of the page's fields.
     """
-    Path(path).write_text(page_of(planning, step, answers), encoding="utf-8")
+    Path(path).write_text(page_of(planning, step, answers, questions), encoding="utf-8")
 
 
 def page_of(
-    planning: StrategyPlan, step: Simulation | None = None, answers: Answers | None = None
+    planning: StrategyPlan,
+    step: Simulation | None = None,
+    answers: Answers | None = None,
+    questions: Questions | None = None,
 ) -> str:
     """The text of the page; see :func:`save_page`."""
+    answers = answers or Answers()
     setting = planning.setting
     title = plan_title(setting)
     heading = f"Plan of {setting.model} on {setting.world_size:,} ranks"
@@ -79,19 +87,21 @@ def page_of(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         f"<title>{escape(heading)}</title>",
-        f"<style>{STYLE}</style>",
+        f"<style>{style()}</style>",
         "</head>",
         "<body>",
         f"<h1>{escape(heading)}</h1>",
         f'<p class="soft">{escape(title)}</p>',
         '<section class="advice">',
         "<h2>Recommendation</h2>",
-        *(f"<p>{escape(line)}</p>" for line in [*lines, *(answers or Answers()).sentences]),
+        *(f"<p>{escape(line)}</p>" for line in [*lines, *answers.sentences]),
         "</section>",
         *_candidates(planning),
-        *(line for texts in (answers or Answers()).tables for line in _comparison(texts)),
+        *selection(planning, questions or Questions()),
+        *(line for texts in answers.tables for line in _comparison(texts)),
         *([] if step is None else _step(planning, step)),
-        f"<script>{SCRIPT}</script>",
+        script_numbers(planning, answers),
+        f"<script>{script()}</script>",
         "</body>",
         "</html>",
     ]
@@ -101,28 +111,24 @@ def page_of(
 def _candidates(planning: StrategyPlan) -> Iterator[str]:
     """The table with bars, and the slider of the memory limit."""
     setting, outcomes = planning.setting, planning.outcomes
-    unit, name = table_unit(outcomes)
+    unit, _ = table_unit(outcomes)
     columns = _ordered(plan_columns(setting, outcomes))
     longest = max(each.peak_bytes for each in outcomes)
     yield "<section>\n<h2>Candidates</h2>"
-    if all(each.fits is not None for each in outcomes):
+    if all(each.times is not None for each in outcomes):
         most = 1.1 * max(longest, setting.memory) / unit
         limit = setting.memory / unit
         yield (
             '<div class="what-if" id="what-if" hidden>'
             '<label for="limit">What if the memory limit of a rank were</label>'
             f'<input type="range" id="limit" min="0" max="{most:.6g}" step="any" '
-            f'value="{limit!r}" data-limit="{setting.memory!r}">'
+            f'value="{limit!r}">'
             '<output id="limit-text" for="limit"></output>'
             '<button type="button" id="reset">as planned</button>'
             '<p id="verdict" aria-live="polite"></p></div>'
         )
     yield _legend(KIND_COLOURS)
-    digits = 2 if name == "GiB" else 0
-    yield (
-        f'<div class="scroll">\n<table id="plan" data-unit="{unit}" data-unit-name="{name}" '
-        f'data-digits="{digits}" aria-describedby="units">'
-    )
+    yield '<div class="scroll rows">\n<table id="plan" aria-describedby="units">'
     heads = [_head(each.name, is_number=each.is_number) for each in columns]
     heads.insert(_num_texts(columns), '<th scope="col" data-fixed>memory by kind</th>')
     yield f"<thead><tr>{''.join(heads)}</tr></thead>\n<tbody>"
@@ -187,16 +193,7 @@ def _row(
     longest: int,
 ) -> str:
     kinds = ["chosen"] * (outcome is planning.chosen) + ["lacking"] * bool(outcome.lacking)
-    step = "?" if outcome.times is None else f"{outcome.times.step * 1e3:,.1f}"
-    marks = {
-        "class": " ".join(kinds),
-        "data-order": str(number),
-        "data-peak": str(outcome.peak_bytes),
-        "data-rate": repr(float(outcome.rate)),
-        "data-step": step,
-        "data-largest": outcome.largest_kind,
-        "data-label": str(outcome.candidate),
-    }
+    marks = {"class": " ".join(kinds), "data-order": str(number)}
     texts = [_cell(*each, is_first=not index) for index, each in enumerate(cells)]
     num_texts = sum(not is_number for _, is_number, _ in cells)
     texts.insert(num_texts, f"<td>{_bar(outcome, longest)}</td>")

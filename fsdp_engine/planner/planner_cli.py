@@ -255,7 +255,8 @@ def plan(
         list[str] | None,
         typer.Option(
             help="plan for the machine with other figures, such as outer_bandwidth=0.5x; several "
-            "together by commas, several rows by several options"
+            "together by commas, several rows by several options; auto: half and twice the compute "
+            "and links, for the fastest strategies"
         ),
     ] = None,
     scaling: Annotated[
@@ -463,7 +464,7 @@ def plan(
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _save(planning, answers, figure, html, trace, save)
+    _save(planning, questions, answers, figure, html, trace, save)
 
 
 @app.command("calibrate")
@@ -521,6 +522,7 @@ def _print(planning: StrategyPlan) -> None:
 
 def _save(
     planning: StrategyPlan,
+    questions: Questions,
     answers: Answers | None,
     figure: Path | None,
     html: Path | None,
@@ -536,7 +538,7 @@ def _save(
     if planning.simulate is not None and (html is not None or trace is not None):
         step = planning.simulate(planning.outcomes[0].candidate)
     if html is not None:
-        save_page(planning, html, step, answers)
+        save_page(planning, html, step, answers, questions)
     if trace is not None and step is not None:
         step.save_trace(trace)
     raise typer.Exit(_status(planning))
@@ -603,9 +605,10 @@ def _questions(
             raise ValueError(
                 f"--price: expected one price, or {len(machines)} for --compare; found {price}"
             )
-        changes = tuple(map(parsed_changes, what_if or ()))
+        changes = tuple(AUTO if each == AUTO else parsed_changes(each) for each in what_if or ())
         for change in changes:
-            changed_machine(Machine.named(machine), change)
+            if not isinstance(change, str):
+                changed_machine(Machine.named(machine), change)
         return Questions(
             tokens,
             tuple(prices),

@@ -25,7 +25,7 @@ class Questions:
         tokens: of a training run.
         prices: dollars per GPU hour: one, or one for each of ``machines``.
         machines: to plan for.
-        changes: of the machine's figures, one mapping for each row.
+        changes: of the machine's figures, one mapping for each row; or "auto".
         scales: plan for other numbers of ranks.
         scaling_figure: file for a figure of these.
         bandwidth: bytes per second to storage, of all ranks together.
@@ -35,7 +35,7 @@ class Questions:
     tokens: float | None = None
     prices: tuple[float | None, ...] = (None,)
     machines: tuple[str, ...] = ()
-    changes: tuple[Mapping[str, str], ...] = ()
+    changes: tuple[Mapping[str, str] | str, ...] = ()
     scales: bool = False
     scaling_figure: Path | None = None
     bandwidth: float | None = None

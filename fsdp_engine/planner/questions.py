@@ -19,10 +19,15 @@ from dataclasses import dataclass, field
 from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.simulation.simulation_error import check_positive
 from fsdp_engine.simulation.time_accuracy import TimeAccuracy, accuracy_of
-from fsdp_engine.terminal import format_bytes, format_count, format_seconds
+from fsdp_engine.terminal import COUNT_UNITS, format_bytes, format_count, format_seconds
 
 GPU, NODE = "gpu", "node"
-_DAY, _HOUR, _MINUTE = 86400.0, 3600.0, 60.0
+HOUR = 3600.0
+# Units of durations, with their names.
+DURATIONS = {24 * HOUR: "days", HOUR: "hours", 60.0: "minutes"}
+# Beyond those of other counts.
+_TRILLION = 1e12
+LARGE_UNITS = (*COUNT_UNITS, "T")
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,12 @@ class TrainingRun:
     @property
     def days(self) -> float:
         """Duration in days."""
-        return self.seconds / _DAY
+        return self.seconds / (24 * HOUR)
 
     @property
     def gpu_hours(self) -> float:
         """Hours of all GPUs together."""
-        return self.seconds * self.num_ranks / _HOUR
+        return self.seconds * self.num_ranks / HOUR
 
     @property
     def cost(self) -> float | None:
@@ -140,8 +145,21 @@ def slowdown(interval: float, save_seconds: float, restart_seconds: float, mtbf:
         save_seconds, restart_seconds: d and R.
         mtbf: M, mean seconds between failures, which have an exponential distribution.
     """
-    repeated = math.exp(restart_seconds / mtbf) * math.expm1((interval + save_seconds) / mtbf)
+    try:
+        repeated = math.exp(restart_seconds / mtbf) * math.expm1((interval + save_seconds) / mtbf)
+    except OverflowError:  # a job that hardly ever saves
+        return math.inf
     return mtbf * repeated / interval
+
+
+def num_failing(setting: Setting, of: str) -> int:
+    """Returns the number of GPUs or nodes of a job, each of which may fail.
+
+    Args:
+        of: "gpu" or "node".
+    """
+    per_part = setting.ranks_per_node if of == NODE else 1
+    return math.ceil(setting.world_size / per_part)
 
 
 @dataclass(frozen=True)
@@ -192,15 +210,13 @@ class CheckpointInterval:
             raise ValueError(
                 "plan: expected the size of a checkpoint; found a plan of an earlier version"
             )
-        count = setting.world_size
-        if of == NODE:
-            count = math.ceil(count / setting.ranks_per_node)
+        count = num_failing(setting, of)
         saving = chosen.checkpoint_bytes / bandwidth
         if restart_seconds is None:
             restart_seconds = saving
         else:
             check_positive("restart_seconds", restart_seconds, "seconds")
-        mtbf = mtbf_hours * _HOUR / count
+        mtbf = mtbf_hours * HOUR / count
         interval = daly_interval(saving, mtbf)
         assert chosen.times is not None
         unit = "GPU" if of == GPU else of
@@ -248,12 +264,14 @@ def parsed_count(text: str) -> float:
 
 def format_large(count: float) -> str:
     """Format a count with three significant digits, also of trillions: 15T."""
-    return f"{count / 1e12:,.3g}T" if count >= 999.5e9 else format_count(count)
+    if count < 0.9995 * _TRILLION:
+        return format_count(count)
+    return f"{count / _TRILLION:,.3g}{LARGE_UNITS[-1]}"
 
 
 def format_duration(seconds: float) -> str:
     """Format a duration: 54.2 days, 3.1 hours, 12 minutes, 9.5 s."""
-    for unit, name in ((_DAY, "days"), (_HOUR, "hours"), (_MINUTE, "minutes")):
+    for unit, name in DURATIONS.items():
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
     return format_seconds(seconds)

@@ -19,8 +19,13 @@ from torch import nn
 from fsdp_engine.engine import Engine
 from fsdp_engine.planner.candidate_sharding import shard_as
 from fsdp_engine.planner.candidates import Candidate, Mesh
-from fsdp_engine.planner.comparison import ComparedRow, Comparison
-from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
+from fsdp_engine.planner.comparison import WHAT_IF, ComparedRow, Comparison
+from fsdp_engine.planner.machine_changes import (
+    changed_machine,
+    halved_and_doubled,
+    named_machines,
+    parsed_changes,
+)
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
@@ -29,9 +34,11 @@ from fsdp_engine.planner.outcome import (
     Setting,
     Times,
     Trial,
+    fastest_outcomes,
     is_faster,
     sorted_outcomes,
 )
+from fsdp_engine.planner.plan_request import AUTO
 from fsdp_engine.planner.questions import GPU, CheckpointInterval, TrainingRun
 from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.simulate import Parallelize, Simulation
@@ -42,6 +49,9 @@ from fsdp_engine.units.checkpointing import SELECTIVE
 
 # Numbers of ranks of `scaling`: one node of eight, and more.
 RANKS = tuple(2**power for power in range(3, 13))
+
+# Rows that `what_if("auto")` simulates.
+_NUM_FASTEST = 5
 
 # Waits below this fraction of a step are not mentioned.
 _MIN_SHARE = 0.05
@@ -451,21 +461,36 @@ class StrategyPlan:
         Args:
             changes: of each row, by name: values, or factors such as "0.5x"; or a text such as
                 "outer_bandwidth=0.5x". Names are those of fields of ``fe.Machine``
-                (``machine_changes.py``).
+                (``machine_changes.py``). "auto": rows with half and twice the compute, and the
+                bandwidth of each link, for which only the five fastest candidates of different
+                rates are simulated.
 
         Raises:
-            ValueError: the plan was loaded, or a change is invalid.
+            ValueError: the plan was loaded, a change is invalid, or no candidate fits for "auto".
         """
         if self.machine is None:
             self._again()  # raises
         assert self.machine is not None
-        given = [parsed_changes(each) if isinstance(each, str) else each for each in changes]
-        machines = [changed_machine(self.machine, each) for each in given]
+        machine = self.machine
+        given: list[tuple[Mapping[str, object], tuple[Candidate, ...]]] = []
+        note = ""
+        for each in changes:
+            if each == AUTO:
+                self._fitting()  # raises if none fits
+                only = tuple(
+                    found.candidate for found in fastest_outcomes(self.outcomes, _NUM_FASTEST)
+                )
+                every = halved_and_doubled(machine, self.setting.world_size)
+                given += [(change, only) for change in every]
+                note = f"By auto, the {len(only)} fastest of different rates were simulated."
+            else:
+                given.append((parsed_changes(each) if isinstance(each, str) else each, ()))
+        machines = [changed_machine(machine, change) for change, _ in given]
         rows = [self._row("as planned")]
-        for change, machine in zip(given, machines, strict=True):
+        for (change, only), changed in zip(given, machines, strict=True):
             label = ", ".join(f"{name}={value}" for name, value in change.items())
-            rows.append(self._row(label, machine=machine))
-        return Comparison("what if", tuple(rows))
+            rows.append(self._row(label, machine=changed, only=only))
+        return Comparison(WHAT_IF, tuple(rows), note)
 
     def scaling(self, ranks: Iterable[int] = RANKS) -> Comparison:
         """Plan the job for other numbers of ranks, with the candidates of a quick plan: with the
@@ -492,7 +517,7 @@ class StrategyPlan:
 
     def _row(self, label: str, **changes: Any) -> ComparedRow:
         plan = self._again(is_compared=True, **{"quick": self.setting.is_quick, **changes})
-        return ComparedRow(label, plan.setting, plan.chosen)
+        return ComparedRow(label, plan.setting, plan.chosen, plan.outcomes)
 
     def _again(self, **changes: Any) -> StrategyPlan:
         if self.replan is None:

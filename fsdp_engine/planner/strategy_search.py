@@ -217,16 +217,10 @@ class _Planning:
         if not any(request.options.get(name) for name in _BY_NAME):
             repeated = find_repeated(model)
             job.repeated = repeated if repeated is not None and repeated.is_deep else None
-        self._search: BatchSearch | None = None
+        total = request.global_batch
+        self._search = None if total is None else BatchSearch(job, total)
         degrees = request.degrees(model)
-        pipelines = request.pipelines(model)
-        every = self._with_long_sequences(request.candidates(degrees, pipelines))
-        if request.global_batch is not None:
-            self._search = BatchSearch(job, request.global_batch)
-            every = _with_batch(every, self._search)
-        self._candidates = self._allowed(self._without_hopeless(every))
-        if not self._candidates:
-            self._estimate(every[-1])  # raises
+        self._candidates = list(request.only) or self._all_candidates(model, degrees)
         first = self._candidates[0]
         others = fitting_degrees(model, request.world_size, request.where.ranks_per_node)
         self._setting = Setting(
@@ -251,6 +245,17 @@ class _Planning:
         if request.cache and not request.formulas:
             job.use_cache(model)
         self._started = time.monotonic()
+
+    def _all_candidates(self, model: nn.Module, degrees: Sequence[int]) -> list[Candidate]:
+        """Those that may fit, of a global batch with the first size."""
+        request = self._request
+        every = self._with_long_sequences(request.candidates(degrees, request.pipelines(model)))
+        if self._search is not None:
+            every = _with_batch(every, self._search)
+        found = self._allowed(self._without_hopeless(every))
+        if not found:
+            self._estimate(every[-1])  # raises
+        return found
 
     def plan(self, replan: Callable[..., StrategyPlan]) -> StrategyPlan:
         """Try all candidates; by formulas if the model reads values.
@@ -289,6 +294,8 @@ class _Planning:
     def _simulated(self) -> tuple[Outcome, ...]:
         request = self._request
         found = self._outcomes(self._candidates)
+        if request.only:
+            return sorted_outcomes(found)
         if request.tries_offloaded_activations:
             found += self._outcomes(_with_offloaded_activations(found, request.more_offloads))
         return sorted_outcomes(self._with_offloads(found, self._outcomes))
@@ -311,7 +318,8 @@ class _Planning:
                 if self._is_late and any(other.fits for other in found):
                     break
                 try:
-                    chosen = each if self._search is None else self._search.sized(each)
+                    search = None if request.only else self._search
+                    chosen = each if search is None else search.sized(each)
                     found.append(job.outcome(chosen, request.limit))
                 except SimulationError as error:
                     is_default = request.checkpointing is None and each.checkpointing == SELECTIVE

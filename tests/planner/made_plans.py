@@ -38,10 +38,11 @@ def rows(*, is_offloaded: bool = False) -> tuple[Outcome, ...]:
     for number, pair in enumerate(ALL_STRATEGIES):
         candidate = Candidate((128, 8), pair.inner.name, pair.outer.name, number % 2 == 0)
         memory = dict.fromkeys(KINDS, (number + 1) * 2**31)
-        times = Times(12.3456 - 0.5 * number, 5.0, {"inner": 1.5, "outer": 0.5})
+        times = Times(12.3456 - 0.5 * number, 5.0, {"inner": 1.5, "outer": 0.5}, at_peak=4.0)
         sent = {"inner": 2.0**38, "outer": 2.0**35}
         lacking = max(sum(memory.values()) - SETTING.memory, 0.0)
-        found.append(Outcome(candidate, memory, sent, lacking, 10**7, times))
+        work = {"model_flops": 4e15, "checkpoint_bytes": 840 * 10**9}
+        found.append(Outcome(candidate, memory, sent, lacking, 10**7, times, **work))
     if is_offloaded:
         offload = fe.Offload(optimizer_state="host", main_weights="host", gradients="host")
         candidate = replace(

@@ -22,7 +22,7 @@ from fsdp_engine.planner.page import page_of, save_page
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS
 from fsdp_engine.planner.planner_tables import plan_columns
 from fsdp_engine.planner.strategy_plan import advice
-from tests.browser import needs_chromium, shown
+from tests.browser import needs_chromium, seen
 from tests.planner.made_plans import made_plan
 
 VOID = {"meta", "input", "line", "rect", "br"}
@@ -100,7 +100,8 @@ def test_it_is_one_valid_file_without_network_access(tmp_path: Path) -> None:
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len({*ids})
     assert {each["for"] for each in page.all("label")} <= {*ids}
-    assert len(page.all("script")) == len(page.all("style")) == 1
+    assert [each.get("type") for each in page.all("script")] == ["application/json", None]
+    assert len(page.all("style")) == 1
     for _, attributes in page.elements:
         assert not attributes.keys() & {"src", "href", "onclick"}
     assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp|innerHTML", text)
@@ -183,7 +184,7 @@ def hostile_plan() -> fe.StrategyPlan:
 def test_names_are_escaped() -> None:
     text = page_of(hostile_plan())
     page = Document(text)
-    assert len(page.all("script")) == 1
+    assert len(page.all("script")) == 2
     assert page.all("img") == []
     assert HOSTILE not in text
     assert unescape(escape(HOSTILE)) == HOSTILE
@@ -202,9 +203,7 @@ def test_a_plan_without_times_or_a_simulation_has_a_page(tmp_path: Path) -> None
 
 
 PROBE = """
-<script>
-"use strict";
-const seen = {};
+const numbers = JSON.parse(document.getElementById("numbers").textContent);
 const rows = () => Array.from(document.querySelectorAll("#plan tbody tr"));
 const column = (name) => Array.from(document.querySelectorAll("#plan thead th"))
   .findIndex((head) => head.textContent.trim() === name);
@@ -215,7 +214,9 @@ const state = () => ({
   verdict: document.getElementById("verdict").textContent,
   shown: document.getElementById("limit-text").textContent,
   chosen: rows().filter((row) => row.classList.contains("chosen"))
-    .map((row) => row.dataset.label),
+    .map((row) => numbers.rows[row.dataset.order].label),
+  selected: rows().filter((row) => row.classList.contains("selected"))
+    .map((row) => numbers.rows[row.dataset.order].label),
   lacking: rows().filter((row) => row.classList.contains("lacking")).length,
   free: cells("free"),
 });
@@ -251,45 +252,35 @@ if (document.getElementById("zoom") !== null) {
 seen.hidden = Array.from(document.querySelectorAll(".what-if")).filter((e) => e.hidden).length;
 seen.bad = document.body.dataset.bad || "";
 seen.styled = getComputedStyle(document.querySelector("tr.chosen")).backgroundColor;
-const pre = document.createElement("pre");
-pre.id = "seen";
-pre.textContent = JSON.stringify(seen);
-document.body.append(pre);
-</script>
 """
 
 
 def seen_in_browser(text: str, limits: list[float], folder: Path) -> Any:
     """The results of the probe's clicks on a page in Chromium."""
-    probe = PROBE.replace("LIMITS", json.dumps(limits))
-    page = folder / "page.html"
-    page.write_text(text.replace("</body>", probe + "</body>"), encoding="utf-8")
-    dom = shown(page, "", folder / "profile")
-    (found,) = re.findall(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)
-    return json.loads(unescape(found))
+    return seen(text, PROBE.replace("LIMITS", json.dumps(limits)), folder)
 
 
 @needs_chromium
 def test_the_table_sorts_and_the_limit_chooses_in_a_browser(tmp_path: Path) -> None:
     planning = hostile_plan()
     limits = [15.0, 45.5, 5.0]
-    seen = seen_in_browser(page_of(planning), limits, tmp_path)
-    assert seen["bad"] == ""
-    assert seen["before"] == [*range(len(planning.outcomes))]
+    found = seen_in_browser(page_of(planning), limits, tmp_path)
+    assert found["bad"] == ""
+    assert found["before"] == [*range(len(planning.outcomes))]
     for name in ("at most", "free"):
-        numbers = [float(cell.partition(",")[0]) for cell in seen[f"{name} up"]]
+        numbers = [float(cell.partition(",")[0]) for cell in found[f"{name} up"]]
         assert numbers == sorted(numbers)
         assert len({*numbers}) > 5
-        assert seen[f"{name} down"] == seen[f"{name} up"][::-1]
-        assert seen[f"{name} mark"] == "ascending"
-    assert seen["strategy up"] == sorted(seen["strategy up"])
-    assert seen["strategy down"] == sorted(seen["strategy up"], reverse=True)
-    assert seen["hidden"] == 0
+        assert found[f"{name} down"] == found[f"{name} up"][::-1]
+        assert found[f"{name} mark"] == "ascending"
+    assert found["strategy up"] == sorted(found["strategy up"])
+    assert found["strategy down"] == sorted(found["strategy up"], reverse=True)
+    assert found["hidden"] == 0
     for limit in limits:
-        assert_is_as_planned(seen[str(limit).removesuffix(".0")], planning.within(limit * 2**30))
-    for found in (seen["first"], seen["again"]):
-        assert_is_as_planned(found, planning)
-    assert seen["styled"] == "rgb(232, 241, 228)"
+        assert_is_as_planned(found[str(limit).removesuffix(".0")], planning.within(limit * 2**30))
+    for state in (found["first"], found["again"]):
+        assert_is_as_planned(state, planning)
+    assert found["styled"] == "rgb(232, 241, 228)"
 
 
 def assert_is_as_planned(found: Any, planning: fe.StrategyPlan) -> None:
@@ -306,7 +297,7 @@ def assert_is_as_planned(found: Any, planning: fe.StrategyPlan) -> None:
         assert found["verdict"] == f"{start}."
     else:
         assert chosen.times is not None
-        assert found["chosen"] == [str(chosen.candidate)]
+        assert found["chosen"] == found["selected"] == [str(chosen.candidate)]
         step = f"{chosen.times.step * 1e3:,.1f} ms per step."
         assert found["verdict"] == f"{start}; the fastest is {chosen.candidate}: {step}"
     columns = {each.name: each for each in plan_columns(planning.setting, planning.outcomes)}
@@ -316,6 +307,6 @@ def assert_is_as_planned(found: Any, planning: fe.StrategyPlan) -> None:
 
 @needs_chromium
 def test_the_timeline_is_zoomed_in_a_browser(tmp_path: Path) -> None:
-    seen = seen_in_browser(page_of(*planned()), [], tmp_path)
-    assert seen["zoomed"] == pytest.approx(4)
-    assert seen["hidden"] == 0
+    found = seen_in_browser(page_of(*planned()), [], tmp_path)
+    assert found["zoomed"] == pytest.approx(4)
+    assert found["hidden"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from typer.testing import CliRunner
 
 from fsdp_engine.planner import job, plan_cache, strategy_search
 from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.comparison import Comparison
 from fsdp_engine.planner.outcome import Outcome, Times
 from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.planner.progress import plan_progress
+from fsdp_engine.planner.strategy_plan import StrategyPlan
 from tests.planner.made_plans import LLAMA
 
 OF_LLAMA = "plan --model config.json --batch 1x64 --world 16 --recompute off"
@@ -53,15 +56,32 @@ def test_questions_are_answered_below_the_plan_within_the_terminal(folder: Path)
     for label in ("h100", "a100", "as planned", "outer_bandwidth=0.5x,", "inner_latency=1e-3"):
         assert any(line.startswith(label) for line in tables.splitlines()), label
     assert "…" not in tables
-    assert tables.count("$") == 5  # of two machines, and of three rows of changes none
+    assert tables.count("$") == 5  # of two machines, and of three rows of changes
     page = (folder / "plan.html").read_text(encoding="utf-8")
     for text in (
         "<h2>Machines</h2>",
         "<h2>What if</h2>",
         "Training on 1T tokens",
         "2 nodes, each fails once",
+        '<option value="node" selected>',
+        'id="tokens" min="0" step="any" value="1e+12"',
+        'id="mtbf" min="0" step="any" value="50000"',
     ):
         assert page.count(text) == 1
+
+
+def test_automatic_changes_are_asked_for_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    what_if = StrategyPlan.what_if
+
+    def record(planning: StrategyPlan, *changes: Mapping[str, object] | str) -> Comparison:
+        asked.extend(changes)
+        return what_if(planning)
+
+    monkeypatch.setattr(StrategyPlan, "what_if", record)
+    output = run("--quick-only --what-if auto --what-if memory_bytes=2x")
+    assert asked == ["auto", {"memory_bytes": "2x"}]
+    assert "as planned" in output
 
 
 @pytest.mark.thorough

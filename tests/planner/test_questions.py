@@ -12,9 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.planner import strategy_plan
 from fsdp_engine.planner.candidates import Candidate
-from fsdp_engine.planner.machine_changes import FIELDS, changed_machine, parsed_changes
-from fsdp_engine.planner.outcome import Outcome, Setting, Times
+from fsdp_engine.planner.comparison import WHAT_IF, ComparedRow, Comparison, comparison_texts
+from fsdp_engine.planner.machine_changes import (
+    FIELDS,
+    changed_machine,
+    halved_and_doubled,
+    parsed_changes,
+)
+from fsdp_engine.planner.outcome import Outcome, Setting, Times, fastest_outcomes
 from fsdp_engine.planner.questions import daly_interval, parsed_count, slowdown, young_interval
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from tests.models import LENGTH, Transformer, token_batch
@@ -114,6 +121,11 @@ def test_the_slowdown_of_rare_failures_is_that_of_saves_and_of_half_an_interval(
     # First order: d / t for saves, (t / 2 + R) / M for repeated work.
     found = slowdown(1000.0, 10.0, 50.0, 1e7)
     assert found - 1 == pytest.approx(10 / 1000 + (1010 / 2 + 50) / 1e7, rel=2e-2)
+
+
+def test_a_job_that_cannot_save_between_failures_loses_all_of_its_time() -> None:
+    assert slowdown(1.0, 1.0, 1000.0, 1.0) == math.inf
+    assert planned_by_hand().checkpoints(1e9, 1.0).overhead == 1
 
 
 def test_checkpoints_of_a_plan() -> None:
@@ -308,3 +320,64 @@ def test_numbers_of_tokens_as_text() -> None:
     assert parsed_count("1e6") == 1e6
     with pytest.raises(ValueError, match="expected a number such as 4M"):
         parsed_count("4G")
+
+
+def test_half_and_twice_of_compute_and_links_are_simulated_for_the_fastest_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strategy_plan, "_NUM_FASTEST", 2)
+    planning = small_plan(meshes=((WORLD,),))
+    found = planning.what_if("auto")
+    names = ("matrix_flops", "inner_bandwidth", "outer_bandwidth")
+    changes = [f"{name}={factor}" for name in names for factor in ("0.5x", "2x")]
+    assert [row.label for row in found.rows] == ["as planned", *changes]
+    fastest = [each.candidate for each in fastest_outcomes(planning.outcomes, 2)]
+    for row in found.rows[1:]:
+        assert {each.candidate for each in row.outcomes} == {*fastest}
+        assert row.chosen == row.outcomes[0]
+    full = planning.what_if(changes[-2]).rows[1]
+    assert len(full.outcomes) > len(fastest) == 2
+    for each in fastest:
+        assert found.rows[-2].outcome_of(each) == full.outcome_of(each)
+    table = " ".join(str(found).split())
+    assert f"By auto, the {len(fastest)} fastest of different rates were simulated." in table
+
+
+def test_changes_are_of_the_links_that_a_job_has() -> None:
+    def names(machine: fe.Machine, num_ranks: int) -> list[str]:
+        return [*dict.fromkeys(name for c in halved_and_doubled(machine, num_ranks) for name in c)]
+
+    assert names(fe.H100, 1) == ["matrix_flops"]
+    assert names(fe.H100, 8) == ["matrix_flops", "inner_bandwidth"]
+    assert names(fe.H100, 16) == ["matrix_flops", "inner_bandwidth", "outer_bandwidth"]
+    assert names(replace(fe.H100, ranks_per_node=1), 2) == ["matrix_flops", "outer_bandwidth"]
+
+
+def test_a_row_of_what_if_says_what_keeping_the_choice_would_give() -> None:
+    first, other = planned_by_hand().outcomes[0], planned_by_hand().outcomes[0]
+    other = replace(other, candidate=replace(other.candidate, strategy="optim"))
+    slow = replace(first, times=replace(first.times, step=8.0))
+    quick = replace(other, times=replace(other.times, step=4.0))
+    setting = planned_by_hand().setting
+    rows = [ComparedRow("as planned", setting, first, (first, other))]
+    rows += [ComparedRow("slower", setting, quick, (quick, slow))]
+    rows += [ComparedRow("only another", setting, quick, (quick,))]
+    close = replace(first, times=replace(first.times, step=4.004))
+    rows += [ComparedRow("as fast", setting, quick, (quick, close))]
+    found = Comparison(WHAT_IF, tuple(rows))
+    texts = comparison_texts(found)
+    assert texts.columns[:4] == ["step", "tokens/s", "speed", "if kept"]
+    speeds = [cells[2:4] for cells in texts.cells]
+    assert speeds == [["1.00", "1.00"], ["0.50", "0.25"], ["0.50", "-"], ["0.50", "0.50"]]
+    marks = [text.endswith(", another choice") for _, text in texts.labels]
+    assert marks == [False, True, True, False]
+
+
+def test_rows_with_equal_rates_are_simulated_once() -> None:
+    first = planned_by_hand().outcomes[0]
+    steps = (2.0, 2.001, 2.1, 2.2, 2.3)
+    found = [replace(first, times=replace(first.times, step=step)) for step in steps]
+    found[3] = replace(found[3], lacking=1.0)
+    fastest = fastest_outcomes(found, 2)
+    assert [each.times.step for each in fastest] == [2.0, 2.1]
+    assert len(fastest_outcomes(found, 9)) == 3
