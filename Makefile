@@ -106,10 +106,13 @@ pipeline: $(STAMP)
 		examples/train_pipeline.py --pipeline 2 $(ARGS)
 
 # What PYTEST_ARGS names is run, whatever it takes. Types are checked with the pinned torch only.
+# Tests start many processes, which import bytecode, also where PYTHONDONTWRITEBYTECODE is set.
 test: $(if $(TORCH),$(STAMP),lint)
+	@$(RUN) compileall -q fsdp_engine tests
 	@$(PYTEST) $(or $(PYTEST_ARGS),-m "not thorough and not programs")
 
 test-all: $(if $(TORCH),$(STAMP),lint) $(PROGRAMS)
+	@$(RUN) compileall -q fsdp_engine tests
 	@$(PYTEST)
 
 lint: $(STAMP)

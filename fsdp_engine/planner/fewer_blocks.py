@@ -66,6 +66,11 @@ class Repeated:
         return first, first + self.period, first + 2 * self.period
 
     @property
+    def periods(self) -> int:
+        """Number of whole periods."""
+        return self.count // self.period
+
+    @property
     def is_deep(self) -> bool:
         """Whether all blocks are more than those of :attr:`depths` together."""
         return self.count > sum(self.depths)
@@ -104,12 +109,14 @@ def find_repeated(model: nn.Module) -> Repeated | None:
     name, longest = max(lists, key=lambda each: len(each[1]._modules))
     if isinstance(longest, nn.ModuleDict) and list(longest) != list(map(str, range(len(longest)))):
         return None
-    found = [
-        Repeated(name, before, len(longest._modules) - before, period)
-        for period in range(1, _MOST_IN_PERIOD + 1)
-        for before in [_unlike(list(longest._modules.values()), period)]
-    ]
-    return max(found, key=lambda each: (each.is_deep, each.count // each.period))
+    blocks = list(longest._modules.values())
+    found: list[Repeated] = []
+    for period in range(1, _MOST_IN_PERIOD + 1):
+        if any(each.is_deep and each.periods >= len(blocks) // period for each in found):
+            break  # longer periods are no more
+        before = _unlike(blocks, period)
+        found.append(Repeated(name, before, len(blocks) - before, period))
+    return max(found, key=lambda each: (each.is_deep, each.periods))
 
 
 def _unlike(blocks: Sequence[Any], period: int) -> int:

@@ -63,6 +63,7 @@ _STATE_BYTES = 5056  # of a CPU's generator
 
 _HOOKS_WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
+_has_rules = False  # Dynamo has its rules of torch's functions, made by a simulation
 _running = 0  # simulations, or plans of several
 _codes_before: list[Any] = []
 
@@ -87,9 +88,24 @@ def simulated_compiler() -> Iterator[None]:
 
 
 @contextmanager
+def kept_rules() -> Iterator[None]:
+    """Context in which ``init_process_group`` keeps Dynamo's rules of torch's functions, once a
+    simulation has made them: a tenth of the time of a small simulation. torch clears them because
+    they may have been made while torch was being imported."""
+    if not _has_rules:
+        yield
+        return
+    from torch._dynamo import trace_rules
+
+    with patch.object(trace_rules, "clear_lru_cache", lambda: None):
+        yield
+
+
+@contextmanager
 def compiled_modules(model: nn.Module, names: ModuleNames) -> Iterator[None]:
     """Context in which calls of compiled modules of ``model`` are traced without hooks of
     ``names``."""
+    global _has_rules
     for module in model.modules():
         if module._compiled_call_impl is not None:
             called = torch_s_kernels()(module._compiled_call_impl)
@@ -106,6 +122,7 @@ def compiled_modules(model: nn.Module, names: ModuleNames) -> Iterator[None]:
 
             # Made when it is first asked for, of the functions that torch has then.
             trace_rules.get_torch_obj_rule_map()
+            _has_rules = True
 
             for config, settings in ((dynamo, _DYNAMO), (aot, _AOT)):
                 known = {name: each for name, each in settings.items() if hasattr(config, name)}

@@ -20,7 +20,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
-from fsdp_engine.memory.allocator import empty_like
+from fsdp_engine.memory.allocator import empty_like, storage_keys
 from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
@@ -72,7 +72,9 @@ from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
 _aten = torch.ops.aten
 _ROWS = (_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step)
+_READ = _aten._local_scalar_dense.default
 _CPU = torch.device("cpu")
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def build_fake_model(build: Callable[[], nn.Module]) -> nn.Module:
@@ -106,8 +108,11 @@ def build_module(build: Callable[[], nn.Module]) -> nn.Module:
         SimulationError: ``build`` raised an exception.
         TypeError: ``build`` does not return a module.
     """
-    with as_simulation_error("building the model"), _DeepCopies(), _FirstValues():
-        model = build()
+    with as_simulation_error("building the model"):
+        model = _built_outside_of_modes(build)
+        if model is None:
+            with _DeepCopies(), _FirstValues():
+                model = build()
     if not isinstance(model, nn.Module):
         raise TypeError(
             "build: expected a function that returns a torch.nn.Module; found "
@@ -137,6 +142,73 @@ def to_fake(batch: Any, fake: FakeTensorMode) -> Any:
         return tensor if _is_fake(tensor) else fake.from_tensor(tensor)
 
     return tree_map_only(Tensor, converted, batch)
+
+
+def _built_outside_of_modes(build: Callable[[], nn.Module]) -> Any:
+    """Build a model on the meta device without the modes of the simulation, which take most of the
+    time.
+
+    Returns:
+        The model; None if ``build`` uses other tensors than plain ones on the meta device, reads
+        values, raises an exception, or makes tensors that the model keeps elsewhere than in
+        parameters and buffers: the simulation counts their memory.
+    """
+    try:
+        with _disable_current_modes(), _OnlyMeta() as mode:
+            model = build()
+    except Exception:
+        return None
+    if mode.has_refused or not isinstance(model, nn.Module):
+        return None
+    kept = {key for each in _tensors_of(model) for key in storage_keys(each)}
+    return model if kept.issuperset(mode.storages) else None
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+class _OnlyMeta(TorchDispatchMode):
+    """Mode that refuses operations on other tensors than plain ones on the meta device, and those
+    that read values.
+
+    Attributes:
+        has_refused: it has refused one, whose exception ``build`` may have caught.
+        storages: those of results by their address, until they are freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_refused = False
+        self.storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, or raise a RuntimeError."""
+        kwargs = kwargs or {}
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
+        device = kwargs.get("device", None if tensors else _CPU)
+        is_elsewhere = device is not None and torch.device(device).type != "meta"
+        is_plain = all(each.is_meta and type(each) in _PLAIN for each in tensors)
+        if func is _READ or is_elsewhere or not is_plain:
+            self.has_refused = True
+            raise RuntimeError(f"{func}: expected plain tensors on the meta device")
+        out = func(*args, **kwargs)
+        for each in _tensors_in((out,)):
+            storage = each.untyped_storage()
+            self.storages[storage._cdata] = storage
+        return out
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors of an operation's arguments or results; faster than by ``tree_leaves``."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors_in(each)
 
 
 class _DeepCopies(TorchFunctionMode):
@@ -181,7 +253,7 @@ class _FirstValues(TorchDispatchMode):
     ) -> Any:
         """Return values of ranges and of initializers; run any other operation."""
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
+        if func is _READ:
             row = self._rows.get(args[0].untyped_storage()._cdata)
             if row is not None:
                 with _disable_current_modes():
@@ -213,10 +285,13 @@ def _is_in_init() -> bool:
 
 
 def _to_fake_cpu(tensor: Tensor) -> Tensor:
-    source = tensor.detach()
-    if isinstance(source, DTensor):
+    twin: Tensor
+    source = tensor if type(tensor) in _PLAIN else tensor.detach()
+    if type(source) in _PLAIN and source.layout is torch.strided:  # without a fake one on meta
+        twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=_CPU)
+    elif isinstance(source, DTensor):
         local = empty_like(source._local_tensor, _CPU)
-        twin: Tensor = DTensor(local, source._spec, requires_grad=False)
+        twin = DTensor(local, source._spec, requires_grad=False)
     else:
         twin = empty_like(source, _CPU)
     if isinstance(tensor, nn.Parameter):

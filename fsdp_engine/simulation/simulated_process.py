@@ -14,7 +14,7 @@ from fsdp_engine.comm.lanes import lanes_made_by
 from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.memory.allocator import watching_elsewhere
 from fsdp_engine.simulation.clock import Clock
-from fsdp_engine.simulation.compiled import simulated_compiler
+from fsdp_engine.simulation.compiled import kept_rules, simulated_compiler
 from fsdp_engine.simulation.memory_tracker import MemoryTracker
 from fsdp_engine.simulation.meshes import meshes_with_values
 from fsdp_engine.simulation.module_names import ModuleNames
@@ -91,6 +91,7 @@ def simulated_process(
     memory.place = lambda: (clock.phase, names.last())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
+        kept_rules(),
         simulated_ranks(
             sizes,
             on_host=not clock.machine.host_runs_ahead,

@@ -549,6 +549,8 @@ def join_small(
         return list(sets)
     owned = assign(model, sets, records)
     sizes = {each.name: sum(r.param.numel() for r in owned[each.name]) for each in sets}
+    if min(sizes.values(), default=least) >= least:
+        return list(sets)
     places = {id(module): place for place, module in enumerate(model.modules())}
     expected = expect(model, [each.modules for each in sets])
     nested = [bool(inside) or n in expected.containing for n, inside in enumerate(expected.around)]

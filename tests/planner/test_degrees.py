@@ -46,7 +46,7 @@ def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
 def llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**LLAMA, use_cache=False)
+    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}, use_cache=False)
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model
 
@@ -128,7 +128,7 @@ def page_of(planning: fe.StrategyPlan, folder: Path) -> str:
 def test_waits_for_the_tensor_parallel_link_are_a_part_of_the_step(tmp_path: Path) -> None:
     link = replace(fe.H100.within_node, bandwidth=1e7)
     machine = replace(MACHINE, within_node=link)
-    planning = plan(tensor_parallel=2, meshes=[(2,)], machine=machine)
+    planning = plan(tensor_parallel=2, meshes=[(2,)], machine=machine, quick=True)
     times = planning.outcomes[0].times
     assert times is not None
     assert times.shares()["tensor link"] > 0.5
@@ -315,7 +315,7 @@ def test_a_global_batch_too_small_for_data_parallel_ranks_alone() -> None:
     """One row a step for each of two places of two ranks; four ranks cannot share two rows."""
     with pytest.raises(ValueError, match="global_batch: expected a multiple of 128 tokens"):
         plan(global_batch=64)
-    planning = plan(tensor_parallel=(1, 2), global_batch=64)
+    planning = plan(tensor_parallel=(1, 2), global_batch=64, quick=True)
     assert degrees_of(planning) == {2}
     assert planning.setting.global_batch == 64
     with pytest.raises(ValueError, match="global_batch: expected a multiple of 64 tokens"):
@@ -354,7 +354,8 @@ def test_wrong_degrees(changes: dict[str, Any], message: str) -> None:
 def test_a_model_without_a_plan_has_one_degree() -> None:
     with pytest.raises(ValueError, match="expected a model of transformers"):
         _linears(tensor_parallel=2)
-    assert degrees_of(_linears(tensor_parallel=(1, 2), parallelize=cut)) == {1, 2}
+    found = _linears(tensor_parallel=(1, 2), meshes=[(WORLD,), (2,)], parallelize=cut)
+    assert degrees_of(found) == {1, 2}
 
 
 def _linears(**options: Any) -> fe.StrategyPlan:
@@ -382,18 +383,18 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("transformers")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    given = ["plan", "--model", str(tmp_path / "config.json"), "--batch", "1x32", "--world", "16"]
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    given = ["plan", "--model", str(tmp_path / "config.json"), "--batch", "1x32", "--world", "8"]
     given += ["--recompute", "off", "--quick-only"]
     found = CliRunner().invoke(app, [*given, "--tensor-parallel", "auto"])
     assert found.exit_code == 0, found.output
-    assert "8, TP 2" in found.output
+    assert "4, TP 2" in found.output
     found = CliRunner().invoke(app, [*given, "--context-parallel", "4"])
     assert found.exit_code == 0, found.output
-    assert "16, CP 4" in found.output
+    assert "8, CP 4" in found.output
     found = CliRunner().invoke(app, [*given, "--tensor-parallel", "2", "--outer", "2"])
     assert found.exit_code == 0, found.output
-    assert "2 x 4, TP 2" in found.output
+    assert "2 x 2, TP 2" in found.output
     found = CliRunner().invoke(app, [*given, "--tensor-parallel", "auto", "--outer", "2"])
     assert found.exit_code == 2
     assert "--outer: expected numbers for --tensor-parallel" in " ".join(found.output.split())

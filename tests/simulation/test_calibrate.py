@@ -236,6 +236,10 @@ def few(function: Any) -> Any:
 def test_ranks_measure_together_and_nodes_apart() -> None:
     with (
         patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}),
+        patch.object(calibrate_module, "_PRODUCTS", 1),
+        patch.object(calibrate_module, "_IN_A_ROW", 1),
+        patch.object(calibrate_module, "_LEAST", 3),
+        patch.object(kernels_module, "_LEAST", 2),
         patch.object(state_links, "_LARGE_ON_DISK", 2**20),
         tempfile.TemporaryDirectory() as folder,
     ):

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.simulation import compiled
 from fsdp_engine.simulation.fusion import Kernel, kernels_of
 from tests.pool import on_ranks
@@ -233,6 +234,17 @@ def test_training_after_a_simulation_compiles_anew() -> None:
     block.compile(backend=backend)
     assert block(torch.ones(2, 8, WIDTH)).isfinite().all()
     assert len(graphs) == 1
+
+
+def test_rules_of_torchs_functions_are_made_once() -> None:
+    _simulate("in place", depth=1)
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
+    made = rules.cache_info().misses
+    for how in ("", "in place"):
+        _simulate(how, depth=1)
+    assert rules.cache_info().misses == made
+    with simulated_ranks((2,)):  # as in training, without a simulation
+        assert not rules.cache_info().currsize
 
 
 def test_dynamic_shapes_are_refused() -> None:
