@@ -128,14 +128,14 @@ _SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
 _WITH_BATCH = (
     *("machine", "recompute", "compile", "fp8", "microbatch_sizes", "optimizer", "loss"),
     "formulas",
-    *("context_parallel", "tensor_parallel"),
+    *("context_parallel", "tensor_parallel", "pipeline", "schedules"),
     *(*_OUTPUTS, *_QUESTIONS, *_SEARCHES),
 )
 _WITHOUT_BATCH = ("optimizer_bytes", "num_units")
 _OF_A_MODEL = ("units", "min_unit_size")
 _OF_A_SIMULATION = (
     *("recompute", "compile", "fp8", "microbatch_sizes", "optimizer", "loss", "trace"),
-    *("context_parallel", "tensor_parallel"),
+    *("context_parallel", "tensor_parallel", "pipeline", "schedules"),
     *(*_QUESTIONS, *_SEARCHES),
 )
 
@@ -188,6 +188,17 @@ def plan(
             "several to try, such as 1,8; auto: all that fit a node"
         ),
     ] = "1",
+    pipeline: Annotated[
+        str,
+        typer.Option(
+            help="ranks of a pipeline of stages; several to try, such as 1,4; auto: powers of two "
+            "up to the number of nodes"
+        ),
+    ] = "1",
+    schedules: Annotated[
+        str,
+        typer.Option(help="of pipelines, by torch's names, such as 1F1B,Interleaved1F1B"),
+    ] = "1F1B",
     recompute: Annotated[
         Recompute,
         typer.Option(
@@ -419,12 +430,15 @@ def plan(
         contexts: Any = AUTO
         if context_parallel != AUTO:
             contexts = _sizes(context_parallel, "--context-parallel")
+        pipelines: Any = AUTO
+        if pipeline != AUTO:
+            pipelines = _sizes(pipeline, "--pipeline")
         degrees: Any = AUTO
         if tensor_parallel != AUTO:
             degrees = _sizes(tensor_parallel, "--tensor-parallel")
-        elif outer is not None:
+        if outer is not None and AUTO in (pipelines, degrees):
             raise typer.BadParameter(
-                "--outer: expected numbers for --tensor-parallel with it; found auto"
+                "--outer: expected numbers for --tensor-parallel and --pipeline with it; found auto"
             )
         planning = plan_job(
             build,
@@ -436,7 +450,7 @@ def plan(
             ),
             machine=machine,
             memory=None if memory is None else memory * 2**30,
-            meshes=None if outer is None else _meshes(world, degrees, outer),
+            meshes=None if outer is None else _meshes(world, degrees, pipelines, outer),
             checkpointing=_CHECKPOINTING[recompute],
             microbatch_sizes=sizes,
             microbatches=microbatches,
@@ -452,6 +466,8 @@ def plan(
             compile=compile,
             context_parallel=contexts,
             tensor_parallel=degrees,
+            pipeline=pipelines,
+            schedules=schedules.split(","),
             **options,
         )
         if quick:
@@ -643,9 +659,11 @@ def _sizes(text: str, option: str) -> list[int]:
     return sizes
 
 
-def _meshes(world: int, degrees: Sequence[int], outer: int) -> list[tuple[int, ...]]:
+def _meshes(
+    world: int, degrees: Sequence[int], pipelines: Sequence[int], outer: int
+) -> list[tuple[int, ...]]:
     meshes: list[tuple[int, ...]] = []
-    for count in [world // degree for degree in degrees]:
+    for count in [world // (degree * pipeline) for degree in degrees for pipeline in pipelines]:
         if outer < 1 or count % outer:
             raise typer.BadParameter(
                 f"--outer: expected a divisor of the {count} ranks; found {outer}"

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.engine import Engine
-from fsdp_engine.planner.candidate_sharding import shard_as
+from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.planner.candidate_sharding import shard_as, shard_stages_as
 from fsdp_engine.planner.candidates import Candidate, Mesh
 from fsdp_engine.planner.comparison import WHAT_IF, ComparedRow, Comparison
 from fsdp_engine.planner.machine_changes import (
@@ -41,6 +43,7 @@ from fsdp_engine.planner.outcome import (
 from fsdp_engine.planner.plan_request import AUTO
 from fsdp_engine.planner.questions import GPU, CheckpointInterval, TrainingRun
 from fsdp_engine.simulation.machine import Machine
+from fsdp_engine.simulation.pipeline_job import Stages
 from fsdp_engine.simulation.simulate import Parallelize, Simulation
 from fsdp_engine.simulation.simulation_error import check_count, check_positive, listed, read_json
 from fsdp_engine.simulation.time_accuracy import accuracy_of
@@ -282,6 +285,7 @@ class StrategyPlan:
         machine: the machine. None if the plan was loaded.
         row_items: tokens or samples of a row of the batch, with a global batch.
         parallelize: applies tensor parallelism to the model; not saved. None: by the model's plan.
+        stages: builds a stage of a pipeline; not saved.
     """
 
     setting: Setting
@@ -293,6 +297,7 @@ class StrategyPlan:
     machine: Machine | None = None
     row_items: int = 1
     parallelize: Parallelize | None = None
+    stages: Stages | None = None
 
     @property
     def chosen(self) -> Outcome | None:
@@ -307,8 +312,14 @@ class StrategyPlan:
 
         Raises:
             ValueError: no candidate fits, or it is unknown; the message contains the table. Or it
-                has tensor parallelism, which :meth:`shard` applies.
+                has tensor parallelism, which :meth:`shard` applies, or a pipeline
+                (:meth:`shard_stages`).
         """
+        if self.chosen is not None and self.chosen.candidate.pipeline > 1:
+            raise ValueError(
+                "plan: expected a candidate without a pipeline, of which a rank has some stages; "
+                f"found {self.chosen.candidate}. Call planning.shard_stages(stages) instead"
+            )
         if self.chosen is not None and self.chosen.candidate.tensor_parallel > 1:
             raise ValueError(
                 "plan: expected a candidate without tensor parallelism, which fe.shard does not "
@@ -332,12 +343,36 @@ class StrategyPlan:
                 and :func:`~fsdp_engine.apply_tp_plan`.
         """
 
-        def select(num_ranks: int) -> tuple[Candidate, dict[str, Any]]:
-            self._check_ranks(num_ranks, self.setting.world_size)
-            chosen = self._fitting().candidate
-            return chosen, self.arguments(chosen.mesh, chosen.data_parallel, given)
+        return shard_as(partial(self._select, given), model, self.parallelize)
 
-        return shard_as(select, model, self.parallelize)
+    def shard_stages(self, stages: Stages | None = None, **given: Any) -> list[PipelineStage]:
+        """Build and shard this rank's stages as the chosen candidate says, for its schedule of
+        ``torch.distributed.pipelining``. Collective; the plan must be equal on all ranks. The root
+        of the mesh has the dimension "pp", and "tp" with tensor parallelism.
+
+        Args:
+            stages: builds a stage, ``stages(index, num_stages)``, on the device. None: the planned
+                ones.
+            given: arguments of :func:`~fsdp_engine.shard` that override ``options``.
+
+        Raises:
+            ValueError: no candidate fits, or it is unknown, or it has no pipeline, or the plan is
+                for another number of ranks, or differs between ranks; on all ranks. Or the plan was
+                loaded, and ``stages`` is None.
+        """
+        build = stages or self.stages
+        if build is None:
+            raise ValueError(
+                "stages: expected a function (index, num_stages) that builds a stage, since the "
+                "plan was loaded; found None"
+            )
+        return shard_stages_as(partial(self._select, given), build, self.parallelize)
+
+    def _select(self, given: Mapping[str, Any], num_ranks: int) -> tuple[Candidate, dict[str, Any]]:
+        """The chosen candidate for all ranks, and the arguments of ``shard``."""
+        self._check_ranks(num_ranks, self.setting.world_size)
+        chosen = self._fitting().candidate
+        return chosen, self.arguments(chosen.mesh, chosen.data_parallel, given)
 
     def arguments(
         self,

@@ -289,6 +289,7 @@ class _Planning:
             request.where,
             row_items,
             request.parallelize,
+            request.make_stage,
         )
 
     def _simulated(self) -> tuple[Outcome, ...]:

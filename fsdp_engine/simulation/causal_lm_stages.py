@@ -79,6 +79,11 @@ def has_stages(model: Any, num_stages: int) -> bool:
     return True
 
 
+def with_tp_plan(stage: nn.Module) -> nn.Module:
+    """The module of a stage that has the model's tensor-parallel plan."""
+    return stage.causal_lm if isinstance(stage, CausalLMStage) else stage
+
+
 class CausalLMStage(nn.Module):
     """One stage.
 

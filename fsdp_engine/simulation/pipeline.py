@@ -219,7 +219,7 @@ def simulate_pipeline(
     job = PipelineJob(
         stages,
         kind,
-        _stages_of_ranks(kind, pipeline, stages_per_rank),
+        stages_of_ranks(kind, pipeline, stages_per_rank),
         microbatches,
         batch,
         target,
@@ -265,10 +265,15 @@ def schedule_class(schedule: str | type[Any]) -> type[Any]:
     return kind
 
 
-def _stages_of_ranks(
+def stages_of_ranks(
     kind: type[Any], pipeline: int, stages_per_rank: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Indices of the stages of each rank.
+    """Indices of the stages of each rank of a pipeline.
+
+    Args:
+        kind: the schedule.
+        pipeline: ranks.
+        stages_per_rank: see :func:`simulate_pipeline`.
 
     Raises:
         TypeError, ValueError: the schedule does not take this number of stages.

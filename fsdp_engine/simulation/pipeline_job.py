@@ -23,7 +23,7 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.alike import is_alike
-from fsdp_engine.simulation.causal_lm_stages import CausalLMStage
+from fsdp_engine.simulation.causal_lm_stages import with_tp_plan
 from fsdp_engine.simulation.clock import Clock
 from fsdp_engine.simulation.compiled import compiled_modules
 from fsdp_engine.simulation.device_kernels import device_kernels
@@ -154,11 +154,8 @@ class PipelineJob:
         """Returns the fake module of a stage, with its tensor parallelism."""
         module = build_fake_model(partial(self.stages, index, self.num_stages))
         if self.tensor_parallel > 1:
-            with_plan: nn.Module = module
-            if self.parallelize is None and isinstance(module, CausalLMStage):
-                with_plan = module.causal_lm
-            tp_mesh = mesh._get_root_mesh()["tp"]
-            parallelize_model(with_plan, self.parallelize, tp_mesh)
+            model = with_tp_plan(module) if self.parallelize is None else module
+            parallelize_model(model, self.parallelize, mesh._get_root_mesh()["tp"])
         return module
 
     def check_schedule(self) -> None:

@@ -1,0 +1,275 @@
+"""Plans that try pipelines beside data and tensor parallelism."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import DTensor
+from typer.testing import CliRunner
+
+import fsdp_engine as fe
+from fsdp_engine.planner import strategy_search
+from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.job import BatchSearch, Job, Known
+from fsdp_engine.planner.page import save_page
+from fsdp_engine.planner.plan_request import PlanRequest
+from fsdp_engine.planner.planner_cli import app
+from tests.planner.made_plans import LLAMA
+from tests.pool import Ranks
+
+WORLD, MICROBATCHES = 4, 4
+MACHINE = replace(fe.H100, ranks_per_node=2)
+TOKENS = torch.arange(8 * 32).view(8, 32) % 64
+
+
+@pytest.fixture(autouse=True)
+def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick plans try all of their candidates, however long these take."""
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", math.inf)
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": 2}, use_cache=False)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def llama_batch(size: int = 2) -> dict[str, Tensor]:
+    tokens = torch.zeros(size, 32, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def plan(**changes: Any) -> fe.StrategyPlan:
+    """With four microbatches, of quick levels."""
+    given: dict[str, Any] = {
+        "world_size": WORLD,
+        "machine": MACHINE,
+        "checkpointing": (False,),
+        "microbatches": MICROBATCHES,
+        "quick": True,
+        **changes,
+    }
+    return fe.plan(llama, given.pop("batch", llama_batch), **given)
+
+
+@functools.cache
+def planned(*degrees: int) -> fe.StrategyPlan:
+    """With pipelines of so many ranks."""
+    return plan(pipeline=degrees, meshes=[(WORLD // degree,) for degree in degrees])
+
+
+def test_a_plan_tries_pipelines_beside_data_parallelism() -> None:
+    outcomes = planned(1, 2).outcomes
+    of_pipelines = [each for each in outcomes if each.candidate.pipeline > 1]
+    assert {each.candidate.mesh for each in of_pipelines} == {(2,)}
+    assert {each.candidate.schedule for each in of_pipelines} == {"1F1B"}
+    assert len(of_pipelines) == 3
+    tokens = MICROBATCHES * 2 * 32
+    assert {(each.candidate.pipeline, each.items) for each in outcomes} == {
+        (1, WORLD * tokens),
+        (2, 2 * tokens),
+    }
+    assert len({each.checkpoint_bytes for each in outcomes}) == 1
+    assert "2, PP 2" in str(planned(1, 2))
+    assert "PP: ranks of a pipeline" in " ".join(str(planned(1, 2)).split())
+
+
+def test_a_row_is_a_quick_simulation_of_the_pipeline() -> None:
+    for each in planned(2).outcomes:
+        tokens = llama_batch()["input_ids"]
+        found = fe.simulate_pipeline(
+            fe.CausalLMStages(llama),
+            WORLD,
+            pipeline=2,
+            microbatches=MICROBATCHES,
+            batch=tokens,
+            target=tokens,
+            strategy=each.candidate.strategy,
+            machine=MACHINE,
+            quick=True,
+        )
+        assert each.times is not None
+        assert each.times.step == found.seconds
+        assert each.peak_bytes == max(found.peak_bytes)
+        assert each.times.exposed["pipeline"] == pytest.approx(sum(found.bubble_seconds) / 2)
+        assert each.times.mfu == pytest.approx(found.mfu)
+
+
+def test_waits_for_other_stages_are_a_part_of_the_step(tmp_path: Path) -> None:
+    planning = planned(2)
+    times = planning.outcomes[0].times
+    assert times is not None
+    assert times.shares()["other stages"] > 0.05
+    assert "other stages of the pipeline" in str(planning)
+    assert "Stages wait for each other: more microbatches" in str(planning)
+    save_page(planning, tmp_path / "plan.html")
+    assert "waits for the other stages" in (tmp_path / "plan.html").read_text()
+    planning.save(tmp_path / "plan.json")
+    assert fe.StrategyPlan.load(tmp_path / "plan.json").outcomes == planning.outcomes
+
+
+def test_a_global_batch_takes_the_fastest_microbatch() -> None:
+    """A step of a rank has 16 rows. Two microbatches of 8 would wait for each other the longest."""
+    sizes = {"pipeline": 2, "microbatch_sizes": (1, 8), "machine": fe.H100}
+    sized = plan(**sizes, global_batch=32 * 32, microbatches=1, memory=80e9)
+    largest = plan(**{**sizes, "microbatch_sizes": (8,)}, microbatches=2)
+    for each in sized.outcomes:
+        candidate = each.candidate
+        assert (candidate.microbatch_size, candidate.microbatches) in {(1, 16), (8, 2)}
+        assert each.rate >= max(other.rate for other in largest.outcomes if _alike(each, other))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return bool(one.candidate.strategy == other.candidate.strategy)
+
+
+def test_a_rank_has_a_multiple_of_the_pipelines_rows() -> None:
+    """15 rows of each of two data-parallel ranks could not be cut into an even number."""
+    names = fe.plan.__kwdefaults__
+    given = {"build": llama, "batch": llama_batch, "world_size": WORLD, "machine": MACHINE}
+    job = Job(PlanRequest(**{**names, **given}), Known(), 1)
+    candidate = Candidate((2,), "optim", "no_shard", False, pipeline=2)
+    assert BatchSearch(job, 30 * 32).batch_of(candidate) == 2 * 16 * 32
+    assert BatchSearch(job, 30 * 32).sizes(candidate) == [1, 2, 4, 8]
+    whole = replace(candidate, pipeline=1)
+    assert BatchSearch(job, 30 * 32).sizes(whole) == [1, 3, 5, 15]
+
+
+def test_auto_tries_pipelines_over_nodes() -> None:
+    names = fe.plan.__kwdefaults__
+    given = {"build": llama, "batch": llama_batch, "world_size": 16, "machine": MACHINE}
+    found = PlanRequest(**{**names, **given, "pipeline": "auto"})
+    assert found.pipelines(llama()) == [1, 2]  # it has two layers
+    assert found.pipelines(nn.Linear(2, 2)) == [1]
+    one_node = replace(found, world_size=2)
+    assert one_node.pipelines(llama()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline": 3}, "pipeline: expected a divisor of the 4 ranks; found 3"),
+        ({"pipeline": 4}, "stages: expected at most 2, the layers of LlamaForCausalLM; found 4"),
+        ({"pipeline": 2, "schedules": "2F2B"}, "schedule: expected the name or class of a sched"),
+        (
+            {"pipeline": 2, "batch": TOKENS},
+            "batch: expected for pipelines a dict with input_ids and labels, or a tuple",
+        ),
+        (
+            {"pipeline": 2, "schedules": "ZBVZeroBubble"},
+            "schedule: expected one that runs backwards in one",
+        ),
+        ({"pipeline": 2, "microbatches": 1}, "microbatches: expected a number that Schedule1F1B"),
+        ({"pipeline": 2, "formulas": True, "quick": False}, "pipeline: expected 1 with formulas"),
+    ],
+)
+def test_wrong_pipelines(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(llama().config.to_json_string())  # type: ignore[operator,union-attr]
+    found = CliRunner().invoke(
+        app,
+        [
+            *("plan", "--model", str(config), "--batch", "2x32", "--world", "4"),
+            *("--microbatches", "4", "--pipeline", "1,2", "--schedules", "1F1B,GPipe"),
+            *("--recompute", "off", "--quick-only", "--no-cache"),
+        ],
+    )
+    assert found.exit_code == 0, found.output
+    assert "2, PP 2" in found.output
+    assert "GPipe" in found.output
+
+
+def _losses(path: str) -> tuple[list[float], bool]:
+    """Losses of two steps of the planned stages, where this rank has the last one, and whether
+    there are DTensors."""
+    planning = fe.StrategyPlan.load(path)
+    stages = planning.shard_stages(fe.CausalLMStages(llama))
+    module = stages[0].submod
+    has_dtensors = any(isinstance(each, DTensor) for each in module.parameters())
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(module.parameters()))
+    schedule = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=_loss)
+    losses = []
+    for _ in range(2):
+        found: list[Tensor] = []
+        if stages[0].is_first:
+            schedule.step(TOKENS)
+        else:
+            schedule.step(target=TOKENS, losses=found)
+            losses.append(sum(each.item() for each in found) / MICROBATCHES)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, has_dtensors
+
+
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _expected() -> list[float]:
+    model, losses = llama(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        loss = _loss(model(TOKENS).logits, TOKENS)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_planned_stages_train_on_their_ranks(ranks: Ranks, tmp_path: Path, degree: int) -> None:
+    planning = plan(pipeline=2, tensor_parallel=degree, meshes=[(2 // degree,)])
+    planning.save(tmp_path / "plan.json")
+    found = ranks.run(_losses, str(tmp_path / "plan.json"), world_size=WORLD)
+    assert [losses for losses, _ in found[:2]] == [[], []]
+    for losses, has_dtensors in found[2:]:
+        assert losses == pytest.approx(_expected(), rel=1e-4)
+        assert has_dtensors == (degree > 1)
+
+
+def test_other_ways_to_shard_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"found .* pipeline .*planning.shard_stages"):
+        _ = planned(2).best
+    planned(2).save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="stages: expected a function"):
+        fe.StrategyPlan.load(tmp_path / "plan.json").shard_stages()
+
+
+def _refused(path: str, of_stages: bool) -> str:
+    planning = fe.StrategyPlan.load(path)
+    try:
+        if of_stages:
+            planning.shard_stages(fe.CausalLMStages(llama))
+        else:
+            planning.shard(llama())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_stages_and_whole_models_are_not_mixed_up(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    for degree, of_stages, message in (
+        (2, False, "expected a candidate without a pipeline"),
+        (1, True, "expected a candidate with a pipeline"),
+    ):
+        planned(degree).save(path)
+        for told in ranks.run(_refused, path, of_stages, world_size=WORLD):
+            assert message in told
