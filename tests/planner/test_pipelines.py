@@ -166,10 +166,6 @@ def test_auto_tries_pipelines_over_nodes() -> None:
             {"pipeline": 2, "batch": TOKENS},
             "batch: expected for pipelines a dict with input_ids and labels, or a tuple",
         ),
-        (
-            {"pipeline": 2, "schedules": "ZBVZeroBubble"},
-            "schedule: expected one that runs backwards in one",
-        ),
         ({"pipeline": 2, "microbatches": 1}, "microbatches: expected a number that Schedule1F1B"),
         ({"pipeline": 2, "formulas": True, "quick": False}, "pipeline: expected 1 with formulas"),
     ],
