@@ -542,8 +542,9 @@ def simulate(
         names.set_model(model)
         if compile:
             compile_blocks(model, options.get("units"))
-        stack.enter_context(compiled_modules(model, names))
-        if machine.host_runs_ahead:
+        on_device = machine.host_runs_ahead
+        stack.enter_context(compiled_modules(model, names, on_device=on_device))
+        if on_device:
             stack.enter_context(device_kernels())
         # Fake tensors have no values to compare between ranks.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
