@@ -564,7 +564,7 @@ def simulate(
         if context_parallel > 1:
             context_mesh = device_mesh._get_root_mesh()["cp"]
             process.operations.context_ranks = members_of(context_mesh)
-            context = ContextParallel(context_mesh)
+            context = ContextParallel(context_mesh, process.operations)
             context.check_batch(inputs)
         step = _Step(process, engine, trained, inputs, loss, context)
         for count in FIRST_STEPS + (1,) * engine.offload.overlap_forward:
