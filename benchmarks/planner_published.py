@@ -1,6 +1,6 @@
 """Published speeds of FSDP on GPUs, compared with the planner's for the same jobs.
 
-    python benchmarks/planner_published.py                   # five minutes
+    python benchmarks/planner_published.py                   # twenty minutes
     python benchmarks/planner_published.py --only MPT        # results of others stay in the file
     python benchmarks/planner_published.py --only selective
     python benchmarks/planner_published.py --only "TP 8"     # those in fp8 need torchao
