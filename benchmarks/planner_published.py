@@ -1,8 +1,9 @@
 """Published speeds of FSDP on GPUs, compared with the planner's for the same jobs.
 
-    python benchmarks/planner_published.py                   # five minutes
+    python benchmarks/planner_published.py                   # twenty minutes
     python benchmarks/planner_published.py --only MPT        # results of others stay in the file
     python benchmarks/planner_published.py --only selective
+    python benchmarks/planner_published.py --only "TP 8"     # those in fp8 need torchao
 
 A plausibility check, not a measurement: other engines (FSDP2 for torchtitan's jobs, FSDP for those
 of llm-foundry and of IBM) ran these jobs, fully sharded on one axis over all ranks, or within each
@@ -19,19 +20,31 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import harness
 import torch
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from _published_plans import (
+    kempner_forge,
+    loss_in_fp32,
+    loss_of_logits,
+    torchtitan,
+    torchtitan_fp8,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import fsdp_engine as fe
-from fsdp_engine.planner.command_inputs import example_inputs
+from fsdp_engine.planner.command_inputs import example_inputs, in_fp8
 from fsdp_engine.simulation.operations import OperationCache
 
 H100_REPORT = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+# Its tables are text at commit c720cb8.
+TP_REPORT = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
 A100_REPORT = "torchtitan, docs/performance.md of 2024"
 IBM_REPORT = "PyTorch blog of 2024-03-13, Maximizing training throughput using PyTorch FSDP"
 KEMPNER_REPORT = "KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md"
@@ -69,10 +82,20 @@ KEMPNER = dataclasses.replace(fe.H200, name="4 x H200 SXM a node, 400 Gb/s a GPU
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 # "PURE" in llm-foundry: gradients are also reduced in bf16.
 PURE = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+# KempnerForge's models are in bf16, and so is the optimizer's state; gradients are reduced in fp32.
+ALL_BF16 = fe.MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, main_params_dtype=torch.bfloat16
+)
 
 
 def llama(
-    hidden: int, intermediate: int, layers: int, heads: int, groups: int, vocabulary: int
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    groups: int,
+    vocabulary: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[[], nn.Module]:
     """Builds transformers' Llama."""
 
@@ -86,7 +109,8 @@ def llama(
             vocab_size=vocabulary,
         )
         with torch.device("meta"):
-            return LlamaForCausalLM(config)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return model
 
     return build
 
@@ -119,8 +143,11 @@ LLAMA2_34B = llama(8192, 22016, 48, 64, 8, 32000)
 LLAMA2_13B = llama(5120, 13824, 40, 40, 40, 32000)
 LLAMA2_70B = llama(8192, 28672, 80, 64, 8, 32000)
 LLAMA3_8B = llama(4096, 14336, 32, 32, 8, 128256)
-LLAMA3_13B = llama(5120, 17920, 40, 40, 8, 128256)  # 14.84B
 LLAMA3_70B = llama(8192, 28672, 80, 64, 8, 128256)
+# KempnerForge's 7B, 13B and 70B: 8.03B, 14.84B and 70.55B parameters, in bf16.
+KEMPNER_7B = llama(4096, 14336, 32, 32, 8, 128256, torch.bfloat16)
+KEMPNER_13B = llama(5120, 17920, 40, 40, 8, 128256, torch.bfloat16)
+KEMPNER_70B = llama(8192, 28672, 80, 64, 8, 128256, torch.bfloat16)
 # scripts/train/yamls/pretrain/mpt-*.yaml
 MPT_13B = mpt(5120, 40, 40)
 MPT_30B = mpt(7168, 48, 56)
@@ -133,7 +160,7 @@ class Job:
 
     Attributes:
         build: returns the model, on the meta device.
-        rows, length: of a rank's microbatch.
+        rows, length: of a microbatch of a rank, or of the ranks that share sequences and matrices.
         recomputed: the activations that were recomputed in backward, according to the report: a key
             of ``CHECKPOINTING``.
         tokens_per_second: of one GPU, published.
@@ -142,6 +169,11 @@ class Job:
         policy: dtypes.
         mesh: nodes and ranks of a node, of HSDP; None: one axis.
         is_held_out: the job was added after all figures of the machines were chosen.
+        loss: of the output, without labels; None: transformers' own.
+        tensor_parallel, context_parallel: ranks that share matrices, and sequences.
+        parallelize: applies tensor parallelism.
+        is_compiled: each block is compiled.
+        is_fp8: linears but the head multiply in fp8, with a scale for each tensor.
     """
 
     name: str
@@ -158,6 +190,27 @@ class Job:
     policy: fe.MixedPrecisionPolicy = BF16
     mesh: tuple[int, int] | None = None
     is_held_out: bool = False
+    loss: Callable[[Any], Tensor] | None = None
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    parallelize: Callable[[nn.Module, DeviceMesh], None] | None = None
+    is_compiled: bool = False
+    is_fp8: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """Ranks, or groups of ranks, with batches of their own."""
+        return self.world_size // (self.tensor_parallel * self.context_parallel)
+
+    @property
+    def parallelism(self) -> str:
+        """Such as "FSDP 4, CP 2, compiled, fp8"."""
+        if self.mesh is not None:
+            return "HSDP {} x {}".format(*self.mesh)
+        sizes = {"FSDP": self.num_groups, "CP": self.context_parallel, "TP": self.tensor_parallel}
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one GPU"]
+        ways = {"compiled": self.is_compiled, "fp8": self.is_fp8}
+        return ", ".join(parts + [name for name, is_taken in ways.items() if is_taken])
 
 
 def mpt_job(
@@ -300,9 +353,11 @@ JOBS = [
     *mpt_h100_jobs(),
     # 35,405 tokens/s of all; the report's only job without torch.compile or tensor parallelism.
     Job(
-        *("Llama 3 13B", KEMPNER_REPORT, KEMPNER, 8, LLAMA3_13B, 4, 4096, "all", 35405 / 8),
-        gib=88.5e9 / 2**30,
+        *("Llama 3 13B", KEMPNER_REPORT, KEMPNER, 8, KEMPNER_13B, 4, 4096, "all", 35405 / 8),
+        gib=88.5,
         microbatches=4,
+        policy=ALL_BF16,
+        loss=loss_of_logits,
         is_held_out=True,
     ),
 ]
@@ -316,23 +371,139 @@ CHECKPOINTING = {
     "selective": "selective",
     "all": True,
 }
+_LOSS_PARALLEL = (torchtitan, torchtitan_fp8)
+
+
+# Model, microbatch, microbatches, tensor-parallel ranks, GPUs, tokens/s of all, GiB of one. The
+# report's "GB" are GiB of ``max_memory_allocated`` (kempnerforge/metrics/memory.py).
+_KEMPNER = """
+7B 2 4 1 1 10471 80.7
+7B 2 4 1 2 18728 62.4
+7B 4 2 1 4 38983 61.1
+7B 4 2 2 2 13163 57.8
+7B 4 2 4 4 25135 39.4
+7B 4 2 2 4 25980 45.9
+7B 4 2 4 8 44299 32.7
+7B 4 2 4 16 82988 29.4
+7B 4 2 4 32 155917 27.6
+13B 4 4 4 8 27345 45.1
+13B 4 4 4 16 53814 39.2
+13B 4 4 4 32 104309 36.3
+70B 2 4 4 32 17657 93.2
+"""
+_KEMPNER_MODELS = {"7B": KEMPNER_7B, "13B": KEMPNER_13B, "70B": KEMPNER_70B}
+
+
+def kempner_jobs() -> list[Job]:
+    """The jobs of KempnerForge's report that were compiled."""
+    found = []
+    for line in _KEMPNER.strip().splitlines():
+        name, *numbers, speed, gib = line.split()
+        rows, microbatches, tensor_parallel, ranks = map(int, numbers)
+        found.append(
+            Job(
+                *(f"Llama 3 {name}", KEMPNER_REPORT, KEMPNER, ranks, _KEMPNER_MODELS[name]),
+                rows=rows,
+                length=4096,
+                recomputed="all",
+                tokens_per_second=float(speed) / ranks,
+                gib=float(gib),
+                microbatches=microbatches,
+                policy=ALL_BF16,
+                loss=loss_of_logits,
+                tensor_parallel=tensor_parallel,
+                parallelize=kempner_forge if tensor_parallel > 1 else None,
+                is_compiled=True,
+                is_held_out=True,
+            )
+        )
+    return found
+
+
+_TITAN_MODELS = {"8B": LLAMA3_8B, "70B": LLAMA3_70B}
+
+
+def titan_job(
+    model: str,
+    source: str,
+    world_size: int,
+    rows: int,
+    length: int,
+    recomputed: str,
+    speed: float,
+    gib: float | None = None,
+    *,
+    is_fp8: bool,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
+) -> Job:
+    """A job of torchtitan on H100."""
+    plan = torchtitan_fp8 if is_fp8 else torchtitan
+    return Job(
+        *(f"Llama 3.1 {model}", source, GRAND_TETON, world_size, _TITAN_MODELS[model]),
+        *(rows, length, recomputed, speed, gib),
+        loss=loss_in_fp32,
+        tensor_parallel=tensor_parallel,
+        context_parallel=context_parallel,
+        parallelize=plan if tensor_parallel > 1 else None,
+        is_compiled=True,
+        is_fp8=is_fp8,
+        is_held_out=True,
+    )
+
+
+# Without asynchronous tensor parallelism. torchtitan's config of the 70B model (llama3_70b.toml)
+# has sequences of 8,192 tokens, as that of the 8B model.
+PARALLEL_JOBS = [
+    *kempner_jobs(),
+    titan_job("8B", H100_REPORT, 8, 2, 8192, "selective", 8532, 76.8, is_fp8=True),
+    titan_job("8B", H100_REPORT, 128, 2, 8192, "selective", 8380, 61.8, is_fp8=True),
+    *(
+        titan_job(
+            *("8B", H100_REPORT, 8, 1, degree * 32768, "all", speed, gib),
+            is_fp8=True,
+            context_parallel=degree,
+        )
+        for degree, speed, gib in (
+            (1, 3890, 83.9),
+            (2, 2540, 84.2),
+            (4, 1071, 84.0),
+            (8, 548, 84.5),
+        )
+    ),
+    titan_job("8B", TP_REPORT, 64, 12, 8192, "selective", 4378, is_fp8=False, tensor_parallel=8),
+    titan_job("8B", TP_REPORT, 64, 12, 8192, "selective", 5078.1, is_fp8=True, tensor_parallel=8),
+    titan_job("70B", TP_REPORT, 256, 16, 8192, "all", 597.3, is_fp8=False, tensor_parallel=8),
+    titan_job("70B", TP_REPORT, 256, 16, 8192, "all", 809.8, is_fp8=True, tensor_parallel=8),
+    titan_job("70B", H100_REPORT, 256, 16, 8192, "all", 829, 71.9, is_fp8=True, tensor_parallel=8),
+]
 
 
 def plan(job: Job) -> dict[str, Any]:
     """Plan the job at level 3 on one axis, or within each node."""
-    found = fe.simulate(
-        job.build,
-        job.world_size,
-        batch=example_inputs(job.build(), (job.rows, job.length)),
-        machine=job.machine,
-        mesh=job.mesh,
-        strategy="optim_grads_params",
-        checkpointing=CHECKPOINTING[job.recomputed],
-        microbatches=job.microbatches,
-        mp_policy=job.policy,
-        known=OperationCache(),
-    )
-    speed = job.microbatches * job.rows * job.length / found.seconds
+    batch = example_inputs(job.build(), (job.rows, job.length))
+    if job.loss is not None:
+        del batch["labels"]
+    with loss_parallel() if job.parallelize in _LOSS_PARALLEL else nullcontext():
+        found = fe.simulate(
+            in_fp8(job.build, "fp8") if job.is_fp8 else job.build,
+            job.world_size,
+            batch=batch,
+            machine=job.machine,
+            mesh=job.mesh,
+            strategy="optim_grads_params",
+            checkpointing=CHECKPOINTING[job.recomputed],
+            microbatches=job.microbatches,
+            mp_policy=job.policy,
+            known=OperationCache(),
+            loss=job.loss,
+            tensor_parallel=job.tensor_parallel,
+            context_parallel=job.context_parallel,
+            parallelize=job.parallelize,
+            compile=job.is_compiled,
+        )
+    tokens = job.microbatches * job.rows * job.length * job.num_groups
+    speed = tokens / job.world_size / found.seconds
     return {
         "job": job.name,
         "source": job.source,
@@ -343,6 +514,11 @@ def plan(job: Job) -> dict[str, Any]:
         "microbatches": job.microbatches,
         "reductions": "bf16" if job.policy.reduce_dtype == torch.bfloat16 else "fp32",
         "recomputed": job.recomputed,
+        "tensor parallel": job.tensor_parallel,
+        "context parallel": job.context_parallel,
+        "parallelism": job.parallelism,
+        "compiled": job.is_compiled,
+        "fp8": job.is_fp8,
         "held out": job.is_held_out,
         "published tokens/s": job.tokens_per_second,
         "published GiB": job.gib,
@@ -350,6 +526,8 @@ def plan(job: Job) -> dict[str, Any]:
         "planned over published": speed / job.tokens_per_second,
         "planned GiB": found.peak_bytes / 2**30,
         "exposed": found.exposed_seconds / found.seconds,
+        "exposed of tensor parallel": found.exposed_by_lane.get("tensor parallel", 0.0)
+        / found.seconds,
     }
 
 
@@ -358,30 +536,34 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", default="", help="jobs with this in their name, source or recomputation"
+        "--only",
+        default="",
+        help='jobs with this in their name, source, recomputation or parallelism ("CP 2", "fp8")',
     )
     only = parser.parse_args().only
     path = harness.RESULTS / "planner_published.json"
     known = json.loads(path.read_text())["results"] if only else []
     rows = []
-    for job in JOBS:
-        if any(only in text for text in (job.name, job.source, job.recomputed)):
+    for job in [*JOBS, *PARALLEL_JOBS]:
+        if any(only in text for text in (job.name, job.source, job.recomputed, job.parallelism)):
             rows.append(plan(job))
         else:
             rows += [each for each in known if _is_of(job, each)]
-    columns = ["job", "GPU", "ranks", "batch", "recomputed", "published", "planned", "ratio"]
+    columns = ["job", "GPU", "ranks", "batch", "recomputed", "parallel", "published", "planned"]
     harness.print_table(
         "tokens a second of one GPU, and GiB, published and planned",
-        [*columns, "exposed", "GiB published", "planned"],
+        [*columns, "ratio", "exposed", "GiB published", "planned"],
         [_cells(row) for row in rows],
     )
     harness.write_results("planner_published", rows)
 
 
 def _is_of(job: Job, row: dict[str, Any]) -> bool:
-    mine = (job.name, job.source, job.world_size, job.rows, job.length, job.recomputed)
-    names = ("job", "source", "ranks", "rows", "length", "recomputed")
-    return mine == tuple(row[name] for name in names) and job.machine.name == row["machine"]
+    mine = [job.name, job.source, job.machine.name, job.world_size, job.rows, job.length]
+    mine += [job.recomputed, job.tensor_parallel, job.context_parallel, job.is_compiled, job.is_fp8]
+    names = ["job", "source", "machine", "ranks", "rows", "length"]
+    names += ["recomputed", "tensor parallel", "context parallel", "compiled", "fp8"]
+    return mine == [row[name] for name in names]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -392,6 +574,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["ranks"]),
         f"{row['microbatches']} x {row['rows']} x {row['length']}",
         row["recomputed"],
+        row["parallelism"],
         f"{row['published tokens/s']:,.0f}",
         f"{row['planned tokens/s']:,.0f}",
         f"{row['planned over published']:.2f}",

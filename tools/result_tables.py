@@ -1295,27 +1295,71 @@ def planner_time() -> str:
 
 
 def published() -> str:
-    """Published speeds beside planned ones."""
+    """Published speeds beside planned ones, of jobs in bf16 that are not compiled."""
     rows = []
-    for row in results("planner_published"):
-        batch = f"{row['rows']} x {row['length']}"
-        if row["microbatches"] > 1:
-            batch = f"{row['microbatches']} times {batch}"
-        rows.append(
-            [
-                row["job"] + (" (held out)" if row["held out"] else ""),
-                f"{row['ranks']} {_gpu(row)}",
-                batch,
-                row["recomputed"],
-                f"{row['published tokens/s']:,.0f}",
-                f"{row['planned tokens/s']:,.0f}",
-                f"{row['planned over published']:.2f}",
-                "" if row["published GiB"] is None else f"{row['published GiB']:.1f}",
-                f"{row['planned GiB']:.1f}",
-            ]
-        )
+    for row in _published(is_compiled=False):
+        held_out = " (held out)" if row["held out"] else ""
+        cells = [f"{row['job']}{held_out}", f"{row['ranks']} {_gpu(row)}", *_published_cells(row)]
+        rows.append(cells)
     columns = ["job", "GPUs", "batch of a rank", "recomputed", "tokens/s of a GPU, published"]
     return table([*columns, "planned", "ratio", "GiB published", "planned"], rows)
+
+
+def published_parallel() -> str:
+    """Published speeds of compiled jobs beside planned ones, most of them with TP or CP."""
+    rows = []
+    for row in _published(is_compiled=True):
+        source = "KempnerForge" if "KempnerForge" in row["source"] else _TITAN[row["source"]]
+        cells = [f"{row['job']}, {source}", f"{row['ranks']} {_gpu(row)}", row["parallelism"]]
+        rows.append([*cells, *_published_cells(row)])
+    columns = ["job", "GPUs", "ranks", "batch", "recomputed", "tokens/s of a GPU, published"]
+    return table([*columns, "planned", "ratio", "GiB published", "planned"], rows)
+
+
+# torchtitan's reports of H100s.
+_TITAN = {
+    "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md": "torchtitan 2024",
+    "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md": "torchtitan 2025",
+}
+
+
+def _published(*, is_compiled: bool) -> list[dict[str, Any]]:
+    return [row for row in results("planner_published") if row["compiled"] == is_compiled]
+
+
+def _published_cells(row: dict[str, Any]) -> list[str]:
+    batch = f"{row['rows']} x {row['length']}"
+    if row["microbatches"] > 1:
+        batch = f"{row['microbatches']} times {batch}"
+    return [
+        batch,
+        row["recomputed"],
+        f"{row['published tokens/s']:,.0f}",
+        f"{row['planned tokens/s']:,.0f}",
+        f"{row['planned over published']:.2f}",
+        "" if row["published GiB"] is None else f"{row['published GiB']:.1f}",
+        f"{row['planned GiB']:.1f}",
+    ]
+
+
+def published_parallel_ranges() -> str:
+    """Planned over published speeds of compiled jobs."""
+    ratios: dict[tuple[str, str, str], list[float]] = {}
+    for row in _published(is_compiled=True):
+        degrees = {"tensor": row["tensor parallel"], "context": row["context parallel"]}
+        parallel = [name for name, degree in degrees.items() if degree > 1] or ["data"]
+        key = (_gpu(row), "fp8" if row["fp8"] else "bf16", f"{parallel[0]} parallel")
+        ratios.setdefault(key, []).append(row["planned over published"])
+    rows = [
+        [
+            *key,
+            str(len(each)),
+            f"{min(each):.2f} to {max(each):.2f}",
+            f"{statistics.median(each):.2f}",
+        ]
+        for key, each in ratios.items()
+    ]
+    return table(["GPU", "linears", "ranks", "number", "planned over published", "median"], rows)
 
 
 def planner_compiled() -> str:
@@ -1353,7 +1397,7 @@ def published_ranges() -> str:
         for is_held_out in (False, True):
             ratios = [
                 row["planned over published"]
-                for row in results("planner_published")
+                for row in _published(is_compiled=False)
                 if gpu in row["machine"] and row["held out"] == is_held_out
             ]
             if ratios:
@@ -1630,6 +1674,8 @@ TABLES: tuple[Callable[[], str], ...] = (
     planner_time,
     published,
     published_ranges,
+    published_parallel,
+    published_parallel_ranges,
     planner_compiled,
     time_accuracy,
     async_device_steps,

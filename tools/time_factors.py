@@ -52,7 +52,8 @@ def module_text() -> str:
 
 
 def _published(gpu: str) -> list[float]:
-    rows = _results("planner_published")
+    """Of jobs in bf16 that are not compiled, with data parallelism alone."""
+    rows = [row for row in _results("planner_published") if not row["compiled"]]
     return [row["planned over published"] for row in rows if gpu in row["machine"]]
 
 

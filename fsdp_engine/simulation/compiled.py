@@ -60,6 +60,8 @@ _AOT = {
 # Operations whose recomputation draws the same random numbers, with their state of the generator.
 _SAVES_STATE, _RESTORES_STATE = "run_and_save_rng_state", "run_with_rng_state"
 _STATE_BYTES = 5056  # of a CPU's generator
+# Torch's function that makes these operations of random ones that are recomputed.
+_KEEPS_STATES = "functionalize_rng_ops"
 
 _HOOKS_WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
@@ -102,9 +104,14 @@ def kept_rules() -> Iterator[None]:
 
 
 @contextmanager
-def compiled_modules(model: nn.Module, names: ModuleNames) -> Iterator[None]:
+def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -> Iterator[None]:
     """Context in which calls of compiled modules of ``model`` are traced without hooks of
-    ``names``."""
+    ``names``.
+
+    Args:
+        model, names: of the simulation.
+        on_device: where a device computes, the state of random numbers is no result of a graph.
+    """
     global _has_rules
     for module in model.modules():
         if module._compiled_call_impl is not None:
@@ -119,6 +126,7 @@ def compiled_modules(model: nn.Module, names: ModuleNames) -> Iterator[None]:
             from torch._dynamo import config as dynamo
             from torch._dynamo import trace_rules
             from torch._functorch import config as aot
+            from torch._functorch import partitioners
 
             # Made when it is first asked for, of the functions that torch has then.
             trace_rules.get_torch_obj_rule_map()
@@ -127,7 +135,19 @@ def compiled_modules(model: nn.Module, names: ModuleNames) -> Iterator[None]:
             for config, settings in ((dynamo, _DYNAMO), (aot, _AOT)):
                 known = {name: each for name, each in settings.items() if hasattr(config, name)}
                 stack.enter_context(config.patch(known))
+            if on_device and hasattr(partitioners, _KEEPS_STATES):
+                stack.enter_context(patch.object(partitioners, _KEEPS_STATES, _without_states))
         yield
+
+
+def _without_states(
+    joint: GraphModule, forward: GraphModule, backward: GraphModule, num_sym_nodes: int
+) -> tuple[GraphModule, GraphModule]:
+    """Return the parts of a joint graph without states of random numbers, which generators of
+    devices keep. Those of a CPU, which fake tensors take, are results of forward, and in torch 2.13
+    they follow meshes of DTensors, which have to be the last."""
+    del joint, num_sym_nodes
+    return forward, backward
 
 
 def compile_blocks(

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.device_kernels import Place, replaced
+from fsdp_engine.simulation.operations import Operations
 from fsdp_engine.simulation.packed_sequences import one_sequence_a_row
 from fsdp_engine.simulation.simulation_error import as_simulation_error, check_count
 
@@ -61,11 +62,12 @@ class ContextParallel:
 
     Args:
         mesh: of these ranks, one axis.
+        operations: of the simulation.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, operations: Operations) -> None:
         self._mesh = mesh
-        self._num_calls = 0
+        self._operations = operations
 
     def check_batch(self, inputs: Any) -> None:
         """Check that sequences can be sharded.
@@ -98,7 +100,7 @@ class ContextParallel:
         buffers = {
             id(each): each for each in _tensors(inputs) if each.ndim > 1 and each.shape[1] == length
         }
-        before = self._num_calls
+        before = self._operations.num_ring_attentions
         with ExitStack() as stack:
             own: dict[Place, Any] = {place: _asynchronous(getattr(*place)) for place in _RINGS}
             # In which torch keeps functions that it has replaced, and their meshes, for ever.
@@ -117,7 +119,7 @@ class ContextParallel:
                     )
                 )
             yield
-        if self._num_calls == before:
+        if self._operations.num_ring_attentions == before:
             raise ValueError(
                 "context_parallel: expected a model that calls "
                 "torch.nn.functional.scaled_dot_product_attention, which torch's context_parallel "
@@ -135,7 +137,7 @@ class ContextParallel:
             scale: float | None = None,
             enable_gqa: bool = False,  # the kernel takes fewer heads of keys anyway
         ) -> Tensor:
-            self._num_calls += 1
+            # Dynamo traces this in checkpointed blocks: it must have no side effects.
             if attn_mask is not None:
                 raise ValueError(
                     "context_parallel: expected attention without a mask, with is_causal instead "

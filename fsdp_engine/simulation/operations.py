@@ -444,6 +444,7 @@ class Operations(TorchDispatchMode):
         data_ranks: the data-parallel ranks, once there is an engine. Groups of other ranks are the
             model's.
         context_ranks: the context-parallel ranks.
+        num_ring_attentions: forwards of ring attention so far, one for each block of keys.
     """
 
     def __init__(
@@ -462,6 +463,7 @@ class Operations(TorchDispatchMode):
         self._memory = memory
         self.data_ranks: frozenset[int] | None = None
         self.context_ranks: list[int] = []
+        self.num_ring_attentions = 0
         self._ranks: dict[str, list[int]] = {}  # of groups
         self._pending: dict[int, SimulatedTicket] = {}  # by storage of the result
         self._seconds_of_fused: dict[Kernel, float] = {}
@@ -488,6 +490,8 @@ class Operations(TorchDispatchMode):
         if not _OURS.issuperset(types):
             return NotImplemented  # the operations of the subclass are dispatched here again
         kwargs = kwargs or {}
+        if func is _RING_ATTENTION:
+            self.num_ring_attentions += 1
         if func is _RING_ATTENTION_BACKWARD and not args:
             args, kwargs = _positional(func, kwargs)
         out, recipe = self._known.run(self._fake, func, args, kwargs)

@@ -326,7 +326,8 @@ class PipelineJob:
                 {f"stage {i}": each for i, each in zip(indices, modules, strict=True)}
             )
             names.set_model(of_rank)
-            stack.enter_context(compiled_modules(of_rank, names))
+            on_device = self.machine.host_runs_ahead
+            stack.enter_context(compiled_modules(of_rank, names, on_device=on_device))
             if self.machine.host_runs_ahead:
                 stack.enter_context(device_kernels())
             stack.enter_context(one_sequence_a_row())

@@ -629,8 +629,9 @@ def simulate(
         names.set_model(model)
         if compile:
             compile_blocks(model, options.get("units"))
-        stack.enter_context(compiled_modules(model, names))
-        if machine.host_runs_ahead:
+        on_device = machine.host_runs_ahead
+        stack.enter_context(compiled_modules(model, names, on_device=on_device))
+        if on_device:
             stack.enter_context(device_kernels())
         # Fake tensors have no values to compare between ranks.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
@@ -650,7 +651,7 @@ def simulate(
         if context_parallel > 1:
             context_mesh = device_mesh._get_root_mesh()["cp"]
             process.operations.context_ranks = members_of(context_mesh)
-            context = ContextParallel(context_mesh)
+            context = ContextParallel(context_mesh, process.operations)
             context.check_batch(inputs)
         step = _Step(process, engine, trained, inputs, loss, context)
         for count in FIRST_STEPS + (1,) * engine.offload.overlap_forward:

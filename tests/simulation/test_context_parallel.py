@@ -242,6 +242,20 @@ def test_with_other_options(options: dict[str, Any]) -> None:
     assert part.sent_bytes["context"] == messages
 
 
+def test_dynamo_traces_checkpointed_blocks_in_one_graph() -> None:
+    """Side effects within a checkpoint would break it, and its operations would run one by one."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    found = simulated(4, compile=True, checkpointing=True)
+    # The first block's input requires no grad.
+    assert counters["stats"]["unique_graphs"] == NUM_BLOCKS
+    assert not counters["graph_break"]
+    assert attention_seconds(found) == pytest.approx(
+        attention_seconds(simulated(4, checkpointing=True))
+    )
+
+
 def test_beside_tensor_parallelism() -> None:
     """Tensor-parallel ranks have a part of the heads, so that messages are smaller."""
     tokens = torch.zeros(2, 512, dtype=torch.long)

@@ -1,0 +1,109 @@
+"""Tensor-parallel plans of published jobs, for the Llama of transformers, and their losses.
+
+KempnerForge, kempnerforge/distributed/tensor_parallel.py of April 2026 (commits 01b461a, which the
+report was measured with, and 0c4eba1): sequence parallelism; each of q, k, v, gate and up gathers
+its input; the embedding is not sharded; logits are gathered for the loss, which is that of bf16
+logits (scripts/train.py).
+
+torchtitan, torchtitan/parallelisms/parallelize_llama.py of December 2024: sequence parallelism; one
+gather before attention and one before the MLP, in fp8 of linears in fp8; the embedding is sharded
+by rows; the loss is computed on sharded logits in fp32 (``loss_parallel``).
+
+Outputs of blocks are DTensors here, and local tensors in torchtitan, with the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def kempner_forge(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply the plan of KempnerForge."""
+
+    def replicate(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return DTensor.from_local(output, mesh, [Replicate()])
+
+    model.get_submodule("model.embed_tokens").register_forward_hook(replicate)
+    plan: dict[str, Any] = {f"model.layers.*.{name}": SequenceParallel() for name in _NORMS}
+    for name in ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel(input_layouts=Shard(1))
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = _to_sequences(RowwiseParallel)
+    plan["model.norm"] = SequenceParallel()
+    plan["lm_head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
+
+
+def torchtitan(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply the plan of torchtitan."""
+    _apply_torchtitan(model, mesh, ColwiseParallel, RowwiseParallel, PrepareModuleInput)
+
+
+def torchtitan_fp8(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply the plan of torchtitan with linears in fp8, whose inputs are gathered in fp8."""
+    from torchao.float8.float8_tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
+    _apply_torchtitan(
+        model, mesh, Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+    )
+
+
+def _apply_torchtitan(
+    model: nn.Module, mesh: DeviceMesh, by_columns: Any, by_rows: Any, prepare: Any
+) -> None:
+    plan: dict[str, Any] = {f"model.layers.*.{name}": SequenceParallel() for name in _NORMS}
+    plan["model.layers.*.self_attn"] = prepare(
+        input_kwarg_layouts={"hidden_states": Shard(1)},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+    )
+    plan["model.layers.*.mlp"] = prepare(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
+    for name in ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = by_columns()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = _to_sequences(by_rows)
+    plan["model.embed_tokens"] = _to_sequences(RowwiseParallel, input_layouts=Replicate())
+    plan["model.norm"] = SequenceParallel()
+    plan["lm_head"] = ColwiseParallel(
+        input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+    )
+    parallelize_module(model, mesh, plan)
+
+
+def _to_sequences(style: Callable[..., Any], **layouts: Any) -> Any:
+    """A style whose output is sharded along the sequence."""
+    return style(**layouts, output_layouts=Shard(1), use_local_output=False)
+
+
+def loss_of_logits(output: Any) -> Tensor:
+    """Returns the cross-entropy in the dtype of the logits."""
+    logits: Tensor = output.logits.flatten(0, 1)
+    targets = torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device)
+    return F.cross_entropy(logits, targets)
+
+
+def loss_in_fp32(output: Any) -> Tensor:
+    """Returns the cross-entropy of the logits in fp32."""
+    output.logits = output.logits.float()
+    return loss_of_logits(output)
