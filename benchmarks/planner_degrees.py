@@ -1,7 +1,8 @@
-"""Which degrees of tensor, context and data parallelism the planner takes for a 405B Llama on 512
-H100.
+"""Which degrees of tensor, context, pipeline and data parallelism the planner takes for 405B
+parameters on 512 H100.
 
-    python benchmarks/planner_degrees.py               # some minutes of one core
+    python benchmarks/planner_degrees.py               # 20 minutes of one core
+    python benchmarks/planner_degrees.py --only PP     # rows of others stay in the file
     python benchmarks/planner_degrees.py --layers 8    # another number of layers, for a try
 
 The shapes of "The Llama 3 Herd of Models" (2024, table 3: 126 layers, width 16,384, feed-forward
@@ -9,12 +10,14 @@ The shapes of "The Llama 3 Herd of Models" (2024, table 3: 126 layers, width 16,
 own class and ``tp_plan``, 8,192 tokens a sequence, 4M tokens a step, bf16 compute with fp32 main
 weights, AdamW, blocks recomputed, 64 nodes of eight H100. For 1, 2, 4 and 8 tensor-parallel ranks
 with 1, 2, 4 and 8 context-parallel ones the microbatch is the largest that fits; the candidates are
-those of a quick plan.
+those of a quick plan. Pipelines of 8 and 16 ranks have microbatches of one sequence, alone and with
+8 tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from typing import Any
@@ -32,6 +35,15 @@ WORLD_SIZE = 512
 LENGTH = 8192
 GLOBAL_BATCH = 2**22
 LAYERS = 126
+SEARCHES: dict[str, dict[str, Any]] = {
+    "TP, CP": {"tensor_parallel": "auto", "context_parallel": (1, 2, 4, 8)},
+    "PP": {
+        "tensor_parallel": (1, 8),
+        "pipeline": (8, 16),
+        "schedules": ("1F1B", "Interleaved1F1B"),
+        "microbatch_sizes": (1,),
+    },
+}
 
 
 def llama(layers: int) -> nn.Module:
@@ -54,7 +66,7 @@ def batch(size: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def planned(layers: int) -> dict[str, Any]:
+def planned(layers: int, search: dict[str, Any]) -> dict[str, Any]:
     """The outcomes of a plan, and how long it took."""
     began = time.perf_counter(), time.process_time()
     with mock.patch.object(strategy_search, "QUICK_SECONDS", math.inf):
@@ -62,8 +74,7 @@ def planned(layers: int) -> dict[str, Any]:
             lambda: llama(layers),
             batch,
             world_size=WORLD_SIZE,
-            tensor_parallel="auto",
-            context_parallel=(1, 2, 4, 8),
+            **search,
             global_batch=GLOBAL_BATCH,
             checkpointing=(True,),
             mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
@@ -81,6 +92,8 @@ def planned(layers: int) -> dict[str, Any]:
             {
                 "tensor_parallel": candidate.tensor_parallel,
                 "context_parallel": candidate.context_parallel,
+                "pipeline": candidate.pipeline,
+                "schedule": candidate.schedule,
                 "mesh": list(candidate.mesh),
                 "levels": candidate.levels,
                 "microbatches": candidate.microbatches,
@@ -99,9 +112,14 @@ def planned(layers: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=LAYERS)
-    layers = parser.parse_args().layers
-    found = planned(layers)
-    if layers == LAYERS:
+    parser.add_argument("--only", choices=SEARCHES)
+    given = parser.parse_args()
+    path = harness.RESULTS / "planner_degrees.json"
+    found = json.loads(path.read_text())["results"] if given.only and path.exists() else {}
+    for name, search in SEARCHES.items():
+        if given.only in (None, name):
+            found[name] = planned(given.layers, search)
+    if given.layers == LAYERS:
         harness.write_results("planner_degrees", found)
 
 

@@ -1016,10 +1016,12 @@ def planner_scale() -> str:
 
 
 def planner_degrees() -> str:
+    every = [row for search in results("planner_degrees").values() for row in search["rows"]]
     rows = [
         [
             str(row["tensor_parallel"]),
             str(row["context_parallel"]),
+            f"{row['pipeline']}, {row['schedule']}" if row["schedule"] else "1",
             " x ".join(map(str, row["mesh"])),
             row["levels"],
             f"{row['microbatches']} x {row['microbatch_size']}",
@@ -1030,11 +1032,19 @@ def planner_degrees() -> str:
             f"{row['shares']['inner link']:.0%}",
             f"{row['shares'].get('tensor link', 0):.0%}",
             f"{row['shares'].get('context link', 0):.0%}",
+            f"{row['shares'].get('other stages', 0):.0%}",
         ]
-        for row in results("planner_degrees")["rows"]
+        for row in sorted(every, key=lambda row: (row["lacking"], row["step"]))
     ]
-    columns = ["TP", "CP", "ranks of parameters", "levels", "microbatches", "GiB", "s a step"]
-    columns += ["tokens/s", "MFU", "waits for the inner link", "tensor link", "context link"]
+    columns = ["TP", "CP", "PP", "ranks of parameters", "levels", "microbatches", "GiB", "s a step"]
+    columns += [
+        "tokens/s",
+        "MFU",
+        "waits for the inner link",
+        "tensor link",
+        "context link",
+        "other stages",
+    ]
     return table(columns, rows)
 
 

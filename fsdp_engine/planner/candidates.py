@@ -67,6 +67,11 @@ class Candidate:
         return self.tensor_parallel == self.context_parallel == self.pipeline == 1
 
     @property
+    def degrees(self) -> tuple[int, int, int, str | None]:
+        """Of tensor, context and pipeline parallelism, and the schedule."""
+        return self.tensor_parallel, self.context_parallel, self.pipeline, self.schedule
+
+    @property
     def offloaded(self) -> str:
         """Offloads as text: "optimizer state on the host", "everything on the host", "activations
         on the host"; empty if all is on the device."""

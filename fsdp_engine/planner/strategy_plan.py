@@ -84,6 +84,7 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     if setting.is_compiled:
         lines.append(_COMPILED)
     lines.append(accuracy_of(setting.machine_family).sentence(first.times.step))
+    lines += _beyond_accuracy(first.candidate)
     if setting.is_quick:
         lines.append(
             f"This is a quick plan, of {len(outcomes)} of the candidates: others may be faster."
@@ -99,6 +100,15 @@ _COMPILED = (
     "Blocks are compiled in this plan: call block.compile() on each of them, before or after "
     "fe.shard, which does not compile."
 )
+
+
+def _beyond_accuracy(candidate: Candidate) -> list[str]:
+    """What the accuracy of times does not say."""
+    found = ["context parallelism"] * (candidate.context_parallel > 1)
+    found += ["pipelines"] * (candidate.pipeline > 1)
+    return [f"These steps had no {' or '.join(found)}, for which times are less sure."] * bool(
+        found
+    )
 
 
 def _limit(setting: Setting) -> str:

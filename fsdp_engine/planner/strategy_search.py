@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_engine.offload import Offload
-from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.candidates import Candidate, candidates, is_quick
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.fewer_blocks import find_repeated
 from fsdp_engine.planner.job import BatchSearch, Job, Known
@@ -124,19 +124,20 @@ def plan(
             torch around forward and backward (:func:`~.simulation.simulate`); several numbers to
             try all of them. "auto": 1, and for sequences of 32,768 tokens or more the powers of two
             that fit a node and divide the inner axis, and half of a sequence. With more than 1,
-            candidates have the levels of a quick plan.
+            candidates have the levels of a quick plan; all levels are tried with the degrees of the
+            fastest.
         tensor_parallel: consecutive ranks that share the model's matrices; several numbers to try
             all of them. "auto": 1 and the powers of two that fit a node, divide the ranks, and for
             which a model of transformers has a plan (``tp_plan``). The others of the
-            ``world_size`` ranks are data-parallel. With more than 1, candidates have the levels of
-            a quick plan, and those whose weights and optimizer state cannot fit are left out.
+            ``world_size`` ranks are data-parallel. Levels are those of ``context_parallel``, and
+            candidates whose weights and optimizer state cannot fit are left out.
             Numbers that leave more data-parallel ranks than the global batch has rows are left out.
         parallelize: applies tensor parallelism to the model, see :func:`~.simulation.simulate`.
         pipeline: ranks of a pipeline of stages; several numbers to try all of them. "auto": 1, and
             the powers of two up to the number of nodes, or 16, for which the model has stages. With
-            more than 1, candidates have the levels of a quick plan, and no context parallelism; a
-            step needs at least so many microbatches. They are simulated from the costs of their
-            stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
+            more than 1, levels are those of ``context_parallel``, and candidates have no context
+            parallelism; a step needs at least so many microbatches. They are simulated from the
+            costs of their stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
         schedules: of pipelines; see :func:`~.simulation.pipeline.simulate_pipeline`.
         stages: builds a stage, ``stages(index, num_stages)``. None:
             :class:`~fsdp_engine.CausalLMStages` of ``build``. The batch is then a dict with
@@ -407,6 +408,27 @@ class _Planning:
             if (each.is_data_parallel and not request.quick)
             or held(_in_formulas(each)) <= request.limit
         ] or tried[:1]
+
+    def _more_levels(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
+        """Candidates with the degrees of the fastest one that fits, if it has others than data
+        parallelism, with the levels that a quick plan does not try."""
+        best = sorted_outcomes(outcomes)[0]
+        like = best.candidate
+        if like.is_data_parallel or best.fits is not True:
+            return []
+        tried = [each.candidate for each in outcomes if each.candidate.degrees == like.degrees]
+        found = candidates(
+            dict.fromkeys(each.mesh for each in tried),
+            [like.checkpointing],
+            [like.microbatch_size],
+            like.offload,
+            [like.sequence],
+            like.tensor_parallel,
+            like.context_parallel,
+            like.pipeline,
+            like.schedule,
+        )
+        return self._allowed([each for each in found if not is_quick(each)])
 
     def _with_long_sequences(self, tried: list[Candidate]) -> list[Candidate]:
         """Without those with context parallelism that "auto" does not try."""
