@@ -298,6 +298,8 @@ class _Planning:
         found = self._outcomes(self._candidates)
         if request.only:
             return sorted_outcomes(found)
+        if not request.quick:
+            found += self._outcomes(self._more_levels(found))
         if request.tries_offloaded_activations:
             found += self._outcomes(_with_offloaded_activations(found, request.more_offloads))
         return sorted_outcomes(self._with_offloads(found, self._outcomes))
