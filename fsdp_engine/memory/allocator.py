@@ -156,6 +156,11 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(tensor, device=device)
 
 
+def empty_strided_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same of a strided tensor, whose values and mode are not looked at."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
 def zeros_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Zeros that are not booked, laid out as ``tensor`` is, also where it is a sharded one."""
     return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)

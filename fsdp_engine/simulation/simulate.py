@@ -39,7 +39,7 @@ from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
-from fsdp_engine.memory.allocator import empty_like, storage_keys
+from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
 from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
@@ -288,7 +288,7 @@ def _to_fake_cpu(tensor: Tensor) -> Tensor:
     twin: Tensor
     source = tensor if type(tensor) in _PLAIN else tensor.detach()
     if type(source) in _PLAIN and source.layout is torch.strided:  # without a fake one on meta
-        twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=_CPU)
+        twin = empty_strided_like(source, _CPU)
     elif isinstance(source, DTensor):
         local = empty_like(source._local_tensor, _CPU)
         twin = DTensor(local, source._spec, requires_grad=False)

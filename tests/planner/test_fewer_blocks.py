@@ -100,7 +100,7 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(30))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -108,7 +108,10 @@ class Uneven(nn.Module):
         return x.sum()
 
 
-def test_a_model_whose_blocks_do_not_add_the_same_is_simulated_in_full() -> None:
+def test_a_model_whose_blocks_do_not_add_the_same_is_simulated_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)  # one candidate
     plan = fe.plan(
         Uneven,
         (torch.zeros(4, 8),),
@@ -118,28 +121,32 @@ def test_a_model_whose_blocks_do_not_add_the_same_is_simulated_in_full() -> None
         machine=DEVICE,
         min_unit_size=0,
         offload=None,
+        quick=True,
     )
     alone = fe.simulate(Uneven, 2, batch=(torch.zeros(4, 8),), machine=DEVICE, min_unit_size=0)
-    level_3 = next(
-        each for each in plan.outcomes if each.candidate.strategy == "optim_grads_params"
-    )
+    (level_3,) = plan.outcomes
+    assert level_3.candidate.strategy == "optim_grads_params"
     assert level_3.memory == alone.memory
 
 
-def test_a_model_that_needs_all_of_its_blocks_is_simulated_in_full() -> None:
+def test_a_model_that_needs_all_of_its_blocks_is_simulated_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)  # one candidate
+
     class Indexed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(30))
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
 
         def forward(self, x: Tensor) -> Tensor:
-            for number in range(30):
+            for number in range(DEPTH):
                 x = self.blocks[number](x)
             return x.sum()
 
     options = {"world_size": 2, "meshes": [(2,)], "checkpointing": (False,), "machine": DEVICE}
-    plan = fe.plan(Indexed, (torch.zeros(4, 8),), offload=None, **options)
-    assert len(plan.outcomes) == 4
+    plan = fe.plan(Indexed, (torch.zeros(4, 8),), offload=None, quick=True, **options)
+    assert len(plan.outcomes) == 1
 
 
 def blocks_of(*kinds: Any) -> nn.Module:

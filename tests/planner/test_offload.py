@@ -79,8 +79,9 @@ def test_state_on_the_host_is_tried_only_if_nothing_fits() -> None:
     chosen = chosen_of(planned_tightly())
     assert chosen.candidate.offload == HOST
     assert all(each.lacking for each in planned_tightly().outcomes if not each.candidate.offload)
-    assert planned(None, limit()).chosen is None
-    assert "Optimizer state on the host (`offload`) may be enough." in str(planned(None, limit()))
+    without = planned(None, limit())
+    assert without.chosen is None
+    assert "Optimizer state on the host (`offload`) may be enough." in str(without)
     assert "Offloaded optimizer state is not enough." in str(planned_tightly().within(1024.0))
 
 

@@ -36,7 +36,7 @@ ROWS = 8
 
 
 def build() -> nn.Module:
-    return Transformer(num_blocks=3, dim=32)
+    return Transformer(num_blocks=2, dim=32)
 
 
 def batch(size: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -218,7 +218,7 @@ def test_the_bottleneck_is_named() -> None:
     assert "Bottleneck: the outer link (between nodes)" in str(between)
     within = replace(MACHINE, within_node=slow, ranks_per_node=4)
     assert "Bottleneck: the inner link (within a node)" in str(
-        fe.plan(build, batch, machine=within, **runs)
+        fe.plan(build, batch, machine=within, meshes=[(WORLD,)], **runs)
     )
 
 
@@ -382,6 +382,7 @@ def test_its_picture_shows_every_row_and_the_limit(
         world_size=WORLD,
         machine=replace(MACHINE, between_nodes=slow),
         memory=a_limit(),
+        checkpointing=(False,),
         **OPTIONS,
     )
     save_figure(planning, tmp_path / "plan.svg")

@@ -27,7 +27,7 @@ OF_LLAMA = "plan --model config.json --batch 1x64 --world 16 --recompute off"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the config of a model."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan_cache, "_STARTED_NS", 2**63)
     monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 600.0)

@@ -277,11 +277,11 @@ def test_a_figure_that_a_machine_does_not_have_cannot_change() -> None:
 
 
 def test_machines_and_changes_have_the_plans_that_they_have_alone() -> None:
-    planning = small_plan()
+    planning = small_plan(meshes=[(WORLD,)])
     found = planning.compare(("h100", fe.A100))
     assert [row.label for row in found.rows] == ["h100", fe.A100.name]
     assert found.rows[0].chosen == planning.chosen
-    assert found.rows[1].chosen == small_plan(fe.A100).chosen
+    assert found.rows[1].chosen == small_plan(fe.A100, meshes=[(WORLD,)]).chosen
     slower = planning.what_if("outer_bandwidth=0.001x,inner_bandwidth=0.001x")
     assert slower.rows[0].chosen == planning.chosen
     mark = accuracy_of("H100").mark
