@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,11 @@ from fsdp_engine.planner.plan_cache import JobCache, cache_of, digest
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress
 from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
+
+if TYPE_CHECKING:  # it loads torch's compiler
+    from fsdp_engine.simulation.pipeline import PipelineSimulation
 
 # Microbatches of a step that are simulated; see [Note: Steps of many microbatches] in
 # ``batch_search.py``.
@@ -129,6 +131,8 @@ class Job:
 
     def simulate_pipeline(self, candidate: Candidate, inputs: Any = None) -> PipelineSimulation:
         """Simulate a step of a candidate with a pipeline."""
+        from fsdp_engine.simulation.pipeline import simulate_pipeline
+
         request = self.request
         given = self.inputs(candidate) if inputs is None else inputs
         batch, target = inputs_and_targets(given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
 from fsdp_engine.offload import Offload
@@ -13,11 +13,13 @@ from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.pipeline import PipelineSimulation
 from fsdp_engine.simulation.simulate import Simulation, StepPart
 from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.checkpointing import Checkpointing
+
+if TYPE_CHECKING:  # it loads torch's compiler
+    from fsdp_engine.simulation.pipeline import PipelineSimulation
 
 # Kinds of memory that are taken off the device, by role of an offload.
 KIND_OF_OFFLOADED = {

@@ -24,10 +24,13 @@ from fsdp_engine.planner.candidates import (
 from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.outcome import USABLE
 from fsdp_engine.runtime.activations import Activations
-from fsdp_engine.simulation.causal_lm_stages import CausalLMStages, check_stages, has_stages
+from fsdp_engine.simulation.causal_lm_stages import (
+    CausalLMStages,
+    Stages,
+    check_stages,
+    has_stages,
+)
 from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.simulation.pipeline import schedule_class
-from fsdp_engine.simulation.pipeline_job import Stages
 from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize
 from fsdp_engine.simulation.simulation_error import (
     check_callable,
@@ -181,8 +184,11 @@ class PlanRequest:
                     f"found {getattr(self, name)!r}"
                 )
 
-        for name in self.schedule_names:
-            schedule_class(name)
+        if self.pipeline != 1:
+            from fsdp_engine.simulation.pipeline import schedule_class  # loads torch's compiler
+
+            for each in self.schedule_names:
+                schedule_class(each)
 
     def degrees(self, model: nn.Module) -> list[int]:
         """Degrees of tensor parallelism to try.

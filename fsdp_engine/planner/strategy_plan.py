@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fsdp_engine.engine import Engine
-from fsdp_engine.pipelining import PipelineStage
-from fsdp_engine.planner.candidate_sharding import shard_as, shard_stages_as
+from fsdp_engine.planner.candidate_sharding import shard_as
 from fsdp_engine.planner.candidates import Candidate, Mesh
 from fsdp_engine.planner.comparison import WHAT_IF, ComparedRow, Comparison
 from fsdp_engine.planner.machine_changes import (
@@ -42,13 +41,16 @@ from fsdp_engine.planner.outcome import (
 )
 from fsdp_engine.planner.plan_request import AUTO
 from fsdp_engine.planner.questions import GPU, CheckpointInterval, TrainingRun
+from fsdp_engine.simulation.causal_lm_stages import Stages
 from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.simulation.pipeline_job import Stages
 from fsdp_engine.simulation.simulate import Parallelize, Simulation
 from fsdp_engine.simulation.simulation_error import check_count, check_positive, listed, read_json
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 from fsdp_engine.units.checkpointing import SELECTIVE
+
+if TYPE_CHECKING:  # it loads torch's compiler
+    from fsdp_engine.pipelining import PipelineStage
 
 # Numbers of ranks of `scaling`: one node of eight, and more.
 RANKS = tuple(2**power for power in range(3, 13))
@@ -376,6 +378,8 @@ class StrategyPlan:
                 "stages: expected a function (index, num_stages) that builds a stage, since the "
                 "plan was loaded; found None"
             )
+        from fsdp_engine.planner.stage_sharding import shard_stages_as
+
         return shard_stages_as(partial(self._select, given), build, self.parallelize)
 
     def _select(self, given: Mapping[str, Any], num_ranks: int) -> tuple[Candidate, dict[str, Any]]:

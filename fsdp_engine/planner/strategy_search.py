@@ -30,10 +30,10 @@ from fsdp_engine.planner.plan_request import AUTO, PlanRequest
 from fsdp_engine.planner.progress import PlanProgress, plan_progress
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
+from fsdp_engine.simulation.causal_lm_stages import Stages
 from fsdp_engine.simulation.compiled import simulated_compiler
 from fsdp_engine.simulation.context_parallel import sequence_length
 from fsdp_engine.simulation.machine import H100, Machine
-from fsdp_engine.simulation.pipeline_job import Stages
 from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, build_meta_module
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.simulation.time_accuracy import family_of

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# Builds the module of a stage: of its index and the number of stages.
+Stages = Callable[[int, int], nn.Module]
+
 # Their decoder embeds tokens, runs `layers` and then `norm`, and takes embeddings as they are.
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
+from fsdp_engine.simulation.causal_lm_stages import Stages
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.pipeline_job import Action, PipelineJob, Recorded, Stages, cross_entropy
+from fsdp_engine.simulation.pipeline_job import Action, PipelineJob, Recorded, cross_entropy
 from fsdp_engine.simulation.simulate import (
     MakeOptimizer,
     Parallelize,

@@ -23,7 +23,7 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.alike import is_alike
-from fsdp_engine.simulation.causal_lm_stages import with_tp_plan
+from fsdp_engine.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.simulation.clock import Clock
 from fsdp_engine.simulation.compiled import compiled_modules
 from fsdp_engine.simulation.device_kernels import device_kernels
@@ -53,8 +53,6 @@ CPU = torch.device("cpu")
 # The first step records the order of units, and ranks begin the second one as far apart as they end
 # the first. A third step is like the second: `test_a_third_step_is_like_the_second`.
 STEPS = 2
-
-Stages = Callable[[int, int], nn.Module]
 
 
 @dataclass(frozen=True)
