@@ -278,28 +278,24 @@ class _CostedRank:
 
     Attributes:
         actions: of the step.
-        kinds: of the actions of each stage.
     """
 
     def __init__(self, clock: RecordingClock, held: Sizes) -> None:
         self.clock = clock
         self.actions: list[Action] = []
-        self.kinds: dict[int, list[str]] = {}
+        self._last_kinds: dict[int, str] = {}  # of actions by stage
+        self._begun: set[tuple[int, str]] = set()
         self._held = self._now = held
         self.restart()
 
     def restart(self) -> None:
         """Begin a step."""
         self.actions.clear()
-        self.kinds.clear()
+        self._last_kinds.clear()
+        self._begun.clear()
         self._now = self.peak = self._held
         self.parts: list[StepPart] = []
         self.series = [(self.clock.sample_number(), self._now)]
-
-    def begin(self, action: Action) -> None:
-        """An action begins."""
-        self.actions.append(action)
-        self.kinds.setdefault(action.stage, []).append(action.kind)
 
     def run(self, costs: StageCosts, *, is_last: bool = False) -> None:
         """Run the action that has begun.
@@ -308,10 +304,15 @@ class _CostedRank:
             costs: of its stage.
             is_last: it is the stage's last one.
         """
-        *before, kind = self.kinds[self.actions[-1].stage]
-        cost = costs.last if is_last else costs.first[kind]
-        if kind in before and not is_last:
-            cost = costs.further[kind, before[-1]]
+        stage, kind = self.actions[-1].stage, self.actions[-1].kind
+        if is_last:
+            cost = costs.last
+        elif (stage, kind) in self._begun:
+            cost = costs.further[kind, self._last_kinds[stage]]
+        else:
+            cost = costs.first[kind]
+        self._begun.add((stage, kind))
+        self._last_kinds[stage] = kind
         self.spend(f"microbatch {self.actions[-1].microbatch}", cost)
 
     def spend(self, label: str, cost: Cost) -> None:
@@ -444,7 +445,8 @@ def _costed_stage(
         output_args=outputs,
         group=group,
     )
-    stage.clock, stage.begins, stage.rank, stage.costs = rank.clock, rank.begin, rank, costs[index]
+    stage.clock, stage.begins = rank.clock, rank.actions.append
+    stage.rank, stage.costs = rank, costs[index]
     stage.outputs = tuple(empty_like(each, CPU) for each in outputs)
     stage.gradients = tuple(
         empty_like(each, CPU) if each.requires_grad else None for each in inputs
