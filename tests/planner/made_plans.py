@@ -1,10 +1,14 @@
-"""A plan of 70B on 1,024 ranks without a simulation, some of whose rows do not fit; and the config
-of a small Llama."""
+"""A plan of 70B on 1,024 ranks without a simulation, some of whose rows do not fit; and a small
+Llama."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner.candidates import Candidate
@@ -29,6 +33,21 @@ LLAMA = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
+
+
+def small_llama(layers: int) -> nn.Module:
+    """With so many layers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": layers}, use_cache=False)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def llama_batch(size: int = 4) -> dict[str, Tensor]:
+    """Sequences of 32 tokens."""
+    tokens = torch.zeros(size, 32, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 @cache

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.planner import strategy_search
 from fsdp_engine.planner.candidates import Candidate, is_quick
 from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_request import PlanRequest
@@ -28,9 +27,11 @@ from fsdp_engine.planner.plan_view import TIME_COLOURS
 from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.simulation.tp_plan import fitting_degrees
 from tests.composition.tensor_parallel import Model, cut
-from tests.planner.made_plans import LLAMA
+from tests.planner.made_plans import LLAMA, llama_batch, small_llama
 from tests.pool import Ranks
 from tests.simulation.memory_runs import HOST
+
+pytestmark = pytest.mark.usefixtures("all_candidates")
 
 WORLD = 4
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -38,23 +39,8 @@ MACHINE = replace(fe.H100, ranks_per_node=2)
 TOKENS = torch.arange(4 * 32).view(4, 32) % 64
 
 
-@pytest.fixture(autouse=True)
-def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quick plans try all of their candidates, however long these take."""
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", math.inf)
-
-
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}, use_cache=False)
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
-
-
-def llama_batch(size: int = 4) -> dict[str, Tensor]:
-    tokens = torch.zeros(size, 32, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
+    return small_llama(1)
 
 
 def plan(**changes: Any) -> fe.StrategyPlan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,37 +16,23 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.planner import strategy_search
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.planner_cli import app
-from tests.planner.made_plans import LLAMA
+from tests.planner.made_plans import llama_batch, small_llama
 from tests.pool import Ranks
+
+pytestmark = pytest.mark.usefixtures("all_candidates")
 
 WORLD, MICROBATCHES = 4, 4
 MACHINE = replace(fe.H100, ranks_per_node=2)
 TOKENS = torch.arange(8 * 32).view(8, 32) % 64
 
 
-@pytest.fixture(autouse=True)
-def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quick plans try all of their candidates, however long these take."""
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", math.inf)
-
-
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": 2}, use_cache=False)
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
-
-
-def llama_batch(size: int = 2) -> dict[str, Tensor]:
-    tokens = torch.zeros(size, 32, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
+    return small_llama(2)
 
 
 def plan(**changes: Any) -> fe.StrategyPlan:
@@ -75,7 +60,7 @@ def test_a_plan_tries_pipelines_beside_data_parallelism() -> None:
     assert {each.candidate.mesh for each in of_pipelines} == {(2,)}
     assert {each.candidate.schedule for each in of_pipelines} == {"1F1B"}
     assert len(of_pipelines) == 3
-    tokens = MICROBATCHES * 2 * 32
+    tokens = MICROBATCHES * 4 * 32
     assert {(each.candidate.pipeline, each.items) for each in outcomes} == {
         (1, WORLD * tokens),
         (2, 2 * tokens),
@@ -148,7 +133,7 @@ def test_a_rank_has_a_multiple_of_the_pipelines_rows() -> None:
 
 def test_auto_tries_pipelines_over_nodes() -> None:
     names = fe.plan.__kwdefaults__
-    given = {"build": llama, "batch": llama_batch, "world_size": 16, "machine": MACHINE}
+    given = {"build": llama, "batch": llama_batch(), "world_size": 16, "machine": MACHINE}
     found = PlanRequest(**{**names, **given, "pipeline": "auto"})
     assert found.pipelines(llama()) == [1, 2]  # it has two layers
     assert found.pipelines(nn.Linear(2, 2)) == [1]
