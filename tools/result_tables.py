@@ -1362,6 +1362,35 @@ def published_parallel_ranges() -> str:
     return table(["GPU", "linears", "ranks", "number", "planned over published", "median"], rows)
 
 
+def published_pipelines() -> str:
+    """Published speeds of pipelines beside simulated ones."""
+    found = results("planner_published_pipelines")
+    rows = []
+    for row in found:
+        batch = f"{row['microbatches']} times {row['rows']} x {row['length']}"
+        rows.append(
+            [
+                row["schedule"],
+                batch,
+                f"{row['published tokens/s']:,.0f}",
+                f"{row['planned tokens/s']:,.0f}",
+                f"{row['planned over published']:.2f}",
+                f"{row['published GiB']:.1f}",
+                f"{max(row['planned GiB']):.1f}",
+                f"{statistics.fmean(row['bubble']):.0%}",
+                f"{statistics.fmean(row['exposed']):.0%}",
+            ]
+        )
+    one, other = (
+        [row[f"{name} tokens/s"] for name in ("published", "planned")] for row in found
+    )
+    gains = [f"{after / before:.2f}" for before, after in zip(one, other, strict=True)]
+    rows.append(["second over first", "", *gains, "", "", "", "", ""])
+    columns = ["schedule", "microbatches", "tokens/s of a GPU, published", "simulated", "ratio"]
+    columns += ["GiB published", "simulated", "bubble", "waits for other communication"]
+    return table(columns, rows)
+
+
 def planner_compiled() -> str:
     """Published speeds of compiled blocks beside planned ones, without and with compiling."""
     rows = []
@@ -1676,6 +1705,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     published_ranges,
     published_parallel,
     published_parallel_ranges,
+    published_pipelines,
     planner_compiled,
     time_accuracy,
     async_device_steps,
