@@ -1363,32 +1363,28 @@ def published_parallel_ranges() -> str:
 
 
 def published_pipelines() -> str:
-    """Published speeds of pipelines beside simulated ones."""
+    """Published speeds of a pipeline beside simulated ones."""
     found = results("planner_published_pipelines")
     rows = []
     for row in found:
-        batch = f"{row['microbatches']} times {row['rows']} x {row['length']}"
+        speeds = [row[f"{name} tokens/s"] for name in ("published", "planned")]
+        first = [found[0][f"{name} tokens/s"] for name in ("published", "planned")]
         rows.append(
             [
                 row["schedule"],
-                batch,
-                f"{row['published tokens/s']:,.0f}",
-                f"{row['planned tokens/s']:,.0f}",
+                f"{row['microbatches']} times {row['rows']} x {row['length']}",
+                *(f"{speed:,.0f}" for speed in speeds),
                 f"{row['planned over published']:.2f}",
-                f"{row['published GiB']:.1f}",
-                f"{max(row['planned GiB']):.1f}",
+                *(f"{speed / of_first:.2f}" for speed, of_first in zip(speeds, first, strict=True)),
                 f"{statistics.fmean(row['bubble']):.0%}",
                 f"{statistics.fmean(row['exposed']):.0%}",
+                f"{row['published GiB']:.1f}",
+                f"{max(row['planned GiB']):.1f}",
             ]
         )
-    one, other = (
-        [row[f"{name} tokens/s"] for name in ("published", "planned")] for row in found
-    )
-    gains = [f"{after / before:.2f}" for before, after in zip(one, other, strict=True)]
-    rows.append(["second over first", "", *gains, "", "", "", "", ""])
     columns = ["schedule", "microbatches", "tokens/s of a GPU, published", "simulated", "ratio"]
-    columns += ["GiB published", "simulated", "bubble", "waits for other communication"]
-    return table(columns, rows)
+    columns += ["over 1F1B, published", "simulated", "bubble", "waits for other communication"]
+    return table([*columns, "GiB published", "simulated"], rows)
 
 
 def planner_compiled() -> str:
