@@ -68,6 +68,26 @@ def torchtitan_fp8(model: nn.Module, mesh: DeviceMesh) -> None:
     )
 
 
+def torchtitan_fp8_stage(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply the plan of torchtitan, with linears in fp8, to a stage of ``fe.CausalLMStages``, and
+    compile its blocks. Stages send and receive local shards of sequences."""
+
+    def to_shards(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[DTensor, ...]:
+        return tuple(DTensor.from_local(each, mesh, [Shard(1)]) for each in inputs)
+
+    def to_local(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+        return output.to_local()
+
+    model = stage.get_submodule("causal_lm")
+    torchtitan_fp8(model, mesh)
+    if not stage.is_first:
+        stage.register_forward_pre_hook(to_shards)
+    if not stage.is_last:
+        stage.register_forward_hook(to_local)
+    for block in model.get_submodule("model.layers").children():
+        block.compile()
+
+
 def _apply_torchtitan(
     model: nn.Module, mesh: DeviceMesh, by_columns: Any, by_rows: Any, prepare: Any
 ) -> None:
@@ -83,11 +103,20 @@ def _apply_torchtitan(
         plan[f"model.layers.*.{name}"] = by_columns()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         plan[f"model.layers.*.{name}"] = _to_sequences(by_rows)
-    plan["model.embed_tokens"] = _to_sequences(RowwiseParallel, input_layouts=Replicate())
-    plan["model.norm"] = SequenceParallel()
-    plan["lm_head"] = ColwiseParallel(
-        input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-    )
+    ends = {
+        "model.embed_tokens": _to_sequences(RowwiseParallel, input_layouts=Replicate()),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    # A stage of a pipeline has some of these.
+    modules = dict(model.named_modules())
+    plan |= {
+        name: style
+        for name, style in ends.items()
+        if not isinstance(modules.get(name, nn.Identity()), nn.Identity)
+    }
     parallelize_module(model, mesh, plan)
 
 

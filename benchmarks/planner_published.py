@@ -10,8 +10,9 @@ of llm-foundry and of IBM) ran these jobs, fully sharded on one axis over all ra
 node (HSDP). Their schedules are close to level 3 of this engine, and the machine model is from a
 data sheet and a few fractions (``simulation/machine.py``). The fraction of products on Hopper was
 chosen with ten of the jobs on H100 in view; nothing else was fitted to jobs. Those that are "held
-out" were planned after all figures had been chosen. Sources are given with each job. Jobs with
-tensor, context or pipeline parallelism, torch.compile or fp8 are excluded.
+out" were planned after all figures had been chosen, except the rate of fp8 on Hopper, which was
+measured on single cards later. Sources are given with each job. Pipelines are in
+``planner_published_pipelines.py``.
 """
 
 from __future__ import annotations

@@ -1372,6 +1372,31 @@ def published_parallel_ranges() -> str:
     return table(["GPU", "linears", "ranks", "number", "planned over published", "median"], rows)
 
 
+def published_pipelines() -> str:
+    """Published speeds of a pipeline beside simulated ones."""
+    found = results("planner_published_pipelines")
+    rows = []
+    for row in found:
+        speeds = [row[f"{name} tokens/s"] for name in ("published", "planned")]
+        first = [found[0][f"{name} tokens/s"] for name in ("published", "planned")]
+        rows.append(
+            [
+                row["schedule"],
+                f"{row['microbatches']} times {row['rows']} x {row['length']}",
+                *(f"{speed:,.0f}" for speed in speeds),
+                f"{row['planned over published']:.2f}",
+                *(f"{speed / of_first:.2f}" for speed, of_first in zip(speeds, first, strict=True)),
+                f"{statistics.fmean(row['bubble']):.0%}",
+                f"{statistics.fmean(row['exposed']):.0%}",
+                f"{row['published GiB']:.1f}",
+                f"{max(row['planned GiB']):.1f}",
+            ]
+        )
+    columns = ["schedule", "microbatches", "tokens/s of a GPU, published", "simulated", "ratio"]
+    columns += ["over 1F1B, published", "simulated", "bubble", "waits for other communication"]
+    return table([*columns, "GiB published", "simulated"], rows)
+
+
 def planner_compiled() -> str:
     """Published speeds of compiled blocks beside planned ones, without and with compiling."""
     rows = []
@@ -1686,6 +1711,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     published_ranges,
     published_parallel,
     published_parallel_ranges,
+    published_pipelines,
     planner_compiled,
     time_accuracy,
     async_device_steps,

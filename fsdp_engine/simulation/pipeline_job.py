@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -256,7 +257,11 @@ class PipelineJob:
         module = self.module(index, process.device_mesh)
         # Fake tensors have no values to compare between ranks.
         engine = shard(module, process.device_mesh, **self.options, initial_values="rank0")
-        with one_sequence_a_row(), as_simulation_error(f"forward of stage {index}"):
+        with (
+            one_sequence_a_row(),
+            _compiling_nothing(),  # the process' hooks would be traced
+            as_simulation_error(f"forward of stage {index}"),
+        ):
             output = engine.model(*inputs)
         outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
         is_last = index == self.num_stages - 1
@@ -265,7 +270,9 @@ class PipelineJob:
                 f"stages: expected a stage {index} that returns a tensor or a tuple of "
                 f"tensors, no DTensors; found {output!r}"
             )
-        return tuple(_detached(each) for each in outputs if _is_plain(each))
+        # Those of the last stage may be DTensors, such as logits for ``loss_parallel``.
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in outputs]
+        return tuple(_detached(each) for each in local if isinstance(each, Tensor))
 
     def made(self, name: str, fake: Any) -> tuple[Tensor, ...]:
         """The fake tensors of "batch" or "target", of one microbatch.
@@ -451,6 +458,12 @@ class PipelineRank:
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _compiling_nothing() -> AbstractContextManager[object]:
+    """Context in which compiled modules run eagerly."""
+    is_loaded = "torch._dynamo" in sys.modules  # as it is where a module was compiled
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
 
 
 def _is_plain(value: object) -> bool:

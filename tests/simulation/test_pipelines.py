@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -26,7 +27,7 @@ from fsdp_engine.simulation import pipeline_job
 from fsdp_engine.simulation import simulate as simulations
 from fsdp_engine.simulation.machine import Link, Machine, Processor
 from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.pipeline_job import Action
+from fsdp_engine.simulation.pipeline_job import Action, PipelineJob
 from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.simulation.tape import RecordingClock, Replay
 from tests.pipelining import scene
@@ -88,7 +89,7 @@ def simulated(
         batch=x,
         target=x,
         schedule=schedule,
-        loss=product_loss,
+        loss=options.pop("loss", product_loss),
         optimizer=sgd,
         min_unit_size=0,
         **options,
@@ -567,3 +568,55 @@ def test_tensor_parallelism_of_a_function() -> None:
     turn = 6 * PRODUCT / 2
     assert found.seconds == pytest.approx(5 * turn)
     assert found.bubble_seconds == pytest.approx([turn, turn])
+
+
+def test_the_last_stage_may_return_a_dtensor() -> None:
+    """As logits for ``loss_parallel``."""
+
+    def cut(module: nn.Module, mesh: DeviceMesh) -> None:
+        plan: dict[str, Any] = {"linears.0": ColwiseParallel(), "linears.1": RowwiseParallel()}
+        if module.is_last:
+            plan["linears.1"] = RowwiseParallel(use_local_output=False)
+        parallelize_module(module, mesh, plan)
+
+    def stages(index: int, num_stages: int) -> nn.Module:
+        module = Linears(2)
+        module.is_last = index == num_stages - 1  # type: ignore[assignment]
+        return module
+
+    def loss(output: DTensor, target: Tensor) -> Tensor:
+        return product_loss(output.to_local(), target)
+
+    options = {"tensor_parallel": 2, "parallelize": cut, "stages": stages}
+    found = simulated(loss=loss, **options)
+    assert found.seconds == pytest.approx(5 * 6 * PRODUCT / 2)
+
+
+def test_shapes_of_compiled_stages_are_inferred_without_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = 0
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return lambda *args: args
+
+    def stages(index: int, num_stages: int) -> nn.Module:
+        module = Linears(1)
+        module.linears[0].compile(backend=count)
+        return module
+
+    options = {"pipeline": 2, "microbatches": 2, "batch": torch.zeros(ROWS, WIDTH)}
+    monkeypatch.setattr(PipelineJob, "record", _stop)
+    with pytest.raises(_Stopped):
+        fe.simulate_pipeline(stages, 4, target=options["batch"], loss=product_loss, **options)
+    assert compiled == 0
+
+
+class _Stopped(Exception):
+    """Shapes have been inferred."""
+
+
+def _stop(*args: Any, **kwargs: Any) -> None:
+    raise _Stopped
