@@ -75,7 +75,8 @@ class Job:
     def use_cache(self, model: nn.Module) -> None:
         """Take outcomes from disk, and keep them there."""
         request = self.request
-        names = ("loss", "optimizer", "options", "machine", "world_size", "compile", "parallelize")
+        names = ["loss", "optimizer", "options", "machine", "world_size", "compile", "parallelize"]
+        names += ["stages", "stage_loss"]
         self.cache = cache_of({"model": model, **{name: getattr(request, name) for name in names}})
 
     def inputs(self, candidate: Candidate) -> Any:
@@ -151,6 +152,7 @@ class Job:
             machine=request.where,
             optimizer=request.optimizer,
             known=self.known.operations,
+            compile=request.compile,
             quick=True,
             **self._options(candidate),
         )

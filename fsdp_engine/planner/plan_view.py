@@ -20,7 +20,7 @@ TIME_COLOURS = {
     "tensor link": "#5D3A1A",
     "state copies": "#8F8B2E",
     "activation copies": "#A3445A",
-    "other stages": "#1F8A8A",
+    "other stages": "#1E5631",
     "host": "#999999",
 }
 CHOSEN_COLOUR = "#E8F1E4"

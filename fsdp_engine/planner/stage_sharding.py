@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from fsdp_engine.comm.mesh import data_mesh_beside
+from torch import nn
+
+from fsdp_engine.comm.groups import default_group, timeout_of_group
+from fsdp_engine.comm.mesh import data_mesh_beside, ranks_that_meet
+from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.candidate_sharding import Select, agreed_candidate
 from fsdp_engine.planner.candidates import Candidate
@@ -11,6 +15,8 @@ from fsdp_engine.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.simulation.pipeline import schedule_class, stages_of_ranks
 from fsdp_engine.simulation.simulate import Parallelize
 from fsdp_engine.simulation.tp_plan import apply_tp_plan
+
+_WHAT = "StrategyPlan.shard_stages"
 
 
 def shard_stages_as(
@@ -25,7 +31,8 @@ def shard_stages_as(
 
     Raises:
         ValueError: an error of ``select``, the candidate has no pipeline, or the candidates differ
-            between ranks; on all ranks, before anything is changed.
+            between ranks; on all ranks, before anything is built. Errors of ``stages`` are raised
+            on all ranks, too.
     """
 
     def check(candidate: Candidate) -> None:
@@ -35,15 +42,18 @@ def shard_stages_as(
                 "planning.shard(model) instead"
             )
 
-    candidate, arguments, device = agreed_candidate("StrategyPlan.shard_stages", select, check)
+    candidate, arguments, device = agreed_candidate(_WHAT, select, check)
     tensor, pipeline = candidate.tensor_parallel, candidate.pipeline
     data = data_mesh_beside(device.type, candidate.mesh, tensor_parallel=tensor, pipeline=pipeline)
     root = data._get_root_mesh()
     of_ranks = stages_of_ranks(schedule_class(candidate.schedule or ""), pipeline, None)
     num_stages = sum(map(len, of_ranks))
+    indices = of_ranks[root.get_local_rank("pp")]
+    with reporting(_WHAT, ranks := ranks_that_meet(None)):
+        modules = [_built(stages, index, num_stages) for index in indices]
+    meet(_WHAT, ranks, timeout_of_group(default_group(), device))
     found = []
-    for index in of_ranks[root.get_local_rank("pp")]:
-        module = stages(index, num_stages)
+    for index, module in zip(indices, modules, strict=True):
         if tensor > 1 and parallelize is None:
             apply_tp_plan(with_tp_plan(module), root["tp"])
         elif tensor > 1 and parallelize is not None:
@@ -52,3 +62,13 @@ def shard_stages_as(
         group = root.get_group("pp")
         found.append(PipelineStage(module, index, num_stages, device, group=group))
     return found
+
+
+def _built(stages: Stages, index: int, num_stages: int) -> nn.Module:
+    module = stages(index, num_stages)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"stages: expected a function that returns a torch.nn.Module; found for stage {index} "
+            f"a {type(module).__name__}"
+        )
+    return module

@@ -152,6 +152,7 @@ def simulate_pipeline(
     machine: Machine = H100,
     optimizer: MakeOptimizer | None = None,
     known: OperationCache | None = None,
+    compile: bool = False,
     quick: bool = False,
     **options: Any,
 ) -> PipelineSimulation:
@@ -183,6 +184,8 @@ def simulate_pipeline(
         machine: the simulated machine.
         optimizer: returns the optimizer for the sharded parameters of a rank. None: AdamW.
         known: see :func:`~fsdp_engine.simulate`.
+        compile: call ``compile()`` of each block of the stages first; see
+            :func:`~fsdp_engine.simulate`.
         quick: simulate each different stage once, with three microbatches, instead of all forwards
             and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``. Not for
             schedules that split backwards.
@@ -204,7 +207,8 @@ def simulate_pipeline(
     check_count("pipeline", pipeline, "2 ranks or more")
     check_count("microbatches", microbatches, "at least 1")
     check_type("machine", machine, Machine, "a Machine, such as fe.H100")
-    check_type("quick", quick, bool, "True or False")
+    for flag, value in (("compile", compile), ("quick", quick)):
+        check_type(flag, value, bool, "True or False")
     for name, function in (("loss", loss), ("optimizer", optimizer), ("parallelize", parallelize)):
         if function is not None:
             check_callable(name, function, "a function, or None")
@@ -231,6 +235,7 @@ def simulate_pipeline(
         machine,
         optimizer or make_adamw,
         known or OperationCache(),
+        compile,
         options,
     )
     job.check_schedule()

@@ -26,7 +26,7 @@ from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.alike import is_alike
 from fsdp_engine.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.simulation.clock import Clock
-from fsdp_engine.simulation.compiled import compiled_modules
+from fsdp_engine.simulation.compiled import compile_blocks, compiled_modules
 from fsdp_engine.simulation.device_kernels import device_kernels
 from fsdp_engine.simulation.machine import Link, Machine
 from fsdp_engine.simulation.operations import OperationCache
@@ -111,6 +111,7 @@ class PipelineJob:
     machine: Machine
     optimizer: MakeOptimizer
     known: OperationCache
+    compile: bool
     options: dict[str, Any]
 
     @property
@@ -226,7 +227,7 @@ class PipelineJob:
             found = [tuple(map(_on_meta, self.made("batch", process.fake)))]
             for index in range(self.num_stages):
                 # The first one receives nothing, and the last one has the loss.
-                ends = [n in (0, self.num_stages - 1) and n for n in range(len(found))]
+                ends = [(n == 0, n == self.num_stages - 1) for n in range(len(found))]
                 kinds = list(zip(alike, ends, map(_kinds, found), strict=False))
                 first.append(kinds.index(kinds[index]))
                 if first[index] < index:
@@ -331,6 +332,9 @@ class PipelineJob:
                 {f"stage {i}": each for i, each in zip(indices, modules, strict=True)}
             )
             names.set_model(of_rank)
+            if self.compile:
+                for module in modules:
+                    compile_blocks(module, self.options.get("units"))
             on_device = self.machine.host_runs_ahead
             stack.enter_context(compiled_modules(of_rank, names, on_device=on_device))
             if self.machine.host_runs_ahead:

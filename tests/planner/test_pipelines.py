@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
@@ -21,6 +22,8 @@ from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.planner_cli import app
+from fsdp_engine.simulation import pipeline
+from fsdp_engine.simulation.pipeline import simulate_pipeline
 from tests.planner.made_plans import llama_batch, small_llama
 from tests.pool import Ranks
 
@@ -131,6 +134,32 @@ def test_a_rank_has_a_multiple_of_the_pipelines_rows() -> None:
     assert BatchSearch(job, 30 * 32).sizes(whole) == [1, 3, 5, 15]
 
 
+def test_rows_of_other_stages_are_not_taken_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def noted(stages: Any, *args: Any, **options: Any) -> fe.PipelineSimulation:
+        tried.append(options["loss"])
+        return simulate_pipeline(stages, *args, **options)
+
+    monkeypatch.setattr(pipeline, "simulate_pipeline", noted)
+    options = {"pipeline": 2, "meshes": [(2,)], "cache": True}
+    for loss, count in ((None, 3), (None, 3), (_loss, 6), (_loss, 6)):
+        plan(stage_loss=loss, **options)
+        assert len(tried) == count
+    plan(stages=fe.CausalLMStages(llama), stage_loss=_loss, **options)
+    assert len(tried) == 9
+
+
+def test_pipelines_of_compiled_blocks_are_compiled() -> None:
+    steps = [
+        each.times.step if each.times else 0.0
+        for is_compiled in (False, True)
+        for each in plan(pipeline=2, meshes=[(2,)], compile=is_compiled).outcomes
+        if each.candidate.strategy == "optim"
+    ]
+    assert 0 < steps[1] < steps[0]
+
+
 def test_auto_tries_pipelines_over_nodes() -> None:
     names = fe.plan.__kwdefaults__
     given = {"build": llama, "batch": llama_batch(), "world_size": 16, "machine": MACHINE}
@@ -214,7 +243,7 @@ def _expected() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_planned_stages_train_on_their_ranks(ranks: Ranks, tmp_path: Path, degree: int) -> None:
     planning = plan(pipeline=2, tensor_parallel=degree, meshes=[(2 // degree,)])
     planning.save(tmp_path / "plan.json")
@@ -231,6 +260,27 @@ def test_other_ways_to_shard_are_refused(tmp_path: Path) -> None:
     planned(2).save(tmp_path / "plan.json")
     with pytest.raises(ValueError, match="stages: expected a function"):
         fe.StrategyPlan.load(tmp_path / "plan.json").shard_stages()
+
+
+def _failed(path: str) -> str:
+    """The error where the stages of rank 2 alone cannot be built."""
+
+    def stages(index: int, num_stages: int) -> nn.Module:
+        if dist.get_rank() == 2:
+            raise OSError("no weights here")
+        return fe.CausalLMStages(llama)(index, num_stages)
+
+    try:
+        fe.StrategyPlan.load(path).shard_stages(stages)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_of_a_stage_is_raised_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    planned(2).save(tmp_path / "plan.json")
+    for told in ranks.run(_failed, str(tmp_path / "plan.json"), world_size=WORLD):
+        assert "no weights here" in told
 
 
 def _refused(path: str, of_stages: bool) -> str:

@@ -71,6 +71,8 @@ class LiveStorages(TorchDispatchMode):
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
+            if local.layout is not torch.strided:
+                continue  # it has no storage; such tensors may be left by an earlier test
             storage = local.untyped_storage()
             if storage.device.type == "meta":
                 continue  # of a fake tensor, or of a wrapper

@@ -54,7 +54,7 @@ def simulated(quick: bool, schedule: str, **options: Any) -> fe.PipelineSimulati
         given.pop("stages"),
         given.pop("world_size", 4 * pipeline),
         pipeline=pipeline,
-        batch=x,
+        batch=given.pop("batch", x),
         target=x,
         loss=product_loss,
         schedule=schedule,
@@ -116,6 +116,10 @@ def test_stages_that_are_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatc
     # The first returns no gradient of its inputs; the last has a head.
     assert tried == [0, 1, 7]
     tried.clear()
+    x = torch.zeros(ROWS, WIDTH, requires_grad=True)
+    simulated(True, "1F1B", pipeline=4, microbatches=8, batch=x, **ON_GPUS)
+    assert tried == [0, 1, 3]  # the first receives nothing
+    tried.clear()
     simulated(True, "1F1B", pipeline=4, stages=_with_a_wide_block(2), **ON_GPUS)
     assert tried == [0, 1, 2, 3]
 
@@ -128,6 +132,21 @@ def _with_a_wide_block(wide: int) -> Callable[[int, int], nn.Module]:
         return stage
 
     return made
+
+
+def test_blocks_of_stages_are_compiled() -> None:
+    def compiled(index: int, num_stages: int) -> nn.Module:
+        stage = blocks(index, num_stages)
+        for block in stage.children():
+            block.compile()
+        return stage
+
+    options = {"strategy": "optim", "microbatches": 4, **ON_GPUS}
+    by_hand = simulated(True, "1F1B", stages=compiled, **options)
+    found = simulated(True, "1F1B", compile=True, **options)
+    assert found.seconds == by_hand.seconds
+    assert found.peak_bytes == by_hand.peak_bytes
+    assert found.seconds < simulated(True, "1F1B", **options).seconds
 
 
 def test_a_step_of_few_microbatches_is_simulated_in_full() -> None:
