@@ -117,16 +117,9 @@ class Job:
             build,
             request.world_size,
             batch=self.inputs(candidate) if inputs is None else inputs,
-            mesh=candidate.mesh,
             context_parallel=candidate.context_parallel,
-            tensor_parallel=candidate.tensor_parallel,
-            parallelize=request.parallelize,
-            machine=request.where,
             loss=request.loss,
-            optimizer=request.optimizer,
-            microbatches=candidate.microbatches or self.microbatches,
-            known=self.known.operations,
-            compile=request.compile,
+            **self._shared(candidate),
             **self._options(candidate),
         )
 
@@ -141,21 +134,28 @@ class Job:
             request.make_stage,
             request.world_size,
             pipeline=candidate.pipeline,
-            microbatches=candidate.microbatches or self.microbatches,
             batch=batch,
             target=target,
             schedule=candidate.schedule or "",
             loss=request.stage_loss,
-            mesh=candidate.mesh,
-            tensor_parallel=candidate.tensor_parallel,
-            parallelize=request.parallelize,
-            machine=request.where,
-            optimizer=request.optimizer,
-            known=self.known.operations,
-            compile=request.compile,
             quick=True,
+            **self._shared(candidate),
             **self._options(candidate),
         )
+
+    def _shared(self, candidate: Candidate) -> dict[str, Any]:
+        """Arguments of all simulations, but for options of ``shard``."""
+        request = self.request
+        return {
+            "mesh": candidate.mesh,
+            "tensor_parallel": candidate.tensor_parallel,
+            "parallelize": request.parallelize,
+            "machine": request.where,
+            "optimizer": request.optimizer,
+            "microbatches": candidate.microbatches or self.microbatches,
+            "known": self.known.operations,
+            "compile": request.compile,
+        }
 
     def _options(self, candidate: Candidate) -> dict[str, Any]:
         """Options of ``shard``."""
@@ -188,17 +188,20 @@ class Job:
             if found is not None:
                 return found
         self.progress.trying(str(candidate))
-        found = None
-        if candidate.pipeline > 1:
-            simulated = self.simulate_pipeline(candidate, inputs)
-            items = self._items(candidate, inputs)
-            found = Outcome.of_pipeline(candidate, simulated, items, math.inf)
-        else:
-            found = self._with_fewer_blocks(candidate, inputs)
-        if found is None:
-            found = self._outcome_of(candidate, inputs, self._simulate(candidate, inputs))
+        found = self._simulated(candidate, inputs)
         if self.cache is not None and row is not None:
             self.cache.put(row, found)
+        return found
+
+    def _simulated(self, candidate: Candidate, inputs: Any) -> Outcome:
+        if candidate.pipeline > 1:
+            pipeline = self.simulate_pipeline(candidate, inputs)
+            return Outcome.of_pipeline(
+                candidate, pipeline, self._items(candidate, inputs), math.inf
+            )
+        found = self._with_fewer_blocks(candidate, inputs)
+        if found is None:
+            found = self._outcome_of(candidate, inputs, self._simulate(candidate, inputs))
         return found
 
     def _with_fewer_blocks(self, candidate: Candidate, inputs: Any) -> Outcome | None:

@@ -11,9 +11,9 @@ from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
-from fsdp_engine.simulation.clock import axis_of
+from fsdp_engine.simulation.clock import StepPart, axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.simulate import Simulation, StepPart
+from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.checkpointing import Checkpointing

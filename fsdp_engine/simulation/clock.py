@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -312,20 +312,21 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class PartTimes:
-    """Times of a part of a step.
+class StepPart:
+    """What a part of a step, such as a microbatch, adds to it.
 
     Attributes:
-        seconds: that the device needs.
-        compute_seconds: busy time of compute.
-        exposed_by_lane: exposed time.
-        host_seconds: that the host of a device needs to issue it.
+        seconds, compute_seconds, exposed_by_lane, sent_bytes, copied_bytes, model_flops,
+            seconds_at_peak: see :class:`~.simulate.Simulation`.
     """
 
-    seconds: float
-    compute_seconds: float
-    exposed_by_lane: Mapping[str, float]
-    host_seconds: float = 0.0
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    exposed_by_lane: dict[str, float] = field(default_factory=dict)
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+    copied_bytes: dict[str, float] = field(default_factory=dict)
+    model_flops: float = 0.0
+    seconds_at_peak: float = 0.0
 
 
 @dataclass
@@ -470,8 +471,14 @@ class Clock:
             end = self._compute.free
             self.spans.append(Span(COMPUTE, label, self.phase, start, end, self.module()))
 
-    def spend(self, label: str, part: PartTimes) -> None:
-        """Run a part of a step whose times are known."""
+    def spend(self, label: str, part: StepPart, host_seconds: float) -> None:
+        """Run a part of a step whose times are known.
+
+        Args:
+            label: of the part.
+            part: its times on the device.
+            host_seconds: that the host of a device needs to issue it.
+        """
         host, start = self.host, self._settle()
         end = start + part.compute_seconds
         self.spans.append(Span(COMPUTE, label, self.phase, start, end, self.module()))
@@ -481,7 +488,7 @@ class Clock:
         self._compute.free = start + part.seconds
         self.host = self._compute.free
         if self.machine.host_runs_ahead:
-            self.host = host + part.host_seconds
+            self.host = host + host_seconds
 
     def compute_on_host(self, label: str, num_bytes: float) -> None:
         """The host of a device reads and writes ``num_bytes`` of its own memory, at once, and

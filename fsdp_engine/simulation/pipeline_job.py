@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -173,15 +173,12 @@ class PipelineJob:
     def make_schedule(
         self,
         stages: Sequence[PipelineStage],
-        *,
-        microbatches: int | None = None,
         loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> Any:
         """Returns torch's schedule of a rank's stages.
 
         Args:
             stages: of the rank.
-            microbatches: None: all of a step.
             loss: None: :meth:`loss_of`.
 
         Raises:
@@ -190,7 +187,7 @@ class PipelineJob:
         try:
             return self.schedule(
                 stages[0] if self.has_one_stage_per_rank else list(stages),
-                microbatches or self.microbatches,
+                self.microbatches,
                 loss_fn=loss or self.loss_of,
             )
         except (ValueError, AssertionError) as error:
@@ -344,7 +341,7 @@ class PipelineJob:
                 shard(module, mesh, **self.options, initial_values="rank0") for module in modules
             ]
             process.operations.data_ranks = frozenset(members_of(mesh))
-            memory.watch(lambda: _sums([held_bytes(engine) for engine in engines]))
+            memory.watch(lambda: sums([held_bytes(engine) for engine in engines]))
             with as_simulation_error("making the optimizer"):
                 optimizer = self.optimizer(of_rank.parameters())
             shard_optimizer_of(optimizer)
@@ -436,21 +433,15 @@ class PipelineRank:
         """Elements of the targets of a step."""
         return sum(each.numel() for each in self.targets)
 
-    def step(self, schedule: Any, microbatches: int | None = None) -> None:
-        """Run a step of torch's ``schedule``, of so many microbatches, or all."""
-        self.run(schedule, microbatches)
+    def step(self, schedule: Any) -> None:
+        """Run a step of torch's ``schedule``."""
+        self.run(schedule)
         self.process.step(self.optimizer)
 
-    def run(self, schedule: Any, microbatches: int | None = None) -> None:
+    def run(self, schedule: Any) -> None:
         """Run the forwards and backwards of a step."""
-        every = self.job.microbatches
-
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor[: len(tensor) // every * (microbatches or every)]
-
-        targets = [cut(each) for each in self.targets]
-        inputs = [cut(each) for each in self.inputs]
-        schedule.step(*inputs, target=next(iter(targets), None), return_outputs=False)
+        target = next(iter(self.targets), None)
+        schedule.step(*self.inputs, target=target, return_outputs=False)
 
     def result(self, clock: Clock, start: float, seconds: float) -> Simulation:
         """The record of the last step, on this clock; see :func:`~.simulate.simulation_of`."""
@@ -485,8 +476,13 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-def _sums(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    return {role: sum(each.get(role, 0) for each in counts) for role in counts[0]}
+def sums(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums by name; what lacks a name has 0."""
+    found: dict[str, Any] = {}
+    for each in counts:
+        for name, count in each.items():
+            found[name] = found.get(name, 0) + count
+    return found
 
 
 def cross_entropy(logits: Any, target: Any) -> Tensor:

@@ -44,7 +44,7 @@ from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.clock import Clock, Exposed, Mark, Span
+from fsdp_engine.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.simulation.compiled import (
     compile_blocks,
     compiled_modules,
@@ -314,24 +314,6 @@ def _is_fake(tensor: Tensor) -> bool:
 _WAITS = "compute waits for"
 # The row of modules in the timeline.
 MODULES = "modules"
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """What a part of a step, such as a microbatch, adds to it.
-
-    Attributes:
-        seconds, compute_seconds, exposed_by_lane, sent_bytes, copied_bytes, model_flops,
-            seconds_at_peak: see :class:`Simulation`.
-    """
-
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    exposed_by_lane: dict[str, float] = field(default_factory=dict)
-    sent_bytes: dict[str, float] = field(default_factory=dict)
-    copied_bytes: dict[str, float] = field(default_factory=dict)
-    model_flops: float = 0.0
-    seconds_at_peak: float = 0.0
 
 
 @dataclass(frozen=True)

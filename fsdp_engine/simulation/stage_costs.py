@@ -16,7 +16,7 @@ compares both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.pipelining import schedules
 
 from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.memory.allocator import empty, empty_like
-from fsdp_engine.simulation.clock import Clock, Mark, PartTimes
+from fsdp_engine.simulation.clock import Clock, Mark, StepPart
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.pipeline_job import (
     CPU,
@@ -39,8 +39,9 @@ from fsdp_engine.simulation.pipeline_job import (
     Recorded,
     SimulatedStage,
     messages_recorded,
+    sums,
 )
-from fsdp_engine.simulation.simulate import Simulation, StepPart, part_between, since
+from fsdp_engine.simulation.simulate import Simulation, part_between, since
 from fsdp_engine.simulation.tape import RecordingClock, Replay
 
 # Of the step that a stage runs alone. A schedule of fewer is simulated as it is.
@@ -66,14 +67,6 @@ class Cost:
     host_seconds: float
     peak: Sizes
     change: Sizes
-
-    @property
-    def times(self) -> PartTimes:
-        """The times of its part."""
-        part = self.part
-        return PartTimes(
-            part.seconds, part.compute_seconds, part.exposed_by_lane, self.host_seconds
-        )
 
 
 @dataclass(frozen=True)
@@ -320,7 +313,7 @@ class _CostedRank:
         highest = _sum(self._now, cost.peak)
         self.peak = max(self.peak, highest, key=sum)
         self.series.append((self.clock.sample_number(), highest))
-        self.clock.spend(label, cost.times)
+        self.clock.spend(label, cost.part, cost.host_seconds)
         self._now = _sum(self._now, cost.change)
         self.series.append((self.clock.sample_number(), self._now))
         self.parts.append(cost.part)
@@ -354,10 +347,10 @@ class _CostedRank:
             spans=spans,
             exposed=exposed,
             memory=dict(zip(KINDS, self.peak, strict=True)),
-            sent_bytes=_sums(part.sent_bytes for part in parts),
-            copied_bytes=_sums(part.copied_bytes for part in parts),
+            sent_bytes=sums(part.sent_bytes for part in parts),
+            copied_bytes=sums(part.copied_bytes for part in parts),
             budget=sum(each.budget for each in alone),
-            elsewhere=_sums(each.elsewhere for each in alone),
+            elsewhere=sums(each.elsewhere for each in alone),
             memory_series=(*series, (seconds, self._now)),
             memory_by_place={},
             model_flops=sum(part.model_flops for part in parts),
@@ -452,11 +445,3 @@ def _costed_stage(
         empty_like(each, CPU) if each.requires_grad else None for each in inputs
     )
     return stage
-
-
-def _sums(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in counts:
-        for name, count in each.items():
-            found[name] = found.get(name, 0) + count
-    return found

@@ -30,9 +30,9 @@ from fsdp_engine.simulation.clock import (
     MODEL_LANE,
     Clock,
     Mark,
-    PartTimes,
     SimulatedLane,
     SimulatedTicket,
+    StepPart,
 )
 from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.machine import Machine
@@ -127,11 +127,10 @@ class RecordingClock(Clock):
             lambda to: to.clock.compute(label, seconds), lambda: Clock.compute(self, label, seconds)
         )
 
-    def spend(self, label: str, part: PartTimes) -> None:
+    def spend(self, label: str, part: StepPart, host_seconds: float) -> None:
         """See :class:`Clock`."""
-        self.recorded(
-            lambda to: to.clock.spend(label, part), lambda: Clock.spend(self, label, part)
-        )
+        given = (label, part, host_seconds)
+        self.recorded(lambda to: to.clock.spend(*given), lambda: Clock.spend(self, *given))
 
     def mark(self) -> Mark:
         """See :class:`Clock`. Replays have it, too."""
