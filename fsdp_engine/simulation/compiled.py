@@ -320,7 +320,7 @@ def _set_state_size(node: Node) -> None:
 
 
 def _new_state() -> Tensor:
-    return allocator.empty((_STATE_BYTES,), torch.uint8, torch.device("meta"))
+    return allocator.empty((_STATE_BYTES,), torch.uint8, torch.device("cpu"))
 
 
 def _check_shapes(nodes: Sequence[Node]) -> None:

@@ -106,7 +106,7 @@ class MemoryTracker:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in self._sizes:
+            if key not in self._sizes and not tensor.is_meta:
                 size = storage.nbytes()
                 self._sizes[key] = size
                 self._kinds[key] = _NEW

@@ -16,6 +16,7 @@ compares both.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add, sub
@@ -80,7 +81,7 @@ class StageCosts:
         sent: change of memory, for each microbatch, when sent tensors are no longer kept.
         step: of the optimizer.
         held: memory at the start of a step of no microbatches.
-        per_microbatch: bytes of inputs and messages, which a schedule holds for the whole step.
+        per_microbatch: bytes of inputs and targets, which a schedule holds for the whole step.
         num_targets: elements of the targets of a microbatch.
         alone: the record of the stage's step.
     """
@@ -143,10 +144,6 @@ def stage_costs(
         f0, f1, _, b0, f3, b1, b2, b3, sent, step = meter.costs()
         found = rank.result(clock, start, seconds)
     per_microbatch = sum(each.nbytes for each in (*rank.inputs, *rank.targets)) // MICROBATCHES
-    received = [arguments[index]] * (index > 0) + [arguments[index + 1]] * (
-        index < job.num_stages - 1
-    )
-    per_microbatch += sum(each.numel() * each.itemsize for end in received for each in end)
     return StageCosts(
         {_F: f0, _B: b0},
         {(_F, _F): f1, (_F, _B): f3, (_B, _F): b1, (_B, _B): b2},
@@ -161,11 +158,16 @@ def stage_costs(
 
 
 class _Meter:
-    """Measures forwards and backwards of a rank, from the start of each to the next one's."""
+    """Measures forwards and backwards of a rank, from the start of each to the next one's.
+
+    Memory is that without received tensors, of which other schedules have more or fewer at a time.
+    """
 
     def __init__(self, rank: PipelineRank) -> None:
         self._clock, self._memory = rank.clock, rank.process.memory
+        self._stage = rank.stages[0]
         self._marks: list[tuple[Mark, Sizes]] = []
+        self._received: list[int] = []
         self._memory.place = lambda: (str(len(self._marks)), "")
 
     @property
@@ -177,7 +179,9 @@ class _Meter:
         """The next one begins, or the last one has ended."""
         self._marks.append((self._clock.mark(), ()))
         self._memory.sample()
-        self._marks[-1] = self._marks[-1][0], self._memory.series[-1][1]
+        self._received.append(self._stage.received_bytes)
+        held = _with_activations(self._memory.series[-1][1], -self._received[-1])
+        self._marks[-1] = self._marks[-1][0], held
 
     def costs(self) -> list[Cost]:
         """The cost of each."""
@@ -194,7 +198,8 @@ class _Meter:
         found = []
         for number, (start, held) in enumerate(self._marks[:-1]):
             end, then = self._marks[number + 1]
-            peak = self._memory.by_place[str(number + 1), ""]
+            place = self._memory.by_place[str(number + 1), ""]
+            peak = _with_activations(place, -self._received[number])
             part = replace(
                 part_between(clock, *marks[number : number + 2]),
                 model_flops=end.model_flops - start.model_flops,
@@ -232,6 +237,18 @@ class _CostedStage(SimulatedStage):
     gradients: tuple[Tensor | None, ...]
     rank: _CostedRank
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._received = Counter[int]()  # bytes by microbatch
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """See torch's stage."""
+        return self._received_by(fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """See torch's stage."""
+        return self._received_by(bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See torch's stage."""
         self.begin(_F, "forward", fwd_chunk_id)
@@ -254,6 +271,13 @@ class _CostedStage(SimulatedStage):
         del self.fwd_cache[bwd_chunk_id]
         self.bwd_cache[bwd_chunk_id] = self.gradients
         self.rank.run(self.costs, is_last=kwargs.get("last_backward", False))
+        self.rank.hold(-self._received.pop(bwd_chunk_id, 0))
+
+    def _received_by(self, microbatch: int, operations: list[Any]) -> list[Any]:
+        num_bytes = sum(each.tensor.nbytes for each in operations)
+        self._received[microbatch] += num_bytes
+        self.rank.hold(num_bytes)
+        return operations
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """See torch's stage: a part of the optimizer's step."""
@@ -317,6 +341,10 @@ class _CostedRank:
         self._now = _sum(self._now, cost.change)
         self.series.append((self.clock.sample_number(), self._now))
         self.parts.append(cost.part)
+
+    def hold(self, num_bytes: int) -> None:
+        """Hold so many bytes of received tensors more."""
+        self._now = _with_activations(self._now, num_bytes)
 
     def release(self, sizes: Sizes, times: int) -> None:
         """Change memory so many times."""

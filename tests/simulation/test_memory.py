@@ -152,6 +152,22 @@ def test_a_batch_counts() -> None:
     assert found.memory["activations"] >= 4016
 
 
+def test_tensors_on_the_meta_device_have_no_memory() -> None:
+    class Shapes(nn.Linear):
+        is_used = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_used:
+                self.kept = torch.empty(1 << 30, device="meta")
+            return super().forward(x)
+
+    found = []
+    for is_used in (True, False):
+        Shapes.is_used = is_used
+        found.append(fe.simulate(lambda: Shapes(64, 64), 2, batch=torch.zeros(8, 64)))
+    assert found[0].memory == found[1].memory
+
+
 def test_a_host_holds_memory_that_a_device_frees() -> None:
     """Idle memory, which a device's allocator keeps itself, and scratch of gloo's reductions."""
     runs = [Run("custom function", "optim", checkpointing=True)]

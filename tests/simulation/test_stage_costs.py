@@ -89,7 +89,7 @@ def test_a_quick_simulation_is_like_a_full_one(schedule: str, level: str, machin
     quick, full = (simulated(each, schedule, **options) for each in (True, False))
     assert quick.actions == full.actions
     assert quick.stages == full.stages
-    assert quick.seconds == pytest.approx(full.seconds, rel=0.03)
+    assert quick.seconds == pytest.approx(full.seconds, rel=0.04)
     assert quick.mfu * quick.seconds == pytest.approx(full.mfu * full.seconds)
     assert quick.tokens_per_second * quick.seconds == pytest.approx(
         full.tokens_per_second * full.seconds
@@ -166,4 +166,4 @@ def test_offloaded_state_is_copied_in_each_step() -> None:
     for one, other in zip(quick.ranks, full.ranks, strict=True):
         assert one.elsewhere == other.elsewhere
         assert one.copied_bytes == pytest.approx(other.copied_bytes)
-    assert quick.seconds == pytest.approx(full.seconds, rel=0.03)
+    assert quick.seconds == pytest.approx(full.seconds, rel=0.04)
