@@ -10,8 +10,9 @@ of llm-foundry and of IBM) ran these jobs, fully sharded on one axis over all ra
 node (HSDP). Their schedules are close to level 3 of this engine, and the machine model is from a
 data sheet and a few fractions (``simulation/machine.py``). The fraction of products on Hopper was
 chosen with ten of the jobs on H100 in view; nothing else was fitted to jobs. Those that are "held
-out" were planned after all figures had been chosen, except the rate of fp8 on Hopper, which was
-measured on single cards later. Sources are given with each job. Pipelines are in
+out" were planned after all figures had been chosen, except three of Hopper that other sources gave
+later: the rate of fp8, what products take beside flops, and the speed with a limit of 500 W.
+Sources are given with each job. Pipelines are in
 ``planner_published_pipelines.py``.
 """
 
@@ -51,12 +52,19 @@ IBM_REPORT = "PyTorch blog of 2024-03-13, Maximizing training throughput using P
 KEMPNER_REPORT = "KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md"
 MPT_REPORT = "llm-foundry, scripts/train/benchmarking/README.md"
 
-# "Each H100 GPU is equipped with 96GB HBM2e with 2.4 TB/sec peak memory bandwidth", 400 Gb/s a GPU.
+# Tokens a second of a Llama 3 8B in training on H100 with limits of 500 and of 700 W: M. Mayr et
+# al., "AI Application Benchmarking", arXiv:2603.16164, table 4.
+AT_500_WATTS = 27_705.3 / 30_271.0
+# "Each H100 GPU is equipped with 96GB HBM2e with 2.4 TB/sec peak memory bandwidth", 400 Gb/s a GPU,
+# "we used the default 500W power limit".
 GRAND_TETON = dataclasses.replace(
     fe.H100,
     name="8 x H100 96 GB HBM2e a node, 400 Gb/s a GPU",
     processor=dataclasses.replace(
-        fe.H100.processor, memory_bandwidth=2.4e12, memory_bytes=96 * 2**30
+        fe.H100.processor,
+        memory_bandwidth=2.4e12,
+        memory_bytes=96 * 2**30,
+        achievable_flops=AT_500_WATTS * fe.H100.processor.achievable_flops,
     ),
 )
 # "A100 40GB with 1600 Gbps node-node interconnect (RoCE)"; 1,555 GB/s is the data sheet's.
@@ -169,7 +177,7 @@ class Job:
         microbatches: per step.
         policy: dtypes.
         mesh: nodes and ranks of a node, of HSDP; None: one axis.
-        is_held_out: the job was added after all figures of the machines were chosen.
+        is_held_out: the job was added after the fraction of products was chosen.
         loss: of the output, without labels; None: transformers' own.
         tensor_parallel, context_parallel: ranks that share matrices, and sequences.
         parallelize: applies tensor parallelism.

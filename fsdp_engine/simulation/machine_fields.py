@@ -176,6 +176,10 @@ PROCESSOR_FIELDS = {
         has_default=True,
     ),
     "function_seconds": _seconds("seconds of an element", "2e-10", most=1e-3),
+    "product_seconds": _seconds("seconds of a product beside its flops", "6e-6"),
+    "product_element_seconds": _seconds(
+        "seconds of an element of a product's result", "3e-13", most=1e-3
+    ),
     "attention_backward_share": Figure(
         f"{_RATE}, or none",
         _is_finite_rate_or_none,

@@ -606,6 +606,8 @@ class Operations(TorchDispatchMode):
         flops = _flops(func, args, kwargs, out)
         dtype = _dtype(args)
         name = packet.__name__
+        attention = _attention_of(func, args, kwargs)
+        is_product = flops > 0 and attention is None
         elements = 0
         if name.removesuffix("_").removesuffix("_data").removesuffix("_backward") in _FUNCTIONS:
             elements = max((each.numel() for each in tensors_of(out)), default=0)
@@ -613,7 +615,8 @@ class Operations(TorchDispatchMode):
             flops,
             num_bytes,
             dtype,
-            attention=_attention_of(func, args, kwargs),
+            attention=attention,
+            product_elements=sum(each.numel() for each in tensors_of(out)) if is_product else 0,
             function_elements=elements,
             irregular_elements=irregular_elements(func, args, out),
         )

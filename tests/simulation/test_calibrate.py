@@ -85,6 +85,7 @@ def test_files_of_before_these_figures_are_read(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     added = ("attention_backward_share", "attention_length", "causal_block", "attention_head")
     added += ("irregular_seconds", "fused_share", "fused_function_seconds")
+    added += ("product_seconds", "product_element_seconds")
     for field in ("overlap", "attention_share", "function_seconds", *added):
         del content["processor"][field]
     path.write_text(json.dumps(content))
