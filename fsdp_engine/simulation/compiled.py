@@ -11,6 +11,7 @@ removed from the code that had none before, so that compiling for training start
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fsdp_engine.memory import allocator
 from fsdp_engine.simulation.device_kernels import torch_s_kernels
+from fsdp_engine.simulation.flex_attention import BACKWARD, FORWARD, flex_kernel
 from fsdp_engine.simulation.fusion import (
     Kernel,
     is_view,
@@ -38,6 +40,7 @@ from fsdp_engine.simulation.fusion import (
     source_of,
     value_of,
 )
+from fsdp_engine.simulation.memory_access import num_bytes_of, tensors_of
 from fsdp_engine.simulation.module_names import ModuleNames
 from fsdp_engine.simulation.operations import Operations
 from fsdp_engine.units.assignment import UnitSelector
@@ -68,6 +71,7 @@ _HOOKS_WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 _has_rules = False  # Dynamo has its rules of torch's functions, made by a simulation
 _running = 0  # simulations, or plans of several
 _codes_before: list[Any] = []
+_graphs_before = 0  # that Dynamo has traced
 
 
 @contextmanager
@@ -87,6 +91,17 @@ def simulated_compiler() -> Iterator[None]:
                 if code not in _codes_before:
                     torch._C._dynamo.eval_frame.reset_code(code)
             _codes_before = []
+
+
+def free_traces() -> None:
+    """Free what Dynamo has traced since the last call: its objects refer to each other, and to
+    arguments of the traced call, whose memory the collector would free at any time."""
+    global _graphs_before
+    utilities = sys.modules.get("torch._dynamo.utils")
+    graphs = 0 if utilities is None else utilities.counters["stats"]["unique_graphs"]
+    if graphs != _graphs_before:
+        gc.collect()
+    _graphs_before = graphs
 
 
 @contextmanager
@@ -197,6 +212,7 @@ def _compile(backend: Any, model: Any, inputs: Any, **options: Any) -> Any:
 
 def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
     """Where inductor compiles one graph."""
+    from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs
 
     del inputs
@@ -208,7 +224,23 @@ def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> An
         return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return _visible(run, graph) if config.wrap_inductor_compiled_regions else run
+
+
+def _visible(run: Callable[[list[Any]], Any], graph: GraphModule) -> Any:
+    """``run`` as an operation that modes of selective checkpoints see, as inductor makes one of it
+    with this option."""
+    from torch._higher_order_ops import wrap
+
+    kind = getattr(wrap, "InductorCompiledCallable", None)
+    # torch 2.11 takes the function itself.
+    known = run if kind is None else kind(run, graph)
+
+    def visible(args: list[Any]) -> Any:
+        return wrap.inductor_compiled_code(known, args)
+
+    visible._boxed_call = True  # type: ignore[attr-defined]
+    return visible
 
 
 class _CompiledGraph:
@@ -282,7 +314,12 @@ class _CompiledGraph:
             mode.is_recomputation = not _is_of_backward(node)
         args, kwargs = self._arguments(values, node)
         assert callable(node.target)
-        if name_of(node) == _SAVES_STATE:
+        if name_of(node) in (FORWARD, BACKWARD):
+            # A kernel that inductor generates, not an operation that modes see.
+            values[node] = _allocate(value_of(node))
+            num_bytes = sum(map(num_bytes_of, tensors_of((args, values[node]))))
+            mode.flex_attention(flex_kernel(name_of(node), args), num_bytes)
+        elif name_of(node) == _SAVES_STATE:
             values[node] = (_allocate(value_of(node)[0]), args[0](*args[1:], **kwargs))
         elif name_of(node) == _RESTORES_STATE:
             values[node] = args[1](*args[2:], **kwargs)

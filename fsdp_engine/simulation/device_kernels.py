@@ -8,6 +8,9 @@ and so would be the bytes that are moved:
     rms_norm                 the CPU has functions in fp32 that keep their inputs; devices keep the
                              input and a number for each row, as ``layer_norm``, which is called in
                              its place (it keeps two, on the CPU of the input's dtype)
+
+``flex_attention`` has no backward for the CPU, and no largest scores among its results. It checks
+this itself, and no check is made of fake tensors.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
 
 
 @contextmanager
@@ -28,7 +32,9 @@ def device_kernels() -> Iterator[None]:
     """Context in which these functions of torch have the kernels of devices for fake tensors. They
     are replaced where they are looked up: a mode for functions of torch would not see those that
     other functions call, as backward calls a checkpointed forward."""
-    with replaced({place: _for_fake_tensors(place) for place in _STAND_INS}):
+    options = getattr(*_FLEX_OPTIONS)
+    checks = {_FLEX_DEVICE: _any_device, _FLEX_OPTIONS: _with_largest_scores(options)}
+    with replaced({place: _for_fake_tensors(place) for place in _STAND_INS} | checks):
         yield
 
 
@@ -115,8 +121,37 @@ def _rms_norm(
     return function(input, normalized_shape, weight, eps)
 
 
+def _any_device(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """In place of the check that attention on the CPU has no backward. Dynamo traces it."""
+    del query, key, value
+
+
+def _with_largest_scores(options: Callable[..., Any]) -> Callable[..., Any]:
+    """``options``, which makes options of kernels, without its check that the CPU returns no
+    largest scores. Dynamo traces it."""
+
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        return_lse: bool,
+        kernel_options: Any,
+        return_aux: Any = None,
+    ) -> Any:
+        if return_aux is None or not return_aux.max_scores:
+            return options(query, key, value, return_lse, kernel_options, return_aux)
+        others = return_aux._replace(max_scores=False)
+        found = options(query, key, value, return_lse, kernel_options, others)
+        return {**found, "OUTPUT_MAX": True}
+
+    return call
+
+
 # Of what tensors without values are divided by; any.
 _EPSILON = 1e-6
+# The checks of ``flex_attention``.
+_FLEX_DEVICE: Place = (flex, "_validate_device")
+_FLEX_OPTIONS: Place = (flex, "_apply_kernel_options")
 # By the module and the name of what they stand for.
 _STAND_INS: dict[Place, Callable[..., Tensor]] = {
     (F, "scaled_dot_product_attention"): _attention,

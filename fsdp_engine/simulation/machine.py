@@ -154,6 +154,7 @@ class Attention:
         is_causal: a query attends to no later keys.
         is_backward: the operation is attention's backward.
         head_size: elements of a head. None: at least 128.
+        is_flex: the operation is a kernel of ``flex_attention``.
     """
 
     num_queries: int
@@ -161,6 +162,7 @@ class Attention:
     is_causal: bool = False
     is_backward: bool = False
     head_size: int | None = None
+    is_flex: bool = False
 
     def causal_share(self, block: float) -> float:
         """The fraction of products of queries and keys that causal attention computes, if it skips
@@ -210,6 +212,9 @@ class Processor:
             processor fills with the first tiles of the result, and drains after the last ones.
         product_element_seconds: seconds per element of a product's result, in addition: tiles are
             converted and stored.
+        flex_share: the rate of ``flex_attention``'s compiled kernel in forward as a fraction of
+            that of other attention kernels.
+        flex_backward_share: the same in backward.
 
     Raises:
         ValueError: a figure is out of range, or there is no figure for fp32.
@@ -233,6 +238,8 @@ class Processor:
     fused_function_seconds: float | None = None
     product_seconds: float = 0.0
     product_element_seconds: float = 0.0
+    flex_share: float = 1.0
+    flex_backward_share: float = 1.0
 
     def __post_init__(self) -> None:
         check_figures(self, PROCESSOR_FIELDS, _flops_mistakes(self.matrix_flops))
@@ -306,6 +313,8 @@ class Processor:
         share = self.attention_share
         if attention.is_backward and self.attention_backward_share is not None:
             share = self.attention_backward_share
+        if attention.is_flex:
+            share *= self.flex_backward_share if attention.is_backward else self.flex_share
         if attention.head_size is not None:
             size = min(max(attention.head_size, 1), _LARGE_HEAD)
             share *= (1.0 + self.attention_head / _LARGE_HEAD) / (1.0 + self.attention_head / size)
@@ -539,11 +548,16 @@ _MEMORY, _NVLINK, _NETWORK = 0.90, 0.80, 0.90
 # the flops. ``test_attention.py`` has the tables, from which length and block were chosen. Heads of
 # 64 and 256 reach 0.88 to 0.90 of it. On A100: T. Dao, "FlashAttention-2", 2023, section 4.1, up to
 # 73 % of the peak in forward and 63 % in backward; by length as on H100.
+# FlexAttention over FlashAttention-2: on A100 0.90 in forward and 0.85 in backward (PyTorch's blog,
+# "FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention", 2024-08-07,
+# causal attention); on H100 about 1.25 and 1.03 (its author's abstract in "PyTorch at GTC 2025").
 _HOPPER_ATTENTION = {
     "attention_share": 370e12 / 989.5e12 / _HOPPER_FLOPS,
     "attention_backward_share": 322e12 / 989.5e12 / _HOPPER_FLOPS,
     "attention_length": 200.0,
     "causal_block": 384.0,
+    "flex_share": 1.25,
+    "flex_backward_share": 1.03,
 }
 # Products in bf16 on H100: OpenXLA, ``xla/service/gpu/model/matmul_interpolator_data.h``, "sm_90",
 # which has kernel times by size as flops per second. 155 of its values take the time of flops at
@@ -556,6 +570,8 @@ _HOPPER_KERNELS = _HOPPER_ATTENTION | {
 _AMPERE_ATTENTION = _HOPPER_ATTENTION | {
     "attention_share": 0.73 / _AMPERE_FLOPS,
     "attention_backward_share": 0.63 / _AMPERE_FLOPS,
+    "flex_share": 0.90,
+    "flex_backward_share": 0.85,
 }
 # Duration of a small kernel; of one hop of a ring within a node and over a network; host time of an
 # operation, from Python through autograd to the launch.

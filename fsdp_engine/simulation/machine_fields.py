@@ -102,6 +102,10 @@ def _is_finite_rate(value: Any) -> bool:
     return _is_rate(value) and value < math.inf
 
 
+def _ratio(unit: str, example: str) -> Figure:
+    return Figure(_RATE, _is_finite_rate, unit, example, 1e-3, 1e3, has_default=True)
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -166,15 +170,7 @@ PROCESSOR_FIELDS = {
         "1.0",
         has_default=True,
     ),
-    "attention_share": Figure(
-        _RATE,
-        _is_finite_rate,
-        "attention's rate over that of products",
-        "0.8",
-        least=1e-3,
-        most=1e3,
-        has_default=True,
-    ),
+    "attention_share": _ratio("attention's rate over that of products", "0.8"),
     "function_seconds": _seconds("seconds of an element", "2e-10", most=1e-3),
     "product_seconds": _seconds("seconds of a product beside its flops", "6e-6"),
     "product_element_seconds": _seconds(
@@ -208,15 +204,7 @@ PROCESSOR_FIELDS = {
         has_default=True,
     ),
     "irregular_seconds": _seconds("seconds of an element", "1.6e-12", most=1e-3),
-    "fused_share": Figure(
-        _RATE,
-        _is_finite_rate,
-        "fused kernels' rate over that of other operations",
-        "0.9",
-        least=1e-3,
-        most=1e3,
-        has_default=True,
-    ),
+    "fused_share": _ratio("fused kernels' rate over that of other operations", "0.9"),
     "fused_function_seconds": Figure(
         "0 or a larger number, or none",
         _is_not_negative_or_none,
@@ -225,6 +213,10 @@ PROCESSOR_FIELDS = {
         least=0,
         most=1e-3,
         has_default=True,
+    ),
+    "flex_share": _ratio("the rate of flex_attention over that of attention", "1.25"),
+    "flex_backward_share": _ratio(
+        "the rate of flex_attention's backward over that of attention's", "1.03"
     ),
     "causal_block": Figure(
         "1 or a larger number, or none",

@@ -45,11 +45,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._decomp import decomposition_table
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils import flop_counter
@@ -59,6 +63,7 @@ from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import not_compiled
 from fsdp_engine.simulation.clock import CONTEXT_LANE, MODEL_LANE, Clock, SimulatedTicket
 from fsdp_engine.simulation.copies import Direction
+from fsdp_engine.simulation.flex_attention import BACKWARD, FORWARD, FlexKernel
 from fsdp_engine.simulation.fusion import Kernel, name_of, value_of
 from fsdp_engine.simulation.machine import Attention, Link, Machine
 from fsdp_engine.simulation.memory_access import (
@@ -447,6 +452,8 @@ class Operations(TorchDispatchMode):
         num_ring_attentions: forwards of ring attention so far, one for each block of keys.
     """
 
+    supports_higher_order_operators = True  # torch passes them to this mode
+
     def __init__(
         self,
         clock: Clock,
@@ -485,6 +492,9 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operation of the model, of autograd, the optimizer or the engine."""
+        composed = _composed(func)
+        if composed is not None:
+            return self._run_composed(func, composed, args, kwargs or {})
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # autograd calls this several times per tensor
         if not _OURS.issuperset(types):
@@ -532,6 +542,44 @@ class Operations(TorchDispatchMode):
             seconds = processor.fused_seconds(kernel.num_bytes, functions)
             self._seconds_of_fused[kernel] = seconds
         self._clock.compute(kernel.label, seconds)
+
+    def _run_composed(self, func: Any, composed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the operations that an operation consists of."""
+        clock = self._clock
+        flops, seconds = clock.model_flops, clock.seconds_at_peak
+        with self:
+            out = composed(*args, **kwargs)
+        if str(func) == BACKWARD:  # one of its products computes the scores again
+            clock.model_flops -= (1 - _ATTENTION_BACKWARD_SHARE) * (clock.model_flops - flops)
+            added = clock.seconds_at_peak - seconds
+            clock.seconds_at_peak -= (1 - _ATTENTION_BACKWARD_SHARE) * added
+        return out
+
+    def flex_attention(self, kernel: FlexKernel, num_bytes: int) -> None:
+        """Run a kernel of ``flex_attention``, whose results are allocated.
+
+        Args:
+            kernel: the kernel.
+            num_bytes: read and written.
+        """
+        query, processor = kernel.query, self._clock.machine.processor
+        name = BACKWARD if kernel.is_backward else FORWARD
+        if kernel.is_backward:
+            # The sums of products of each output and its gradient, in fp32, are a kernel before.
+            sums = query.shape[:-1].numel() * torch.float32.itemsize
+            outputs = query.shape[:-1].numel() * kernel.value.shape[-1] * query.itemsize
+            self._clock.compute("fused mul, sum", processor.fused_seconds(2 * outputs + sums))
+        seconds = processor.seconds(
+            kernel.computed_share * kernel.flops, num_bytes, query.dtype, attention=kernel.shape
+        )
+        self._clock.compute(name, seconds)
+        if kernel.is_backward:
+            self._memory.sample(sums)
+        if not self._is_again():
+            share = _ATTENTION_BACKWARD_SHARE if kernel.is_backward else 1.0
+            flops = share * kernel.flops
+            self._clock.model_flops += flops
+            self._clock.seconds_at_peak += self._seconds_at_peak(flops, query.dtype)
 
     def _operation(
         self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
@@ -625,9 +673,7 @@ class Operations(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
     ) -> None:
         """Count the model's flops; see [Note: Model flops]."""
-        clock = self._clock
-        is_again = clock.phase == "backward" and torch.is_grad_enabled()
-        if is_again or self.is_recomputation or clock.phase == "step":
+        if self._is_again():
             return
         known = None if recipe is None else self._flops_by.get(recipe)
         if known is None:
@@ -637,12 +683,21 @@ class Operations(TorchDispatchMode):
                 flops *= _ATTENTION_BACKWARD_SHARE
             if func in (_RING_ATTENTION, _RING_ATTENTION_BACKWARD):
                 flops *= _ring_block_share(func, args, kwargs)
-            peak = clock.machine.processor.peak_flops(_dtype(args)) if flops else math.inf
-            known = flops, flops / peak
+            known = flops, self._seconds_at_peak(flops, _dtype(args))
             if recipe is not None:
                 self._flops_by[recipe] = known
-        clock.model_flops += known[0]
-        clock.seconds_at_peak += known[1]
+        self._clock.model_flops += known[0]
+        self._clock.seconds_at_peak += known[1]
+
+    def _seconds_at_peak(self, flops: float, dtype: torch.dtype) -> float:
+        return flops / self._clock.machine.processor.peak_flops(dtype) if flops else 0.0
+
+    def _is_again(self) -> bool:
+        """Whether an operation's flops are no model flops: it recomputes activations, or is one of
+        the optimizer's."""
+        phase = self._clock.phase
+        is_again = phase == "backward" and torch.is_grad_enabled()
+        return is_again or self.is_recomputation or phase == "step"
 
     def _message(self, func: Any, args: Any) -> None:
         name = func._overloadpacket.__name__
@@ -777,6 +832,24 @@ def _ranks_in_node(machine: Machine, num_ranks: int, stride: int) -> int:
 def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:
     """Bytes that each rank sends in such a collective."""
     return ring * num_bytes * (num_ranks - 1) / num_ranks
+
+
+@cache
+def _composed(func: Any) -> Callable[..., Any] | None:
+    """The function of other operations that an operation consists of; None: it is a kernel.
+    Autograd takes apart all but operators of torch in Python and the functions that these call."""
+    if isinstance(func, HigherOrderOperator):
+        composed: Callable[..., Any] | None
+        composed = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+        if composed is None:
+            raise NotImplementedError(f"{func}: expected an operator that consists of operations")
+        return composed
+    if func is _aten._safe_softmax.default:
+        return decomposition_table[func]
+    is_composed = func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+    return func.decompose if is_composed else None
 
 
 def _dtype(args: Any) -> torch.dtype:

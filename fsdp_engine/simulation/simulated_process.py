@@ -14,7 +14,7 @@ from fsdp_engine.comm.lanes import lanes_made_by
 from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.memory.allocator import watching_elsewhere
 from fsdp_engine.simulation.clock import Clock
-from fsdp_engine.simulation.compiled import kept_rules, simulated_compiler
+from fsdp_engine.simulation.compiled import free_traces, kept_rules, simulated_compiler
 from fsdp_engine.simulation.memory_tracker import MemoryTracker
 from fsdp_engine.simulation.meshes import meshes_with_values
 from fsdp_engine.simulation.module_names import ModuleNames
@@ -44,6 +44,7 @@ class SimulatedProcess:
 
     def restart(self) -> None:
         """Forget the record of the step before."""
+        free_traces()
         self.memory.restart()
         self.clock.restart()
         self.names.restart()
