@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,6 +137,7 @@ class Job:
             pipeline=candidate.pipeline,
             batch=batch,
             target=target,
+            context_parallel=candidate.context_parallel,
             schedule=candidate.schedule or "",
             loss=request.stage_loss,
             quick=True,
@@ -289,13 +291,18 @@ class BatchSearch:
 
     def sizes(self, candidate: Candidate) -> list[int]:
         """Microbatch sizes to try, in order. A pipeline needs as many microbatches as ranks, and
-        some schedules a multiple of them.
+        some schedules a multiple of them, or more.
 
         Raises:
             ValueError: none of ``microbatch_sizes`` divides the rows of a rank.
         """
         rows, given = self._rows(candidate), self.job.request.microbatch_sizes
         found = [each for each in divisors(rows) if rows // each % candidate.pipeline == 0]
+        if candidate.schedule is not None:
+            from fsdp_engine.simulation.pipeline import takes_microbatches
+
+            taken = partial(takes_microbatches, candidate.schedule, candidate.pipeline)
+            found = [each for each in found if taken(rows // each)]
         if given is not None:
             found = [each for each in found if each in given]
             if not found and candidate.pipeline == 1:

@@ -348,7 +348,7 @@ class PlanRequest:
         found = [
             candidate
             for (degree, pipeline), meshes in axes.items()
-            for context in (self._context_degrees(degree) if pipeline == 1 else [1])
+            for context in self._context_degrees(degree)
             for schedule in (self.schedule_names if pipeline > 1 else [None])
             for candidate in candidates(
                 [each for each in meshes if each[-1] % context == 0],

@@ -197,7 +197,7 @@ def plan(
     ] = "1",
     schedules: Annotated[
         str,
-        typer.Option(help="of pipelines, by torch's names, such as 1F1B,Interleaved1F1B"),
+        typer.Option(help="of pipelines, by torch's names, such as 1F1B,ZBVZeroBubble"),
     ] = "1F1B",
     recompute: Annotated[
         Recompute,

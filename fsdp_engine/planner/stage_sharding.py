@@ -44,7 +44,9 @@ def shard_stages_as(
 
     candidate, arguments, device = agreed_candidate(_WHAT, select, check)
     tensor, pipeline = candidate.tensor_parallel, candidate.pipeline
-    data = data_mesh_beside(device.type, candidate.mesh, tensor_parallel=tensor, pipeline=pipeline)
+    data = data_mesh_beside(
+        device.type, candidate.mesh, candidate.context_parallel, tensor, pipeline
+    )
     root = data._get_root_mesh()
     of_ranks = stages_of_ranks(schedule_class(candidate.schedule or ""), pipeline, None)
     num_stages = sum(map(len, of_ranks))

@@ -221,8 +221,8 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
     candidate = chosen.candidate
     if candidate.pipeline > 1 and times.shares().get("other stages", 0.0) >= 2 * _MIN_SHARE:
         lines.append(
-            "Stages wait for each other: more microbatches, of fewer rows, and Interleaved1F1B "
-            "shorten that."
+            "Stages wait for each other: more microbatches, of fewer rows, and schedules such as "
+            "Interleaved1F1B and ZBVZeroBubble shorten that."
         )
     is_slow = times.shares()["host"] >= 2 * _MIN_SHARE
     if is_slow and "main_weights" in _offloaded_roles(chosen.candidate):

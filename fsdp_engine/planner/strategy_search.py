@@ -135,10 +135,11 @@ def plan(
         parallelize: applies tensor parallelism to the model, see :func:`~.simulation.simulate`.
         pipeline: ranks of a pipeline of stages; several numbers to try all of them. "auto": 1, and
             the powers of two up to the number of nodes, or 16, for which the model has stages. With
-            more than 1, levels are those of ``context_parallel``, and candidates have no context
-            parallelism; a step needs at least so many microbatches. They are simulated from the
+            more than 1, levels are those of ``context_parallel``; a step needs at least so many
+            microbatches. They are simulated from the
             costs of their stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
-        schedules: of pipelines; see :func:`~.simulation.pipeline.simulate_pipeline`.
+        schedules: of pipelines, those that split backwards included; see
+            :func:`~.simulation.pipeline.simulate_pipeline`.
         stages: builds a stage, ``stages(index, num_stages)``. None:
             :class:`~fsdp_engine.CausalLMStages` of ``build``. The batch is then a dict with
             ``input_ids`` and ``labels``, or a tuple of the first stage's input and the targets.
@@ -253,6 +254,11 @@ class _Planning:
         every = self._with_long_sequences(request.candidates(degrees, request.pipelines(model)))
         if self._search is not None:
             every = _with_batch(every, self._search)
+        if not every:
+            raise ValueError(
+                "global_batch: expected a size whose microbatches the schedules of pipelines take; "
+                f"found {request.global_batch}"
+            )
         found = self._allowed(self._without_hopeless(every))
         if not found:
             self._estimate(every[-1])  # raises

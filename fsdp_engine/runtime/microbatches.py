@@ -135,7 +135,8 @@ class Microbatches:
         order = [scheduler.units[index] for index in reversed(scheduler.reductions.canonical_order)]
         turns = {unit.index: turn for turn, unit in enumerate(order)}
         todo: dict[int, list[WeightGradients]] = {}
-        for each in gradients:
+        # torch has them in an order that differs between steps, and so would the peak of memory.
+        for each in sorted(gradients, key=self._last_place, reverse=True):
             units = [self._places[id(param)][0] for param in each.params]
             first = min(units, key=lambda unit: turns[unit.index])
             todo.setdefault(first.index, []).append(each)
@@ -150,8 +151,14 @@ class Microbatches:
                 scheduler.weights_came(unit)
             scheduler.end_backward()
 
+    def _last_place(self, gradients: WeightGradients) -> tuple[int, int]:
+        """The number of the buffer and the index of the last parameter."""
+        return max(self._places[id(param)][1:] for param in gradients.params)
+
     def _compute(self, gradients: WeightGradients, turns: Mapping[int, int]) -> None:
-        places = [self._places[id(param)] for param in gradients.params]
+        places = sorted(
+            (self._places[id(param)] for param in gradients.params), key=lambda place: place[1:]
+        )
         # Those of other units, too; in one order on all ranks.
         for unit in sorted({place[0] for place in places}, key=lambda unit: turns[unit.index]):
             self._scheduler.use_for_weights(unit)

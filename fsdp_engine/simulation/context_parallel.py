@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.device_kernels import Place, replaced
+from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.operations import Operations
 from fsdp_engine.simulation.packed_sequences import one_sequence_a_row
 from fsdp_engine.simulation.simulation_error import as_simulation_error, check_count
@@ -39,21 +40,27 @@ _RINGS: list[Place] = [
 ]
 
 
-def check_context_parallel(context_parallel: int, size: int) -> None:
+def check_context_parallel(context_parallel: int, size: int, machine: Machine) -> None:
     """Check a context-parallel degree.
 
     Args:
         context_parallel: the degree.
         size: the ranks of the engine's inner axis, which it has to divide.
+        machine: the simulated machine.
 
     Raises:
-        TypeError, ValueError: it is not a divisor.
+        TypeError, ValueError: it is not a divisor, or the machine's host computes.
     """
     check_count("context_parallel", context_parallel, "1 rank or more")
     if size % context_parallel:
         raise ValueError(
             f"context_parallel: expected a divisor of the {size} ranks of the inner axis; "
             f"found {context_parallel}"
+        )
+    if context_parallel > 1 and not machine.host_runs_ahead:
+        raise ValueError(
+            "context_parallel: expected 1 on a machine whose host computes, since torch has no "
+            f"ring attention for CPUs; found {context_parallel} on {machine.name}"
         )
 
 
@@ -88,9 +95,13 @@ class ContextParallel:
             )
 
     @contextmanager
-    def shards(self, inputs: Any) -> Iterator[None]:
+    def shards(self, inputs: Any, *, needs_attention: bool = True) -> Iterator[None]:
         """Context of the forward and backward of one batch. Tensors whose dimension 1 is the
         sequence are sharded in place, and restored at its end.
+
+        Args:
+            inputs: with one such tensor at least.
+            needs_attention: there must be ring attention.
 
         Raises:
             ValueError: no attention of the forward was ring attention.
@@ -119,7 +130,7 @@ class ContextParallel:
                     )
                 )
             yield
-        if self._operations.num_ring_attentions == before:
+        if needs_attention and self._operations.num_ring_attentions == before:
             raise ValueError(
                 "context_parallel: expected a model that calls "
                 "torch.nn.functional.scaled_dot_product_attention, which torch's context_parallel "

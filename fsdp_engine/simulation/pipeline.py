@@ -24,14 +24,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
+from fsdp_engine.comm.mesh import simulated_ranks
+from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.simulation.causal_lm_stages import Stages
+from fsdp_engine.simulation.context_parallel import check_context_parallel
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.pipeline_job import Action, PipelineJob, Recorded, cross_entropy
+from fsdp_engine.simulation.pipeline_job import (
+    CPU,
+    Action,
+    PipelineJob,
+    Recorded,
+    cross_entropy,
+    make_schedule,
+)
 from fsdp_engine.simulation.simulate import (
     MakeOptimizer,
     Parallelize,
@@ -65,7 +75,8 @@ class PipelineSimulation:
         starts: the beginnings of these steps, from the first of them on.
         stages: indices of the rank's stages.
         actions: forwards and backwards in the order of the schedule.
-        num_targets: elements of the targets of all microbatches on all data-parallel ranks.
+        num_targets: elements of the targets of all microbatches on all data-parallel ranks; with
+            context parallelism on all groups.
     """
 
     title: str
@@ -147,6 +158,7 @@ def simulate_pipeline(
     stages_per_rank: int | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
     mesh: Sequence[int] | None = None,
+    context_parallel: int = 1,
     tensor_parallel: int = 1,
     parallelize: Parallelize | None = None,
     machine: Machine = H100,
@@ -177,6 +189,10 @@ def simulate_pipeline(
         stages_per_rank: None: 1, or 2 if the schedule takes several stages.
         loss: ``loss(output, target)`` of the last stage. None: the cross-entropy of logits.
         mesh: data-parallel ranks on each axis, (inner,) or (outer, inner). None: one axis.
+        context_parallel: consecutive data-parallel ranks of a stage that share each sequence, by
+            torch's ``context_parallel`` around the step of the schedule; see
+            :func:`~fsdp_engine.simulate`. ``batch`` and ``target`` have whole sequences, stages
+            and their messages this part of them.
         tensor_parallel: consecutive ranks of a stage that share its matrices. The others are
             data-parallel.
         parallelize: applies tensor parallelism to a stage in place,
@@ -186,9 +202,8 @@ def simulate_pipeline(
         known: see :func:`~fsdp_engine.simulate`.
         compile: call ``compile()`` of each block of the stages first; see
             :func:`~fsdp_engine.simulate`.
-        quick: simulate each different stage once, with three microbatches, instead of all forwards
-            and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``. Not for
-            schedules that split backwards.
+        quick: simulate each different stage once, with few microbatches, instead of all forwards
+            and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``.
         **options: of :func:`~fsdp_engine.sharding.shard`.
 
     Raises:
@@ -197,8 +212,9 @@ def simulate_pipeline(
         RuntimeError: torch.distributed is initialized in this process.
         TypeError: an argument has another type.
         ValueError: ``pipeline`` does not divide ``world_size``, ``tensor_parallel`` does not divide
-            the ranks of a stage or the model's heads, ``mesh`` does not have the
-            data-parallel ranks, the schedule is unknown or does not take this number of
+            the ranks of a stage or the model's heads, ``context_parallel`` does not divide the
+            inner axis or the sequences, or the machine's host computes with it, ``mesh`` does not
+            have the data-parallel ranks, the schedule is unknown or does not take this number of
             microbatches or stages, a stage has no parameter that requires grad, or a message of
             the schedule has no other side.
     """
@@ -219,6 +235,7 @@ def simulate_pipeline(
     if known is not None:
         check_type("known", known, OperationCache, "an OperationCache, or None")
     sizes = mesh_sizes(mesh, data_parallel_size(world_size // pipeline, tensor_parallel))
+    check_context_parallel(context_parallel, sizes[-1], machine)
     check_options(machine, options, world_size)
     kind = schedule_class(schedule)
     job = PipelineJob(
@@ -230,6 +247,7 @@ def simulate_pipeline(
         target,
         loss or cross_entropy,
         sizes,
+        context_parallel,
         tensor_parallel,
         parallelize,
         machine,
@@ -238,10 +256,12 @@ def simulate_pipeline(
         compile,
         options,
     )
-    job.check_schedule()
+    kinds = job.action_kinds()
     arguments, first = job.infer_arguments()
     if quick and microbatches >= MICROBATCHES:
-        known_costs = {index: stage_costs(job, index, arguments) for index in sorted(set(first))}
+        known_costs = {
+            index: stage_costs(job, index, arguments, kinds) for index in sorted(set(first))
+        }
         costs = [known_costs[index] for index in first]
         recorded = [costed_rank(job, rank, arguments, costs) for rank in range(pipeline)]
     else:
@@ -297,6 +317,29 @@ def stages_of_ranks(
     return tuple(tuple(found[rank]) for rank in range(pipeline))
 
 
+@cache
+def takes_microbatches(schedule: str, pipeline: int, microbatches: int) -> bool:
+    """Whether a schedule takes this number of microbatches.
+
+    Args:
+        schedule, pipeline, microbatches: see :func:`simulate_pipeline`.
+    """
+    kind = schedule_class(schedule)
+    stages_of = stages_of_ranks(kind, pipeline, None)
+    num_stages = sum(map(len, stages_of))
+    with simulated_ranks((1,), on_host=True, pipeline=pipeline) as mesh:
+        group = mesh._get_root_mesh().get_group("pp")
+        stages = [
+            PipelineStage(nn.Identity(), index, num_stages, CPU, group=group)
+            for index in stages_of[0]
+        ]
+        try:
+            make_schedule(kind, stages, pipeline, microbatches, cross_entropy)
+        except ValueError:
+            return False
+    return True
+
+
 def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulation:
     """Replay the steps of all ranks side by side.
 
@@ -328,6 +371,8 @@ def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulat
     strategy = ranks[0].title.split(", ", 1)[1]
     title = f"{job.schedule.__name__} of {job.microbatches} microbatches, {strategy}, "
     title += f"{job.pipeline} pipeline x {sizes} data-parallel ranks"
+    if job.context_parallel > 1:
+        title += f" in context-parallel groups of {job.context_parallel}"
     if job.tensor_parallel > 1:
         title += f" of {job.tensor_parallel} tensor-parallel ranks each"
     return PipelineSimulation(
@@ -338,5 +383,5 @@ def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulat
         tuple(start - min(starts) for start in starts),
         job.stages_of,
         tuple(each.actions for each in recorded),
-        sum(each.num_targets for each in recorded) * job.data_size,
+        sum(each.num_targets for each in recorded) * job.num_batches,
     )

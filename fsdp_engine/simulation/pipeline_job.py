@@ -21,12 +21,14 @@ from torch.optim import Optimizer
 
 from fsdp_engine.comm.groups import members_of
 from fsdp_engine.engine import Engine
+from fsdp_engine.memory.allocator import empty
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.alike import is_alike
 from fsdp_engine.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.simulation.clock import Clock
 from fsdp_engine.simulation.compiled import compile_blocks, compiled_modules
+from fsdp_engine.simulation.context_parallel import ContextParallel, sequence_length
 from fsdp_engine.simulation.device_kernels import device_kernels
 from fsdp_engine.simulation.machine import Link, Machine
 from fsdp_engine.simulation.operations import OperationCache
@@ -55,14 +57,20 @@ CPU = torch.device("cpu")
 # the first. A third step is like the second: `test_a_third_step_is_like_the_second`.
 STEPS = 2
 
+# Kinds of actions.
+FORWARD, BACKWARD = "forward", "backward"
+BACKWARD_OF_INPUTS, BACKWARD_OF_WEIGHTS = "backward of inputs", "backward of weights"
+# torch's letters for them.
+LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_OF_INPUTS: "I", BACKWARD_OF_WEIGHTS: "W"}
+
 
 @dataclass(frozen=True)
 class Action:
     """A forward or a backward of one microbatch.
 
     Attributes:
-        kind: "forward", "backward", or, of a split backward, "backward of inputs" and
-            "backward of weights".
+        kind: ``FORWARD``, ``BACKWARD``, or, of a split backward, ``BACKWARD_OF_INPUTS`` and
+            ``BACKWARD_OF_WEIGHTS``.
         stage: its index.
         microbatch: its number.
     """
@@ -106,6 +114,7 @@ class PipelineJob:
     target: Any
     loss: Callable[[Any, Any], Tensor]
     sizes: tuple[int, ...]
+    context_parallel: int
     tensor_parallel: int
     parallelize: Parallelize | None
     machine: Machine
@@ -135,6 +144,11 @@ class PipelineJob:
         return math.prod(self.sizes)
 
     @property
+    def num_batches(self) -> int:
+        """Batches at a time: one for each group of context-parallel ranks."""
+        return self.data_size // self.context_parallel
+
+    @property
     def world_size(self) -> int:
         """All ranks."""
         return self.pipeline * self.data_size * self.tensor_parallel
@@ -145,10 +159,19 @@ class PipelineJob:
             clock,
             self.sizes,
             known=self.known,
+            context_parallel=self.context_parallel,
             tensor_parallel=self.tensor_parallel,
             pipeline=self.pipeline,
             pipeline_rank=rank,
         )
+
+    def context(self, process: SimulatedProcess) -> ContextParallel | None:
+        """The context-parallel ranks of a rank; None: sequences are not sharded."""
+        if self.context_parallel == 1:
+            return None
+        mesh = process.device_mesh._get_root_mesh()["cp"]
+        process.operations.context_ranks = members_of(mesh)
+        return ContextParallel(mesh, process.operations)
 
     def module(self, index: int, mesh: DeviceMesh) -> nn.Module:
         """Returns the fake module of a stage, with its tensor parallelism."""
@@ -158,9 +181,11 @@ class PipelineJob:
             parallelize_model(model, self.parallelize, mesh._get_root_mesh()["tp"])
         return module
 
-    def check_schedule(self) -> None:
-        """Raises:
-        ValueError: the schedule does not take the number of microbatches or of stages.
+    def action_kinds(self) -> tuple[str, ...]:
+        """Returns the kinds of the actions of the schedule, in the order of ``LETTERS``.
+
+        Raises:
+            ValueError: the schedule does not take the number of microbatches or of stages.
         """
         with self.process(Clock(self.machine)) as process:
             group = process.device_mesh._get_root_mesh().get_group("pp")
@@ -168,7 +193,15 @@ class PipelineJob:
                 PipelineStage(nn.Identity(), index, self.num_stages, CPU, group=group)
                 for index in self.stages_of[0]
             ]
-            self.make_schedule(stages)
+            schedule = self.make_schedule(stages)
+        if self.has_one_stage_per_rank:
+            return FORWARD, BACKWARD
+        letters = {
+            action.computation_type.value
+            for actions in schedule.pipeline_order.values()
+            for action in _single_actions(actions)
+        }
+        return tuple(kind for kind, letter in LETTERS.items() if letter in letters)
 
     def make_schedule(
         self,
@@ -184,18 +217,9 @@ class PipelineJob:
         Raises:
             ValueError: it does not take the number of microbatches or of stages.
         """
-        try:
-            return self.schedule(
-                stages[0] if self.has_one_stage_per_rank else list(stages),
-                self.microbatches,
-                loss_fn=loss or self.loss_of,
-            )
-        except (ValueError, AssertionError) as error:
-            raise ValueError(
-                f"microbatches: expected a number that {self.schedule.__name__} takes with "
-                f"{self.num_stages} stages on {self.pipeline} ranks; found {self.microbatches}: "
-                f"{error}"
-            ) from error
+        return make_schedule(
+            self.schedule, stages, self.pipeline, self.microbatches, loss or self.loss_of
+        )
 
     def loss_of(self, output: Any, target: Any) -> Tensor:
         """The loss of a microbatch.
@@ -219,9 +243,14 @@ class PipelineJob:
         the same with the same arguments."""
         alike, first = self._find_alike(), list[int]()
         with self.process(Clock(self.machine)) as process, ExitStack() as stack:
+            context = self.context(process)
             if self.machine.host_runs_ahead:
                 stack.enter_context(device_kernels())
-            found = [tuple(map(_on_meta, self.made("batch", process.fake)))]
+            inputs = self.made("batch", process.fake)
+            if context is not None:
+                context.check_batch(inputs)
+                stack.enter_context(context.shards(inputs))
+            found = [tuple(map(_on_meta, inputs))]
             for index in range(self.num_stages):
                 # The first one receives nothing, and the last one has the loss.
                 ends = [(n == 0, n == self.num_stages - 1) for n in range(len(found))]
@@ -311,7 +340,7 @@ class PipelineJob:
         rank: int,
         arguments: Sequence[tuple[Tensor, ...]],
         clock: RecordingClock,
-        kept: list[Tensor] | None = None,
+        keep: Callable[[Tensor], object] | None = None,
     ) -> Iterator[PipelineRank]:
         """A rank of the pipeline, with its sharded stages.
 
@@ -319,7 +348,7 @@ class PipelineJob:
             rank: its number.
             arguments: see :meth:`infer_arguments`.
             clock: of the rank, at which messages of other ranks arrive at once.
-            kept: gets the tensors that are sent; None: none.
+            keep: see :func:`messages_recorded`.
         """
         indices = self.stages_of[rank]
         with self.process(clock, rank) as process, ExitStack() as stack:
@@ -350,6 +379,12 @@ class PipelineJob:
             last = self.num_stages - 1
             targets = self.of_step("target", process.fake) if last in indices else ()
             memory.made([*inputs, *targets])
+            context = self.context(process)
+            sequences = (*inputs, *targets)
+            if context is not None and not sequences:
+                # torch's context manager takes the length of sequences from a tensor.
+                length = sequence_length(self.made("batch", process.fake))
+                sequences = (empty((1, length or 0), torch.uint8, CPU),)
             group = mesh._get_root_mesh().get_group("pp")
             stages = []
             for module, index in zip(modules, indices, strict=True):
@@ -364,9 +399,20 @@ class PipelineJob:
                 )
                 made.clock = clock
                 stages.append(made)
-            stack.enter_context(messages_recorded(clock, rank, kept))
+            stack.enter_context(messages_recorded(clock, rank, keep))
             yield PipelineRank(
-                self, rank, clock, process, of_rank, engines, optimizer, stages, inputs, targets
+                self,
+                rank,
+                clock,
+                process,
+                of_rank,
+                engines,
+                optimizer,
+                stages,
+                inputs,
+                targets,
+                context,
+                sequences,
             )
 
     def record(self, rank: int, arguments: Sequence[tuple[Tensor, ...]]) -> Recorded:
@@ -410,6 +456,8 @@ class PipelineRank:
         stages: the same modules, for a schedule.
         inputs: of a step, if the rank has the first stage.
         targets: of a step, if it has the last stage.
+        context: its context-parallel ranks; None: sequences are not sharded.
+        sequences: inputs and targets, or if it has none a tensor of their length.
     """
 
     job: PipelineJob
@@ -422,6 +470,8 @@ class PipelineRank:
     stages: list[SimulatedStage]
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
+    context: ContextParallel | None
+    sequences: tuple[Tensor, ...]
 
     @property
     def overlaps_forward(self) -> bool:
@@ -440,8 +490,12 @@ class PipelineRank:
 
     def run(self, schedule: Any) -> None:
         """Run the forwards and backwards of a step."""
-        target = next(iter(self.targets), None)
-        schedule.step(*self.inputs, target=target, return_outputs=False)
+        target, context = next(iter(self.targets), None), self.context
+        shards: AbstractContextManager[None] = nullcontext()
+        if context is not None:  # stages without attention may be beside others
+            shards = context.shards(self.sequences, needs_attention=False)
+        with shards:
+            schedule.step(*self.inputs, target=target, return_outputs=False)
 
     def result(self, clock: Clock, start: float, seconds: float) -> Simulation:
         """The record of the last step, on this clock; see :func:`~.simulate.simulation_of`."""
@@ -449,6 +503,42 @@ class PipelineRank:
         num_bytes = checkpoint_bytes_of(self.modules, self.optimizer)
         memory = self.process.memory
         return simulation_of(title, clock, memory, self.engines, start, seconds, num_bytes)
+
+
+def make_schedule(
+    schedule: type[Any],
+    stages: Sequence[PipelineStage],
+    pipeline: int,
+    microbatches: int,
+    loss: Callable[[Any, Any], Tensor],
+) -> Any:
+    """Returns torch's schedule of a rank's stages.
+
+    Args:
+        schedule, pipeline, microbatches, loss: see
+            :func:`~.simulation.pipeline.simulate_pipeline`.
+        stages: of the rank.
+
+    Raises:
+        ValueError: it does not take the number of microbatches or of stages.
+    """
+    is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
+    try:
+        return schedule(stages[0] if is_single else list(stages), microbatches, loss_fn=loss)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(
+            f"microbatches: expected a number that {schedule.__name__} takes with "
+            f"{stages[0].num_stages} stages on {pipeline} ranks; found {microbatches}: {error}"
+        ) from error
+
+
+def _single_actions(actions: Iterable[Any]) -> Iterator[Any]:
+    """torch's actions without idle ones, and the parts of those that overlap."""
+    for action in actions:
+        if action is not None and action.sub_actions:
+            yield from _single_actions(action.sub_actions)
+        elif action is not None:
+            yield action
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -507,7 +597,7 @@ class SimulatedStage(PipelineStage):
         Raises:
             SimulationError: the forward raised an exception.
         """
-        self.begin("forward", "forward", fwd_chunk_id)
+        self.begin(FORWARD, "forward", fwd_chunk_id)
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:  # torch's, from the error of the forward
@@ -523,13 +613,13 @@ class SimulatedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """See torch's stage."""
         is_full = kwargs.get("full_backward", True)
-        self.begin("backward" if is_full else "backward of inputs", "backward", bwd_chunk_id)
+        self.begin(BACKWARD if is_full else BACKWARD_OF_INPUTS, "backward", bwd_chunk_id)
         with as_simulation_error(f"backward of stage {self.stage_index}"):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """See torch's stage."""
-        self.begin("backward of weights", "backward", bwd_chunk_id)
+        self.begin(BACKWARD_OF_WEIGHTS, "backward", bwd_chunk_id)
         with as_simulation_error(f"backward of stage {self.stage_index}"):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
@@ -583,9 +673,8 @@ class _Work:
     """A message in flight, in place of torch's ``Work``, which keeps the tensor: that of NCCL until
     compute waits for it, that of gloo as long as it exists."""
 
-    def __init__(self, clock: RecordingClock, number: int, tensor: Tensor) -> None:
-        self._clock, self._number = clock, number
-        self._tensor: Tensor | None = tensor
+    def __init__(self, clock: RecordingClock, number: int, tensor: Tensor | None) -> None:
+        self._clock, self._number, self._tensor = clock, number, tensor
 
     def wait(self) -> bool:
         """Make compute wait for it."""
@@ -597,14 +686,14 @@ class _Work:
 
 @contextmanager
 def messages_recorded(
-    clock: RecordingClock, rank: int, kept: list[Tensor] | None = None
+    clock: RecordingClock, rank: int, keep: Callable[[Tensor], object] | None = None
 ) -> Iterator[None]:
     """Within it, messages of torch's schedules are recorded by the clock of a pipeline's rank.
 
     Args:
         clock: of the rank.
         rank: its number.
-        kept: gets the tensors that are sent; None: none.
+        keep: called with each sent tensor, which messages do not keep then. None: they keep it.
     """
 
     def post(operations: Sequence[Any], desc: str | None = None) -> list[_Work]:
@@ -620,13 +709,13 @@ def messages_recorded(
             for each in operations
         ]
         numbers = clock.post(messages)
-        if kept is not None:
-            pairs = zip(operations, messages, strict=True)
-            kept.extend(each.tensor for each, message in pairs if message.is_send)
-        return [
-            _Work(clock, number, each.tensor)
-            for number, each in zip(numbers, operations, strict=True)
-        ]
+        works = []
+        for number, message, each in zip(numbers, messages, operations, strict=True):
+            is_given = keep is not None and message.is_send
+            works.append(_Work(clock, number, None if is_given else each.tensor))
+            if keep is not None and message.is_send:
+                keep(each.tensor)
+        return works
 
     replaced: Any = schedules
     original = replaced._batch_p2p

@@ -582,12 +582,7 @@ def simulate(
         check_type("known", known, OperationCache, "an OperationCache, or None")
     sizes = mesh_sizes(mesh, data_size)
     is_one_axis = mesh is None
-    check_context_parallel(context_parallel, sizes[-1])
-    if context_parallel > 1 and not machine.host_runs_ahead:
-        raise ValueError(
-            "context_parallel: expected 1 on a machine whose host computes, since torch has no "
-            f"ring attention for CPUs; found {context_parallel} on {machine.name}"
-        )
+    check_context_parallel(context_parallel, sizes[-1], machine)
     check_options(machine, options, world_size)
     clock = Clock(machine, world_size)
     with (

@@ -1,13 +1,18 @@
 """Steps of pipelines from the costs of single forwards and backwards.
 
 [Note: Costs of stages]
-A schedule runs the same forward and backward of a stage once for each microbatch. What differs are
-the first ones of a step, which find no gradients, the last backward, which reduces gradients that
+A schedule runs the same forward and backward of a stage once for each microbatch, and schedules
+that split backwards run the gradients of inputs and those of weights apart. What differs are the
+first ones of a step, which find no gradients, the last backward, which reduces gradients that
 are not sharded, and what the stage has run before: parameters that are still gathered are not
-gathered again. So each stage is simulated alone, for a step of four microbatches that has all of
-these cases, and stages that do the same are simulated once. This gives the time of each forward and
-backward, and the memory that it needs and leaves. torch's schedule then runs stages that compute
-nothing, and take these times (``tape.py``), and memory is added up.
+gathered again. So each stage is simulated alone, for one or two steps of few microbatches that
+have all of these cases (``_ORDERS``), and stages that do the same are simulated once. This gives
+the time of each action, and the memory that it needs and leaves. torch's schedule then runs stages
+that compute nothing, and take these times (``tape.py``), and memory is added up.
+
+Received tensors, and those that stages next to each other on one rank (V-schedules) pass on
+without a message, have memory as long as their microbatch is under way (``pipelining.py``), which
+depends on the schedule: stages alone are measured without them.
 
 Compared with a simulation of all forwards and backwards, communication of a stage that could run
 beside its waits for other stages counts as exposed. ``tests/simulation/test_stage_costs.py``
@@ -26,13 +31,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
+from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.memory.allocator import empty, empty_like
 from fsdp_engine.simulation.clock import Clock, Mark, StepPart
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.pipeline_job import (
+    BACKWARD,
+    BACKWARD_OF_INPUTS,
+    BACKWARD_OF_WEIGHTS,
     CPU,
+    FORWARD,
+    LETTERS,
     STEPS,
     Action,
     PipelineJob,
@@ -45,17 +56,30 @@ from fsdp_engine.simulation.pipeline_job import (
 from fsdp_engine.simulation.simulate import Simulation, part_between, since
 from fsdp_engine.simulation.tape import RecordingClock, Replay
 
-# Of the step that a stage runs alone. A schedule of fewer is simulated as it is.
+# A step of fewer microbatches is simulated as it is.
 MICROBATCHES = 4
 
-_F, _B = "forward", "backward"
+# Orders of the actions that a stage runs alone, by the kinds of actions of its schedule: forwards
+# F, backwards B, and the parts I (of inputs) and W (of weights) of split backwards. Together the
+# orders of a schedule have each of its kinds after each one of them, and each kind that computes
+# gradients of weights as the first and as the last one that does.
+_ORDERS = {
+    "FB": ("F0 F1 F2 B0 F3 B1 B2 B3",),
+    "FIW": ("F0 F1 F2 I0 W0 F3 I1 F4 W1 I2 I3 I4 W2 W3 W4",),
+    "FBIW": (
+        "F0 F1 F2 B0 B1 F3 I2 I3 F4 I4 F5 W2 I5 W3 W4 W5",
+        "F0 F1 F2 I0 W0 B1 F3 F4 B2 I3 B4 W3 F5 B5",
+    ),
+}
+
+Case = tuple[str, str]  # the kind of an action, and the kind before it, "first" or "last"
 
 Sizes = tuple[int, ...]  # bytes by kind, in the order of KINDS
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a forward, a backward, or the optimizer's step.
+    """The cost of an action of a stage, or of the optimizer's step.
 
     Attributes:
         part: its time, bytes and flops, where the host issues work in no time.
@@ -75,10 +99,9 @@ class StageCosts:
     """The costs of a stage.
 
     Attributes:
-        first: the first forward and the first backward of a step.
-        further: other forwards and backwards, by their kind and the kind before them.
-        last: the last backward.
-        sent: change of memory, for each microbatch, when sent tensors are no longer kept.
+        of_case: of its actions.
+        sent: change of memory, by the kind of an action, when the tensors that it has sent are no
+            longer kept.
         step: of the optimizer.
         held: memory at the start of a step of no microbatches.
         per_microbatch: bytes of inputs and targets, which a schedule holds for the whole step.
@@ -86,10 +109,8 @@ class StageCosts:
         alone: the record of the stage's step.
     """
 
-    first: Mapping[str, Cost]
-    further: Mapping[tuple[str, str], Cost]
-    last: Cost
-    sent: Sizes
+    of_case: Mapping[Case, Cost]
+    sent: Mapping[str, Sizes]
     step: Cost
     held: Sizes
     per_microbatch: int
@@ -97,17 +118,54 @@ class StageCosts:
     alone: Simulation
 
 
-class _ThreeAlive(schedules.Schedule1F1B):
-    """Forwards and backwards of a stage alone: f0 f1 f2 b0 f3 b1 b2 b3."""
+class _Cases:
+    """The cases of a stage's actions in the order of a step.
 
-    def __init__(self, stage: Any, n_microbatches: int, loss_fn: Callable[..., Tensor]) -> None:
-        # Not that of 1F1B, which asks for as many microbatches as stages.
-        schedules.PipelineScheduleSingle.__init__(self, stage, n_microbatches, loss_fn=loss_fn)
-        self._num_stages = stage.stage_index + 3  # the stage is the last but two
+    Args:
+        stage: its index. torch's first stage computes nothing in a backward of inputs.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._before = ""
+        self._has_gradients = False
+
+    def of(self, kind: str, *, is_last: bool) -> Case:
+        """The case of the next action.
+
+        Args:
+            kind: of the action.
+            is_last: it is the step's last one that computes gradients of weights.
+        """
+        before = self._before
+        if self._stage > 0 or kind != BACKWARD_OF_INPUTS:
+            self._before = kind
+        is_first = not before
+        if kind in (BACKWARD, BACKWARD_OF_WEIGHTS) and not self._has_gradients:
+            self._has_gradients = is_first = True
+        return kind, "last" if is_last else "first" if is_first else before
+
+
+class _InOrder(schedules._PipelineScheduleRuntime):
+    """Actions of a stage on each rank in one order.
+
+    Args:
+        stage: of this rank.
+        order: one of ``_ORDERS``.
+        loss_fn: the loss.
+    """
+
+    def __init__(self, stage: Any, order: str, loss_fn: Callable[..., Tensor]) -> None:
+        super().__init__([stage], order.count("F"), loss_fn=loss_fn)  # type: ignore[no-untyped-call]
+        self.pipeline_order = {
+            rank: [schedules._Action.from_str(f"{rank}{each}") for each in order.split()]
+            for rank in range(stage.num_stages)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
 
 
 def stage_costs(
-    job: PipelineJob, index: int, arguments: Sequence[tuple[Tensor, ...]]
+    job: PipelineJob, index: int, arguments: Sequence[tuple[Tensor, ...]], kinds: Sequence[str]
 ) -> StageCosts:
     """Simulate a stage alone.
 
@@ -115,56 +173,112 @@ def stage_costs(
         job: the job.
         index: of the stage.
         arguments: see :meth:`PipelineJob.infer_arguments`.
+        kinds: see :meth:`PipelineJob.action_kinds`.
     """
-    alone = replace(
-        job,
-        schedule=_ThreeAlive,
-        stages_of=tuple((number,) for number in range(job.num_stages)),
-        microbatches=MICROBATCHES,
-    )
-    clock, kept = RecordingClock(job.machine, job.world_size), list[Tensor]()
+    orders = _ORDERS["".join(LETTERS[kind] for kind in kinds)]
+    count = orders[0].count("F")
+    stages_of = tuple((number,) for number in range(job.num_stages))
+    alone = replace(job, stages_of=stages_of, microbatches=count)
+    clock = RecordingClock(job.machine, job.world_size)
     # Schedules of several stages wait for what they have sent at the end of a step.
-    keeps = None if job.has_one_stage_per_rank else kept
-    with alone.rank(index, arguments, clock, keeps) as rank:
-        schedule = alone.make_schedule(rank.stages)
-        rank.step(schedule)
-        for _ in range(1 + rank.overlaps_forward):
-            kept.clear()
-            start = clock.finish()
-            rank.process.restart()
-            meter = _Meter(rank)
-            rank.stages[0].begins = meter.begin
-            rank.run(schedule)
-            meter.begin()
-            kept.clear()
-            meter.begin()
-            rank.process.step(rank.optimizer)
-            seconds = clock.finish() - start
-            meter.begin()
-        f0, f1, _, b0, f3, b1, b2, b3, sent, step = meter.costs()
+    kept = _Kept(newest_alone=job.has_one_stage_per_rank)
+    of_case: dict[Case, Cost] = {}
+    sent: dict[str, Sizes] = {}
+    with alone.rank(index, arguments, clock, kept.keep) as rank:
+        stage = rank.stages[0]
+        for order in orders:
+            schedule = _InOrder(stage, order, alone.loss_of)
+            stage.begins = kept.begin
+            rank.step(schedule)
+            for kind in kinds:
+                kept.release(kind)
+            for _ in range(1 + rank.overlaps_forward):
+                start = clock.finish()
+                rank.process.restart()
+                meter = _Meter(rank, kept)
+                stage.begins = meter.begin
+                rank.run(schedule)
+                kept.end()
+                for kind in kinds:
+                    meter.next_part()
+                    kept.release(kind)
+                meter.next_part()
+                rank.process.step(rank.optimizer)
+                seconds = clock.finish() - start
+                meter.next_part()
+            costs, cases = iter(meter.costs()), _Cases(index)
+            for action in meter.actions:
+                is_last = action is meter.actions[-1]
+                of_case.setdefault(cases.of(action.kind, is_last=is_last), next(costs))
+            for kind in kinds:
+                times = sum(action.kind == kind for action in meter.actions)
+                sent[kind] = tuple(each // times for each in next(costs).change)
+            step = next(costs)
         found = rank.result(clock, start, seconds)
-    per_microbatch = sum(each.nbytes for each in (*rank.inputs, *rank.targets)) // MICROBATCHES
+    per_microbatch = sum(each.nbytes for each in (*rank.inputs, *rank.targets)) // count
+    if rank.context is not None:
+        per_microbatch *= 2  # torch's context manager keeps a copy of what it shards
     return StageCosts(
-        {_F: f0, _B: b0},
-        {(_F, _F): f1, (_F, _B): f3, (_B, _F): b1, (_B, _B): b2},
-        b3,
-        tuple(each // MICROBATCHES for each in sent.change),
+        of_case,
+        sent,
         step,
-        _with_activations(meter.held, -MICROBATCHES * per_microbatch),
+        _with_activations(meter.held, -count * per_microbatch),
         per_microbatch,
-        rank.num_targets // MICROBATCHES,
+        rank.num_targets // count,
         found,
     )
 
 
-class _Meter:
-    """Measures forwards and backwards of a rank, from the start of each to the next one's.
+class _Kept:
+    """Sent tensors, by the kind of the action that has computed them.
 
-    Memory is that without received tensors, of which other schedules have more or fewer at a time.
+    Args:
+        newest_alone: tensors of an action are kept until the next one of its kind sends.
     """
 
-    def __init__(self, rank: PipelineRank) -> None:
-        self._clock, self._memory = rank.clock, rank.process.memory
+    def __init__(self, *, newest_alone: bool) -> None:
+        self._newest_alone = newest_alone
+        self._action: Action | None = None
+        self._tensors: dict[str, list[tuple[Action, Tensor]]] = {}
+
+    def begin(self, action: Action) -> None:
+        """The next action begins."""
+        self._action = action
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a tensor of the last action."""
+        assert self._action is not None
+        before = self._tensors.get(self._action.kind, [])
+        if self._newest_alone:
+            before = [each for each in before if each[0] is self._action]
+        self._tensors[self._action.kind] = [*before, (self._action, tensor)]
+
+    def end(self) -> None:
+        """The schedule has ended."""
+        if self._newest_alone:
+            self._tensors.clear()
+
+    def release(self, kind: str) -> None:
+        """Release the tensors of this kind."""
+        self._tensors.pop(kind, None)
+
+
+class _Meter:
+    """Measures the parts of a rank's step, from the start of each to the next one's.
+
+    Memory is that without received tensors, of which other schedules have more or fewer at a time.
+
+    Args:
+        rank: the rank.
+        kept: its sent tensors.
+
+    Attributes:
+        actions: the first parts.
+    """
+
+    def __init__(self, rank: PipelineRank, kept: _Kept) -> None:
+        self.actions: list[Action] = []
+        self._clock, self._memory, self._kept = rank.clock, rank.process.memory, kept
         self._stage = rank.stages[0]
         self._marks: list[tuple[Mark, Sizes]] = []
         self._received: list[int] = []
@@ -175,8 +289,14 @@ class _Meter:
         """Memory at the first one's start."""
         return self._marks[0][1]
 
-    def begin(self, action: Action | None = None) -> None:
-        """The next one begins, or the last one has ended."""
+    def begin(self, action: Action) -> None:
+        """An action begins."""
+        self.actions.append(action)
+        self._kept.begin(action)
+        self.next_part()
+
+    def next_part(self) -> None:
+        """The next part begins, or the last one has ended."""
         self._marks.append((self._clock.mark(), ()))
         self._memory.sample()
         self._received.append(self._stage.received_bytes)
@@ -237,47 +357,50 @@ class _CostedStage(SimulatedStage):
     gradients: tuple[Tensor | None, ...]
     rank: _CostedRank
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._received = Counter[int]()  # bytes by microbatch
-
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """See torch's stage."""
-        return self._received_by(fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+        found = super().get_fwd_recv_ops(fwd_chunk_id)
+        self.rank.receive([each.tensor for each in found], self.stage_index, fwd_chunk_id)
+        return found
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """See torch's stage."""
-        return self._received_by(bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+        found = super().get_bwd_recv_ops(bwd_chunk_id)
+        self.rank.receive([each.tensor for each in found], self.stage_index, bwd_chunk_id)
+        return found
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See torch's stage."""
-        self.begin(_F, "forward", fwd_chunk_id)
+        self.begin(FORWARD, "forward", fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = (self.outputs, [])
         self.rank.run(self.costs)
         return self.outputs[0]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """See torch's stage.
-
-        Raises:
-            ValueError: it is the first part of a backward.
-        """
-        if not kwargs.get("full_backward", True):
-            raise ValueError(
-                "schedule: expected one that runs backwards in one, for a quick simulation; found "
-                "one with backwards of inputs and of weights, such as zero-bubble schedules"
-            )
-        self.begin(_B, "backward", bwd_chunk_id)
+        """See torch's stage."""
+        is_full = kwargs.get("full_backward", True)
+        self.begin(BACKWARD if is_full else BACKWARD_OF_INPUTS, "backward", bwd_chunk_id)
         del self.fwd_cache[bwd_chunk_id]
         self.bwd_cache[bwd_chunk_id] = self.gradients
         self.rank.run(self.costs, is_last=kwargs.get("last_backward", False))
-        self.rank.hold(-self._received.pop(bwd_chunk_id, 0))
+        self.rank.release(self.stage_index, bwd_chunk_id)
 
-    def _received_by(self, microbatch: int, operations: list[Any]) -> list[Any]:
-        num_bytes = sum(each.tensor.nbytes for each in operations)
-        self._received[microbatch] += num_bytes
-        self.rank.hold(num_bytes)
-        return operations
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """See torch's stage."""
+        self.begin(BACKWARD_OF_WEIGHTS, "backward", bwd_chunk_id)
+        self.rank.run(self.costs, is_last=kwargs.get("last_backward", False))
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """See torch's stage."""
+        super().set_local_fwd_input(prev_stage_outputs, mb_index)
+        # The stage before keeps its results until its backward.
+        self.rank.pass_on(tree_leaves(prev_stage_outputs), self.stage_index - 1, mb_index)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """See torch's stage."""
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+        passed = [each for each in next_stage_bwd_outputs if each is not None]
+        self.rank.pass_on(passed, self.stage_index, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """See torch's stage: a part of the optimizer's step."""
@@ -300,16 +423,15 @@ class _CostedRank:
     def __init__(self, clock: RecordingClock, held: Sizes) -> None:
         self.clock = clock
         self.actions: list[Action] = []
-        self._last_kinds: dict[int, str] = {}  # of actions by stage
-        self._begun: set[tuple[int, str]] = set()
         self._held = self._now = held
         self.restart()
 
     def restart(self) -> None:
         """Begin a step."""
         self.actions.clear()
-        self._last_kinds.clear()
-        self._begun.clear()
+        self._cases: dict[int, _Cases] = {}  # by stage
+        self._sent: list[Sizes] = []
+        self._until_backward = Counter[tuple[int, int]]()  # bytes by stage and microbatch
         self._now = self.peak = self._held
         self.parts: list[StepPart] = []
         self.series = [(self.clock.sample_number(), self._now)]
@@ -319,18 +441,35 @@ class _CostedRank:
 
         Args:
             costs: of its stage.
-            is_last: it is the stage's last one.
+            is_last: see :meth:`_Cases.of`.
         """
-        stage, kind = self.actions[-1].stage, self.actions[-1].kind
-        if is_last:
-            cost = costs.last
-        elif (stage, kind) in self._begun:
-            cost = costs.further[kind, self._last_kinds[stage]]
-        else:
-            cost = costs.first[kind]
-        self._begun.add((stage, kind))
-        self._last_kinds[stage] = kind
-        self.spend(f"microbatch {self.actions[-1].microbatch}", cost)
+        action = self.actions[-1]
+        cases = self._cases.setdefault(action.stage, _Cases(action.stage))
+        case = cases.of(action.kind, is_last=is_last)
+        self._sent.append(costs.sent[action.kind])
+        self.spend(f"microbatch {action.microbatch}", costs.of_case[case])
+
+    def receive(self, tensors: Sequence[Tensor], stage: int, microbatch: int) -> None:
+        """Hold received tensors until the backward of a stage and microbatch."""
+        num_bytes = sum(each.nbytes for each in tensors)
+        self._now = _with_activations(self._now, num_bytes)
+        self._until_backward[stage, microbatch] += num_bytes
+
+    def pass_on(self, tensors: Sequence[Tensor], stage: int, microbatch: int) -> None:
+        """Hold the last action's results, which are not sent but passed on to another stage of this
+        rank, until the backward of a stage and microbatch."""
+        self._sent.pop()
+        self._until_backward[stage, microbatch] += sum(each.nbytes for each in tensors)
+
+    def release(self, stage: int, microbatch: int) -> None:
+        """The backward of a stage and microbatch, or its part of inputs, has ended."""
+        num_bytes = self._until_backward.pop((stage, microbatch), 0)
+        self._now = _with_activations(self._now, -num_bytes)
+
+    def release_sent(self) -> None:
+        """Sent tensors are no longer kept."""
+        for each in self._sent:
+            self._now = _sum(self._now, each)
 
     def spend(self, label: str, cost: Cost) -> None:
         """Take the time and memory of an action."""
@@ -341,14 +480,6 @@ class _CostedRank:
         self._now = _sum(self._now, cost.change)
         self.series.append((self.clock.sample_number(), self._now))
         self.parts.append(cost.part)
-
-    def hold(self, num_bytes: int) -> None:
-        """Hold so many bytes of received tensors more."""
-        self._now = _with_activations(self._now, num_bytes)
-
-    def release(self, sizes: Sizes, times: int) -> None:
-        """Change memory so many times."""
-        self._now = _sum(self._now, tuple(times * each for each in sizes))
 
     def result(
         self,
@@ -400,9 +531,6 @@ def costed_rank(
         rank: of the pipeline.
         arguments: see :meth:`PipelineJob.infer_arguments`.
         costs: of all stages.
-
-    Raises:
-        ValueError: the schedule splits backwards.
     """
     clock, indices = RecordingClock(job.machine, job.world_size), job.stages_of[rank]
     of_rank = [costs[index] for index in indices]
@@ -434,8 +562,7 @@ def costed_rank(
             found.restart()
             schedule.step(*inputs, target=target, return_outputs=False)
             clock.phase = "step"
-            for each in of_rank:
-                found.release(each.sent, job.microbatches)
+            found.release_sent()
             for each in of_rank:
                 found.spend("optimizer", each.step)
         clock.finish()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
@@ -23,7 +25,9 @@ from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.simulation import pipeline
+from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.pipeline import simulate_pipeline
+from tests.pipelining.scene import passes_on_to_itself
 from tests.planner.made_plans import llama_batch, small_llama
 from tests.pool import Ranks
 
@@ -31,11 +35,16 @@ pytestmark = pytest.mark.usefixtures("all_candidates")
 
 WORLD, MICROBATCHES = 4, 4
 MACHINE = replace(fe.H100, ranks_per_node=2)
+FREE = Link(math.inf, 0.0)
 TOKENS = torch.arange(8 * 32).view(8, 32) % 64
 
 
 def llama() -> nn.Module:
     return small_llama(2)
+
+
+def deep_llama() -> nn.Module:
+    return small_llama(4)
 
 
 def plan(**changes: Any) -> fe.StrategyPlan:
@@ -48,7 +57,7 @@ def plan(**changes: Any) -> fe.StrategyPlan:
         "quick": True,
         **changes,
     }
-    return fe.plan(llama, given.pop("batch", llama_batch), **given)
+    return fe.plan(given.pop("build", llama), given.pop("batch", llama_batch), **given)
 
 
 @functools.cache
@@ -92,6 +101,51 @@ def test_a_row_is_a_quick_simulation_of_the_pipeline() -> None:
         assert each.peak_bytes == max(found.peak_bytes)
         assert each.times.exposed["pipeline"] == pytest.approx(sum(found.bubble_seconds) / 2)
         assert each.times.mfu == pytest.approx(found.mfu)
+
+
+def test_schedules_that_split_backwards_have_no_bubble() -> None:
+    """Of linears of equal stages on a machine whose messages and host take no time."""
+    free = replace(fe.H100, host_seconds=0.0, within_node=FREE, between_nodes=FREE)
+    x = torch.zeros(512, 1024)
+    planning = fe.plan(
+        lambda: nn.Sequential(*(stage(index, 4) for index in range(4))),
+        (x, x),
+        world_size=2,
+        machine=free,
+        checkpointing=(False,),
+        microbatches=8,
+        quick=True,
+        pipeline=2,
+        schedules=("Interleaved1F1B", "ZBVZeroBubble"),
+        stages=stage,
+        stage_loss=lambda output, target: (output * target).sum(),
+    )
+    waits = {
+        each.candidate.schedule: each.times.shares()["other stages"]
+        for each in planning.outcomes
+        if each.times is not None and each.candidate.strategy == "no_shard"
+    }
+    assert waits["Interleaved1F1B"] > 0.05
+    assert waits["ZBVZeroBubble"] < 0.02  # the first stage has no gradient of its input
+    assert planning.outcomes[0].candidate.schedule == "ZBVZeroBubble"
+
+
+def stage(index: int, num_stages: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+
+
+def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
+    """DualPipeV needs four of them with four stages."""
+    names = fe.plan.__kwdefaults__
+    given = {"build": deep_llama, "batch": llama_batch, "world_size": WORLD, "machine": MACHINE}
+    job = Job(PlanRequest(**{**names, **given}), Known(), 1)
+    search = BatchSearch(job, 2 * 16 * 32)  # 16 rows of a rank
+    candidate = Candidate((2,), "optim", "no_shard", False, pipeline=2)
+    assert search.sizes(replace(candidate, schedule="1F1B")) == [1, 2, 4, 8]
+    assert search.sizes(replace(candidate, schedule="DualPipeV")) == [1, 2, 4]
+    sized = {"build": deep_llama, "pipeline": 2, "meshes": [(2,)], "schedules": "DualPipeV"}
+    with pytest.raises(ValueError, match="global_batch: expected a size whose microbatches"):
+        plan(**sized, microbatches=1, global_batch=4 * 32)
 
 
 def test_waits_for_other_stages_are_a_part_of_the_step(tmp_path: Path) -> None:
@@ -231,8 +285,8 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def _expected() -> list[float]:
-    model, losses = llama(), []
+def _expected(build: Callable[[], nn.Module] = llama) -> list[float]:
+    model, losses = build(), []
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         loss = _loss(model(TOKENS).logits, TOKENS)
@@ -243,15 +297,92 @@ def _expected() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.thorough), 2])
-def test_planned_stages_train_on_their_ranks(ranks: Ranks, tmp_path: Path, degree: int) -> None:
-    planning = plan(pipeline=2, tensor_parallel=degree, meshes=[(2 // degree,)])
+def test_a_plan_tries_context_parallelism_in_stages() -> None:
+    planning = plan(pipeline=2, context_parallel=(1, 2), meshes=[(2,)])
+    outcomes = {
+        (each.candidate.context_parallel, each.candidate.strategy): each
+        for each in planning.outcomes
+    }
+    assert len(outcomes) == 6
+    assert "2, CP 2, PP 2" in str(planning)
+    tokens = llama_batch()["input_ids"]
+    for strategy in ("no_shard", "optim", "optim_grads_params"):
+        whole, part = (outcomes[size, strategy] for size in (1, 2))
+        assert part.items * 2 == whole.items
+        assert part.model_flops * 2 == whole.model_flops
+        assert part.sent["context"] > 0
+    found = fe.simulate_pipeline(
+        fe.CausalLMStages(llama),
+        WORLD,
+        pipeline=2,
+        context_parallel=2,
+        microbatches=MICROBATCHES,
+        batch=tokens,
+        target=tokens,
+        strategy="optim",
+        machine=MACHINE,
+        quick=True,
+    )
+    times = outcomes[2, "optim"].times
+    assert times is not None
+    assert times.step == found.seconds
+
+
+@pytest.mark.parametrize(
+    ("degree", "context"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.thorough),
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_planned_stages_train_on_their_ranks(
+    ranks: Ranks, tmp_path: Path, degree: int, context: int
+) -> None:
+    """All data-parallel ranks have the same sequences, whole ones."""
+    planning = plan(
+        pipeline=2, tensor_parallel=degree, context_parallel=context, meshes=[(2 // degree,)]
+    )
     planning.save(tmp_path / "plan.json")
     found = ranks.run(_losses, str(tmp_path / "plan.json"), world_size=WORLD)
     assert [losses for losses, _ in found[:2]] == [[], []]
     for losses, has_dtensors in found[2:]:
         assert losses == pytest.approx(_expected(), rel=1e-4)
         assert has_dtensors == (degree > 1)
+
+
+def _losses_of_zero_bubble(path: str) -> list[float]:
+    """Losses of two steps, where this rank has the last one of four stages."""
+    stages = fe.StrategyPlan.load(path).shard_stages(fe.CausalLMStages(deep_llama))
+    params = [param for stage in stages for param in stage.submod.parameters()]
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(params))
+    schedule = ScheduleZBVZeroBubble(list(stages), MICROBATCHES, loss_fn=_loss)
+    losses = []
+    for _ in range(2):
+        found: list[Tensor] = []
+        if stages[0].is_first:
+            schedule.step(TOKENS, target=TOKENS, losses=found)
+            losses.append(sum(each.item() for each in found) / MICROBATCHES)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.thorough
+@passes_on_to_itself
+def test_planned_stages_train_with_split_backwards(ranks: Ranks, tmp_path: Path) -> None:
+    plan(
+        build=deep_llama,
+        pipeline=2,
+        meshes=[(2,)],
+        schedules="ZBVZeroBubble",
+    ).save(tmp_path / "plan.json")
+    found = ranks.run(_losses_of_zero_bubble, str(tmp_path / "plan.json"), world_size=WORLD)
+    assert found[2:] == [[], []]
+    for losses in found[:2]:
+        assert losses == pytest.approx(_expected(deep_llama), rel=1e-4)
 
 
 def test_other_ways_to_shard_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
 from fsdp_engine.simulation.clock import CONTEXT_LANE
+from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.meshes import meshes_with_values
 from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.simulation.stage_messages import is_stage_lane
 from tests.simulation.memory_runs import HOST
 from tests.simulation.small_llama import llama
 
 WIDTH, HEADS, KEY_HEADS, LENGTH, NUM_BLOCKS = 256, 4, 2, 4096, 2
 SIZE = WIDTH // HEADS  # of a head
+MICROBATCHES = 5  # of a pipeline
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
@@ -101,6 +105,79 @@ def test_attention_that_is_not_causal_has_no_load_balancing(monkeypatch: Any) ->
     assert part.model_flops * 4 == whole.model_flops
     with pytest.raises(fe.SimulationError, match="load balancing with causal attention"):
         simulated(4)
+
+
+def pipelined(size: int, schedule: str, *, quick: bool) -> fe.PipelineSimulation:
+    """4 data-parallel ranks of each stage in groups of ``size``, messages without latency."""
+    link = Link(1e11, 0.0)
+
+    def stage(index: int, num_stages: int) -> nn.Module:
+        return nn.Sequential(*[nn.Embedding(WIDTH, WIDTH)] * (index == 0), blocks(1))
+
+    tokens = torch.zeros(1, LENGTH, dtype=torch.long)
+    return fe.simulate_pipeline(
+        stage,
+        8,
+        pipeline=2,
+        context_parallel=size,
+        microbatches=MICROBATCHES,
+        batch=tokens,
+        target=tokens,
+        schedule=schedule,
+        machine=replace(fe.H100, within_node=link, between_nodes=link),
+        quick=quick,
+        mp_policy=BF16,
+    )
+
+
+def stage_messages(found: fe.PipelineSimulation) -> list[float]:
+    return [
+        span.end - span.start
+        for rank in found.ranks
+        for span in rank.spans
+        if is_stage_lane(span.lane)
+    ]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_stages_of_a_pipeline_have_a_part_of_each_sequence(quick: bool) -> None:
+    """Flops, messages between stages and those of ring attention."""
+    whole, part = (pipelined(size, "1F1B", quick=quick) for size in (1, 2))
+    assert "data-parallel ranks in context-parallel groups of 2" in part.title
+    assert part.num_targets * 2 == whole.num_targets
+    messages = stage_messages(whole)
+    assert len(messages) == 4 * MICROBATCHES
+    assert stage_messages(part) == pytest.approx([each / 2 for each in messages])
+    gathered, gradients = kv_bytes(2, 2) / 2, kv_bytes(2, 4)
+    for one, all_of_it in zip(part.ranks, whole.ranks, strict=True):
+        assert one.model_flops * 2 == all_of_it.model_flops
+        assert one.sent_bytes["context"] == MICROBATCHES * (2 * gathered + gradients)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.thorough)]
+)
+def test_quick_simulations_of_pipelines_with_shared_sequences(schedule: str) -> None:
+    quick, full = (pipelined(2, schedule, quick=each) for each in (True, False))
+    assert quick.actions == full.actions
+    assert quick.seconds == pytest.approx(full.seconds, rel=0.03)
+    assert quick.peak_bytes == pytest.approx(full.peak_bytes, rel=0.02)
+
+
+def test_degrees_that_a_pipeline_does_not_take() -> None:
+    tokens = torch.zeros(1, LENGTH, dtype=torch.long)
+    given: dict[str, Any] = {"pipeline": 2, "microbatches": 4, "batch": tokens, "target": tokens}
+
+    def stage(index: int, num_stages: int) -> nn.Module:
+        return blocks(1)
+
+    with pytest.raises(ValueError, match="context_parallel: expected a divisor of the 4 ranks"):
+        fe.simulate_pipeline(stage, 8, context_parallel=3, **given)
+    with pytest.raises(ValueError, match="context_parallel: expected 1 on a machine whose host"):
+        fe.simulate_pipeline(stage, 8, context_parallel=2, machine=HOST, **given)
+    given["batch"] = torch.zeros(1, 6, dtype=torch.long)
+    with pytest.raises(ValueError, match="context_parallel: expected sequences divisible by 4"):
+        fe.simulate_pipeline(stage, 8, context_parallel=2, **given)
 
 
 def kv_bytes(size: int, itemsize: int) -> int:

@@ -27,6 +27,7 @@ from fsdp_engine.simulation import pipeline_job
 from fsdp_engine.simulation import simulate as simulations
 from fsdp_engine.simulation.machine import Link, Machine, Processor
 from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.simulation.pipeline import takes_microbatches
 from fsdp_engine.simulation.pipeline_job import Action, PipelineJob
 from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.simulation.tape import RecordingClock, Replay
@@ -113,10 +114,11 @@ def test_the_bubble_is_that_of_the_formula(schedule: str, pipeline: int) -> None
     assert found.num_targets == 2 * microbatches * ROWS * WIDTH
 
 
+@pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_the_bubble_of_stages_that_share_a_rank(schedule: str) -> None:
+def test_the_bubble_of_stages_that_share_a_rank(schedule: str, quick: bool) -> None:
     """Of v stages of a rank, p - 1 of the v-th part of its turn; none if backwards are split."""
-    found = simulated(schedule)
+    found = simulated(schedule, quick=quick)
     turn = 2 * 6 * PRODUCT
     bubble = turn / 2 if schedule == "Interleaved1F1B" else 0.0
     assert found.seconds == pytest.approx(4 * turn + bubble)
@@ -403,6 +405,19 @@ def test_messages_without_another_side_are_errors() -> None:
         "stage 0, microbatch 1 of 8192 bytes; found gradients of stage 0, microbatch 0 of 8192",
     ):
         simulated(Swapped)
+
+
+def test_schedules_take_some_numbers_of_microbatches() -> None:
+    taken = {
+        schedule: [count for count in range(1, 9) if takes_microbatches(schedule, 2, count)]
+        for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
+    }
+    assert taken["1F1B"] == [*range(2, 9)]
+    assert taken["DualPipeV"] == [*range(4, 9)]
+    for schedule, counts in taken.items():
+        for count in (count for count in range(1, 9) if count not in counts):
+            with pytest.raises(ValueError, match="microbatches: expected a number"):
+                simulated(schedule, microbatches=count)
 
 
 def test_wrong_arguments() -> None:

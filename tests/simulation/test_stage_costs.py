@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.simulation import pipeline as pipelines
-from fsdp_engine.simulation.pipeline_job import PipelineJob
+from fsdp_engine.simulation import stage_costs as stage_costs_module
+from fsdp_engine.simulation.pipeline_job import FORWARD, LETTERS, PipelineJob
 from fsdp_engine.simulation.stage_costs import StageCosts, stage_costs
-from tests.pipelining.scene import passes_on_to_itself
 from tests.simulation.memory_runs import HOST
 
 WIDTH, ROWS = 1024, 512
@@ -70,8 +70,11 @@ MOST_MEMORY = {"LoopedBFS": 1.15}
 
 FEW = [("1F1B", "optim", "device"), ("1F1B", "optim_grads_params", "device")]
 FEW += [("1F1B", "optim", "host"), ("Interleaved1F1B", "optim_grads_params", "device")]
+FEW += [("ZBVZeroBubble", "optim_grads_params", "device"), ("DualPipeV", "optim", "device")]
+UNSPLIT = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
+SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 EVERY = itertools.product(
-    ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"],
+    [*UNSPLIT, *SPLIT],
     ["no_shard", "optim", "optim_grads_params"],
     ["device", "host"],
 )
@@ -107,9 +110,9 @@ def test_a_quick_simulation_is_like_a_full_one(schedule: str, level: str, machin
 def test_stages_that_are_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def noted(job: PipelineJob, index: int, arguments: Any) -> StageCosts:
+    def noted(job: PipelineJob, index: int, *args: Any) -> StageCosts:
         tried.append(index)
-        return stage_costs(job, index, arguments)
+        return stage_costs(job, index, *args)
 
     monkeypatch.setattr(pipelines, "stage_costs", noted)
     simulated(True, "Interleaved1F1B", pipeline=4, microbatches=8, **ON_GPUS)
@@ -154,10 +157,49 @@ def test_a_step_of_few_microbatches_is_simulated_in_full() -> None:
     assert quick.ranks == full.ranks
 
 
-@passes_on_to_itself
-def test_schedules_with_backwards_in_two_parts_are_an_error() -> None:
-    with pytest.raises(ValueError, match="schedule: expected one that runs backwards in one"):
-        simulated(True, "ZBVZeroBubble", **ON_GPUS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_a_pipeline_of_four_ranks_with_split_backwards(schedule: str, level: str) -> None:
+    """A turn of a V between other stages, and as many microbatches again as a stage runs alone."""
+    options = {"pipeline": 4, "microbatches": 12, "strategy": level, **ON_GPUS}
+    quick, full = (simulated(each, schedule, **options) for each in (True, False))
+    assert quick.actions == full.actions
+    assert quick.seconds == pytest.approx(full.seconds, rel=0.02)
+    assert quick.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "most"), [(True, 1.01), pytest.param("offload", 1.04, marks=pytest.mark.thorough)]
+)
+def test_split_backwards_of_checkpointed_blocks(recompute: Any, most: float) -> None:
+    options = {"checkpointing": recompute, "strategy": "optim", **ON_GPUS}
+    quick, full = (simulated(each, "ZBVZeroBubble", **options) for each in (True, False))
+    assert quick.seconds == pytest.approx(full.seconds, rel=0.03)
+    for one, other in zip(quick.ranks, full.ranks, strict=True):
+        assert 0.99 * other.peak_bytes <= one.peak_bytes <= most * other.peak_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("letters", stage_costs_module._ORDERS)
+def test_stages_alone_run_all_cases(letters: str, stage: int) -> None:
+    """In particular those that torch's schedules have."""
+    kinds = {letter: kind for kind, letter in LETTERS.items()}
+    found = set()
+    for order in stage_costs_module._ORDERS[letters]:
+        letters_of_order = [each[0] for each in order.split()]
+        assert set(letters_of_order) == set(letters)
+        cases = stage_costs_module._Cases(stage)
+        last = len(letters_of_order) - 1
+        found |= {
+            cases.of(kinds[each], is_last=number == last)
+            for number, each in enumerate(letters_of_order)
+        }
+    before = {kinds[each] for each in letters if stage > 0 or each != "I"}
+    whole = {kinds[each] for each in letters if each in "BW"}
+    assert found >= {(kinds[each], other) for each in letters for other in before}
+    assert found >= {(kind, end) for kind in whole for end in ("first", "last")}
+    assert (FORWARD, "first") in found
 
 
 def test_offloaded_state_is_copied_in_each_step() -> None:
