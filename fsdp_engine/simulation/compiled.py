@@ -27,6 +27,11 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fsdp_engine.memory import allocator
+from fsdp_engine.simulation.chunked_products import (
+    chunk_products,
+    is_of_backward,
+    simulated_symmetric_memory,
+)
 from fsdp_engine.simulation.device_kernels import torch_s_kernels
 from fsdp_engine.simulation.flex_attention import BACKWARD, FORWARD, flex_kernel
 from fsdp_engine.simulation.fusion import (
@@ -82,7 +87,10 @@ def simulated_compiler() -> Iterator[None]:
         _codes_before = _compiled_codes()
     _running += 1
     try:
-        with patch.object(torch._TorchCompileInductorWrapper, "__call__", _compile):
+        with (
+            patch.object(torch._TorchCompileInductorWrapper, "__call__", _compile),
+            simulated_symmetric_memory(),
+        ):
             yield
     finally:
         _running -= 1
@@ -216,6 +224,7 @@ def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> An
     from torch._inductor.utils import get_donated_idxs
 
     del inputs
+    chunk_products(graph)
     is_backward = bool(options.get("is_backward"))
     donated = (get_donated_idxs() or []) if is_backward else []
     compiled = _CompiledGraph(graph, donated, is_backward=is_backward)
@@ -285,6 +294,16 @@ class _CompiledGraph:
                 [n for each in part for n in (each, *views.get(each, ()))] for part in (early, late)
             )
             self._steps.append((kernel, before, after))
+        # Results of one operation are freed one by one.
+        last: dict[Node, int] = {}
+        for number, kernel in enumerate(kernels):
+            unfused = [] if kernel.is_fused else kernel.nodes[0].all_input_nodes
+            for node in (*kernel.reads, *kernel.in_place, *map(memory_of, unfused)):
+                last[node] = number
+        for node, number in last.items():
+            if node is not source_of(node) and node not in returned:
+                of_node = [each for each in views[source_of(node)] if memory_of(each) is node]
+                self._steps[number][2].extend(of_node)
 
     def __call__(self, args: list[Any]) -> Any:
         """Run all kernels. ``args`` is emptied, as by inductor."""
@@ -311,7 +330,7 @@ class _CompiledGraph:
     def _run(self, node: Node, values: dict[Node, Any], mode: Operations) -> None:
         """Run an operation that is a kernel of its own."""
         if self._is_backward:
-            mode.is_recomputation = not _is_of_backward(node)
+            mode.is_recomputation = not is_of_backward(node)
         args, kwargs = self._arguments(values, node)
         assert callable(node.target)
         if name_of(node) in (FORWARD, BACKWARD):
@@ -325,6 +344,12 @@ class _CompiledGraph:
             values[node] = args[1](*args[2:], **kwargs)
         else:
             values[node] = node.target(*args, **kwargs)
+        if isinstance(values[node], tuple | list):
+            results = values[node]
+            values[node] = None
+            for user in node.users:
+                if name_of(user) == "getitem":
+                    values[user] = results[user.args[1]]
 
     def _arguments(self, values: dict[Node, Any], node: Node) -> tuple[Any, Any]:
         get: Callable[[Node], Any] = partial(self._value, values)
@@ -371,11 +396,6 @@ def _check_shapes(nodes: Sequence[Node]) -> None:
                     "torch.compile: expected static shapes in a simulation; found dynamic ones: "
                     "simulate with dynamic=None or False"
                 )
-
-
-def _is_of_backward(node: Node) -> bool:
-    """Whether a node of a backward graph is one of backward, not of a recomputed forward."""
-    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def _allocate(value: Any) -> Any:

@@ -61,6 +61,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import not_compiled
+from fsdp_engine.simulation import chunked_products
+from fsdp_engine.simulation.chunked_products import ChunkedProduct
 from fsdp_engine.simulation.clock import CONTEXT_LANE, MODEL_LANE, Clock, SimulatedTicket
 from fsdp_engine.simulation.copies import Direction
 from fsdp_engine.simulation.flex_attention import BACKWARD, FORWARD, FlexKernel
@@ -87,6 +89,9 @@ _UNCACHED = {"set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_f
 # The engine sets the storages of tensors by this operation; the fake mode is not involved.
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+
+# The host issues for each chunk a product, a copy, and waits and barriers of two streams.
+_CALLS_OF_A_CHUNK = 4
 
 # Instead of an argument's number: several arguments or results share the storage.
 _AMBIGUOUS = -1
@@ -511,6 +516,8 @@ class Operations(TorchDispatchMode):
         elif func.namespace == _MODEL_COLLECTIVES:
             self._message_of_model(func, args, out)
             self._memory.made(tensors_of(out))
+        elif func.namespace == chunked_products.NAMESPACE:
+            self._chunked_product(func, args, kwargs, out, recipe)
         elif func.namespace not in ("prim", "profiler"):
             self._operation(func, args, kwargs, out, recipe)
         return out
@@ -766,6 +773,40 @@ class Operations(TorchDispatchMode):
         for each in tensors_of(out):
             self._pending[_storage_of(each)] = ended
 
+    def _chunked_product(
+        self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
+    ) -> None:
+        """Run a product beside the message of its operand or result; see [Note: Chunked
+        products]."""
+        product = ChunkedProduct.of(func, args, out)
+        clock, name, num_chunks = self._clock, func._overloadpacket.__name__, product.group.size()
+        machine, num_bytes, dtype = clock.machine, product.message_bytes, product.dtype
+        seconds = machine.processor.seconds
+        chunk = sum(
+            seconds(flops, part_bytes, dtype, product_elements=elements)
+            for flops, part_bytes, elements in product.parts
+        )
+        link = machine.link(num_chunks, self._stride(product.group))
+        of_message = message_seconds(link, num_bytes, num_chunks)
+        clock.call(_CALLS_OF_A_CHUNK * num_chunks)
+        if product.is_gathered:
+            clock.compute("copy", seconds(0, 2 * num_bytes / num_chunks, dtype))
+        else:
+            clock.compute(name, chunk)
+        ended = clock.send_for_model(
+            name, sent_bytes(num_bytes, num_chunks), of_message, of_message * link.processor_share
+        )
+        clock.compute(name, (num_chunks - 1) * chunk)
+        clock.wait_for_model(ended)
+        if product.is_gathered:
+            clock.compute(name, chunk)
+        else:
+            clock.compute("sum", seconds(0, num_bytes + num_bytes / num_chunks, dtype))
+        self._count_flops(func, args, kwargs, out, recipe)
+        self._memory.made(tensors_of(out))
+        if not product.is_gathered or out[0] is None:
+            self._memory.sample(num_bytes)
+
     def _stride(self, group: dist.ProcessGroup) -> int:
         """The stride between the ranks of a group."""
         ranks = self._ranks_of(group)
@@ -860,6 +901,8 @@ def _dtype(args: Any) -> torch.dtype:
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Floating-point operations of matrix products and attention."""
     packet = func._overloadpacket
+    if func.namespace == chunked_products.NAMESPACE:
+        return ChunkedProduct.of(func, args, out).flops
     if packet in _MORE_FLOPS:
         return _MORE_FLOPS[packet](*args, **kwargs)
     formula: Any = flop_counter.flop_registry.get(packet)
