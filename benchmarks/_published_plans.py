@@ -14,7 +14,9 @@ Outputs of blocks are DTensors here, and local tensors in torchtitan, with the s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -66,6 +68,29 @@ def torchtitan_fp8(model: nn.Module, mesh: DeviceMesh) -> None:
     _apply_torchtitan(
         model, mesh, Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
     )
+
+
+def with_symmetric_memory(apply: Callable[..., None]) -> Callable[..., None]:
+    """Returns a plan that enables symmetric memory for its group, too, which asynchronous tensor
+    parallelism needs, as torchtitan does."""
+
+    def applied(model: nn.Module, mesh: DeviceMesh) -> None:
+        from torch.distributed import _symmetric_memory
+
+        apply(model, mesh)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13: no need to call it
+            _symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
+
+    return applied
+
+
+def asynchronous(is_async: bool) -> AbstractContextManager[None]:
+    """Context in which inductor makes tensor parallelism asynchronous, or does not."""
+    from torch._inductor import config
+
+    found: AbstractContextManager[None] = config.patch(_micro_pipeline_tp=is_async)
+    return found
 
 
 def torchtitan_fp8_stage(stage: nn.Module, mesh: DeviceMesh) -> None:

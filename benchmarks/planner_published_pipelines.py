@@ -20,7 +20,7 @@ The report states schedules, local batch and ranks. Other options are torchtitan
   unsharded gradients. Level 1 does the same.
 - Sequences of 8,192 tokens (``train_configs/llama3_405b.toml``).
 
-Asynchronous tensor parallelism is not simulated.
+Tensor parallelism is asynchronous.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import harness
 import torch
-from _published_plans import torchtitan_fp8_stage
+from _published_plans import asynchronous, torchtitan_fp8_stage, with_symmetric_memory
 from planner_published import BF16, GRAND_TETON, H100_REPORT, llama
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
@@ -72,7 +72,7 @@ def plan(schedule: str, microbatches: int) -> dict[str, Any]:
     stages_per_rank, published, gib = PUBLISHED[schedule]
     rows = LOCAL_BATCH // microbatches
     tokens = torch.zeros(rows, LENGTH, dtype=torch.long)
-    with loss_parallel():
+    with loss_parallel(), asynchronous(True):
         found = fe.simulate_pipeline(
             stage,
             RANKS,
@@ -84,7 +84,7 @@ def plan(schedule: str, microbatches: int) -> dict[str, Any]:
             stages_per_rank=stages_per_rank,
             loss=loss,
             tensor_parallel=TENSOR_PARALLEL,
-            parallelize=torchtitan_fp8_stage,
+            parallelize=with_symmetric_memory(torchtitan_fp8_stage),
             machine=GRAND_TETON,
             quick=True,
             strategy="optim",

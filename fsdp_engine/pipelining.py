@@ -9,7 +9,7 @@ runs, whether a backward is the last one, and which part of a backward runs
 A message is received into a tensor. torch's stage has one for every message of a step from its
 first step on: for 64 microbatches of 8,192 tokens with 16,384 features in bf16, 32 GiB between two
 neighbours. Here a message has memory from when it is received to the end of the backward that uses
-it, so as many have memory as there are microbatches under way; before and after, torch's record of
+it, so as many have memory as there are microbatches in flight; before and after, torch's record of
 it has a tensor on the meta device, of the same shape, strides and dtype, which the messages of all
 microbatches share. Schedules keep losses (and outputs, if the user wants them) to the end of the
 step. Their graphs would keep what the last stage has received, so they are detached after the
@@ -53,7 +53,7 @@ class PipelineStage(stage.PipelineStage):
     Along axes over which gradients are not sharded, they are reduced once per step, in the last
     backward. Along axes over which they are sharded, they are reduced in every backward.
 
-    Received tensors have memory only while a microbatch is under way ([Note: Received tensors]).
+    Received tensors have memory only while a microbatch is in flight ([Note: Received tensors]).
 
     Raises:
         ValueError: ``dw_builder`` is given for a sharded module, since the engine does not reduce

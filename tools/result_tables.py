@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -1358,7 +1359,8 @@ def published_parallel_ranges() -> str:
     for row in _published(is_compiled=True):
         degrees = {"tensor": row["tensor parallel"], "context": row["context parallel"]}
         parallel = [name for name, degree in degrees.items() if degree > 1] or ["data"]
-        key = (_gpu(row), "fp8" if row["fp8"] else "bf16", f"{parallel[0]} parallel")
+        ranks = f"{parallel[0]} parallel" + ", asynchronous" * row.get("asynchronous", False)
+        key = (_gpu(row), "fp8" if row["fp8"] else "bf16", ranks)
         ratios.setdefault(key, []).append(row["planned over published"])
     rows = [
         [
@@ -1370,6 +1372,26 @@ def published_parallel_ranges() -> str:
         for key, each in ratios.items()
     ]
     return table(["GPU", "linears", "ranks", "number", "planned over published", "median"], rows)
+
+
+def published_asynchronous() -> str:
+    """Gains by asynchronous tensor parallelism, published and planned. A job without it is the row
+    before that of the same job with it."""
+    found, rows = _published(is_compiled=True), []
+    for row, after in itertools.pairwise(found):
+        if not after.get("asynchronous", False):
+            continue
+        linears = "fp8" if row["fp8"] else "bf16"
+        speeds = [[each[f"{name} tokens/s"] for each in (row, after)] for name in _KINDS_OF_SPEED]
+        gains = [f"{with_it / without:.2f}" for without, with_it in speeds]
+        waits = [f"{each['exposed of tensor parallel']:.0%}" for each in (row, after)]
+        job = f"{row['job']}, {_TITAN[row['source']]}"
+        rows.append([job, linears, *(f"{each:,.0f}" for each in speeds[0]), *gains, *waits])
+    columns = ["job", "linears", "tokens/s of a GPU, published", "asynchronous", "gain, published"]
+    return table([*columns, "planned", "waits, planned", "asynchronous"], rows)
+
+
+_KINDS_OF_SPEED = ("published", "planned")
 
 
 def published_pipelines() -> str:
@@ -1711,6 +1733,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     published_ranges,
     published_parallel,
     published_parallel_ranges,
+    published_asynchronous,
     published_pipelines,
     planner_compiled,
     time_accuracy,

@@ -52,7 +52,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
-from torch._decomp import decomposition_table
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
@@ -885,10 +884,12 @@ def _composed(func: Any) -> Callable[..., Any] | None:
         if composed is None:
             raise NotImplementedError(f"{func}: expected an operator that consists of operations")
         return composed
-    if func is _aten._safe_softmax.default:
-        return decomposition_table[func]
-    is_composed = func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # Some, such as ``silu_backward``, are a kernel on the CPU and on devices.
+    is_composed = (
+        func.namespace == "aten"
+        and has_kernel(func.name(), "CompositeImplicitAutograd")
+        and not has_kernel(func.name(), "CPU")
     )
     return func.decompose if is_composed else None
 

@@ -11,7 +11,7 @@ the time of each action, and the memory that it needs and leaves. torch's schedu
 that compute nothing, and take these times (``tape.py``), and memory is added up.
 
 Received tensors, and those that stages next to each other on one rank (V-schedules) pass on
-without a message, have memory as long as their microbatch is under way (``pipelining.py``), which
+without a message, have memory as long as their microbatch is in flight (``pipelining.py``), which
 depends on the schedule: stages alone are measured without them.
 
 Compared with a simulation of all forwards and backwards, communication of a stage that could run

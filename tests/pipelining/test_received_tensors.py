@@ -1,4 +1,4 @@
-"""Received tensors have memory while their microbatch is under way."""
+"""Received tensors have memory while their microbatch is in flight."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MOST = {"1F1B": (2, 2), "GPipe": (2, scene.NUM_MICROBATCHES)}
 
 @pytest.mark.parametrize("schedule", MOST)
 @on_ranks(4)
-def test_only_microbatches_under_way_have_received_tensors(schedule: str) -> None:
+def test_only_microbatches_in_flight_have_received_tensors(schedule: str) -> None:
     pipeline = watched(schedule)
     (stage,) = stages_of(pipeline)
     for x, y in scene.batches(2):

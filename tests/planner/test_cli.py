@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -88,13 +89,14 @@ class Dropping(Counting):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with a module ``planned_models`` in it."""
     (tmp_path / "planned_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "planned_models", raising=False)
-    return tmp_path
+    yield tmp_path
+    # A loaded file that is newer than the process turns caches of plans off.
+    sys.modules.pop("planned_models", None)
 
 
 def run(arguments: str, *, status: int = 0) -> str:

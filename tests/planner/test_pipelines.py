@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
+from fsdp_engine.planner import plan_cache
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.page import save_page
@@ -196,6 +197,7 @@ def test_rows_of_other_stages_are_not_taken_from_disk(monkeypatch: pytest.Monkey
         return simulate_pipeline(stages, *args, **options)
 
     monkeypatch.setattr(pipeline, "simulate_pipeline", noted)
+    monkeypatch.setattr(plan_cache, "_STARTED_NS", 2**63)  # whatever files were loaded since
     options = {"pipeline": 2, "meshes": [(2,)], "cache": True}
     for loss, count in ((None, 3), (None, 3), (_loss, 6), (_loss, 6)):
         plan(stage_loss=loss, **options)

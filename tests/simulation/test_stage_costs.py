@@ -63,11 +63,6 @@ def simulated(quick: bool, schedule: str, **options: Any) -> fe.PipelineSimulati
     )
 
 
-# Relative to a full simulation. LoopedBFS runs the microbatches backward in the opposite order, and
-# keeps fewer parameters between them.
-MOST_MEMORY = {"LoopedBFS": 1.15}
-
-
 FEW = [("1F1B", "optim", "device"), ("1F1B", "optim_grads_params", "device")]
 FEW += [("1F1B", "optim", "host"), ("Interleaved1F1B", "optim_grads_params", "device")]
 FEW += [("ZBVZeroBubble", "optim_grads_params", "device"), ("DualPipeV", "optim", "device")]
@@ -97,10 +92,9 @@ def test_a_quick_simulation_is_like_a_full_one(schedule: str, level: str, machin
     assert quick.tokens_per_second * quick.seconds == pytest.approx(
         full.tokens_per_second * full.seconds
     )
-    most = MOST_MEMORY.get(schedule, 1.02)
     for one, other in zip(quick.ranks, full.ranks, strict=True):
         print(schedule, level, machine, one.peak_bytes / other.peak_bytes)
-        assert 0.99 * other.peak_bytes <= one.peak_bytes <= most * other.peak_bytes
+        assert 0.99 * other.peak_bytes <= one.peak_bytes <= 1.02 * other.peak_bytes
         assert one.sent_bytes == pytest.approx(other.sent_bytes, rel=0.01)
         assert one.compute_seconds == pytest.approx(other.compute_seconds, rel=0.02)
         assert one.checkpoint_bytes == other.checkpoint_bytes
@@ -177,7 +171,7 @@ def test_split_backwards_of_checkpointed_blocks(recompute: Any, most: float) -> 
     quick, full = (simulated(each, "ZBVZeroBubble", **options) for each in (True, False))
     assert quick.seconds == pytest.approx(full.seconds, rel=0.03)
     for one, other in zip(quick.ranks, full.ranks, strict=True):
-        assert 0.99 * other.peak_bytes <= one.peak_bytes <= most * other.peak_bytes
+        assert 0.99 * other.peak_bytes <= one.peak_bytes <= 1.02 * other.peak_bytes
 
 
 @pytest.mark.parametrize("stage", [0, 1])
