@@ -39,6 +39,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import is_initialized
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_engine.accelerator import is_accelerator
@@ -316,7 +317,14 @@ class Checkpointer:
         return _Save(self, entries, self._directory.staging(agreed), step)
 
     def _write(self, save: _Save) -> None:
-        """Write and publish a save. Collective over the group of saves."""
+        """Write and publish a save. Collective over the group of saves.
+
+        Raises:
+            RuntimeError: the process group has been destroyed. Without one, each rank would write
+                as the only one, and publish what it has.
+        """
+        if self._control is not None and not is_initialized():
+            raise RuntimeError("the process group was destroyed before the save was complete")
         group = self._directory.host_group()
         write = partial(self._run.write, save.entries, save.staging, save.step, group)
         self._directory.write(write, save.staging, save.step)

@@ -61,3 +61,6 @@ def test_a_save_that_cannot_be_finished_ends_the_script_with_its_error(tmp_path:
     assert ended.returncode == 1
     assert "saving step 1 into" in ended.stderr
     assert "before destroy_process_group()" in ended.stderr
+    assert "the process group was destroyed" in ended.stderr
+    # Without a group each rank would take itself for the only one, and publish its shards alone.
+    assert not list((tmp_path / "saved").glob("step-*"))
