@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,8 @@ from torch import nn
 WIDTH = 64
 
 
-def llama() -> nn.Module:
+def llama(**options: Any) -> nn.Module:
+    """Builds it, with further options of its config."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -20,6 +23,7 @@ def llama() -> nn.Module:
         num_key_value_heads=2,
         vocab_size=256,
         use_cache=False,
+        **options,
     )
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model

@@ -26,6 +26,7 @@ from fsdp_engine.simulation.compiled import simulated_compiler
 from fsdp_engine.simulation.flex_attention import FlexKernel, computed_share
 from fsdp_engine.simulation.machine import Attention, Link, Machine, Processor
 from tests.simulation.memory_runs import HOST
+from tests.simulation.small_llama import llama
 
 ROWS, LENGTH, HEADS, SIZE = 2, 1024, 4, 16
 WIDTH, WORDS = HEADS * SIZE, 128
@@ -455,19 +456,8 @@ def test_other_results_have_memory() -> None:
 
 
 def _llama(attention: str, compile: bool) -> fe.Simulation:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=WORDS,
-        use_cache=False,
-        attn_implementation=attention,
-    )
     tokens = {"input_ids": _tokens(), "labels": _tokens()}
-    build = partial(transformers.LlamaForCausalLM, config)
+    build = partial(llama, attn_implementation=attention)
     return fe.simulate(build, 8, batch=tokens, machine=EQUAL, compile=compile)
 
 
