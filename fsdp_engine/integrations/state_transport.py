@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import pickle
 import socket
 import struct
@@ -53,7 +54,8 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
         self._changed = threading.Condition()
         # The offered step with its header and tensors; None: weights may change.
         self._offer: tuple[int, bytes, list[Tensor]] | None = None
-        self._num_steps = 0
+        # The steps that receivers have asked for and that may still be offered.
+        self._requests: dict[socket.socket, int] = {}
         self._connections: list[socket.socket] = []
         is_dual = socket.has_dualstack_ipv6()
         self._server = socket.create_server(
@@ -81,10 +83,15 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """Refuse receivers that ask for this step's state from now on; returns at once."""
+        """End the current step; returns at once.
+
+        Receivers that wait for it are refused: for the offered step or an earlier one or, without
+        an offer, for any. Those that wait for a later step than the offered one still wait.
+        """
         with self._changed:
+            ended = self._offer[0] if self._offer is not None else math.inf
+            self._requests = {each: step for each, step in self._requests.items() if step > ended}
             self._offer = None
-            self._num_steps += 1
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
@@ -149,12 +156,13 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
             try:
                 (step,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
                 with self._changed:
-                    # The receiver may be faster than the sender. Once the sender has ended the
-                    # step, it will not offer its state.
-                    now = self._num_steps
+                    # The receiver may be faster than the sender.
+                    self._requests[connection] = step
                     self._changed.wait_for(
-                        lambda: self._offers(step) or self._num_steps > now, self._timeout
+                        lambda: self._offers(step) or connection not in self._requests,
+                        self._timeout,
                     )
+                    self._requests.pop(connection, None)
                     offer = self._offer if self._offers(step) else None
                     if offer is not None:
                         self._connections.append(connection)

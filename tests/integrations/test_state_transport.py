@@ -80,6 +80,22 @@ def test_a_step_that_is_over_is_refused(sender: StateTransport, receiver: StateT
     end.join()
 
 
+def test_the_end_of_a_step_refuses_no_receiver_of_the_next(
+    sender: StateTransport, receiver: StateTransport
+) -> None:
+    sender.send_checkpoint([1], 5, {"step": 5}, WAIT)
+    actions = [
+        sender.disallow_checkpoint,
+        lambda: sender.send_checkpoint([1], 6, {"step": 6}, WAIT),
+    ]
+    timers = [threading.Timer(0.3 * (i + 1), action) for i, action in enumerate(actions)]
+    for each in timers:
+        each.start()
+    assert receiver.recv_checkpoint(0, sender.metadata(), 6, WAIT) == {"step": 6}
+    for each in timers:
+        each.join()
+
+
 def test_a_receiver_that_does_not_read_holds_the_sender_for_the_timeout_only(
     sender: StateTransport,
 ) -> None:
