@@ -22,7 +22,7 @@ from fsdp_engine.planner.batch_search import (
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.fewer_blocks import Repeated, of_all_blocks
 from fsdp_engine.planner.outcome import Outcome, Trial
-from fsdp_engine.planner.plan_cache import JobCache, cache_of, digest
+from fsdp_engine.planner.plan_cache import JobCache, cache_of, compiler_settings, digest
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress
 from fsdp_engine.simulation.operations import OperationCache
@@ -78,7 +78,9 @@ class Job:
         request = self.request
         names = ["loss", "optimizer", "options", "machine", "world_size", "compile", "parallelize"]
         names += ["stages", "stage_loss"]
-        self.cache = cache_of({"model": model, **{name: getattr(request, name) for name in names}})
+        parts = {name: getattr(request, name) for name in names}
+        parts["compiler"] = compiler_settings(model, request.compile)
+        self.cache = cache_of({"model": model, **parts})
 
     def inputs(self, candidate: Candidate) -> Any:
         """A rank's batch."""

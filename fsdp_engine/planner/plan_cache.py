@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_engine.planner.outcome import Outcome
 
@@ -112,6 +112,29 @@ def cache_of(parts: Mapping[str, Any], folder: Path | None = None) -> JobCache |
     if described is None or _is_changed_since_start(loaded_sources()):
         return None
     return JobCache(described, folder or cache_folder())
+
+
+def compiler_settings(model: nn.Module, compiles: bool) -> tuple[list[str], list[dict[str, Any]]]:
+    """Returns the names of the model's compiled modules, which pickles of modules lack, and the
+    settings of torch's compiler if it is used.
+
+    Args:
+        model: before its sharding.
+        compiles: its blocks will be compiled.
+    """
+    names = [name for name, each in model.named_modules() if each._compiled_call_impl is not None]
+    if not names and not compiles:
+        return [], []
+    from torch._dynamo import config as dynamo  # they load the compiler
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    # Not their `get_hash()`: that of dynamo depends on the order of sets, another in each process.
+    configs = (dynamo, functorch, inductor)
+    settings = [each.save_config_portable(ignore_private_configs=False) for each in configs]
+    for each in settings:
+        each.pop("debug_dir_root", None)  # in the working directory
+    return names, settings
 
 
 def digest(value: Any) -> str | None:

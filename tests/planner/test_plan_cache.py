@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fsdp_engine as fe
@@ -97,6 +99,12 @@ def with_a_function() -> nn.Module:
     return model
 
 
+def with_a_compiled_block() -> nn.Module:
+    model = build()
+    model.blocks[0].compile()
+    return model
+
+
 def longer() -> tuple[Tensor, Tensor]:
     return token_batch(5, 1)
 
@@ -115,6 +123,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
         {"build": wider},
         {"build": with_an_attribute},
         {"build": with_a_function},
+        {"build": with_a_compiled_block},
+        {"compile": True},
         {"batch": longer},
         {"machine": replace(fe.H100, host_seconds=9e-6)},
         {"machine": replace(fe.H100, processor=replace(fe.H100.processor, memory_bytes=81e9))},
@@ -139,6 +149,18 @@ def test_another_job_is_not_answered_from_the_cache(
     arguments: dict[str, Any] = {"build": build, "batch": batch, "world_size": 16, **changes}
     fe.plan(meshes=meshes, checkpointing=(True,), cache=True, **arguments)
     assert simulated.count("optim_grads_params") >= 1
+
+
+def test_a_setting_of_the_compiler_makes_another_job(
+    simulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned_pairs(monkeypatch)
+    counts = []
+    for is_async in (False, False, True):
+        with patch.object(inductor_config, "_micro_pipeline_tp", is_async):
+            planned(compile=True)
+        counts.append(len(simulated))
+    assert 0 < counts[0] == counts[1] < counts[2]
 
 
 def planned_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,13 +303,16 @@ SCRIPT = """
         return simulate(*args, **options)
 
     job.simulate = counted
-    found = fe.plan(build, torch.zeros(2, 8), world_size=2, quick=True, cache=True)
+    found = fe.plan(
+        build, torch.zeros(2, 8), world_size=2, quick=True, cache=True, compile=len(sys.argv) > 1
+    )
     print(number, *(each.peak_bytes for each in found.outcomes))
 """
 
 
 @pytest.mark.thorough
-def test_processes_share_rows_until_a_helper_changes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_processes_share_rows_until_a_helper_changes(tmp_path: Path, is_compiled: bool) -> None:
     """A file that the model imports, with the same size as before."""
     helper = tmp_path / "helper.py"
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
@@ -297,7 +322,7 @@ def test_processes_share_rows_until_a_helper_changes(tmp_path: Path) -> None:
         os.utime(helper, ns=(0, width * 10**9))  # before the process starts
         os.utime(tmp_path / "script.py", ns=(0, 0))
         done = subprocess.run(
-            [sys.executable, "-B", "script.py"],
+            [sys.executable, "-B", "script.py", *["compile"] * is_compiled],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(Path(fe.__file__).parent.parent)},
             capture_output=True,
