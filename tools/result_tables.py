@@ -1053,20 +1053,20 @@ def planner_quick() -> str:
     rows = []
     for model, run in results("planner_quick").items():
         gib = run["resident_bytes"] / GIB
-        first, whole = run["first"], run
+        imports, first, whole = run["imports"], run["first"], run
         in_time = first["processor_seconds"] <= 10 and whole["processor_seconds"] <= 60
         rows.append(
             [
                 model,
                 f"{run['ranks']:,}",
                 run["rows"],
-                *(f"{each['processor_seconds']:.1f}" for each in (first, whole)),
+                *(f"{each['processor_seconds']:.1f}" for each in (imports, first, whole)),
                 *(f"{each['seconds']:.1f}" for each in (first, whole)),
                 f"{gib:.2f}",
                 "met" if in_time and gib <= 1 else "**missed**",
             ]
         )
-    columns = ["model", "ranks", "rows", "processor s: first row", "plan"]
+    columns = ["model", "ranks", "rows", "processor s: imports", "first row", "plan"]
     columns += ["wall s: first row", "plan", "resident GiB", "10 s, 60 s, 1 GiB"]
     return with_machine(table(columns, rows), "planner_quick")
 

@@ -211,6 +211,13 @@ def _link(setting: Setting, num_ranks: int) -> str:
     return "within a node" if num_ranks <= setting.ranks_per_node else "between nodes"
 
 
+# By a schedule, those that wait less, within a sentence.
+_SHORTER_SCHEDULES = {
+    **dict.fromkeys(("GPipe", "1F1B"), "and schedules such as Interleaved1F1B and ZBVZeroBubble "),
+    "Interleaved1F1B": "and the schedule ZBVZeroBubble ",
+}
+
+
 def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Trial]) -> list[str]:
     lines = []
     for trial in trials:
@@ -221,8 +228,8 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
     candidate = chosen.candidate
     if candidate.pipeline > 1 and times.shares().get("other stages", 0.0) >= 2 * _MIN_SHARE:
         lines.append(
-            "Stages wait for each other: more microbatches, of fewer rows, and schedules such as "
-            "Interleaved1F1B and ZBVZeroBubble shorten that."
+            "Stages wait for each other: more microbatches, of fewer rows, "
+            f"{_SHORTER_SCHEDULES.get(candidate.schedule or '', '')}shorten that."
         )
     is_slow = times.shares()["host"] >= 2 * _MIN_SHARE
     if is_slow and "main_weights" in _offloaded_roles(chosen.candidate):

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_engine.simulation.device_kernels import Place, replaced
 from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.operations import Operations
-from fsdp_engine.simulation.packed_sequences import one_sequence_a_row
+from fsdp_engine.simulation.packed_sequences import masks_of_rows
 from fsdp_engine.simulation.simulation_error import as_simulation_error, check_count
 
 _RINGS: list[Place] = [
@@ -120,7 +120,7 @@ class ContextParallel:
             kernel = self._kernel()
             stack.enter_context(replaced({**own, (F, kernel.__name__): kernel}))
             # Ring attention takes no masks; training drops them (``accelerate``'s hooks do).
-            stack.enter_context(one_sequence_a_row())
+            stack.enter_context(masks_of_rows())
             with as_simulation_error("sharding the batch along the sequence"):
                 stack.enter_context(
                     context_parallel(

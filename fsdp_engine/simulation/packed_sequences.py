@@ -1,31 +1,45 @@
-"""Positions of transformers' models in simulations.
+"""Masks of transformers' models in simulations, whose tensors have no values.
 
 Without a mask or a cache, these models ask whether positions begin anew within a row, which means
 several sequences in it and a mask for attention. Fake tensors have no values to tell: the models
 would then make the mask, as they do for an exported program. Positions that the models make
 themselves never begin anew.
+
+With a mask of the tokens, ``attention_mask`` of (rows, tokens), they ask whether it masks any. In
+simulations it does, so that attention has a mask.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_engine.simulation.device_kernels import replaced
 
 
-def one_sequence_a_row() -> AbstractContextManager[None]:
-    """Context in which these models take every row for one sequence. The models have been built, so
-    that transformers has been imported if it is used."""
+def masks_of_rows(inputs: Any = None) -> AbstractContextManager[None]:
+    """Context in which these models take every row for one sequence, with padding if the batch has
+    a mask. The models have been built, so that transformers has been imported if it is used.
+
+    Args:
+        inputs: the batch. If it says where its tokens are, rows may be packed.
+    """
     module = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    if not hasattr(module, name):
-        return nullcontext()
-    return replaced({(module, name): lambda position_ids: None})
+    functions: dict[str, Callable[..., Any]] = {}
+    if not (isinstance(inputs, Mapping) and inputs.get("position_ids") is not None):
+        functions["find_packed_sequence_indices"] = lambda position_ids: None
+    are_all = getattr(module, "fast_all", None)
+    if are_all is not None:
+        functions["fast_all"] = _but_for_fake_tensors(are_all)
+    return replaced(
+        {(module, name): each for name, each in functions.items() if hasattr(module, name)}
+    )
 
 
-def has_positions(inputs: Any) -> bool:
-    """Returns whether the batch says where its tokens are, so that rows may be packed."""
-    return isinstance(inputs, Mapping) and inputs.get("position_ids") is not None
+def _but_for_fake_tensors(are_all: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return lambda tensor: not isinstance(tensor, FakeTensor) and are_all(tensor)

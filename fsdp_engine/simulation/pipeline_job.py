@@ -32,7 +32,7 @@ from fsdp_engine.simulation.context_parallel import ContextParallel, sequence_le
 from fsdp_engine.simulation.device_kernels import device_kernels
 from fsdp_engine.simulation.machine import Link, Machine
 from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.packed_sequences import one_sequence_a_row
+from fsdp_engine.simulation.packed_sequences import masks_of_rows
 from fsdp_engine.simulation.simulate import (
     MakeOptimizer,
     Parallelize,
@@ -285,7 +285,7 @@ class PipelineJob:
         # Fake tensors have no values to compare between ranks.
         engine = shard(module, process.device_mesh, **self.options, initial_values="rank0")
         with (
-            one_sequence_a_row(),
+            masks_of_rows(),
             _compiling_nothing(),  # the process' hooks would be traced
             as_simulation_error(f"forward of stage {index}"),
         ):
@@ -365,7 +365,7 @@ class PipelineJob:
             stack.enter_context(compiled_modules(of_rank, names, on_device=on_device))
             if self.machine.host_runs_ahead:
                 stack.enter_context(device_kernels())
-            stack.enter_context(one_sequence_a_row())
+            stack.enter_context(masks_of_rows())
             engines = [
                 shard(module, mesh, **self.options, initial_values="rank0") for module in modules
             ]

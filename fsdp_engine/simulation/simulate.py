@@ -56,7 +56,7 @@ from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.simulation.meshes import data_mesh_beside
 from fsdp_engine.simulation.module_names import parents_of
 from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.packed_sequences import has_positions, one_sequence_a_row
+from fsdp_engine.simulation.packed_sequences import masks_of_rows
 from fsdp_engine.simulation.simulated_process import SimulatedProcess, simulated_process
 from fsdp_engine.simulation.simulation_error import (
     NEEDS_VALUES,
@@ -622,8 +622,7 @@ def simulate(
             inputs = to_fake(batch() if callable(batch) else batch, process.fake)
         memory.made([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)])
         _check_call(signature, inputs, model)
-        if not has_positions(inputs):
-            stack.enter_context(one_sequence_a_row())
+        stack.enter_context(masks_of_rows(inputs))
         context = None
         if context_parallel > 1:
             context_mesh = device_mesh._get_root_mesh()["cp"]

@@ -155,7 +155,16 @@ def test_waits_for_other_stages_are_a_part_of_the_step(tmp_path: Path) -> None:
     assert times is not None
     assert times.shares()["other stages"] > 0.05
     assert "other stages of the pipeline" in str(planning)
-    assert "Stages wait for each other: more microbatches" in str(planning)
+    advised = {
+        "1F1B": "of fewer rows, and schedules such as Interleaved1F1B and ZBVZeroBubble shorten",
+        "Interleaved1F1B": "of fewer rows, and the schedule ZBVZeroBubble shorten",
+        "ZBVZeroBubble": "of fewer rows, shorten",
+    }
+    first = planning.outcomes[0]
+    for schedule, text in advised.items():
+        chosen = replace(first, candidate=replace(first.candidate, schedule=schedule))
+        found = " ".join(str(replace(planning, outcomes=(chosen,))).split())
+        assert f"Stages wait for each other: more microbatches, {text}" in found
     save_page(planning, tmp_path / "plan.html")
     assert "waits for the other stages" in (tmp_path / "plan.html").read_text()
     planning.save(tmp_path / "plan.json")

@@ -15,17 +15,20 @@ import fsdp_engine as fe
 TOKENS = torch.zeros(2, 256, dtype=torch.int64)
 
 
-def llama(*, use_cache: bool = False) -> nn.Module:
+def llama(*, use_cache: bool = False, attention: str = "sdpa") -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=2, use_cache=use_cache)
+    names = {"use_cache": use_cache, "attn_implementation": attention}
+    config = transformers.LlamaConfig(**sizes, **heads, **names, num_hidden_layers=2)
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model
 
 
-def simulated(*, use_cache: bool, **batch: Tensor) -> fe.Simulation:
-    build = partial(llama, use_cache=use_cache)
+def simulated(
+    *, use_cache: bool = False, attention: str = "sdpa", **batch: Tensor
+) -> fe.Simulation:
+    build = partial(llama, use_cache=use_cache, attention=attention)
     return fe.simulate(build, 1, batch={"input_ids": TOKENS, "labels": TOKENS, **batch})
 
 
@@ -37,8 +40,17 @@ def test_rows_without_positions_are_one_sequence_each() -> None:
 
 def test_given_positions_may_begin_anew_within_a_row() -> None:
     positions = torch.zeros(2, 256, dtype=torch.int64)
-    packed = simulated(use_cache=False, position_ids=positions)
-    assert packed.peak_bytes > simulated(use_cache=False).peak_bytes
+    packed = simulated(position_ids=positions)
+    assert packed.peak_bytes > simulated().peak_bytes
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_a_mask_of_the_tokens_is_one_of_attention(attention: str) -> None:
+    """It may have padding."""
+    without = simulated(attention=attention)
+    masked = simulated(attention=attention, attention_mask=torch.ones_like(TOKENS))
+    assert masked.peak_bytes > without.peak_bytes
+    assert masked.seconds >= without.seconds
 
 
 def test_stages_of_pipelines_have_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
