@@ -34,7 +34,8 @@ def device_kernels() -> Iterator[None]:
     other functions call, as backward calls a checkpointed forward."""
     options = getattr(*_FLEX_OPTIONS)
     checks = {_FLEX_DEVICE: _any_device, _FLEX_OPTIONS: _with_largest_scores(options)}
-    with replaced({place: _for_fake_tensors(place) for place in _STAND_INS} | checks):
+    stand_ins = {place: for_fake_tensors(place, each) for place, each in _STAND_INS.items()}
+    with replaced(stand_ins | checks):
         yield
 
 
@@ -71,11 +72,13 @@ def replaced(functions: Mapping[Place, Any]) -> Iterator[None]:
             setattr(module, name, function)
 
 
-def _for_fake_tensors(place: Place) -> Callable[..., Tensor]:
-    function, stand_in = getattr(*place), _STAND_INS[place]
+def for_fake_tensors(place: Place, stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of a place that calls ``stand_in``, with itself as the first argument,
+    for fake tensors."""
+    function = getattr(*place)
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
+    def call(*args: Any, **kwargs: Any) -> Any:
         is_fake = any(isinstance(each, FakeTensor) for each in (*args, *kwargs.values()))
         return stand_in(function, *args, **kwargs) if is_fake else function(*args, **kwargs)
 

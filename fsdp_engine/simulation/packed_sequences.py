@@ -16,10 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-
-from fsdp_engine.simulation.device_kernels import replaced
+from fsdp_engine.simulation.device_kernels import Place, for_fake_tensors, replaced
 
 
 def masks_of_rows(inputs: Any = None) -> AbstractContextManager[None]:
@@ -30,16 +27,11 @@ def masks_of_rows(inputs: Any = None) -> AbstractContextManager[None]:
         inputs: the batch. If it says where its tokens are, rows may be packed.
     """
     module = sys.modules.get("transformers.masking_utils")
-    functions: dict[str, Callable[..., Any]] = {}
-    if not (isinstance(inputs, Mapping) and inputs.get("position_ids") is not None):
-        functions["find_packed_sequence_indices"] = lambda position_ids: None
-    are_all = getattr(module, "fast_all", None)
-    if are_all is not None:
-        functions["fast_all"] = _but_for_fake_tensors(are_all)
-    return replaced(
-        {(module, name): each for name, each in functions.items() if hasattr(module, name)}
-    )
-
-
-def _but_for_fake_tensors(are_all: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    return lambda tensor: not isinstance(tensor, FakeTensor) and are_all(tensor)
+    packed, all_true = (module, "find_packed_sequence_indices"), (module, "fast_all")
+    has_positions = isinstance(inputs, Mapping) and inputs.get("position_ids") is not None
+    functions: dict[Place, Callable[..., Any]] = {}
+    if hasattr(*packed) and not has_positions:
+        functions[packed] = lambda position_ids: None
+    if hasattr(*all_true):
+        functions[all_true] = for_fake_tensors(all_true, lambda function, tensor: False)
+    return replaced(functions)
