@@ -137,8 +137,8 @@ class ExtraTensors:
             )
         if param is None and flat.device_mesh.size() != self._num_ranks:
             raise ValueError(
-                f"{EXTRA}: expected tensors that are sharded like parameters of the engine, or over "
-                f"its {self._num_ranks} ranks; found {name}, {flat}. Save its full_tensor(), or "
+                f"{EXTRA}: expected tensors that are sharded like parameters of the engine, or "
+                f"over its {self._num_ranks} ranks; found {name}, {flat}. Save its full_tensor(), or "
                 "save the engine that it belongs to, too"
             )
         saved: Tensor = tensor.detach() if param is None else param.as_saved(tensor.detach())
@@ -158,6 +158,11 @@ class ExtraTensors:
         same = [param for placement, param in placed if placement is flat]
         equal = [param for placement, param in placed if placement == flat]
         return next(iter([*same, *equal]), None)
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The section of a checkpoint with the tensors; empty if there are none."""
+        return {EXTRA_TENSORS: self.entries} if self.entries else {}
 
     @property
     def signature(self) -> list[str]:

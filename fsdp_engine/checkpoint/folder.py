@@ -190,7 +190,7 @@ def save_checkpoint(
         signature = tensors.signature
         if model.ranks.rank == 0:
             entries[EXTRA] = packed
-        entries[EXTRA_TENSORS] = tensors.entries
+        entries |= tensors.section
     except Exception as caught:
         error = caught
     same = {"optimizer": optimizer_kind(optimizer), "trainable_only": trainable_only}
@@ -364,8 +364,10 @@ class FolderMatch:
         files: of the checkpoint.
         engine: the engine whose weights are replaced.
         optimizer: the optimizer whose state is replaced; None: load weights only.
-        others: returns keys of packed objects to read in addition, where they exist.
+        others: keys of packed objects to read in addition, where they exist.
         trust: allow objects of any class, which may run arbitrary code.
+        examined: returns keys of packed objects that are read one at a time, and not kept.
+        examine: called with each of these objects.
         trainable_only: do not change frozen parameters.
         is_same_job: as many ranks load as have saved.
 
@@ -383,9 +385,11 @@ class FolderMatch:
         files: CheckpointFiles,
         engine: ShardedModel,
         optimizer: Optimizers | None,
-        others: Callable[[Saved], Sequence[str]] = lambda saved: (EXTRA,),
+        others: tuple[str, ...] = (EXTRA,),
         trust: bool = False,
         *,
+        examined: Callable[[Saved], Sequence[str]] = lambda saved: (),
+        examine: Callable[[Any], object] = lambda value: None,
         trainable_only: bool = False,
         is_same_job: bool = False,
     ) -> None:
@@ -420,8 +424,9 @@ class FolderMatch:
                 self.targets |= self._optimizer.targets
             else:
                 self._optimizer = None  # state of another class of optimizer cannot be loaded
-        self._others = [key for key in others(self._saved) if key in self._saved.entries]
+        self._others = [key for key in others if key in self._saved.entries]
         self.targets |= dict.fromkeys(self._others)
+        self._examined, self._examine = list(examined(self._saved)), examine
         params = list(saved_params(engine).values())
         self._extra = ExtraTargets(self._saved, params, is_same_job=is_same_job)
         self._tensors: Targets = {}
@@ -456,7 +461,8 @@ class FolderMatch:
 
     def fetch(self) -> None:
         """Bring the files of the targets into the folder, if they can be elsewhere. Collective."""
-        self._files.fetch(lambda: files_of(self.targets, self._metadata))
+        targets = self.targets | dict.fromkeys(self._examined)
+        self._files.fetch(lambda: files_of(targets, self._metadata))
 
     def read_objects(
         self, what: str, group: ProcessGroup | None, check: Callable[[FolderMatch], object]
@@ -478,8 +484,11 @@ class FolderMatch:
             read_entries(self._folder, self._metadata, objects, trust=self._trust)
             with self._extra.reading():
                 for key in self._others:
-                    where = f"{self._folder}: {key}"
-                    objects[key] = unpack(objects[key], where, self._trust)
+                    objects[key] = self._unpack(key, objects[key])
+                for key in self._examined:
+                    examined: Targets = {key: None}
+                    read_entries(self._folder, self._metadata, examined, trust=self._trust)
+                    self._examine(self._unpack(key, examined.pop(key)))
             self.targets |= objects
             check(self)
         except Exception as caught:
@@ -488,6 +497,9 @@ class FolderMatch:
         self._tensors = tensors | self._extra.targets
         if self._saved.below(EXTRA_TENSORS):
             self._files.fetch(lambda: files_of(self._tensors, self._metadata))
+
+    def _unpack(self, key: str, packed: Any) -> Any:
+        return unpack(packed, f"{self._folder}: {key}", self._trust)
 
     def foreign_slices(self, key: str, value: Any) -> list[str]:
         """See :meth:`.ExtraTargets.foreign_slices`; ``value`` is from the object at ``key``."""

@@ -36,7 +36,7 @@ from fsdp_engine.checkpoint.manifest import (
     library_versions,
     tensor_rows,
 )
-from fsdp_engine.checkpoint.model_state import EXTRA, EXTRA_TENSORS, RANKS, Saved
+from fsdp_engine.checkpoint.model_state import EXTRA, RANKS, Saved
 from fsdp_engine.checkpoint.optimizer_state import optimizer_kind
 from fsdp_engine.checkpoint.reader import check_sizes, verify_files
 from fsdp_engine.checkpoint.run_state import (
@@ -108,7 +108,7 @@ class Run:
         entries[RANKS] = {str(self.ranks.rank): tensors.pack(own, extra)}
         if self.ranks.rank == 0:
             entries[EXTRA] = tensors.pack(extra, extra)
-        entries[EXTRA_TENSORS] = tensors.entries
+        entries |= tensors.section
         self._signature = tensors.signature
         return entries
 
@@ -175,23 +175,26 @@ class Run:
         is_same_job = manifest.world_size == self.ranks.size
         found: dict[str, Any] = {}
         foreign: list[str] = []
-        compared: list[str] = []
+        rows: list[dict[str, str]] = []
 
         def others(saved: Saved) -> Sequence[str]:
-            if is_same_job:
-                return (ranks_key,)
             # Ranks share the comparison of what the saved ones had.
             by_rank = sorted(saved.below(RANKS), key=lambda key: (len(key), key))
-            compared.extend(by_rank[self.ranks.rank :: self.ranks.size])
-            return (EXTRA, *compared)
+            return () if is_same_job else by_rank[self.ranks.rank :: self.ranks.size]
+
+        def examine(own: dict[str, Any]) -> None:
+            extra = own["extra"]
+            rows.append(digests({name: extra[name] for name in self._extra if name in extra}))
 
         def make() -> FolderMatch:
             return FolderMatch(
                 files,
                 self._engine,
                 self._optimizer,
-                others,
+                (ranks_key if is_same_job else EXTRA,),
                 trust,
+                examined=others,
+                examine=examine,
                 trainable_only=self._trainable_only,
                 is_same_job=is_same_job,
             )
@@ -215,7 +218,7 @@ class Run:
         if is_same_job and ranks_key in match.targets:
             set_random_state(match.targets[ranks_key]["random"], self.ranks.device)
         elif not is_same_job:
-            of_rank_0 = self._different([match.targets[key]["extra"] for key in compared])
+            of_rank_0 = self._different(rows)
         if of_rank_0:
             warnings.warn(
                 f"load of {files.folder}: {self.ranks.size} ranks load what {manifest.world_size} "
@@ -236,18 +239,18 @@ class Run:
             )
         return LoadReport(manifest.step, problems, found, of_rank_0)
 
-    def _different(self, rows: list[dict[str, Any]]) -> list[str]:
-        """Names of values that differ between the saved ranks. Collective.
+    def _different(self, rows: list[dict[str, str]]) -> list[str]:
+        """Paths of values that differ between the saved ranks. Collective.
 
         Args:
-            rows: the ``extra`` of the saved ranks that this rank has read.
+            rows: digests of the ``extra`` of the saved ranks that this rank has read, by path.
         """
-        mine = [digests({name: row[name] for name in self._extra if name in row}) for row in rows]
-        every: list[Any] = gather_objects(mine, self.ranks.control_group)
-        first, *rest = [row for each in every for row in each] or [{}]
-        return sorted(
-            {name for row in rest for name in first.keys() | row if row.get(name) != first.get(name)}
-        )
+        control = self.ranks.control_group
+        firsts: list[Any] = gather_objects(rows[0] if self.ranks.is_first and rows else {}, control)
+        first: dict[str, str] = firsts[0]
+        mine = {path for row in rows for path in first | row if row.get(path) != first.get(path)}
+        every: list[Any] = gather_objects(sorted(mine), control)
+        return sorted(set().union(*every))
 
     def _check_files(self, files: CheckpointFiles, verify: bool) -> Manifest:
         """Check the files of a checkpoint, and return its manifest. The ranks share the work."""

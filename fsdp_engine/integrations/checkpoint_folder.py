@@ -45,7 +45,6 @@ from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
-    EXTRA_TENSORS,
     MODEL,
     OPTIMIZER,
     RANKS,
@@ -161,7 +160,7 @@ def save_folder(
         num_groups = [len(each.param_groups) for each in optimizers]
         tensors = ExtraTensors(model)
         packed = tensors.pack({_STATE: extra, _NUM_GROUPS: num_groups}, extra)
-        entries[EXTRA_TENSORS] = tensors.entries
+        entries |= tensors.section
         signature = tensors.signature
         if rank == 0:
             entries[EXTRA] = packed
@@ -225,7 +224,7 @@ def load_folder(
     def make() -> FolderMatch:
         optimizer = join_optimizers(optimizers)
         files = CheckpointFiles(path, model.ranks)
-        return FolderMatch(files, model, optimizer, lambda saved: (EXTRA, own_key), trust)
+        return FolderMatch(files, model, optimizer, (EXTRA, own_key), trust)
 
     with collector_paused():
         match = load_matching(

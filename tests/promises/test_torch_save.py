@@ -159,7 +159,7 @@ def use_slices_of(folder: Path, num_ranks: int) -> None:
             lambda t=tensor, n=name: torch._foreach_add_([weights[n]], [t]),
         ]
         for use in uses:
-            with pytest.raises((RuntimeError, ValueError), match="process groups|mixes"):
+            with pytest.raises((RuntimeError, ValueError), match=r"process groups|mixes"):
                 use()
     reference.assert_same_weights(model, make())
 
