@@ -56,7 +56,7 @@ from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import StagingBudget, Timing
-from fsdp_engine.runtime.gather_rounds import GatherRounds
+from fsdp_engine.runtime.gather_rounds import GatherRounds, Place
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.step_message import StepMessage
@@ -103,6 +103,11 @@ class ReductionQueue:
         self.num_submitted = 0
         self._arrivals: dict[int, GradientArrival] = {}
         self._ready: set[int] = set()
+
+    @property
+    def place(self) -> Place:
+        """Where a rank waits for the others during this backward."""
+        return Place.LAST_BACKWARD if self.is_last else Place.BACKWARD
 
     def arrival(self, unit: Unit) -> GradientArrival:
         """Returns which gradients of ``unit`` have arrived."""
@@ -458,7 +463,7 @@ class Reductions:
                 "unit, or use checkpoint(..., use_reentrant=False)"
             )
         if self.rounds is not None and not self._pending.have_room(unit):
-            self.rounds.await_reductions()
+            self.rounds.await_reductions(queue.place)
         self._pending.make_room(unit)
         queue.set_arrival(unit, GradientArrival.SOME)
         for buffer in unit.trainable:
@@ -625,7 +630,7 @@ class Reductions:
             rounds = self.rounds
             if rounds is not None and self._submitting_waits:
                 rounds.announce(queue.num_submitted)
-                rounds.await_reductions()
+                rounds.await_reductions(queue.place)
             self._reduce(queue, unit)
             if rounds is not None:
                 rounds.announce(queue.num_submitted)
@@ -653,7 +658,7 @@ class Reductions:
     def _close(self, queue: ReductionQueue) -> None:
         """All gradients of this backward have arrived, and their reductions are submitted."""
         if self.rounds is not None:
-            self.rounds.await_ranks()
+            self.rounds.await_ranks(queue.place)
         step, self._queue = self._step, None
         assert step is not None
         step.partial = queue.partial

@@ -29,7 +29,7 @@ from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.call_context import call_context
-from fsdp_engine.runtime.gather_rounds import GatherRounds
+from fsdp_engine.runtime.gather_rounds import GatherRounds, Place
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
@@ -394,11 +394,11 @@ class Scheduler:
         self._own_record = self._own_record or self._make_record()
         self._record = self._own_record
 
-    def await_ranks(self) -> None:
+    def await_ranks(self, place: Place = Place.CALL) -> None:
         """In rounds, this rank needs no gather for now: take part until none does. To be called
         before any other collective of the engine, and before weights change."""
         if self._rounds is not None:
-            self._rounds.await_ranks()
+            self._rounds.await_ranks(place)
 
     def abandon_rounds(self) -> None:
         """This rank has raised an exception: let others raise one, too."""
