@@ -77,13 +77,15 @@ class Place(enum.IntEnum):
 
     BACKWARD = 0
     LAST_BACKWARD = 1
-    CALL = 2
-    EXIT = 3
+    OUTERMOST = 2
+    CALL = 3
+    EXIT = 4
 
 
 _PLACES = {
     Place.BACKWARD: "in a backward that is not the last of a step",
     Place.LAST_BACKWARD: "in the last backward of a step",
+    Place.OUTERMOST: "at the end of a backward with others within it",
     Place.CALL: "at an optimizer step, engine.await_ranks() or another call of all ranks",
     Place.EXIT: "at the end of the context",
     None: "elsewhere",
@@ -145,6 +147,8 @@ class GatherRounds:
         # The vote that is sent and not answered; -1: for no unit; None: there is none.
         self._vote: int | None = None
         self._vote_is_stale = False  # sent before a reset
+        # Ranks wait in a pass of nested backwards, and others for the outermost one.
+        self._has_another_pass = False
         # Other ranks may need this one's votes.
         self._is_awaited = True
         # Of its last use; and units that it expects to use next, by number, in order.
@@ -233,13 +237,26 @@ class GatherRounds:
         """
         self._is_awaited = True
         status = _Status.BUSY
-        while status is not _Status.IDLE:
+        while status is not _Status.IDLE or self._has_another_pass:
             self.free_unused()
             if self._vote is None:
                 self._send(status=_Status.IDLE, place=place)
             status = self._take_part(place)
+            if self._has_another_pass and place is Place.OUTERMOST:
+                return
         self._num_submitted = self._num_submitted_by_all = 0
         self._is_awaited = False
+
+    def await_outermost(self) -> bool:
+        """This rank is at the end of a backward within which others have run. Returns whether
+        another rank has begun another pass of reductions, which all take part in; see
+        [Note: Passes] in ``reductions.py``.
+
+        Raises:
+            RuntimeError: as :meth:`await_ranks`.
+        """
+        self.await_ranks(Place.OUTERMOST)
+        return self._has_another_pass
 
     def fail(self) -> None:
         """This rank has raised an exception: others, which may wait for its votes, raise one."""
@@ -336,7 +353,9 @@ class GatherRounds:
             )
         if status is _Status.FAILED:
             return status
-        if sum(found[-1 - len(Place) : -1]) > 1:
+        places = [each for each in Place if found[each - 1 - len(Place)]]
+        self._has_another_pass = places == [Place.BACKWARD, Place.OUTERMOST]
+        if len(places) > 1 and not self._has_another_pass:
             self._raise_places(place)
         num_units = len(self._units)
         at = 2 * num_units
