@@ -273,7 +273,9 @@ class ModuleHooks:
             return None
         if not self._scheduler.in_rounds:
             self.was_called = True
-        recomputes = in_backward()
+        recomputes = in_backward() and not self._scheduler.is_nested_forward(
+            self.units, is_model=self.model is not None
+        )
         if not recomputes:
             if self.model is not None and self._scheduler.is_at_rest:
                 self.model.begins()
@@ -328,6 +330,7 @@ class ModuleHooks:
                     is_recorded=is_recorded,
                     microbatch=self._scheduler.microbatch,
                     in_rounds=self._scheduler.in_rounds,
+                    outer_run=self._scheduler.outer_run,
                 )
             )
 
@@ -466,7 +469,7 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
     @not_compiled
     @_outside_checkpoints
     def before(module: nn.Module, args: Any) -> None:
-        if in_backward():
+        if in_backward() and not scheduler.is_nested_forward([unit], is_model=False):
             scheduler.recompute(unit)
 
     for module in holders(unit.buffers):
@@ -485,11 +488,11 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
         grads = buffer.grads  # other ones since a conversion
         assert grads is not None
         writer = grads.writer
+        param.grad = None
         if writer is None:
             scheduler.begin_gradient(unit)
             writer = grads.writer
             assert writer is not None
-        param.grad = None
         if writer.write(index, grad if shard_of is None else shard_of(index, grad)):
             scheduler.gradient_came(unit)
 

@@ -116,6 +116,8 @@ class Call:
         is_pending: its backward is to come, or runs.
         follows_another: when it was made, another call of the unit was pending.
         in_rounds: ranks may have called other units, or in another order.
+        outer_run: the run of autograd within which its forward ran, if the engine computed in it
+            before; else None. See [Note: Nested backwards] in ``scheduler.py``.
     """
 
     __slots__ = (
@@ -126,6 +128,7 @@ class Call:
         "is_pending",
         "is_recorded",
         "microbatch",
+        "outer_run",
         "reads_weights",
         "unit",
     )
@@ -138,8 +141,10 @@ class Call:
         is_recorded: bool = True,
         microbatch: Hashable | None = None,
         in_rounds: bool = False,
+        outer_run: int | None = None,
     ) -> None:
         self.unit = unit
+        self.outer_run = outer_run
         self.in_rounds = in_rounds
         self.is_recorded = is_recorded
         self.microbatch = microbatch
