@@ -29,6 +29,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import ActivationOffload
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
+from fsdp_engine.runtime.gather_rounds import Place
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.mean_loss import MeanLosses
@@ -334,7 +335,8 @@ class Engine:
 
         Raises:
             RuntimeError: a forward or backward is running, or contexts are nested; or another rank
-                raised an exception within the context.
+                raised an exception within the context. On all ranks: they ran different numbers of
+                backwards; names the ranks and where they wait.
         """
         if not any(unit.reshards or unit.needs_refresh for unit in self.units):
             yield
@@ -344,9 +346,9 @@ class Engine:
             try:
                 yield
             except GeneratorExit:  # a generator of the user's was closed within the context
-                self._scheduler.await_ranks()
+                self._scheduler.await_ranks(Place.EXIT)
                 raise
-            self._scheduler.await_ranks()
+            self._scheduler.await_ranks(Place.EXIT)
         except Exception:
             self._scheduler.abandon_rounds()
             raise

@@ -127,7 +127,7 @@ class Checkpointer:
         optimizer: one or several over the parameters of all engines, torch's, or Megatron-Core's
             with its loss scaler; None: weights only.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
-            position. Each rank saves its own.
+            position, averages of weights. Each rank saves its own; of sharded tensors its slices.
         keep: number of latest checkpoints to keep; None: all.
         timeout: of collectives within a save. None: 30 minutes.
         trainable_only: parameters that were frozen at ``shard()`` (a base model under adapters) are
@@ -233,8 +233,9 @@ class Checkpointer:
 
         Weights and optimizer state equal the saved ones bit for bit, and the next forward uses
         them. With the same number of ranks as at the save, random states and each rank's ``extra``
-        are restored; otherwise every rank loads the ``extra`` of rank 0. An ``extra`` that was not
-        saved is not changed, with a warning.
+        are restored; otherwise every rank loads the ``extra`` of rank 0, with a warning that names
+        the values of which ranks saved different ones. Sharded tensors in ``extra`` are loaded like
+        parameters. An ``extra`` that was not saved is not changed, with a warning.
 
         Args:
             step: number of the step; "latest": the newest complete checkpoint.
@@ -309,12 +310,16 @@ class Checkpointer:
             error = caught
         try:
             same = {"step": step, "optimizer": self._run.optimizer_kind}
-            agreed = agree_on_same("save()", error, self._control, same, staging)
+            told = agree_on_same(
+                "save()", error, self._control, same, (staging, self._run.extra_digest)
+            )
+            self._run.check_extra_tensors([digest for _, digest in told])
         except Exception:
             if staging is not None:
                 self._directory.discard(staging)
             raise
-        return _Save(self, entries, self._directory.staging(agreed), step)
+        created = [folder for folder, _ in told]
+        return _Save(self, entries, self._directory.staging(created), step)
 
     def _write(self, save: _Save) -> None:
         """Write and publish a save. Collective over the group of saves.

@@ -15,6 +15,7 @@ and reads its own slices; nothing is gathered. Entries have the same names as in
     ``optimizer.kind``                        the optimizer's class
     ``extra``                                 the user's ``extra``, in the format of ``torch.save``
     ``ranks.<rank>``                          random states and extra of one rank (``Checkpointer``)
+    ``extra_tensors.<name>``                  sharded tensors within ``extra``
     ``trainable_only``                        marks checkpoints without frozen parameters
     ========================================  ====================================================
 
@@ -37,7 +38,7 @@ import io
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,14 +51,22 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, check_files, read_metadata
+from fsdp_engine.checkpoint.extra_tensors import (
+    ExtraTargets,
+    ExtraTensors,
+    check_same_tensors,
+    digest_of,
+)
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.inert_pickle import read_object
 from fsdp_engine.checkpoint.joint_optimizer import Optimizers, torch_optimizer
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
+    EXTRA_TENSORS,
     MODEL,
     OPTIMIZER,
+    RANKS,
     TRAINABLE_ONLY,
     Saved,
     Targets,
@@ -73,8 +82,13 @@ from fsdp_engine.checkpoint.optimizer_state import (
     optimizer_kind,
 )
 from fsdp_engine.checkpoint.reader import Reader
-from fsdp_engine.checkpoint.run_state import pack, unpack
-from fsdp_engine.checkpoint.sharded_model import Engines, ShardedModel, join_engines
+from fsdp_engine.checkpoint.run_state import unpack
+from fsdp_engine.checkpoint.sharded_model import (
+    Engines,
+    ShardedModel,
+    join_engines,
+    saved_params,
+)
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 from fsdp_engine.comm.agreement import agree, agree_on_same
 from fsdp_engine.comm.rendezvous import ERROR_KINDS
@@ -115,12 +129,15 @@ class LoadReport:
     Attributes:
         step: the training step that was saved; None if the checkpoint does not contain it.
         problems: a line for each entry that is missing, unexpected or does not fit.
-        extra: the ``extra`` of data-parallel rank 0, tensors on the CPU.
+        extra: the ``extra`` that was loaded, tensors on the CPU.
+        of_rank_0: values of ``extra`` of which ranks saved different ones, where another number
+            of ranks loads them: all ranks have loaded those of rank 0.
     """
 
     step: int | None = None
     problems: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    of_rank_0: list[str] = field(default_factory=list)
 
 
 def save_checkpoint(
@@ -141,7 +158,8 @@ def save_checkpoint(
         optimizer: one or several over the parameters of all engines, torch's or Megatron-Core's.
             State tensors without the parameter's shape must be the same on all ranks.
         extra: additional values that ``torch.save`` accepts: step, LR scheduler, data position.
-            That of data-parallel rank 0 is saved.
+            That of data-parallel rank 0 is saved. Of sharded tensors in it each rank saves its
+            slice, so all ranks must have them.
         trainable_only: omit parameters that were frozen at ``shard()``, such as a base model under
             adapters. Persistent buffers are saved.
 
@@ -159,6 +177,7 @@ def save_checkpoint(
     model.await_ranks()
     group = model.ranks.control_group
     entries: dict[str, Any] = {}
+    signature: list[str] = []
     error: Exception | None = None
     try:
         if folder.exists() and not folder.is_dir():
@@ -166,13 +185,17 @@ def save_checkpoint(
         if not isinstance(extra, dict | None):
             raise TypeError(f"extra: expected a dict or None; found {type(extra).__name__}")
         entries = training_entries(model, optimizer, trainable_only=trainable_only)
-        packed = pack(extra or {})
+        tensors = ExtraTensors(model)
+        packed = tensors.pack(extra or {}, extra or {})
+        signature = tensors.signature
         if model.ranks.rank == 0:
             entries[EXTRA] = packed
+        entries |= tensors.section
     except Exception as caught:
         error = caught
     same = {"optimizer": optimizer_kind(optimizer), "trainable_only": trainable_only}
-    agree_on_same("save_checkpoint()", error, group, same)
+    digests = agree_on_same("save_checkpoint()", error, group, same, digest_of(signature))
+    check_same_tensors(digests, signature, group)
 
     def remove_older(metadata: Metadata, rows: dict[str, FileRow]) -> None:
         for file in folder.glob(f"{PREFIX}*{SUFFIX}"):
@@ -213,7 +236,8 @@ def load_checkpoint(
             checkpoint contains them or not. Required for a checkpoint that was saved with it.
 
     Returns:
-        ``extra`` of the save, tensors on the CPU; empty if there was none.
+        ``extra`` of the save, tensors on the CPU; empty if there was none. Sharded tensors in it
+        have the placements of the parameters that they were sharded like.
 
     Raises:
         FileNotFoundError: there is no checkpoint at ``path``.
@@ -236,13 +260,20 @@ def load_checkpoint(
         return FolderMatch(files, model, optimizer, trust=trust, trainable_only=trainable_only)
 
     with collector_paused():
-        match = load_matching("load_checkpoint()", model.ranks.control_group, make)
+        match = load_matching(
+            "load_checkpoint()", model.ranks.control_group, make, check=check_extra_slices
+        )
     extra: dict[str, Any] = match.targets.get(EXTRA, {})
     return extra
 
 
 def load_matching(
-    what: str, group: ProcessGroup | None, make: Callable[[], FolderMatch], *, strict: bool = True
+    what: str,
+    group: ProcessGroup | None,
+    make: Callable[[], FolderMatch],
+    *,
+    strict: bool = True,
+    check: Callable[[FolderMatch], object],
 ) -> FolderMatch:
     """Match a folder on all ranks, then load the entries that fit. Collective.
 
@@ -251,9 +282,10 @@ def load_matching(
         group: the ranks.
         make: creates the match on this rank.
         strict: raise if entries are missing, unexpected or do not fit.
+        check: raises if the objects that were read do not fit. Nothing has been changed.
 
     Raises:
-        Exception: raised by ``make``; or see :func:`load_checkpoint`. On all ranks.
+        Exception: raised by ``make`` or ``check``; or see :func:`load_checkpoint`. On all ranks.
     """
     match: FolderMatch | None = None
     error: Exception | None = None
@@ -268,8 +300,28 @@ def load_matching(
     agree_on_same(what, error, group, same)
     assert match is not None
     match.fetch()
+    match.read_objects(what, group, check)
     match.load(what, group)
     return match
+
+
+def check_extra_slices(match: FolderMatch) -> None:
+    """Check that ``extra`` contains no slice of other ranks.
+
+    Raises:
+        ValueError: it does; names the slices.
+    """
+    if found := match.foreign_slices(EXTRA, match.targets.get(EXTRA, {})):
+        raise ValueError(foreign_slices_text(EXTRA, found))
+
+
+def foreign_slices_text(where: str, found: list[str]) -> str:
+    """The error for slices of other ranks in an older checkpoint."""
+    return (
+        f"{where}: expected full tensors, or this rank's slices; found slices of other ranks, as "
+        f"older versions saved them: {'; '.join(found[:4])}. Load the checkpoint with as many "
+        "ranks, the same mesh and levels, as have saved it, and save it again"
+    )
 
 
 def training_entries(
@@ -312,9 +364,12 @@ class FolderMatch:
         files: of the checkpoint.
         engine: the engine whose weights are replaced.
         optimizer: the optimizer whose state is replaced; None: load weights only.
-        others: keys of packed objects to read in addition.
+        others: keys of packed objects to read in addition, where they exist.
         trust: allow objects of any class, which may run arbitrary code.
+        examined: returns keys of packed objects that are read one at a time, and not kept.
+        examine: called with each of these objects.
         trainable_only: do not change frozen parameters.
+        is_same_job: as many ranks load as have saved.
 
     Attributes:
         problems: a line for each entry that does not fit. These are not in ``targets``.
@@ -333,7 +388,10 @@ class FolderMatch:
         others: tuple[str, ...] = (EXTRA,),
         trust: bool = False,
         *,
+        examined: Callable[[Saved], Sequence[str]] = lambda saved: (),
+        examine: Callable[[Any], object] = lambda value: None,
         trainable_only: bool = False,
+        is_same_job: bool = False,
     ) -> None:
         self._files = files
         folder = files.folder
@@ -368,6 +426,10 @@ class FolderMatch:
                 self._optimizer = None  # state of another class of optimizer cannot be loaded
         self._others = [key for key in others if key in self._saved.entries]
         self.targets |= dict.fromkeys(self._others)
+        self._examined, self._examine = list(examined(self._saved)), examine
+        params = list(saved_params(engine).values())
+        self._extra = ExtraTargets(self._saved, params, is_same_job=is_same_job)
+        self._tensors: Targets = {}
 
     @property
     def _folder(self) -> Path:
@@ -399,13 +461,54 @@ class FolderMatch:
 
     def fetch(self) -> None:
         """Bring the files of the targets into the folder, if they can be elsewhere. Collective."""
-        self._files.fetch(lambda: files_of(self.targets, self._metadata))
+        targets = self.targets | dict.fromkeys(self._examined)
+        self._files.fetch(lambda: files_of(targets, self._metadata))
+
+    def read_objects(
+        self, what: str, group: ProcessGroup | None, check: Callable[[FolderMatch], object]
+    ) -> None:
+        """Read the targets that are objects, which may be refused. Changes nothing. Collective.
+
+        Args:
+            what: name of the operation, for messages.
+            group: of all ranks; None: there is one rank.
+            check: raises if they do not fit.
+
+        Raises:
+            Exception: an object cannot be read, or does not fit; on all ranks.
+        """
+        tensors = {key: value for key, value in self.targets.items() if value is not None}
+        objects = {key: value for key, value in self.targets.items() if value is None}
+        error: Exception | None = None
+        try:
+            read_entries(self._folder, self._metadata, objects, trust=self._trust)
+            with self._extra.reading():
+                for key in self._others:
+                    objects[key] = self._unpack(key, objects[key])
+                for key in self._examined:
+                    examined: Targets = {key: None}
+                    read_entries(self._folder, self._metadata, examined, trust=self._trust)
+                    self._examine(self._unpack(key, examined.pop(key)))
+            self.targets |= objects
+            check(self)
+        except Exception as caught:
+            error = caught
+        agree(what, error, group)
+        self._tensors = tensors | self._extra.targets
+        if self._saved.below(EXTRA_TENSORS):
+            self._files.fetch(lambda: files_of(self._tensors, self._metadata))
+
+    def _unpack(self, key: str, packed: Any) -> Any:
+        return unpack(packed, f"{self._folder}: {key}", self._trust)
+
+    def foreign_slices(self, key: str, value: Any) -> list[str]:
+        """See :meth:`.ExtraTargets.foreign_slices`; ``value`` is from the object at ``key``."""
+        is_own = key.startswith(f"{RANKS}.")
+        return self._extra.foreign_slices(value, self._engine, is_own=is_own)
 
     def load(self, what: str, group: ProcessGroup | None) -> None:
-        """Read the targets, and load them into engine and optimizer. Collective.
-
-        Objects are read first, because they may be refused and change nothing; then tensors, in
-        place.
+        """Read the targets that are tensors, in place, and load all into engine and optimizer.
+        Collective.
 
         Args:
             what: name of the operation, for messages.
@@ -413,20 +516,9 @@ class FolderMatch:
 
         Raises:
             RuntimeError: reading tensors failed on some rank. The engine's values are then missing.
-            Exception: any other error; nothing was changed.
         """
-        objects = {key: value for key, value in self.targets.items() if value is None}
-        tensors = {key: value for key, value in self.targets.items() if value is not None}
+        tensors = self._tensors
         error: Exception | None = None
-        try:
-            read_entries(self._folder, self._metadata, objects, trust=self._trust)
-            for key in self._others:
-                where = f"{self._folder}: {key}"
-                objects[key] = unpack(objects[key], where, self._trust)
-        except Exception as caught:
-            error = caught
-        agree(what, error, group)
-        self.targets |= objects
         with self._engine.missing_values.replacing(map(_missing_key, tensors)):
             try:
                 read_entries(self._folder, self._metadata, tensors, group, alone=group is None)

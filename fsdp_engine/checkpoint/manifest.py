@@ -9,7 +9,8 @@
       "files": {"__shards_0_0.distcp": {"bytes": 1048576, "crc32": "1c291ca3"}, ...}
     }
 
-A checkpoint without frozen parameters contains ``"trainable_only": true``, in format version 2.
+A checkpoint without frozen parameters contains ``"trainable_only": true``, in format version 2. One
+with sharded tensors within ``extra`` is in version 3.
 
 The manifest is written last. A checksum covers the content of a file as it was written, so that
 later changes are detected: CRC-32 detects all bursts of up to 32 bits, and misses one in four
@@ -32,10 +33,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fsdp_engine.checkpoint.model_state import EXTRA_TENSORS
+
 MANIFEST = "manifest.json"
 # Newest format that this code reads. Older code refuses newer formats by this number.
-FORMAT_VERSION = 2
-_OF_WHOLE_MODELS = 1
+FORMAT_VERSION = 3
+_OF_TRAINABLE, _OF_WHOLE_MODELS = 2, 1
 
 _BLOCK_BYTES = 1 << 20
 _NO_CRC = "0" * 8
@@ -83,7 +86,9 @@ class Manifest:
         values = asdict(self)
         if not self.trainable_only:
             del values["trainable_only"]
-        version = FORMAT_VERSION if self.trainable_only else _OF_WHOLE_MODELS
+        version = _OF_TRAINABLE if self.trainable_only else _OF_WHOLE_MODELS
+        if any(row.name.startswith(f"{EXTRA_TENSORS}.") for row in self.tensors):
+            version = FORMAT_VERSION
         text = json.dumps({"crc32": _NO_CRC, "format_version": version, **values}, indent=1)
         with open(folder / MANIFEST, "w", encoding="utf-8") as file:
             file.write(text.replace(_NO_CRC, _crc_of(text), 1))

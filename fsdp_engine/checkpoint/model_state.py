@@ -19,6 +19,8 @@ from fsdp_engine.codecs.transformer_engine import extra_tensors
 from fsdp_engine.memory import allocator
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
+# Sharded tensors within ``extra``: see ``extra_tensors.py``.
+EXTRA_TENSORS = "extra_tensors"
 # An entry that marks checkpoints without frozen parameters.
 TRAINABLE_ONLY = "trainable_only"
 

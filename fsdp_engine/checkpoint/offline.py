@@ -32,6 +32,7 @@ from fsdp_engine.checkpoint.manifest import (
 )
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
+    EXTRA_TENSORS,
     MODEL,
     OPTIMIZER,
     RANKS,
@@ -41,7 +42,8 @@ from fsdp_engine.checkpoint.reader import Reader, find_damaged_archives, find_da
 from fsdp_engine.checkpoint.run_state import unpack
 
 OTHER = "other"
-_SECTIONS = (MODEL, OPTIMIZER, EXTRA, RANKS)
+# Section of an entry by the first part of its key.
+_SECTIONS = {name: name for name in (MODEL, OPTIMIZER, EXTRA, RANKS)} | {EXTRA_TENSORS: EXTRA}
 
 
 def find_folders(
@@ -140,7 +142,7 @@ class StoredCheckpoint:
     def section(self, key: str) -> str:
         """Section of an entry."""
         first = str(self.saved.paths[key][0])
-        return first if first in _SECTIONS else OTHER
+        return _SECTIONS.get(first, OTHER)
 
     def object_bytes(self, key: str) -> int:
         """Stored size of an object."""

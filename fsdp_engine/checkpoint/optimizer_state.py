@@ -371,7 +371,7 @@ class OptimizerMatch:
         for step in self._offloaded:
             if (home := step.home_of(member.held, state, dtype)) is not None:
                 return member.as_saved(home)
-        return _like(member, dtype)
+        return member.zeros(dtype)
 
     def _is_like_parameter(self, member: SavedParam, state: str, key: str) -> bool:
         """Whether a state has its parameter's shape. See [Note: State without a step]."""
@@ -442,15 +442,6 @@ def _owned_as_saved(member: SavedParam, key: Any, value: Any) -> Any:
         f"optimizer: expected tensors and numbers in the state of {member.name}; found a "
         f"{type(value).__name__} in {key!r}"
     )
-
-
-def _like(member: SavedParam, dtype: torch.dtype) -> Tensor:
-    """Allocate zeros with the placement of the parameter in a checkpoint."""
-    placement, device = _placement_of(member.saved), member.held.device
-    if placement is None:
-        return allocator.zeros(tuple(member.saved.shape), dtype, device)
-    local = allocator.zeros(placement.numel, dtype, device)
-    return FlatDTensor.from_flat_local(local, placement)
 
 
 def _placement_of(tensor: Tensor) -> FlatPlacement | None:

@@ -7,7 +7,7 @@ integration of Ray Train writes them into Ray's storage.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA
+from fsdp_engine.checkpoint.extra_tensors import (
+    ExtraTensors,
+    check_same_tensors,
+    digest_of,
+)
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     LoadReport,
+    foreign_slices_text,
     load_matching,
     training_entries,
     write_entries,
@@ -30,19 +36,20 @@ from fsdp_engine.checkpoint.manifest import (
     library_versions,
     tensor_rows,
 )
-from fsdp_engine.checkpoint.model_state import EXTRA, RANKS
+from fsdp_engine.checkpoint.model_state import EXTRA, RANKS, Saved
 from fsdp_engine.checkpoint.optimizer_state import optimizer_kind
 from fsdp_engine.checkpoint.reader import check_sizes, verify_files
 from fsdp_engine.checkpoint.run_state import (
     Stateful,
     check_extra,
-    pack,
+    digests,
     random_state,
     set_random_state,
 )
 from fsdp_engine.checkpoint.sharded_model import Engines, axis_sizes, join_engines, level_names
 from fsdp_engine.checkpoint.writer import Writer
 from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.collectives import gather_objects
 
 
 class Run:
@@ -75,6 +82,7 @@ class Run:
         self._optimizer = optimizer
         self._trainable_only = trainable_only
         self.ranks = self._engine.ranks
+        self._signature: list[str] = []
 
     def await_ranks(self) -> None:
         """See :meth:`Engine.await_ranks`."""
@@ -96,10 +104,22 @@ class Run:
         )
         extra = {name: value.state_dict() for name, value in self._extra.items()}
         own = {"random": random_state(self.ranks.device), "extra": extra}
-        entries[RANKS] = {str(self.ranks.rank): pack(own)}
+        tensors = ExtraTensors(self._engine)
+        entries[RANKS] = {str(self.ranks.rank): tensors.pack(own, extra)}
         if self.ranks.rank == 0:
-            entries[EXTRA] = pack(extra)
+            entries[EXTRA] = tensors.pack(extra, extra)
+        entries |= tensors.section
+        self._signature = tensors.signature
         return entries
+
+    @property
+    def extra_digest(self) -> int:
+        """Digest of the sharded tensors in the ``extra`` of :meth:`entries`."""
+        return digest_of(self._signature)
+
+    def check_extra_tensors(self, digests_of_ranks: Sequence[int]) -> None:
+        """See :func:`.check_same_tensors`, of ``extra_digest`` on all ranks."""
+        check_same_tensors(digests_of_ranks, self._signature, self.ranks.control_group)
 
     def write(
         self,
@@ -152,34 +172,85 @@ class Run:
         """
         ranks_key = f"{RANKS}.{self.ranks.rank}"
         manifest = self._check_files(files, verify)
+        is_same_job = manifest.world_size == self.ranks.size
+        found: dict[str, Any] = {}
+        foreign: list[str] = []
+        rows: list[dict[str, str]] = []
+
+        def others(saved: Saved) -> Sequence[str]:
+            # Ranks share the comparison of what the saved ones had.
+            by_rank = sorted(saved.below(RANKS), key=lambda key: (len(key), key))
+            return () if is_same_job else by_rank[self.ranks.rank :: self.ranks.size]
+
+        def examine(own: dict[str, Any]) -> None:
+            extra = own["extra"]
+            rows.append(digests({name: extra[name] for name in self._extra if name in extra}))
 
         def make() -> FolderMatch:
             return FolderMatch(
                 files,
                 self._engine,
                 self._optimizer,
-                (EXTRA, ranks_key),
+                (ranks_key if is_same_job else EXTRA,),
                 trust,
+                examined=others,
+                examine=examine,
                 trainable_only=self._trainable_only,
+                is_same_job=is_same_job,
             )
 
-        match = load_matching(what, self.ranks.control_group, make, strict=strict)
-        extra = match.targets.get(EXTRA, {})
-        own = match.targets.get(ranks_key)
-        if own is not None and manifest.world_size == self.ranks.size:
-            set_random_state(own["random"], self.ranks.device)
-            extra = own["extra"]
-        problems = list(match.problems)
+        def check(match: FolderMatch) -> None:
+            key = ranks_key if is_same_job else EXTRA
+            read = match.targets.get(key, {})
+            extra = read.get("extra", {}) if is_same_job else read
+            for name in list(extra):
+                lines = match.foreign_slices(key, extra[name])
+                if name in self._extra and lines:
+                    text = foreign_slices_text(f"{EXTRA}[{name!r}]", lines)
+                    if strict:
+                        raise ValueError(text)
+                    foreign.append(text)
+                    del extra[name]
+            found.update(extra)
+
+        match = load_matching(what, self.ranks.control_group, make, strict=strict, check=check)
+        of_rank_0: list[str] = []
+        if is_same_job and ranks_key in match.targets:
+            set_random_state(match.targets[ranks_key]["random"], self.ranks.device)
+        elif not is_same_job:
+            of_rank_0 = self._different(rows)
+        if of_rank_0:
+            warnings.warn(
+                f"load of {files.folder}: {self.ranks.size} ranks load what {manifest.world_size} "
+                f"ranks saved, which had different values of {', '.join(of_rank_0[:8])}"
+                + (f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else "")
+                + "; every rank has loaded those of rank 0",
+                stacklevel=3,
+            )
+        problems = [*match.problems, *foreign]
         for name, value in self._extra.items():
-            if name in extra:
-                value.load_state_dict(extra[name])
+            if name in found:
+                value.load_state_dict(found[name])
                 continue
             # The entry is read after weights were replaced, so this can only be a warning.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
             warnings.warn(
                 f"load of {files.folder}: {problems[-1]}; it stays as it is", stacklevel=3
             )
-        return LoadReport(manifest.step, problems, extra)
+        return LoadReport(manifest.step, problems, found, of_rank_0)
+
+    def _different(self, rows: list[dict[str, str]]) -> list[str]:
+        """Paths of values that differ between the saved ranks. Collective.
+
+        Args:
+            rows: digests of the ``extra`` of the saved ranks that this rank has read, by path.
+        """
+        control = self.ranks.control_group
+        firsts: list[Any] = gather_objects(rows[0] if self.ranks.is_first and rows else {}, control)
+        first: dict[str, str] = firsts[0]
+        mine = {path for row in rows for path in first | row if row.get(path) != first.get(path)}
+        every: list[Any] = gather_objects(sorted(mine), control)
+        return sorted(set().union(*every))
 
     def _check_files(self, files: CheckpointFiles, verify: bool) -> Manifest:
         """Check the files of a checkpoint, and return its manifest. The ranks share the work."""

@@ -7,8 +7,10 @@ rank 0 and keeps its random state, because no saved random state corresponds to 
 from __future__ import annotations
 
 import io
+import pickle
 import random
 import sys
+import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +18,7 @@ import torch
 
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.checkpoint.inert_pickle import read_object
+from fsdp_engine.flat_dtensor import FlatDTensor
 
 
 @runtime_checkable
@@ -68,6 +71,34 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
     if is_accelerator(device) and device.type in state:
         module_of(device).set_rng_state(state[device.type], device)
+
+
+def digests(value: Any, path: str = "") -> dict[str, str]:
+    """Returns a digest of each plain value in containers, by its path, to compare ranks."""
+    if isinstance(value, Mapping):
+        items = [(str(key), each) for key, each in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(str(index), each) for index, each in enumerate(value)]
+    else:
+        return {path: _digest(value)}
+    found: dict[str, str] = {}
+    for key, each in items:
+        found |= digests(each, f"{path}.{key}" if path else key)
+    return found
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, FlatDTensor):
+        return "sharded"
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(repr, value)))
+    try:
+        if isinstance(value, torch.Tensor):
+            content = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content.numpy())}"
+        return f"{type(value).__name__} {zlib.crc32(pickle.dumps(value))}"
+    except Exception:  # an object that cannot be pickled
+        return repr(value)
 
 
 def pack(value: Any) -> bytes:

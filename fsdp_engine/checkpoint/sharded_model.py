@@ -21,6 +21,7 @@ from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.layout.expert_place import ExpertPlace
+from fsdp_engine.memory import allocator
 from fsdp_engine.strategies import Axis, Strategy
 
 
@@ -134,6 +135,16 @@ class SavedParam:
             return self._of_owner(state)
         local = state.local if isinstance(state, FlatDTensor) else state.detach().reshape(-1)
         return FlatDTensor.from_flat_local(local, self.saved.flat_placement)
+
+    def zeros(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Allocate zeros with the placement of ``saved``; ``device`` None: on its device."""
+        device = self.held.device if device is None else device
+        if not isinstance(self.saved, FlatDTensor):
+            return allocator.zeros(tuple(self.saved.shape), dtype, device)
+        placement = self.saved.flat_placement
+        return FlatDTensor.from_flat_local(
+            allocator.zeros(placement.numel, dtype, device), placement
+        )
 
     @property
     def _held_placement(self) -> FlatPlacement | None:

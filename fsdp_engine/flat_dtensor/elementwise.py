@@ -271,6 +271,8 @@ def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
     ``distribute_tensor``, or of a replicated DTensor; None for any other tensor."""
     if not isinstance(source, DTensor) or source.shape != flat.shape:
         return None
+    if source.device_mesh != flat.device_mesh and not is_replicated(source):
+        return None  # the ranges of another mesh belong to other ranks
     if flat.spread is not None:
         has_shard = flat.spread.has(source) or source._spec.placements == flat.placements
         return source._local_tensor.reshape(-1)[flat.start : flat.stop] if has_shard else None

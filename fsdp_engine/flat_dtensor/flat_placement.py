@@ -21,6 +21,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -287,7 +288,7 @@ class FlatPlacement:
         axes = range(self.mesh.ndim - 1, self.mesh.ndim - 1 - self._num_sharded, -1)
         try:
             if self.num_rows == 1:
-                return tuple(self.mesh.get_group(axis) for axis in axes)
+                return tuple(self._group_of_axis(axis) for axis in axes)
             what = "groups of a sharded tensor that was loaded"
             row = DataMesh.create(self.mesh, num_instances=self.num_rows, what=what).inner
         except RuntimeError as error:
@@ -298,6 +299,22 @@ class FlatPlacement:
                 "slice that was saved"
             ) from error
         return () if row.gather_group is None else (row.gather_group,)
+
+    def _group_of_axis(self, axis: int) -> ProcessGroup:
+        """The group of an axis of the mesh.
+
+        Raises:
+            RuntimeError: this process has none. A mesh from a file finds groups by names, which are
+                numbers, and the group of such a name may have other ranks here.
+        """
+        group = self.mesh.get_group(axis)
+        place = self.mesh.get_coordinate()
+        found = dist.get_process_group_ranks(group)
+        if place is not None:
+            row = self.mesh.mesh[(*place[:axis], slice(None), *place[axis + 1 :])]
+            if row.tolist() == found:
+                return group
+        raise RuntimeError(f"expected a group of ranks of {self.mesh}; found one of ranks {found}")
 
     def __str__(self) -> str:
         ranks = f"{self.mesh.size()} rank" + "s" * (self.mesh.size() > 1)

@@ -25,9 +25,16 @@ from torch.optim import Optimizer
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.directory import sync_folder
+from fsdp_engine.checkpoint.extra_tensors import (
+    ExtraTargets,
+    ExtraTensors,
+    check_same_tensors,
+    digest_of,
+)
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
+    check_extra_slices,
     collector_paused,
     load_matching,
     read_entries,
@@ -36,7 +43,14 @@ from fsdp_engine.checkpoint.folder import (
 )
 from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.checkpoint.manifest import FileRow
-from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved, nested
+from fsdp_engine.checkpoint.model_state import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    RANKS,
+    Saved,
+    nested,
+)
 from fsdp_engine.checkpoint.run_state import pack, random_state, set_random_state, unpack
 from fsdp_engine.checkpoint.sharded_model import Engines, join_engines
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, Writer
@@ -124,7 +138,7 @@ def save_folder(
         path: the same on all ranks.
         engines: one, or a dict of several.
         optimizers: over their parameters; each parameter in one optimizer.
-        extra: the trainer's state; that of rank 0 is saved.
+        extra: the trainer's state; that of rank 0 is saved, and slices of all ranks.
         keeps: predicate of name and value of the models' entries to save; None: all.
 
     Raises:
@@ -134,6 +148,7 @@ def save_folder(
     group, rank = model.ranks.control_group, model.ranks.rank
     entries: dict[str, Any] = {}
     staging: Path | None = None
+    signature: list[str] = []
     error: Exception | None = None
     try:
         entries = training_entries(model, join_optimizers(optimizers))
@@ -142,14 +157,25 @@ def save_folder(
             entries[MODEL] = kept
         own = {"random": random_state(model.ranks.device), "num_ranks": model.ranks.size}
         entries[RANKS] = {str(rank): pack(own)}
+        num_groups = [len(each.param_groups) for each in optimizers]
+        tensors = ExtraTensors(model)
+        packed = tensors.pack({_STATE: extra, _NUM_GROUPS: num_groups}, extra)
+        entries |= tensors.section
+        signature = tensors.signature
         if rank == 0:
-            num_groups = [len(each.param_groups) for each in optimizers]
-            entries[EXTRA] = pack({_STATE: extra, _NUM_GROUPS: num_groups})
+            entries[EXTRA] = packed
             staging = _begin(path)
     except Exception as caught:
         error = caught
-    staging = agree("save_checkpoint()", error, group, staging)[0]
+    told = agree("save_checkpoint()", error, group, (staging, digest_of(signature)))
+    staging = told[0][0]
     assert staging is not None
+    try:
+        check_same_tensors([digest for _, digest in told], signature, group)
+    except ValueError:
+        if rank == 0 and staging != path:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
 
     def publish(metadata: Metadata, rows: dict[str, FileRow]) -> None:
         if staging == path:
@@ -201,7 +227,9 @@ def load_folder(
         return FolderMatch(files, model, optimizer, (EXTRA, own_key), trust)
 
     with collector_paused():
-        match = load_matching("load_checkpoint()", group, make, strict=strict)
+        match = load_matching(
+            "load_checkpoint()", group, make, strict=strict, check=check_extra_slices
+        )
     own = match.targets.get(own_key)
     if own is not None and own.get("num_ranks") == model.ranks.size:
         set_random_state(own["random"], model.ranks.device)
@@ -292,7 +320,10 @@ def _read_objects(path: Path, metadata: Metadata, trust: bool) -> dict[str, Any]
         return {}
     objects: dict[str, Any] = {EXTRA: None}
     read_entries(path, metadata, objects, trust=trust)
-    found: dict[str, Any] = unpack(objects[EXTRA], f"{path}: {EXTRA}", trust)
+    full = ExtraTargets(Saved(metadata))
+    with full.reading():
+        found: dict[str, Any] = unpack(objects[EXTRA], f"{path}: {EXTRA}", trust)
+    read_entries(path, metadata, full.targets)
     return found
 
 

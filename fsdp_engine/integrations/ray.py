@@ -84,9 +84,11 @@ class RayCheckpoints:
                 cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
             except Exception as caught:
                 error = caught
-            steps = agree(what, error, self._control, step)
+            told = agree(what, error, self._control, (step, self._run.extra_digest))
+            steps = [other for other, _ in told]
             if any(other != step for other in steps):
                 raise ValueError(f"step: expected the same on all ranks; found {steps[:16]}")
+            self._run.check_extra_tensors([digest for _, digest in told])
             self._run.write(entries, folder, step, self._control)
             checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report({"step": step, **metrics}, checkpoint=checkpoint)

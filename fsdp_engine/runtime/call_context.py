@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
+from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.stateless import _functional_call
 
 
@@ -29,3 +30,15 @@ def call_context() -> CallContext:
         stage = stage or frame.f_code.co_name == "forward_maybe_with_nosync"
         frame = frame.f_back
     return CallContext(functional_call, stage)
+
+
+def in_function_of_autograd() -> bool:
+    """Whether the current call is within the backward of a ``torch.autograd.Function``."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_argcount:
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(first, BackwardCFunction):
+                return True
+        frame = frame.f_back
+    return False

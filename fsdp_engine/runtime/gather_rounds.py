@@ -33,7 +33,9 @@ reduction would hold up gathers that are queued behind it.
 
 At the end of backward, before an optimizer steps, and before any other collective of the engine,
 all ranks take part until none is busy. Then all reductions are submitted, and no rank needs weights
-that another one is about to change.
+that another one is about to change. A rank that is there says where it is, as does one that waits
+for reductions: a rank at the end of the context will never submit those of another's backward. If
+ranks wait at different places, all of them tell each other where they are, and raise.
 
 A rank that raises an exception while others may need its votes sends a failure instead, so that all
 ranks raise.
@@ -51,6 +53,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from torch.distributed import ProcessGroup
 
@@ -69,6 +72,26 @@ class _Status(enum.IntEnum):
     FAILED = 2
 
 
+class Place(enum.IntEnum):
+    """Where a rank waits until all others are there, too."""
+
+    BACKWARD = 0
+    LAST_BACKWARD = 1
+    OUTERMOST = 2
+    CALL = 3
+    EXIT = 4
+
+
+_PLACES = {
+    Place.BACKWARD: "in a backward that is not the last of a step",
+    Place.LAST_BACKWARD: "in the last backward of a step",
+    Place.OUTERMOST: "at the end of a backward with others within it",
+    Place.CALL: "at an optimizer step, engine.await_ranks() or another call of all ranks",
+    Place.EXIT: "at the end of the context",
+    None: "elsewhere",
+}
+
+
 class _Vote(enum.IntEnum):
     """Of one unit; of all ranks the maximum is known after a round."""
 
@@ -83,6 +106,7 @@ _LARGEST = 255  # byte
 # Units that are not freed at once, so that compute waits for no gather that is in flight, and that
 # this rank may use although it does not expect to.
 _MOST_FOR_OTHERS = 2
+_MOST_NAMED = 8
 
 
 class GatherRounds:
@@ -104,6 +128,7 @@ class GatherRounds:
         drive: Callable[[int], None] | None,
     ) -> None:
         self._message = HostMessage("together()", ranks)
+        self._ranks = ranks
         self._units = units
         self._num_reductions = num_reductions
         self._drive = drive
@@ -122,6 +147,8 @@ class GatherRounds:
         # The vote that is sent and not answered; -1: for no unit; None: there is none.
         self._vote: int | None = None
         self._vote_is_stale = False  # sent before a reset
+        # Ranks wait in a pass of nested backwards, and others for the outermost one.
+        self._has_another_pass = False
         # Other ranks may need this one's votes.
         self._is_awaited = True
         # Of its last use; and units that it expects to use next, by number, in order.
@@ -138,7 +165,8 @@ class GatherRounds:
         """On return the gather of ``unit`` is issued, and serves a use of ``phase``.
 
         Raises:
-            RuntimeError: another rank has raised an exception, or is in rounds of another engine.
+            RuntimeError: another rank has raised an exception, or is in rounds of another engine;
+                or ranks wait for each other at different places.
         """
         self._is_awaited = True
         self._phase = BACKWARD if phase & BACKWARD else FORWARD
@@ -187,32 +215,48 @@ class GatherRounds:
         """This rank has submitted ``num`` reductions in this backward, or is ready to."""
         self._num_submitted = num
 
-    def await_reductions(self) -> None:
+    def await_reductions(self, place: Place) -> None:
         """Take part until all ranks have announced as many reductions as this one.
 
+        Args:
+            place: BACKWARD or LAST_BACKWARD.
+
         Raises:
-            RuntimeError: as :meth:`use`.
+            RuntimeError: as :meth:`use`; or a rank waits at another place.
         """
         while self._num_submitted_by_all < self._num_submitted:
             if self._vote is None:
-                self._send()
-            self._take_part()
+                self._send(place=place)
+            self._take_part(place)
 
-    def await_ranks(self) -> None:
-        """This rank needs nothing until all others have come here: take part until then.
+    def await_ranks(self, place: Place) -> None:
+        """This rank needs nothing until all others have reached ``place``: take part until then.
 
         Raises:
-            RuntimeError: as :meth:`use`.
+            RuntimeError: as :meth:`use`; or a rank waits at another place.
         """
         self._is_awaited = True
         status = _Status.BUSY
-        while status is not _Status.IDLE:
+        while status is not _Status.IDLE or self._has_another_pass:
             self.free_unused()
             if self._vote is None:
-                self._send(status=_Status.IDLE)
-            status = self._take_part()
+                self._send(status=_Status.IDLE, place=place)
+            status = self._take_part(place)
+            if self._has_another_pass and place is Place.OUTERMOST:
+                return
         self._num_submitted = self._num_submitted_by_all = 0
         self._is_awaited = False
+
+    def await_outermost(self) -> bool:
+        """This rank is at the end of a backward within which others have run. Returns whether
+        another rank has begun another pass of reductions, which all take part in; see
+        [Note: Passes] in ``reductions.py``.
+
+        Raises:
+            RuntimeError: as :meth:`await_ranks`.
+        """
+        self.await_ranks(Place.OUTERMOST)
+        return self._has_another_pass
 
     def fail(self) -> None:
         """This rank has raised an exception: others, which may wait for its votes, raise one."""
@@ -260,8 +304,9 @@ class GatherRounds:
         *,
         vote: _Vote = _Vote.AHEAD,
         status: _Status = _Status.BUSY,
+        place: Place | None = None,
     ) -> None:
-        """Vote for the unit of that number; -1: for none."""
+        """Vote for the unit of that number; -1: for none. ``place``: where this rank waits."""
         num_units = len(self._units)
         content = bytearray(2 * num_units)
         phases = [False, False]
@@ -277,14 +322,15 @@ class GatherRounds:
         content += bytes(phases)
         content += bytes(self._num_submitted)
         content += b"\1" * (self._num_reductions - self._num_submitted)
+        content += bytes(each is place for each in Place)
         content.append(status)
         content += self._identity
         self._message.start(content)
         self._vote = unit
 
-    def _take_part(self) -> _Status:
-        """Gather what ranks have voted for; returns the status of all."""
-        status = self._exchange()
+    def _take_part(self, place: Place | None = None) -> _Status:
+        """Gather what ranks have voted for; returns the status of all. ``place``: as sent."""
+        status = self._exchange(place)
         self._vote = None
         if status is _Status.FAILED:
             self._is_awaited = False
@@ -294,11 +340,11 @@ class GatherRounds:
             )
         return status
 
-    def _exchange(self) -> _Status:
+    def _exchange(self, place: Place | None = None) -> _Status:
         """The vote that is sent is answered: gather what ranks have voted for."""
         self._finish_last_round()
         *found, number, complement = bytes(self._message.finish())
-        votes, status = bytes(found[:-1]), _Status(found[-1])
+        votes, status = bytes(found[: -1 - len(Place)]), _Status(found[-1])
         if number + complement != _LARGEST:
             self._is_awaited = False
             raise RuntimeError(
@@ -307,6 +353,10 @@ class GatherRounds:
             )
         if status is _Status.FAILED:
             return status
+        places = [each for each in Place if found[each - 1 - len(Place)]]
+        self._has_another_pass = places == [Place.BACKWARD, Place.OUTERMOST]
+        if len(places) > 1 and not self._has_another_pass:
+            self._raise_places(place)
         num_units = len(self._units)
         at = 2 * num_units
         for index in to_gather(votes[:num_units], votes[num_units:at], votes[at : at + 2]):
@@ -321,6 +371,30 @@ class GatherRounds:
             by_all = self._num_reductions if missing < 0 else missing - at
             self._num_submitted_by_all = by_all
         return status
+
+    def _raise_places(self, own: Place | None) -> NoReturn:
+        """Ranks wait at different places: raise, on all ranks, with the ranks at each place."""
+        self._is_awaited = False
+        places = bytearray(self._ranks.size)
+        places[self._ranks.rank] = len(Place) if own is None else own
+        message = HostMessage("together()", self._ranks)
+        message.start(places)
+        ranks_at: dict[int, list[int]] = {}
+        for rank, place in enumerate(message.finish()):
+            ranks_at.setdefault(place, []).append(self._ranks.ranks[rank])
+        texts = []
+        for number, text in enumerate(_PLACES.values()):
+            if ranks := ranks_at.get(number):
+                more = len(ranks) - _MOST_NAMED
+                named = ", ".join(map(str, ranks[:_MOST_NAMED])) + (
+                    f" and {more} more" if more > 0 else ""
+                )
+                texts.append(f"rank{'s' if len(ranks) > 1 else ''} {named} {text}")
+        raise RuntimeError(
+            "together(): expected all ranks to run equally many backwards and calls of all ranks "
+            f"within the context; found {'; '.join(texts)}. Give all ranks equally many batches "
+            "(engine.even_batches), or let a rank that has none run a forward with loss 0"
+        )
 
     def _gather(self, unit: Unit, *, is_own: bool) -> None:
         if unit.unsharded is not None:

@@ -2,7 +2,8 @@
 
     forward pre-hook    enter the module's units; cast inputs; mark the boundary of its backward
     forward hook        leave the units; register hooks for the gradients of the outputs
-    gradient of output  the unit's backward begins
+    gradient of output  the unit's backward begins; so it does with that of a kept tensor
+                        ([Note: Kept tensors] in ``kept_tensors.py``)
     gradient of inputs  the unit's backward is over (the boundary)
     gradient of a parameter, accumulated: written into the flat buffer, and dropped
 
@@ -39,7 +40,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -60,6 +61,7 @@ from fsdp_engine.runtime.inputs import (
     unknown_part,
     version_of,
 )
+from fsdp_engine.runtime.kept_tensors import KeptTensors, last_function, next_function
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
@@ -153,9 +155,19 @@ class _Entered:
         alone: the only input, if it is one tensor, and its version.
         inputs: all inputs, if they are more than that.
         containers: of the inputs, those that can hold tensors.
+        began: the sequence number of the first function that autograd makes in it.
     """
 
-    __slots__ = ("alone", "calls", "containers", "inputs", "recomputes", "units", "wants_calls")
+    __slots__ = (
+        "alone",
+        "began",
+        "calls",
+        "containers",
+        "inputs",
+        "recomputes",
+        "units",
+        "wants_calls",
+    )
 
     def __init__(self, *, recomputes: bool, wants_calls: bool) -> None:
         self.units: list[tuple[Unit, bool]] = []
@@ -165,6 +177,7 @@ class _Entered:
         self.alone: tuple[Tensor, int] | None = None
         self.inputs: Inputs | None = None
         self.containers: Sequence[Any] = ()
+        self.began = 0
 
 
 class ModelForward(Protocol):
@@ -215,6 +228,8 @@ class ModuleHooks:
         self._input_dtype, self._output_dtype = casts
         self._reads_weights = reads_weights_in_backward(module)
         self._entered: list[_Entered] = []
+        self._kept = KeptTensors()
+        self._module = weakref.ref(module)
         self._register(module)
 
     def _register(self, module: nn.Module) -> None:
@@ -273,7 +288,9 @@ class ModuleHooks:
             return None
         if not self._scheduler.in_rounds:
             self.was_called = True
-        recomputes = in_backward()
+        recomputes = in_backward() and not self._scheduler.is_nested_forward(
+            self.units, is_model=self.model is not None
+        )
         if not recomputes:
             if self.model is not None and self._scheduler.is_at_rest:
                 self.model.begins()
@@ -297,12 +314,16 @@ class ModuleHooks:
                 if not calls:
                     return args, kwargs
                 entered.alone = (tensor, version_of(tensor))
-                return ((self._listen(calls, tensor),) if tensor.requires_grad else args), kwargs
+                if tensor.requires_grad:
+                    args = (self._listen(calls, tensor),)
+                entered.began = next_function()
+                return args, kwargs
         inputs = entered.inputs = Inputs((args, kwargs))
         if self._input_dtype is not None:
             inputs.cast(self._input_dtype)
         if calls:
             inputs.mark(partial(self._listen, calls))
+        entered.began = next_function()
         return inputs.arguments
 
     def _enter(self, entered: _Entered, unit: Unit, *, is_recorded: bool = True) -> None:
@@ -328,6 +349,7 @@ class ModuleHooks:
                     is_recorded=is_recorded,
                     microbatch=self._scheduler.microbatch,
                     in_rounds=self._scheduler.in_rounds,
+                    outer_run=self._scheduler.outer_run,
                 )
             )
 
@@ -351,10 +373,16 @@ class ModuleHooks:
         if self.model is not None and not entered.recomputes:
             self.model.ends()
         calls = entered.calls
-        has_backward = bool(calls) and self._listen_for_backward(entered, calls, output)
+        has_backward = False
         try:
-            if calls and not has_backward and not entered.recomputes:
-                self._note_hidden(calls, output)
+            if calls:
+                ways_in = self._ways_in(entered, calls, output)
+                has_backward = self._listen_for_backward(entered, calls, ways_in)
+                if not entered.recomputes:
+                    if not has_backward:
+                        self._note_hidden(calls, output)
+                    if self._kept.needs_search(entered.began, last_function(ways_in)):
+                        has_backward |= self._listen_for_kept(entered, calls, ways_in)
         finally:
             if not entered.recomputes:
                 reads_again = has_backward and self._reads_weights
@@ -365,11 +393,14 @@ class ModuleHooks:
             return map_tensors(partial(cast_to, self._output_dtype), output)
         return None if output is given else output
 
-    def _listen_for_backward(self, entered: _Entered, calls: list[Call], output: Any) -> bool:
-        """Register hooks where gradients enter the module; returns whether any will."""
+    def _listen_for_backward(
+        self, entered: _Entered, calls: list[Call], tensors: Iterable[Tensor]
+    ) -> bool:
+        """Register hooks on ``tensors``, through which gradients enter the module; returns whether
+        any will."""
         begin = None
         views = entered.inputs.views if entered.inputs is not None else []
-        for tensor in self._ways_in(entered, calls, output):
+        for tensor in tensors:
             # The gradient of an input that is returned unchanged does not enter the unit.
             if tensor.requires_grad and not any(tensor is view for view in views):
                 if tensor.grad_fn is None and isinstance(tensor, nn.Parameter):
@@ -384,10 +415,35 @@ class ModuleHooks:
                     # Tensor.register_hook crashes on a view whose base was changed through
                     # another view (torch 2.13).
                     node.register_prehook(begin)
+                    if tensor._is_view():
+                        _listen_to_base(tensor, entered.began, begin)
         if begin is not None:
             for call in calls:
-                call.await_backward()
+                if not call.is_pending:
+                    call.await_backward()
         return begin is not None
+
+    def _listen_for_kept(
+        self, entered: _Entered, calls: list[Call], ways_in: Sequence[Tensor]
+    ) -> bool:
+        """Register hooks on tensors that the call keeps; returns whether there are any. See
+        [Note: Kept tensors]."""
+        module, inputs = self._module(), entered.inputs
+        assert module is not None
+        modules = _children_without_hooks(module)
+        given = None if inputs is None else inputs.given
+        found, hidden = self._kept.search(entered.began, ways_in, modules, given)
+        if hidden is not None:
+            for call in calls:
+                if call.reads_weights:
+                    self._scheduler.note_uncounted(call.unit)
+                    call.unit.keep_unseen(
+                        "expected tensors that it computes after its output to be in attributes "
+                        "of its modules, or in its arguments; found one of shape "
+                        f"{hidden} that is kept elsewhere",
+                        "Return it, or keep it in an attribute",
+                    )
+        return self._listen_for_backward(entered, calls, found)
 
     def _note_hidden(self, calls: list[Call], output: Any) -> None:
         """No output that was found takes part in autograd; one that was not found may."""
@@ -396,9 +452,14 @@ class ModuleHooks:
         if hidden_in is not None:
             for unit in concerned:
                 self._scheduler.note_uncounted(unit)
-                unit.keep_unseen(hidden_in)
+                unit.keep_unseen(
+                    "expected tensors to be returned by themselves or in tuples, lists, dicts or "
+                    f"dataclasses; found a {type(hidden_in).__name__}, in which the engine does "
+                    "not look for tensors",
+                    "Return a dataclass",
+                )
 
-    def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Iterable[Tensor]:
+    def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Sequence[Tensor]:
         """Returns the tensors through which gradients enter the unit."""
         found = [output] if type(output) is Tensor else list(iter_tensors(output))
         if entered.inputs is not None:
@@ -422,6 +483,26 @@ class ModuleHooks:
             call.has_boundary = True
             view.register_hook(partial(_input_came, self._scheduler, call))
         return view
+
+
+def _listen_to_base(tensor: Tensor, began: int, begin: Callable[[Any], None]) -> None:
+    """Register ``begin`` on the function that made the base of a view, if the call made it.
+
+    An operation in place on the view replaces its function: gradients then pass from the operation
+    to the function of the base.
+    """
+    base = tensor._base
+    node = None if base is None else base.grad_fn
+    if node is not None and node._sequence_nr() >= began:  # type: ignore[attr-defined]
+        node.register_prehook(begin)
+
+
+def _children_without_hooks(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and its descendants, without those that are called with hooks of their own."""
+    yield module
+    for child in module.children():
+        if child not in _HOOKS:
+            yield from _children_without_hooks(child)
 
 
 def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) -> Any:
@@ -466,7 +547,7 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
     @not_compiled
     @_outside_checkpoints
     def before(module: nn.Module, args: Any) -> None:
-        if in_backward():
+        if in_backward() and not scheduler.is_nested_forward([unit], is_model=False):
             scheduler.recompute(unit)
 
     for module in holders(unit.buffers):
@@ -485,11 +566,11 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
         grads = buffer.grads  # other ones since a conversion
         assert grads is not None
         writer = grads.writer
+        param.grad = None
         if writer is None:
             scheduler.begin_gradient(unit)
             writer = grads.writer
             assert writer is not None
-        param.grad = None
         if writer.write(index, grad if shard_of is None else shard_of(index, grad)):
             scheduler.gradient_came(unit)
 

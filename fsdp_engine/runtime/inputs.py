@@ -209,6 +209,11 @@ class Inputs:
         args, kwargs = self._tree
         return args, kwargs
 
+    @property
+    def given(self) -> Any:
+        """Positional and keyword arguments as the caller gave them."""
+        return self._given
+
     def _replace(self, function: Callable[[Tensor], Tensor]) -> None:
         args, kwargs = self._tree
         exchange = Exchange()

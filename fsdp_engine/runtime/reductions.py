@@ -26,6 +26,14 @@ under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduc
 accumulates, and ``finish_grad_sync`` does the rest. Axes that shard gradients are reduced in
 every backward, whatever the timing.
 
+[Note: Passes]
+Backwards within a backward ([Note: Nested backwards] in ``scheduler.py``) can bring gradients of a
+unit whose reduction is submitted. Then the queue is completed as that of a microbatch, and another
+*pass* begins. Ranks may need different numbers of passes. Where passes reduce (axes that shard
+gradients), a rank says so when it begins another one, and waits for none. When the outermost
+backward ends, ranks ask each other whether one has begun another pass, and take part in it with
+zeros. Within ``together()`` the messages of rounds say both. Then the last axes are reduced.
+
 [Note: Reductions left in flight]
 A backward that is not the step's last has said that gradients are not complete, so where lanes go
 on without the host (``Lane.runs_ahead``) it ends without waiting for its reductions. They are over
@@ -52,11 +60,12 @@ import torch
 
 from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
+from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import StagingBudget, Timing
-from fsdp_engine.runtime.gather_rounds import GatherRounds
+from fsdp_engine.runtime.gather_rounds import GatherRounds, Place
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.step_message import StepMessage
@@ -103,6 +112,11 @@ class ReductionQueue:
         self.num_submitted = 0
         self._arrivals: dict[int, GradientArrival] = {}
         self._ready: set[int] = set()
+
+    @property
+    def place(self) -> Place:
+        """Where a rank waits for the others during this backward."""
+        return Place.LAST_BACKWARD if self.is_last else Place.BACKWARD
 
     def arrival(self, unit: Unit) -> GradientArrival:
         """Returns which gradients of ``unit`` have arrived."""
@@ -348,6 +362,11 @@ class Reductions:
         self._offloadings = offloadings
         leaves_pending = self._runs_ahead and not offloadings
         self._wait_later = weakref.WeakMethod(self.wait) if leaves_pending else None
+        # [Note: Passes]. Whether backwards run within the present one, and the message of their
+        # passes; the latter is in flight, or None: nothing is sent.
+        self._is_nested = False
+        self._ranks = ranks
+        self._passes: HostMessage | None = None
         # Of the backward and of the step; None between two of them.
         self._queue: ReductionQueue | None = None
         self._step: StepReductions | None = None
@@ -410,6 +429,8 @@ class Reductions:
             RuntimeError: reductions are issued and not finished; weight gradients of the last
                 backward were put off and have not come; a gradient was edited between microbatches.
         """
+        if self._is_nested and self._queue is not None:
+            return  # the pass continues
         self.stream.begin()
         finish_pending_steps()
         self._message.finish()
@@ -432,16 +453,93 @@ class Reductions:
         # Decided now: gradients may arrive late, after a no_sync() has ended.
         partial = frozenset(unit.index for unit in self.order if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
+        is_last = is_last and not self._is_nested
         is_last = is_last and len(partial) < max(len(self.order), 1)
+        self._check_partial(partial, is_last=is_last)
+        self._queue = ReductionQueue(
+            self.order, is_last=is_last, inputs_only=inputs_only, partial=partial
+        )
+
+    def _check_partial(self, partial: frozenset[int], *, is_last: bool) -> None:
         if is_last and partial and self._mean_losses.is_pending:
             raise RuntimeError(
                 "backward of mean_loss(): expected the last microbatch to reduce the gradients of "
                 f"all units; found {len(partial)} that do not, {self._units[min(partial)].label} "
                 "among them (set_requires_gradient_sync). Set all, or none"
             )
+
+    def begin_nested(self) -> None:
+        """A backward of its own is to run within the present one, or within one in which this
+        engine has had no use."""
+        queue = self._queue
+        if queue is not None and queue.is_last:
+            # All ranks are here, but may have submitted different ones of its reductions.
+            with self.stream.entered():
+                self._end_pass(queue)
+                self._close(queue)
+        self._is_nested = True
+        if queue is not None and queue.is_last:
+            self.begin_backward()
+
+    def end_nested(self) -> None:
+        """The outermost backward is over: reduce what nested ones have left, and publish it."""
+        if self._queue is None:
+            self.begin_backward()
+        queue = self._queue
+        assert queue is not None
+        with self.stream.entered():
+            self._end_pass(queue)
+            while self._has_another_pass():
+                queue = self._begin_pass(queue)
+                self._end_pass(queue)
+            self._is_nested = False
+            is_last = self.sync and self._timing.reduces_in_backward
+            is_last = is_last and len(queue.partial) < max(len(self.order), 1)
+            self._check_partial(queue.partial, is_last=is_last)
+            if is_last:
+                self.wait()  # the last axes are reduced from the sums of passes
+                self._start_last(queue.partial)
+            queue.is_last = is_last
+            self._close(queue)
+
+    def _end_pass(self, queue: ReductionQueue) -> None:
+        """Reduce the units that ``queue`` still has, with the gradients that have come."""
+        queue.autograd_is_done = True
+        self._advance(queue)
+        if self.rounds is not None:
+            self.rounds.await_ranks(queue.place)
+
+    def _begin_pass(self, queue: ReductionQueue) -> ReductionQueue:
+        """Returns the queue of the pass that follows that of ``queue``."""
+        assert self._step is not None
+        self._step.reduced_units.update(queue.reduced)
         self._queue = ReductionQueue(
-            self.order, is_last=is_last, inputs_only=inputs_only, partial=partial
+            self.order, is_last=False, inputs_only=queue.inputs_only, partial=queue.partial
         )
+        return self._queue
+
+    def _next_pass(self, queue: ReductionQueue) -> ReductionQueue:
+        """This rank has gradients for another pass."""
+        self._end_pass(queue)
+        self._send_pass(b"\1")
+        return self._begin_pass(queue)
+
+    def _has_another_pass(self) -> bool:
+        """Whether another rank has begun another pass, where this one has not."""
+        if self.rounds is not None:
+            return self.rounds.await_outermost()
+        self._send_pass(b"\0")
+        message, self._passes = self._passes, None
+        return message is not None and message.finish() != [0]
+
+    def _send_pass(self, content: bytes) -> None:
+        """Send to all ranks whether this one begins another pass, where passes reduce."""
+        if self.rounds is not None or not any(unit.num_staged for unit in self.order):
+            return
+        if self._passes is not None:
+            self._passes.finish()
+        self._passes = HostMessage("the message of nested backwards", self._ranks)
+        self._passes.start(bytearray(content))
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -450,7 +548,9 @@ class Reductions:
         arrival = queue.arrival(unit)
         if arrival is GradientArrival.SOME:
             return  # a gradient that is put off has opened it
-        if arrival is GradientArrival.REDUCED:
+        if arrival is GradientArrival.REDUCED and self._is_nested:
+            queue = self._next_pass(queue)
+        elif arrival is GradientArrival.REDUCED:
             raise RuntimeError(
                 f"a gradient for unit {unit.label} came after its reduction had started: expected "
                 "one gradient per parameter and backward; found a second one (a parameter that is "
@@ -458,7 +558,7 @@ class Reductions:
                 "unit, or use checkpoint(..., use_reentrant=False)"
             )
         if self.rounds is not None and not self._pending.have_room(unit):
-            self.rounds.await_reductions()
+            self.rounds.await_reductions(queue.place)
         self._pending.make_room(unit)
         queue.set_arrival(unit, GradientArrival.SOME)
         for buffer in unit.trainable:
@@ -496,6 +596,8 @@ class Reductions:
         gradients, as far as this engine's timing has it."""
         queue = self._queue
         assert queue is not None
+        if self._is_nested:
+            return  # its pass ends with the outermost backward, or when another one begins
         queue.autograd_is_done = True
         with self.stream.entered():
             self._advance(queue)
@@ -513,7 +615,16 @@ class Reductions:
         self.wait()
         for buffer in self._buffers if self._step is None else ():
             buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
+        self._start_last()
+        self._issued()
+        if wait:
+            self.wait()
+
+    def _start_last(self, partial: Collection[int] = ()) -> None:
+        """Submit the reductions that are left to the last microbatch, but those of ``partial``."""
         for unit in self.order:
+            if unit.index in partial:
+                continue
             submitted = []
             for buffer in unit.trainable:
                 grads = buffer.grads
@@ -525,9 +636,6 @@ class Reductions:
                 if reduction is not None:
                     submitted.append(reduction)
             self._pending.add(unit, submitted, staged=False)
-        self._issued()
-        if wait:
-            self.wait()
 
     def wait(self) -> None:
         """Compute waits for everything that is issued."""
@@ -603,6 +711,8 @@ class Reductions:
     def reset(self) -> None:
         """Drop this backward and the step with all accumulated gradients."""
         self._pending.discard()
+        self._is_nested = False
+        self._passes = None
         self._queue = self._step = None
         self._message.forget()
         self._mean_losses.discard()
@@ -625,7 +735,7 @@ class Reductions:
             rounds = self.rounds
             if rounds is not None and self._submitting_waits:
                 rounds.announce(queue.num_submitted)
-                rounds.await_reductions()
+                rounds.await_reductions(queue.place)
             self._reduce(queue, unit)
             if rounds is not None:
                 rounds.announce(queue.num_submitted)
@@ -653,7 +763,7 @@ class Reductions:
     def _close(self, queue: ReductionQueue) -> None:
         """All gradients of this backward have arrived, and their reductions are submitted."""
         if self.rounds is not None:
-            self.rounds.await_ranks()
+            self.rounds.await_ranks(queue.place)
         step, self._queue = self._step, None
         assert step is not None
         step.partial = queue.partial

@@ -11,6 +11,21 @@ they are entered: all ranks must enter the same units, but in rounds (``gather_r
 that are never sharded are only *refreshed* after their weights changed, and ranks may enter
 different ones. So refreshes are issued in the canonical order of units, up to the unit that is
 entered; the rest is issued when forward ends.
+
+[Note: Nested backwards]
+A backward can run forwards that have backwards of their own: the hook of a loss that has cached
+embeddings embeds each mini-batch again (GradCache). Such a *nested* forward is no recomputation,
+since no call of its units is pending or runs. It is gathered, freed and prefetched as any forward,
+and its backward is a :class:`Backward` of its own, on top of the one that runs. Gradients of nested
+backwards are accumulated like those of microbatches, and axes that are left to the last microbatch
+are reduced when the outermost backward ends ([Note: Passes] in ``reductions.py``).
+
+A forward of a single unit within a ``torch.autograd.Function`` is a recomputation (a re-entrant
+checkpoint), and one of the model is nested.
+
+Other functions run autograd once for each slice of their input (a tiled MLP). All gradients of a
+unit can then come several times. So gradients that a nested run of autograd brings complete their
+unit when those of another unit come, or the backward ends.
 """
 
 from __future__ import annotations
@@ -28,8 +43,8 @@ from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.runtime.call_context import call_context
-from fsdp_engine.runtime.gather_rounds import GatherRounds
+from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
+from fsdp_engine.runtime.gather_rounds import GatherRounds, Place
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
@@ -60,10 +75,20 @@ class Backward:
         run_again: numbers of units of several calls whose graph was retained and runs once more:
             the number of calls that will come again is not known.
         num_run_again: calls of modules that ran again within this backward, by unit.
+        outer: the backward within which it runs, and the recorded order of that; None: it is not
+            nested, or the engine has no use in the outer one.
+        run: number of the run of autograd that it is.
+        unit_in_slices: a unit of which a nested run of autograd has brought all gradients, perhaps
+            of a slice of its input; None: there is none.
     """
 
-    def __init__(self, *, weights_only: bool = False) -> None:
+    def __init__(
+        self, *, weights_only: bool = False, outer: tuple[Backward, Record] | None = None
+    ) -> None:
         self.weights_only = weights_only
+        self.outer = outer
+        self.run = current_run()
+        self.unit_in_slices: Unit | None = None
         self.for_weights: list[Unit] = []
         self.creates_graph = False
         self.touched: dict[int, Unit] = {}
@@ -77,6 +102,11 @@ class Backward:
     def has_entered(self, call: Call) -> bool:
         """Whether the backward of ``call`` has begun."""
         return call in self._awaited or call in self._left
+
+    def computes_with(self, units: Collection[Unit], containing: Collection[int]) -> bool:
+        """Whether the backward of a call of ``units``, or of a unit that contains others (whose
+        numbers are ``containing``), has begun and is not over."""
+        return any(call.unit in units or call.unit.index in containing for call in self._awaited)
 
     def open_calls(self, unit: Unit) -> list[Call]:
         """Calls of ``unit`` whose backward has begun and is not over."""
@@ -154,9 +184,20 @@ def check_is_whole(units: Sequence[Unit]) -> None:
         )
 
 
+def current_run() -> int:
+    """The number of the run of autograd on this thread, the innermost one; -1: none runs."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _when_autograd_ends(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the innermost run of autograd."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class Forward:
@@ -167,9 +208,11 @@ class Forward:
             of several modules can be in it more than once.
         num_refreshed: places of the canonical order up to which units are refreshed.
         refreshed: numbers of these units.
+        outer: the backward within which it runs, and its recorded order; None: none of the engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outer: tuple[Backward, Record] | None = None) -> None:
+        self.outer = outer
         self.open: list[int] = []
         self.num_refreshed = 0
         self.refreshed: set[int] = set()
@@ -224,6 +267,10 @@ class Scheduler:
         self._refreshes_ahead = timing.gathers_ahead and self._prefetches and self._has_refreshes
         self._forward: Forward | None = None
         self._backward: Backward | None = None
+        # [Note: Nested backwards]
+        self._has_nested = False
+        self._outermost_is_over = False
+        self._nested_record: Record | None = None
         # Units that are unsharded, or in flight, for a use that is expected, with its phase.
         self._reserved: dict[int, int] = {}
         # Of units of several modules, calls that ran without autograd (re-entrant checkpoints may
@@ -298,8 +345,54 @@ class Scheduler:
         if not forward.open:
             self._end_forward(forward, unit)
 
+    def is_nested_forward(self, units: Collection[Unit], *, is_model: bool) -> bool:
+        """Whether a call of a module within a backward has a backward of its own, or is within such
+        a call. False: it repeats a call whose backward is to come, or runs.
+
+        Args:
+            units: of the module.
+            is_model: it is the model itself.
+        """
+        backward = self._backward
+        if self._forward is not None:
+            return backward is None
+        for unit in units:
+            if unit.pending_calls or unit.num_unrecorded or Kept.RECORDED in unit.kept:
+                return False
+        if backward is not None and backward.computes_with(units, self._containing):
+            return False
+        return is_model or not in_function_of_autograd()
+
+    def _begin_nested(self) -> tuple[Backward, Record] | None:
+        """A forward begins within a backward. Returns that backward, which has to wait, and its
+        recorded order; None: the engine has had no use in it."""
+        if not self._has_nested and torch.is_grad_enabled():
+            self._has_nested = True
+            self.reductions.begin_nested()
+            _when_autograd_ends(self._end_outermost)
+        outer = self._backward
+        if outer is None:
+            return None
+        found = outer, self._record
+        self._backward = None
+        self._record = self._nested_record = self._nested_record or self._make_record()
+        return found
+
+    def _end_outermost(self) -> None:
+        """The backward that nested ones ran in is over."""
+        if self._backward is not None:  # its own callback follows
+            self._outermost_is_over = True
+            return
+        self._has_nested = self._outermost_is_over = False
+        self.reductions.end_nested()
+        self._memory.end_backward(step_is_over=self.reductions.are_final)
+        self.reductions.run_hooks()
+
     def _begin_forward(self) -> Forward:
-        if self._backward is not None:
+        outer: tuple[Backward, Record] | None = None
+        if in_backward():
+            outer = self._begin_nested()
+        elif self._backward is not None or self._has_nested:
             raise RuntimeError(
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
@@ -322,7 +415,7 @@ class Scheduler:
         if self._follows_backward:
             self._follows_backward = False
             self._entered.clear()
-        forward = self._forward = Forward()
+        forward = self._forward = Forward(outer)
         if self._refreshes_ahead or self._rounds is not None:
             self._refresh_through(None, forward)  # into memory that is held anyway
         return forward
@@ -345,11 +438,13 @@ class Scheduler:
             if self._rounds is None:
                 order = self._record.units_in_forward
                 self.reductions.order_seen(first_use_order(order, len(self.units)))
+        if forward.outer is not None:
+            self._backward, self._record = forward.outer
 
     def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
         """Issue the gathers that the next forward would begin with: those of units that are never
         sharded and changed, and (``sharded``) the first ones of the recorded order."""
-        if not self.is_at_rest:
+        if self._forward is not None or self._backward is not None:
             return  # that forward runs already
         self._refresh_through(None, Forward())
         for use in self._record.first if sharded else ():
@@ -367,6 +462,12 @@ class Scheduler:
             self.gather_before_forward(wait=False, sharded=False)  # as the others' next forward
         else:
             self._provide(unit, FORWARD)
+
+    @property
+    def outer_run(self) -> int | None:
+        """The run of autograd within which the present forward runs, if it had uses before."""
+        forward = self._forward
+        return None if forward is None or forward.outer is None else forward.outer[0].run
 
     @property
     def in_rounds(self) -> bool:
@@ -394,11 +495,11 @@ class Scheduler:
         self._own_record = self._own_record or self._make_record()
         self._record = self._own_record
 
-    def await_ranks(self) -> None:
+    def await_ranks(self, place: Place = Place.CALL) -> None:
         """In rounds, this rank needs no gather for now: take part until none does. To be called
         before any other collective of the engine, and before weights change."""
         if self._rounds is not None:
-            self._rounds.await_ranks()
+            self._rounds.await_ranks(place)
 
     def abandon_rounds(self) -> None:
         """This rank has raised an exception: let others raise one, too."""
@@ -459,7 +560,10 @@ class Scheduler:
                 "was left. Call backward() within it, or enter it again (after this exception, "
                 "call engine.reset())"
             )
-        backward = self.begin_backward()
+        if backward is None:
+            backward = self.begin_backward()
+        elif backward.run == call.outer_run:
+            backward = self._begin_backward((backward, self._record))
         if backward.weights_only:
             if call.reads_weights:
                 self.use_for_weights(call.unit)
@@ -497,6 +601,22 @@ class Scheduler:
         assert backward is not None
         if unit.num_missing_grads or unit.index in self._containing:
             return  # functions before the units inside may still read its weights
+        if current_run() != backward.run:
+            self._complete_slices(backward, before=unit)
+            backward.unit_in_slices = unit
+            return
+        self._complete(backward, unit)
+
+    def _complete_slices(self, backward: Backward, before: Unit | None) -> None:
+        """Gradients of ``before`` come, or (None) the backward ends: those of another unit that a
+        nested run of autograd has brought are complete."""
+        unit = backward.unit_in_slices
+        if unit is not None and unit is not before:
+            backward.unit_in_slices = None
+            self._complete(backward, unit)
+
+    def _complete(self, backward: Backward, unit: Unit) -> None:
+        """All gradients of ``unit`` have come in this backward."""
         calls = [call for call in backward.open_calls(unit) if call.is_recorded]
         if any(call.has_boundary for call in calls):
             return  # the end of that call's backward is observed
@@ -514,7 +634,10 @@ class Scheduler:
 
     def begin_gradient(self, unit: Unit) -> None:
         """``unit`` is about to get its first gradient of this backward, or will get it later."""
-        self.begin_backward().creates_graph = torch.is_grad_enabled()
+        backward = self.begin_backward()
+        backward.creates_graph = torch.is_grad_enabled()
+        if backward.unit_in_slices is not None:
+            self._complete_slices(backward, before=unit)
         self.reductions.open_unit(unit)
 
     def late_gradient_came(self, unit: Unit) -> None:
@@ -534,6 +657,12 @@ class Scheduler:
         """
         if self._backward is not None:
             return self._backward
+        return self._begin_backward(weights_only=weights_only)
+
+    def _begin_backward(
+        self, outer: tuple[Backward, Record] | None = None, *, weights_only: bool = False
+    ) -> Backward:
+        """Returns a new backward, which runs from now on. ``outer``: see :class:`Backward`."""
         if self._in_stage_of_torch:
             check_is_whole(self.units)
         self.reductions.begin_backward(inputs_only=self.inputs_only)
@@ -541,7 +670,10 @@ class Scheduler:
             # Parameters may have been frozen and thawed since forward, as adapters are around the
             # forward of a reference model.
             unit.follow_requires_grad_in_backward()
-        backward = self._backward = Backward(weights_only=weights_only)
+        if outer is not None:
+            assert self._nested_record is not None
+            self._record = self._nested_record
+        backward = self._backward = Backward(weights_only=weights_only, outer=outer)
         if self._rounds is not None:
             # Others can wait for the reductions of units that this rank does not use.
             for unit in self.reductions.order:
@@ -551,7 +683,7 @@ class Scheduler:
         if not weights_only:
             self._record.begin_backward()
             # Ends calls that autograd leaves open: parameters or inputs without a gradient.
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            _when_autograd_ends(self.end_backward)
         return backward
 
     def use_for_weights(self, unit: Unit, following: Unit | None = None) -> None:
@@ -585,6 +717,7 @@ class Scheduler:
         """Autograd has finished this backward."""
         backward = self._backward
         assert backward is not None
+        self._complete_slices(backward, before=None)
         self.reductions.end_backward()
         if not backward.weights_only:
             self._record.end_backward()
@@ -602,9 +735,14 @@ class Scheduler:
             if unit.uses == 0:
                 self._end_use(unit)
         self._backward = None
+        if backward.outer is not None:
+            self._backward, self._record = backward.outer
         self._follows_backward = True
-        self._memory.end_backward(step_is_over=self.reductions.are_final)
-        self.reductions.run_hooks()
+        if self._outermost_is_over and self._backward is None:
+            self._end_outermost()
+        elif not self._has_nested:
+            self._memory.end_backward(step_is_over=self.reductions.are_final)
+            self.reductions.run_hooks()
 
     def _forget_uncounted(self, backward: Backward) -> None:
         """Subtract the calls that ran again. If some did, the others are of a pipeline whose next
@@ -715,7 +853,7 @@ class Scheduler:
     @property
     def is_at_rest(self) -> bool:
         """Whether neither a forward nor a backward is running."""
-        return self._forward is None and self._backward is None
+        return self._forward is None and self._backward is None and not self._has_nested
 
     @property
     def phase(self) -> str:
@@ -726,7 +864,11 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop the running forward and backward; communication must be over."""
+        for running in (self._backward, self._forward):
+            while running is not None and running.outer is not None:
+                running, self._record = running.outer
         self._forward = self._backward = None
+        self._has_nested = self._outermost_is_over = False
         self._reserved.clear()
         self._uncounted.clear()
         self._entered.clear()

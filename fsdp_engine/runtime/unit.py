@@ -116,6 +116,8 @@ class Call:
         is_pending: its backward is to come, or runs.
         follows_another: when it was made, another call of the unit was pending.
         in_rounds: ranks may have called other units, or in another order.
+        outer_run: the run of autograd within which its forward ran, if the engine computed in it
+            before; else None. See [Note: Nested backwards] in ``scheduler.py``.
     """
 
     __slots__ = (
@@ -126,6 +128,7 @@ class Call:
         "is_pending",
         "is_recorded",
         "microbatch",
+        "outer_run",
         "reads_weights",
         "unit",
     )
@@ -138,8 +141,10 @@ class Call:
         is_recorded: bool = True,
         microbatch: Hashable | None = None,
         in_rounds: bool = False,
+        outer_run: int | None = None,
     ) -> None:
         self.unit = unit
+        self.outer_run = outer_run
         self.in_rounds = in_rounds
         self.is_recorded = is_recorded
         self.microbatch = microbatch
@@ -383,25 +388,24 @@ class Unit:
         """No recorded function of the unit will run again."""
         self.kept.discard(Kept.RECORDED)
 
-    def keep_unseen(self, found: object) -> None:
-        """The unit's output is inside of ``found``, so the start of its backward cannot be
-        observed: keep it unsharded.
+    def keep_unseen(self, found: str, remedy: str) -> None:
+        """The start of the unit's backward cannot be observed: keep it unsharded.
+
+        Args:
+            found: what was expected, and what was found.
+            remedy: what to do.
 
         Raises:
             RuntimeError: forward and backward read different bytes.
         """
         if not self.reshards or Kept.UNSEEN in self.kept or not self.num_elements:
             return
-        message = (
-            f"forward of unit {self.label}: expected tensors to be returned by themselves or in "
-            f"tuples, lists, dicts or dataclasses; found a {type(found).__name__}, in which the "
-            "engine does not look for tensors"
-        )
+        message = f"forward of unit {self.label}: {found}"
         if self.split_buffers:
-            raise RuntimeError(f"{message}, and weights of two encodings. Return a dataclass")
+            raise RuntimeError(f"{message}, and weights of two encodings. {remedy}")
         warnings.warn(
             f"{message}. The start of its backward cannot be observed, so its full parameters are "
-            "no longer freed. Return a dataclass, and they will be",
+            f"no longer freed. {remedy}, and they will be",
             stacklevel=2,
         )
         self.kept.add(Kept.UNSEEN)

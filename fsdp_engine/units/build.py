@@ -52,7 +52,12 @@ from fsdp_engine.units.initial_values import (
     decide,
 )
 from fsdp_engine.units.installing import install_where_complete, watch_reads
-from fsdp_engine.units.materialize import ModuleTree, materialize, materialize_buffers
+from fsdp_engine.units.materialize import (
+    ModuleTree,
+    check_attributes,
+    materialize,
+    materialize_buffers,
+)
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
 
 
@@ -303,7 +308,9 @@ def build_units(
     has_values = not start.whole or communicators.data.mesh.is_first
     try:
         seed = start.seed + len(units)
-        materialize_buffers(root, device, seed, values=has_values, is_empty=start.is_empty)
+        materialize_buffers(root, tree, device, seed, values=has_values, is_empty=start.is_empty)
+        if (plan.on_meta or start.whole) and device.type != "meta" and not is_simulated():
+            check_attributes(root)
     except Exception as caught:
         error = error or caught
     if plan.on_meta or start.whole:

@@ -44,13 +44,21 @@ def check_meta(model: nn.Module) -> tuple[bool, str]:
     on_meta, lacks = False, ""
     knows_modules = callable(getattr(model, "_init_weights", None))
     covered = find_adapter_layers(model).covered
+    # Any module that has a buffer may give it its values.
+    given = {
+        id(buffer)
+        for module in model.modules()
+        if callable(getattr(module, "reset_parameters", None))
+        for buffer in module._buffers.values()
+    }
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             continue  # the module that has it gives it values
         own = [*module._parameters.items(), *module._buffers.items(), *_originals(module)]
-        metas = [attribute for attribute, tensor in own if tensor is not None and tensor.is_meta]
+        found = {attribute: t for attribute, t in own if t is not None and t.is_meta}
+        metas = [attribute for attribute, tensor in found.items() if id(tensor) not in given]
+        on_meta = on_meta or bool(found)
         if metas:
-            on_meta = True
             knows_itself = callable(getattr(module, "reset_parameters", None))
             if not (knows_modules or knows_itself or lacks or module in covered):
                 lacks = (
@@ -70,11 +78,13 @@ class ModuleTree:
 
     Attributes:
         adapters: of PEFT in it.
+        buffers: those on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.adapters = find_adapter_layers(model)
+        self.buffers = MetaBuffers(model)
         self._modules: dict[int, nn.Module] = {}  # children first, as they were built
         nn.Module.apply(model, self._enter)
         self._parents: dict[int, list[nn.Module]] = {key: [] for key in self._modules}
@@ -162,10 +172,10 @@ def materialize(
     if is_empty:
         modules = {module: names for module, names in modules.items() if module._buffers}
     for module in modules:
-        _real_buffers(module, device)
+        tree.buffers.allocate(module, device)
     own_seeds = _seeds_of_experts(modules, metas, base_seed)
     others = {module: n for module, n in modules.items() if module not in tree.adapters.covered}
-    _reset(tree.model, others, device, seed, own_seeds, is_empty=is_empty)
+    _reset(tree, others, device, seed, own_seeds, is_empty=is_empty)
     if not is_empty:
         _begin_adapters(tree.adapters, metas, device, seed + _OF_ADAPTERS)
     for record, original in zip(metas, originals, strict=True):
@@ -229,6 +239,7 @@ def _valueless(tensor: torch.Tensor) -> torch.Tensor:
 
 def materialize_buffers(
     model: nn.Module,
+    tree: ModuleTree | None,
     device: torch.device,
     seed: int,
     *,
@@ -238,24 +249,106 @@ def materialize_buffers(
     """Real values for modules that own meta buffers but no meta parameter, and move the others.
 
     Args:
+        tree: None: nothing is on the meta device.
         values: False: memory alone, for another rank's values.
         is_empty: buffers that are saved need none.
     """
-    lonely = {module: names for module in model.modules() if (names := _metas_of(module))}
-    for module in lonely:
-        _real_buffers(module, device)
-    if values:
-        _reset(model, lonely, device, seed, is_empty=is_empty)
+    if tree is not None:
+        lonely = {module: names for module in model.modules() if (names := _metas_of(module))}
+        for module in lonely:
+            tree.buffers.allocate(module, device)
+        if values:
+            _reset(tree, lonely, device, seed, is_empty=is_empty)
+        if values and not is_empty:
+            tree.buffers.check_values()
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the key's tensor
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                moved.setdefault(id(buffer), (buffer, buffer.to(device)))
+                module._buffers[name] = moved[id(buffer)][1]
 
 
-def _real_buffers(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = empty_like(buffer, device)
+def check_attributes(model: nn.Module) -> None:
+    """Check that no module has a tensor on the meta device that is no parameter and no buffer. Such
+    a tensor gets no values from other ranks, and the first forward would fail on this rank only.
+
+    Raises:
+        ValueError: one has; names the attribute.
+    """
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in _OF_MODULES or not _contains_meta(value):
+                continue
+            raise ValueError(
+                f"{f'{prefix}.{name}' if prefix else name}: expected tensors on the meta device to "
+                "be parameters and buffers, which get values; found one in a plain attribute. "
+                "Register it (register_buffer(..., persistent=False)), or set it in "
+                "reset_parameters()"
+            )
+
+
+_OF_MODULES = {"_parameters", "_buffers", "_modules"}
+
+
+def _contains_meta(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_meta
+    if isinstance(value, Mapping):
+        return any(map(_contains_meta, value.values()))
+    return isinstance(value, list | tuple) and any(map(_contains_meta, value))
+
+
+class MetaBuffers:
+    """Buffers of a model on the meta device, and the real ones in their place.
+
+    A buffer that several modules have stays one: the first module gets memory for it, and the
+    others get the same tensor. Any of them may give it its values.
+
+    Args:
+        model: before any of its buffers is replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the key's tensor
+        self._model = model
+        self._shared: set[int] = set()
+        self._num_modules = Counter(
+            id(buffer)
+            for module in model.modules()
+            for buffer in module._buffers.values()
+            if buffer is not None and buffer.is_meta
+        )
+
+    def allocate(self, module: nn.Module, device: torch.device) -> None:
+        """Replace the meta buffers of a module."""
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if id(buffer) not in self._real:
+                real = empty_like(buffer, device)
+                self._real[id(buffer)] = buffer, real
+                if self._num_modules[id(buffer)] > 1 and buffer.is_floating_point():
+                    self._shared.add(id(_valueless(real)))
+            module._buffers[name] = self._real[id(buffer)][1]
+
+    def is_shared(self, buffer: torch.Tensor | None) -> bool:
+        """Whether several modules have this real buffer."""
+        return id(buffer) in self._shared
+
+    def check_values(self) -> None:
+        """Check the buffers that several modules have, when all modules have been initialized.
+
+        Raises:
+            ValueError: none of its modules gave a buffer its values.
+        """
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and self.is_shared(buffer) and buffer.isnan().any():
+                    raise ValueError(
+                        f"{f'{prefix}.{name}' if prefix else name}: expected one of its modules to "
+                        "give it values, since it is on the meta device; found that none does"
+                    )
 
 
 def _metas_of(module: nn.Module) -> list[str]:
@@ -298,7 +391,7 @@ def _seeds_of_experts(
 
 
 def _reset(
-    model: nn.Module,
+    tree: ModuleTree,
     modules: Mapping[nn.Module, list[str]],
     device: torch.device,
     seed: int,
@@ -313,7 +406,7 @@ def _reset(
     """
     if not modules:
         return
-    init_weights = getattr(model, "_init_weights", None)
+    init_weights = getattr(tree.model, "_init_weights", None)
     with forked_generators(device), torch.no_grad():
         torch.manual_seed(seed)
         for module, names in modules.items():
@@ -325,6 +418,8 @@ def _reset(
                 names = [name for name in names if name in module._non_persistent_buffers_set]
                 if not names:
                     continue
+            # Another module may have given a shared buffer its values.
+            names = [n for n in names if not tree.buffers.is_shared(module._buffers.get(n))]
             reset = _reset_parametrized if is_parametrized(module) else _reset_module
             if own_seeds is None or module not in own_seeds:
                 reset(module, names, init_weights)

@@ -72,6 +72,126 @@ def test_a_model_that_cannot_make_values_gets_those_of_the_first_rank(place: Pla
     check_equal(everything(model), expected)
 
 
+class Rotated(nn.Module):
+    """Has a table that other modules have, too, and a buffer of its own."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("own", torch.rand(3))
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(4.0).expand(2, 4))
+        self.own.fill_(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table[0] + self.own.sum()
+
+
+class SharedTable(nn.Module):
+    """Blocks with one rotary table, and later buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.arange(4.0).expand(2, 4).clone()
+        self.blocks = nn.ModuleList(Rotated(table) for _ in range(3))
+        self.holder = nn.Module()
+        self.holder.register_buffer("again", table)
+        self.register_buffer("last", torch.rand(5))
+
+    def reset_parameters(self) -> None:
+        self.last.fill_(3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.last.sum()
+
+
+def all_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+@everywhere
+def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
+    for how in ("built on meta", "moved to meta", "other values", "separate"):
+        torch.manual_seed(0)
+        model = SharedTable()
+        expected = {name: buffer.clone() for name, buffer in all_buffers(model).items()}
+        if dist.get_rank():
+            torch.manual_seed(5)
+            with torch.device("meta" if how == "built on meta" else "cpu"):
+                model = SharedTable()
+            if how == "moved to meta":
+                model = model.to("meta")  # torch makes a tensor of each module's
+            for block in model.blocks if how == "separate" else ():
+                block.table = block.table + 1
+        options = {} if "meta" in how else {"initial_values": "rank0"}
+        place.shard(model, **options)
+        found = all_buffers(model)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), f"{how}: {name}"
+        assert len(set(map(id, found.values()))) == 5
+        assert model.holder.again is model.blocks[2].table
+        model(torch.randn(4, 4)).sum().backward()
+
+
+@everywhere
+def test_a_buffer_of_several_modules_stays_one_where_all_ranks_are_on_meta(place: Place) -> None:
+    with torch.device("meta"):
+        model = SharedTable()
+    place.shard(model)
+    found = all_buffers(model)
+    assert model.holder.again is model.blocks[0].table
+    assert len(set(map(id, found.values()))) == 5
+    assert torch.equal(model.holder.again, torch.arange(4.0).expand(2, 4))
+    assert torch.equal(model.last, torch.full((5,), 3.0))
+    assert all(block.own.eq(2).all() for block in model.blocks)
+
+
+@on_ranks(2)
+def test_buffers_that_only_one_rank_has_are_an_error_on_all_ranks() -> None:
+    model = SharedTable()
+    if dist.get_rank():
+        model.register_buffer("more", torch.ones(2))
+    with pytest.raises(ValueError, match=r"more: expected the same buffers on all ranks"):
+        fe.shard(model, initial_values="rank0")
+
+
+class PlainTable(nn.Module):
+    """Has tensors in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.tables = {"cos": [torch.ones(4)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.tables["cos"][0]
+
+
+class ResetTable(PlainTable):
+    def reset_parameters(self) -> None:
+        self.tables = {"cos": [torch.ones(4)]}
+
+
+@pytest.mark.parametrize("first", ["cpu", "meta"])
+@on_ranks(2)
+def test_a_meta_tensor_in_a_plain_attribute_is_named_on_all_ranks(first: str) -> None:
+    def make(kind: type[nn.Module]) -> nn.Module:
+        with torch.device("meta" if dist.get_rank() else first):
+            return nn.Sequential(kind())
+
+    message = r"0\.tables: expected tensors on the meta device to be parameters and buffers"
+    with pytest.raises(ValueError, match=message):
+        fe.shard(make(PlainTable))
+    if first == "meta":
+        model = make(ResetTable)
+        fe.shard(model)
+        model(torch.randn(2, 4)).sum().backward()
+
+
 def models_without_reset() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     model.register_parameter("bare", nn.Parameter(torch.randn(3)))

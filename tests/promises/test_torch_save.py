@@ -142,3 +142,37 @@ def test_state_of_other_ranks_is_refused(ranks: Ranks) -> None:
         message = ranks.run(step_with_state_of_two_ranks, Path(name), world_size=1)[0]
     expected = r"elements \[0, 35\) of shape \(7, 5\) over 2 ranks and elements .* over 1 rank "
     assert re.search(expected, message), message
+
+
+def use_slices_of(folder: Path, num_ranks: int) -> None:
+    model = make()
+    fe.shard(model)
+    weights = model.state_dict()
+    path = folder / f"{num_ranks}-{dist.get_rank() % num_ranks}.pt"
+    for name, tensor in torch.load(path, weights_only=True).items():
+        if not isinstance(tensor, FlatDTensor):
+            continue
+        uses: list[Callable[[], Any]] = [
+            tensor.full_tensor,
+            lambda t=tensor, n=name: weights[n].copy_(t),
+            lambda t=tensor, n=name: weights[n].lerp_(t, 0.5),
+            lambda t=tensor, n=name: torch._foreach_add_([weights[n]], [t]),
+        ]
+        for use in uses:
+            with pytest.raises((RuntimeError, ValueError), match=r"process groups|mixes"):
+                use()
+    reference.assert_same_weights(model, make())
+
+
+def save_weights_of(folder: Path) -> None:
+    model = make()
+    fe.shard(model)
+    torch.save(model.state_dict(), folder / f"{dist.get_world_size()}-{dist.get_rank()}.pt")
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (2, 4)])
+def test_slices_of_other_ranks_are_not_taken(
+    ranks: Ranks, tmp_path: Path, saved: int, loaded: int
+) -> None:
+    ranks.run(save_weights_of, tmp_path, world_size=saved)
+    ranks.run(use_slices_of, tmp_path, saved, world_size=loaded)

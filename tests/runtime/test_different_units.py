@@ -493,6 +493,62 @@ def test_ranks_in_the_forwards_of_two_engines_raise() -> None:
         models[first](inputs(0), [(0, "plain")])
 
 
+def _other_numbers(engine: fe.Engine, model: nn.Module, case: str, rank: int) -> None:
+    """A program whose ranks run different numbers of backwards or calls within a context."""
+    optimizer = reference.sgd([param for param in model.parameters() if param.requires_grad])
+    route: Route = [(number, "plain") for number in range(NUM_BLOCKS)]
+    for number in range(2 + rank):
+        if case == "microbatches":
+            with engine.no_sync() if number < 1 + rank else nullcontext():
+                routed_step(model, number, route)
+        elif case == "evaluation on one rank" and number == 2:
+            with torch.no_grad():
+                loss_of(model, number, route)
+            engine.await_ranks()
+        elif case == "one backward more within no_sync" and number == 2:
+            with engine.no_sync():
+                routed_step(model, number, route)
+        else:
+            routed_step(model, number, route)
+            if case == "steps":
+                optimizer.step()
+                optimizer.zero_grad()
+    if case == "microbatches":
+        optimizer.step()
+
+
+_FOUND = {
+    "steps": r"rank 1 in the last backward of a step; rank 0 at the end of the context",
+    "microbatches": r"rank 1 in a backward that is not the last of a step; "
+    r"rank 0 in the last backward",
+    "no steps": r"rank 1 in the last backward of a step; rank 0 at the end of the context",
+    "one backward more within no_sync": r"rank 1 in a backward that is not the last of a step; "
+    r"rank 0 at the end of the context",
+    "evaluation on one rank": r"rank 1 at an optimizer step, engine.await_ranks\(\) or another "
+    r"call of all ranks; rank 0 at the end of the context",
+}
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES[1:])
+@pytest.mark.parametrize("case", _FOUND)
+@on_ranks(2)
+def test_different_numbers_of_backwards_are_an_error_on_all_ranks(case: str, level: str) -> None:
+    model = Maze()
+    engine = fe.shard(model, strategy=level, units=UNITS)
+    with pytest.raises(RuntimeError, match=_FOUND[case]), engine.together():
+        _other_numbers(engine, model, case, dist.get_rank())
+
+
+@pytest.mark.parametrize("case", ["steps", "microbatches"])
+@on_ranks(4)
+def test_different_numbers_of_backwards_on_two_axes(case: str) -> None:
+    rank, model = dist.get_rank(), Maze()
+    engine = fe.shard(model, mesh_of(2, 2), units=UNITS)
+    found = r"rank 2 in .*; ranks 0, 1, 3 (in the last backward|at the end)"
+    with pytest.raises(RuntimeError, match=found), engine.together():
+        _other_numbers(engine, model, case, int(rank == 2))
+
+
 @on_ranks(2)
 def test_batches_that_are_even_within_one_context() -> None:
     rank, model = dist.get_rank(), Maze()

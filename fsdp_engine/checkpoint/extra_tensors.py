@@ -1,0 +1,345 @@
+"""Sharded tensors within ``extra``: an average of the weights, the state of a further optimizer.
+
+A pickle of ``extra`` would contain one rank's slice, which is of no use to another number of ranks.
+Therefore each sharded tensor is an entry of its own, as parameters are:
+
+    extra_tensors.<name>       the tensor, of which each rank writes its slice
+    extra, ranks.<rank>        pickles, which contain a reference where the tensor was
+
+The pickler finds the tensors in any container or object, and its memo keeps one that occurs twice
+one object. A loaded tensor has the placement that the parameter with its name has in the loading
+job. At ``no_shard``, or where the model has no such parameter, it is a plain full tensor.
+
+Older checkpoints contain slices within the pickles. :meth:`ExtraTargets.foreign_slices` finds those
+that are no slices of the loading rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from fsdp_engine.checkpoint.model_state import EXTRA, EXTRA_TENSORS, Saved, Targets
+from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
+from fsdp_engine.comm.collectives import gather_objects
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.memory import allocator
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Stands in a pickle for a sharded tensor.
+
+    Attributes:
+        key: of its entry, without the section.
+        param: name of the parameter that is sharded like it; "": none of the engine's is.
+        shape: of the full tensor.
+        requires_grad: whether it required grad.
+        placement: of the slice of the rank that saved it, if ``param`` is "".
+    """
+
+    key: str
+    param: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    placement: FlatPlacement | None = dataclasses.field(default=None, compare=False)
+
+    def __reduce__(self) -> Any:
+        args = (self.key, self.param, self.shape, self.requires_grad, self.placement)
+        return restore_reference, args
+
+
+def restore_reference(*args: Any) -> Any:
+    """Called by pickles of ``extra``: returns the tensor within :meth:`ExtraTargets.reading`, else
+    the reference."""
+    reference = Reference(*args)
+    targets = _TARGETS.get()
+    return reference if targets is None else targets.tensor_of(reference)
+
+
+torch.serialization.add_safe_globals([restore_reference])
+_TARGETS: ContextVar[ExtraTargets | None] = ContextVar("extra targets", default=None)
+
+
+class ExtraTensors:
+    """Collects the sharded tensors of ``extra`` that this rank saves.
+
+    Args:
+        engine: of the parameters like which they are sharded.
+
+    Attributes:
+        entries: the tensors by name; complete after :meth:`pack`.
+    """
+
+    def __init__(self, engine: ShardedModel) -> None:
+        self.entries: dict[str, Tensor] = {}
+        self._num_ranks = engine.ranks.size
+        self._references: dict[int, Reference] = {}
+        self._held: list[Tensor] = []  # keeps the keys of ``_references`` valid
+        self._params: dict[str, list[SavedParam]] = {}
+        for param in saved_params(engine).values():
+            if isinstance(param.held, FlatDTensor):
+                self._params.setdefault(param.held.flat_placement.name, []).append(param)
+
+    def pack(self, value: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        """Serialize ``value``, with references in the place of sharded tensors.
+
+        Args:
+            value: contains ``extra``.
+            extra: of the user, by name.
+
+        Raises:
+            ValueError: a sharded tensor cannot be saved; names it.
+        """
+        names = {id(tensor): name for name, tensor in _named_tensors(extra)}
+        unnamed = 0
+
+        def reduce(tensor: DTensor) -> Any:
+            nonlocal unnamed
+            if id(tensor) in self._references:
+                return self._references[id(tensor)].__reduce__()
+            name = names.get(id(tensor))
+            if name is None:
+                unnamed += 1
+                name = f"unnamed.{unnamed}"
+            reference = self._references[id(tensor)] = self._add(name, tensor)
+            self._held.append(tensor)
+            return reference.__reduce__()
+
+        return _dumps(value, lambda each: reduce(each) if _is_sharded(each) else NotImplemented)
+
+    def _add(self, name: str, tensor: DTensor) -> Reference:
+        if not isinstance(tensor, FlatDTensor):
+            raise ValueError(
+                f"{EXTRA}: expected plain tensors, and tensors that are sharded like parameters; "
+                f"found {name}, a DTensor {tensor.placements} over {tensor.device_mesh}. Save "
+                "its full_tensor()"
+            )
+        flat = tensor.flat_placement
+        param = self._param_of(flat)
+        if type(tensor.local) is not Tensor:
+            raise ValueError(
+                f"{EXTRA}: expected slices that are plain tensors; found {name}, whose slice is a "
+                f"{type(tensor.local).__name__}. An optimizer: call fe.shard_optimizer(optimizer)"
+            )
+        if param is None and flat.device_mesh.size() != self._num_ranks:
+            raise ValueError(
+                f"{EXTRA}: expected tensors that are sharded like parameters of the engine, or "
+                f"over its {self._num_ranks} ranks; found {name}, {flat}. Save its full_tensor(), or "
+                "save the engine that it belongs to, too"
+            )
+        saved: Tensor = tensor.detach() if param is None else param.as_saved(tensor.detach())
+        self.entries[name] = saved
+        return Reference(
+            name,
+            "" if param is None else param.name,
+            tuple(saved.shape),
+            tensor.requires_grad,
+            flat if param is None else None,
+        )
+
+    def _param_of(self, flat: FlatPlacement) -> SavedParam | None:
+        """The parameter with this placement. Parameters of several engines may have one name."""
+        found = self._params.get(flat.name, ())
+        placed = [(_placement(param), param) for param in found]
+        same = [param for placement, param in placed if placement is flat]
+        equal = [param for placement, param in placed if placement == flat]
+        return next(iter([*same, *equal]), None)
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The section of a checkpoint with the tensors; empty if there are none."""
+        return {EXTRA_TENSORS: self.entries} if self.entries else {}
+
+    @property
+    def signature(self) -> list[str]:
+        """A line for each tensor, which must be the same on all ranks."""
+        return sorted(
+            f"{each.key} (like {each.param or 'no parameter'}, of shape {each.shape}, "
+            f"{self.entries[each.key].dtype})"
+            for each in self._references.values()
+        )
+
+
+def digest_of(signature: Sequence[str]) -> int:
+    """Compare signatures of all ranks by these numbers."""
+    return zlib.crc32("\n".join(signature).encode())
+
+
+def check_same_tensors(
+    digests: Sequence[int], signature: Sequence[str], group: ProcessGroup | None
+) -> None:
+    """Check that all ranks save slices of the same tensors. Collective where they do not.
+
+    Args:
+        digests: of all ranks.
+        signature: of this rank.
+        group: of all ranks.
+
+    Raises:
+        ValueError: on all ranks; names a tensor that some rank does not save.
+    """
+    if len(set(digests)) < 2:
+        return
+    found: list[Any] = gather_objects(list(signature), group)
+    for rank, lines in enumerate(found):
+        for one, other, where in ((found[0], lines, (0, rank)), (lines, found[0], (rank, 0))):
+            for line in one:
+                if line not in other:
+                    raise ValueError(
+                        f"{EXTRA}: expected the same sharded tensors on all ranks, of which each "
+                        f"saves its slice; found {line} on data-parallel rank {where[0]} and not "
+                        f"on rank {where[1]}"
+                    )
+
+
+class ExtraTargets:
+    """Tensors for the references in the pickles of a checkpoint.
+
+    Args:
+        saved: keys of the checkpoint.
+        params: of the loading model; none: all tensors are full.
+        is_same_job: as many ranks load as have saved. A tensor that is sharded like no parameter
+            then has the placement that it was saved with.
+
+    Attributes:
+        targets: tensors to read, on the CPU, by flat key.
+    """
+
+    def __init__(
+        self, saved: Saved, params: Sequence[SavedParam] = (), *, is_same_job: bool = False
+    ) -> None:
+        self.targets: Targets = {}
+        self._saved = saved
+        self._is_same_job = is_same_job
+        self._params = {alias: param for param in params for alias in param.aliases}
+        self._tensors: dict[str, Tensor] = {}
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context in which pickles of ``extra`` get tensors, which are read afterwards."""
+        token = _TARGETS.set(self)
+        try:
+            yield
+        finally:
+            _TARGETS.reset(token)
+
+    def tensor_of(self, reference: Reference) -> Tensor:
+        """Allocate the tensor of a reference.
+
+        Raises:
+            ValueError: the checkpoint does not contain it.
+        """
+        key = f"{EXTRA_TENSORS}.{reference.key}"
+        shape, empty = self._saved.shape(key), self._saved.entries.get(key)
+        if empty is None or shape != reference.shape:
+            found = "nothing" if empty is None else self._saved.describe(key)
+            raise ValueError(f"{key}: expected a tensor of shape {reference.shape}; found {found}")
+        if key not in self._tensors:
+            self._tensors[key] = self._allocate(key, reference)
+        return self._tensors[key].requires_grad_(reference.requires_grad)
+
+    def _allocate(self, key: str, reference: Reference) -> Tensor:
+        dtype = self._saved.entries[key].properties.dtype  # type: ignore[union-attr]
+        param = self._params.get(reference.param)
+        if param is not None and param.saved.shape == reference.shape:
+            self.targets[key] = zeros = param.zeros(dtype, torch.device("cpu"))
+            return param.as_held(zeros)
+        placement = reference.placement
+        if placement is not None and self._is_same_job:
+            local = allocator.zeros(placement.numel, dtype, "cpu")
+            self.targets[key] = FlatDTensor.from_flat_local(local, placement)
+        else:
+            self.targets[key] = allocator.zeros(reference.shape, dtype, "cpu")
+        target: Tensor = self.targets[key]
+        return target
+
+    def foreign_slices(self, extra: Any, engine: ShardedModel, *, is_own: bool) -> list[str]:
+        """Describe the slices within ``extra`` that are no slices of this rank. Older checkpoints
+        contain slices in pickles.
+
+        Args:
+            extra: as it was unpickled.
+            engine: that loads.
+            is_own: the same rank, of as many ranks, has saved it.
+        """
+        placements = map(_placement, saved_params(engine).values())
+        meshes = [engine.mesh.device_mesh, *(each.mesh for each in placements if each is not None)]
+        known = set(map(id, self._tensors.values()))
+        found: list[str] = []
+
+        def note(each: Any) -> Any:
+            if isinstance(each, FlatDTensor) and id(each) not in known:
+                flat = each.flat_placement
+                if flat.mesh not in meshes or not (is_own or flat.mesh.size() == 1):
+                    found.append(f"{flat.name or 'a tensor'}, {flat}")
+            return (int, ()) if isinstance(each, Tensor) else NotImplemented
+
+        # Of objects that cannot be pickled, those that come first are examined.
+        with suppress(Exception):
+            _pickler(note)(io.BytesIO()).dump(extra)
+        return found
+
+
+def _placement(param: SavedParam) -> FlatPlacement | None:
+    return param.held.flat_placement if isinstance(param.held, FlatDTensor) else None
+
+
+def _is_sharded(value: Any) -> bool:
+    if isinstance(value, FlatDTensor):
+        return True
+    return isinstance(value, DTensor) and not all(each.is_replicate() for each in value.placements)
+
+
+def _dumps(value: Any, reduce: Callable[[Any], Any]) -> bytes:
+    """``torch.save`` with another reduction of some objects."""
+    packed = io.BytesIO()
+    torch.save(value, packed, SimpleNamespace(__name__="pickle", Pickler=_pickler(reduce)))
+    return packed.getvalue()
+
+
+def _pickler(reduce: Callable[[Any], Any]) -> type[pickle.Pickler]:
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return reduce(value)
+
+    return Pickler
+
+
+def _named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Sharded tensors in containers, with a name for each, which no two have."""
+    taken: dict[str, int] = {}
+    for path, tensor in _paths(value, (), set()):
+        name = ".".join(map(str, path))
+        taken[name] = number = taken.get(name, 0) + 1
+        yield (name if number == 1 else f"{name}#{number}"), tensor
+
+
+def _paths(
+    value: Any, path: tuple[Any, ...], seen: set[int]
+) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    if id(value) in seen:
+        return
+    if _is_sharded(value):
+        seen.add(id(value))
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        seen.add(id(value))
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in items:
+            yield from _paths(each, (*path, key), seen)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _paths(vars(value), path, seen)

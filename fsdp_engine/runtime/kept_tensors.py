@@ -1,0 +1,170 @@
+"""Tensors that a module keeps beside its output, through which gradients can enter its unit.
+
+[Note: Kept tensors]
+A module can compute a tensor and keep it: an early exit or an auxiliary loss in an attribute, keys
+and values in a cache, the result of a forward hook in a list. If the loss uses such a tensor, the
+backward of the unit can begin there and not at an output:
+
+    out = x + f(x); self.kept = self.exit(out); return out
+
+Autograd runs functions in the reverse of the order in which they were made, which is the order of
+their sequence numbers. Those of ``kept`` run before the hook on ``out``. If the loss does not
+depend on ``out``, that hook does not run at all. So the hook of outputs is also registered on kept
+tensors. They are searched for in attributes of the module and its children, and in containers and
+objects among these and among the arguments.
+
+A steady forward searches nothing. A call is searched if it makes a number of functions that no
+call before it made, if tensors were found in a call with this number, or if its last function is
+not that of an output.
+
+A tensor that was computed after the outputs can be kept elsewhere, as in a list of a closure. It is
+looked for among all objects of the interpreter, once for each number of functions, and its unit is
+no longer freed. If such a tensor was computed before an output, and the loss does not use the
+output, the start of the unit's backward is not observed: its functions find no weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+next_function = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Returns the sequence number of the function that autograd makes next on this thread."""
+
+Shape = tuple[int, ...]
+# Objects that a search visits at most.
+_MOST_OBJECTS = 4096
+# Numbers of functions that are remembered for a module; of these, those for which all objects of
+# the interpreter are searched.
+_MOST_COUNTS = 64
+_MOST_SEARCHES = 8
+_NOT_SEARCHED = (
+    type(None),
+    str,
+    bytes,
+    int,
+    float,
+    type,
+    nn.Module,
+    torch.dtype,
+    torch.device,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+)
+# Attributes of all modules in which no forward keeps tensors.
+_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
+
+
+class KeptTensors:
+    """Finds the tensors that calls of a module keep. See [Note: Kept tensors]."""
+
+    def __init__(self) -> None:
+        # By the number of functions that a call makes.
+        self._are_found: dict[int, bool] = {}
+        self._hidden: dict[int, Shape | None] = {}
+
+    def needs_search(self, began: int, last: int) -> bool:
+        """Returns whether a call may keep tensors.
+
+        Args:
+            began: the sequence number of the call's first function.
+            last: the largest sequence number of its outputs.
+        """
+        end: int = next_function()
+        return end > began and (last < end - 1 or self._are_found.get(end - began, True))
+
+    def search(
+        self, began: int, outputs: Collection[Tensor], modules: Iterable[nn.Module], arguments: Any
+    ) -> tuple[list[Tensor], Shape | None]:
+        """Search for tensors that a call keeps.
+
+        Args:
+            began: the sequence number of the call's first function.
+            outputs: the tensors in its output.
+            modules: the module and its children.
+            arguments: the arguments of the call.
+
+        Returns:
+            The tensors that were found; and the shape of one that was computed after these and the
+            outputs and is kept elsewhere, None if there is none.
+        """
+        end: int = next_function()
+        known = {id(tensor) for tensor in outputs}
+        found = {
+            id(tensor): tensor
+            for tensor in _tensors_in([_own_attributes(modules), arguments])
+            if id(tensor) not in known and _number_of(tensor) >= began
+        }
+        count = end - began
+        if count in self._are_found or len(self._are_found) < _MOST_COUNTS:
+            self._are_found[count] = bool(found)
+        last = max(last_function(outputs), last_function(found.values()), began - 1)
+        hidden = self._hidden_after(last, count) if last < end - 1 else None
+        return list(found.values()), hidden
+
+    def _hidden_after(self, last: int, count: int) -> Shape | None:
+        if count not in self._hidden:
+            if len(self._hidden) == _MOST_SEARCHES:
+                return next((shape for shape in self._hidden.values() if shape is not None), None)
+            self._hidden[count] = next(
+                (
+                    tuple(each.shape)
+                    for each in gc.get_objects()
+                    if type(each) is Tensor and _number_of(each) > last
+                ),
+                None,
+            )
+        return self._hidden[count]
+
+
+def last_function(tensors: Iterable[Tensor]) -> int:
+    """Returns the largest sequence number of the functions of ``tensors``; -1: there is none."""
+    return max(map(_number_of, tensors), default=-1)
+
+
+def _number_of(tensor: Tensor) -> int:
+    if not tensor.requires_grad:
+        return -1
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:  # a view of memory that was changed in place in a way that torch refuses
+        return -1
+    return -1 if node is None else int(node._sequence_nr())  # type: ignore[attr-defined]
+
+
+def _own_attributes(modules: Iterable[nn.Module]) -> list[Any]:
+    return [
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if name not in _OF_ALL_MODULES and not isinstance(value, _NOT_SEARCHED)
+    ]
+
+
+def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
+    """Every tensor in containers and attributes of objects, from ``roots`` on."""
+    stack, seen = list(roots), set[int]()
+    while stack and len(seen) < _MOST_OBJECTS:
+        each = stack.pop()
+        if isinstance(each, Tensor):
+            yield each
+            continue
+        if isinstance(each, _NOT_SEARCHED) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Mapping):
+            stack.extend(each.values())
+        elif isinstance(each, (list, tuple)):
+            stack.extend(each)
+        else:
+            stack.extend(getattr(each, "__dict__", {}).values())
+            slots = [getattr(kind, "__slots__", ()) for kind in type(each).__mro__]
+            names = [name for row in slots for name in ([row] if isinstance(row, str) else row)]
+            stack.extend(getattr(each, name, None) for name in names if name != "__dict__")

@@ -1,0 +1,159 @@
+"""Backwards that run within a backward: cached losses, and layers that run in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests import reference
+from tests.megatron.configs import LEVEL_NAMES
+from tests.pool import on_few_ranks, on_ranks
+from tests.training import mesh_of
+
+WIDTH = 6
+Cached = Callable[[nn.Module, Sequence[Tensor]], Tensor]
+
+
+class Encoder(nn.Module):
+    """Embeds rows; a row's embedding does not depend on other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        result: Tensor = self.norm(x)
+        return result
+
+
+def rows(seed: int, num: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def loss_of(embeddings: Tensor) -> Tensor:
+    """A loss of all pairs of embeddings."""
+    return (embeddings @ embeddings.T).logsumexp(1).mean() / WIDTH
+
+
+def cached_loss(model: Any, batch: Tensor, mini: int, embed: Any = None) -> Tensor:
+    """The loss of ``batch``, whose backward embeds mini-batches again (GradCache)."""
+    embed = embed or model
+    parts = batch.split(mini)
+    with torch.no_grad():
+        found = [embed(part).double() for part in parts]
+    leaves = [each.requires_grad_() for each in found]
+    loss = loss_of(torch.cat(leaves))
+    loss.backward()
+    loss = loss.detach().requires_grad_()
+
+    def embed_again(factor: Tensor) -> None:
+        with torch.enable_grad():
+            for part, leaf in zip(parts, leaves, strict=True):
+                assert leaf.grad is not None
+                (factor * (embed(part) * leaf.grad).sum()).backward()
+
+    loss.register_hook(embed_again)
+    return loss
+
+
+def train(
+    level: str,
+    *,
+    num_rows: Sequence[int] = (4, 4),
+    mesh: Any = None,
+    micro: int = 1,
+    policy: fe.MixedPrecisionPolicy | None = None,
+    tolerance: float = 1e-9,
+    together: bool = False,
+    steps: int = 3,
+    **options: Any,
+) -> fe.Engine:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model, alone = Encoder(), Encoder()
+    if policy is not None:
+        model.float()
+    engine = fe.shard(model, mesh, level, units="blocks.*", mp_policy=policy, **options)
+    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
+    for step in range(steps):
+        for number in range(micro):
+            with (
+                engine.together() if together else nullcontext(),
+                engine.no_sync() if number < micro - 1 else nullcontext(),
+            ):
+                batch = rows(100 * step + 10 * number + rank, num_rows[rank])
+                batch = batch if policy is None else batch.float()
+                loss = cached_loss(model, batch, 2)
+                (loss / micro).backward()
+            for each in range(size):
+                batch = rows(100 * step + 10 * number + each, num_rows[each])
+                (loss_of(alone(batch)) / (micro * size)).backward()
+        found = reference.full_gradients(model)
+        for name, param in alone.named_parameters():
+            torch.testing.assert_close(
+                found[name].double(),
+                param.grad,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda t, n=name: f"{step} {n} {t}",
+            )
+        for each in (optimizer, one):
+            each.step()
+            each.zero_grad()
+    return engine
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_few_ranks
+def test_a_cached_loss_has_the_gradients_of_one_process(level: str, micro: int) -> None:
+    train(level, num_rows=(4, 4), micro=micro)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_ranks_have_different_numbers_of_mini_batches(level: str, micro: int) -> None:
+    train(level, num_rows=(2, 7), micro=micro, together=level == "optim_grads_params")
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_different_numbers_within_together(level: str) -> None:
+    train(level, num_rows=(7, 2), micro=2, together=True)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_bf16(level: str) -> None:
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    train(level, policy=policy, tolerance=3e-2, micro=2)
+
+
+@pytest.mark.parametrize("pair", [("optim_grads_params", "no_shard"), ("optim_grads", "optim")])
+@pytest.mark.parametrize("together", [False, True])
+@on_ranks(4)
+def test_two_axes(pair: tuple[str, str], together: bool) -> None:
+    num_rows = (2, 6, 4, 3) if together else (4, 4, 4, 4)
+    train(
+        pair[0],
+        num_rows=num_rows,
+        mesh=mesh_of(2, 2),
+        outer_strategy=pair[1],
+        micro=2,
+        together=together,
+    )
