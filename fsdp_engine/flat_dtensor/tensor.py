@@ -36,6 +36,7 @@ from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
 from fsdp_engine.flat_dtensor import flat_placement, functions, tensor_parallel_spec
 from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh
+from fsdp_engine.flat_dtensor.given_slices import given_out
 from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
 from fsdp_engine.flat_dtensor.slices import as_gradient, check_gradient, refusal, unwrap
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
@@ -142,7 +143,9 @@ class FlatDTensor(DTensor):
         return self._local_tensor
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's slice; differentiable if this tensor requires grad.
+        """This rank's slice, not a copy; differentiable if this tensor requires grad. Of a
+        parameter it is a :class:`~fsdp_engine.flat_dtensor.given_slices.GivenSlice`: it may be
+        passed to collectives.
 
         Raises:
             ValueError: ``grad_placements`` other than None or those of this tensor.
@@ -152,7 +155,7 @@ class FlatDTensor(DTensor):
                 f"grad_placements: expected {self.placements} or None; found {grad_placements}"
             )
         self._stepped()
-        return unwrap(self)
+        return given_out(self._local_tensor, unwrap(self))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full tensor on every rank, bit for bit; differentiable. Collective.
