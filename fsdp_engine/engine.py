@@ -687,7 +687,12 @@ class Engine:
         return peak
 
     def weights_changed(self) -> None:
-        """Call this after a change of main weights that their version counters do not show."""
+        """Mark main weights as changed, so that the next forward sends them. All ranks must call it.
+
+        Functions of torch, and collectives on ``param.to_local()``, mark weights by themselves. Call
+        this after other writes: collectives on ``param.local``, kernels of your own, NumPy arrays
+        and DLPack tensors that were taken before the last forward.
+        """
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 
