@@ -1,7 +1,7 @@
 """The calls that Megatron-LM's ``pretrain`` makes, on the client of the registry.
 
 ``setup_model_and_optimizer``, ``train_step``, ``save_checkpoint`` and ``load_checkpoint`` of
-Megatron-LM are not in a package. Their calls of megatron-core are here, in their order, with three
+Megatron-LM need a GPU. Their calls of megatron-core are here, in their order, with three
 names to swap: ``DistributedDataParallel``, ``finalize_model_grads`` and ``get_megatron_optimizer``.
 """
 

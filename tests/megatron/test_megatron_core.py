@@ -1,4 +1,4 @@
-"""Megatron-Core's own client code (0.16.1: GPT model, schedules, optimizers, checkpoints), with
+"""Megatron-Core's own client code (0.19.2: GPT model, schedules, optimizers, checkpoints), with
 ``DistributedDataParallel`` and ``finalize_model_grads`` imported from this package.
 
 Losses and norms equal those of its own wrapper up to fp32 rounding. The first call of a rank
