@@ -80,6 +80,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint $(CONSTRAINTS) --editable ".[test,examples]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint $(CONSTRAINTS) --no-deps --ignore-requires-python megatron-core
+	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint $(CONSTRAINTS) --no-deps --upgrade --target $(TE_PYTHON) transformer_engine
 	@$(VENV)/bin/python -c "import torch; print('Ready: torch', torch.__version__)"
 	@echo "$(CURDIR)" > $@

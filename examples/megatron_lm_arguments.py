@@ -5,8 +5,8 @@
 
 The arguments are Megatron-LM's, by name and meaning. :func:`get_model`, :func:`make_optimizer` and
 :func:`train` make the calls of ``megatron/training/training.py`` to megatron-core, in its order;
-:data:`OURS` lists the names that are swapped. Megatron-LM's ``pretrain()`` is not in the
-megatron-core package, so that it is not called here. A small ``GPTModel`` learns to count.
+:data:`OURS` lists the names that are swapped. Megatron-LM's ``pretrain()`` itself needs a GPU, so
+that it is not called here. A small ``GPTModel`` learns to count.
 Runs on CPU ranks, over the stand-ins for CUDA of ``tests/megatron/core_on_cpu.py``.
 """
 

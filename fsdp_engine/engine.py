@@ -29,6 +29,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import ActivationOffload
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
+from fsdp_engine.runtime.full_main_weights import FullMainWeights
 from fsdp_engine.runtime.gather_rounds import Place
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
@@ -44,7 +45,7 @@ from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Role
 from fsdp_engine.units.assignment import expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
-from fsdp_engine.units.installing import holders, install_into
+from fsdp_engine.units.installing import holders
 from fsdp_engine.units.plan import label_of
 
 T = TypeVar("T")
@@ -106,7 +107,7 @@ class Engine:
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
         trainable = [buffer for unit in self.units for buffer in unit.trainable]
-        self._is_unsharded = False
+        self._full_main_weights: list[FullMainWeights] = []
         self._mean_losses = MeanLosses(mesh, trainable)
         offloading = resources.offloading
         used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
@@ -146,7 +147,7 @@ class Engine:
             self.units,
             communicators,
             config,
-            lambda: self._scheduler.is_at_rest,
+            lambda: self._scheduler.is_at_rest and not self._guard.paused,
             self._reductions.wait,
             self._reductions.are_reduced,
             self._offload_state,
@@ -368,7 +369,7 @@ class Engine:
     def ranks_can_differ(self) -> bool:
         """Whether ranks may now run different numbers of forwards without gradients: within
         :meth:`together`, or where forwards do not communicate."""
-        if self._scheduler.in_rounds or self._is_unsharded:
+        if self._scheduler.in_rounds or not self._sharded_units:
             return True
         return not any(unit.reshards or unit.needs_refresh for unit in self.units)
 
@@ -493,15 +494,19 @@ class Engine:
     def unsharded(self, *modules: nn.Module) -> Iterator[None]:
         """Context within which modules hold full main weights; edits are written back at its end.
 
-        Collective, and every rank must make the same edits. Forwards run under ``no_grad`` only.
-        If the block raises, nothing is written back.
+        Collective, and every rank must make the same edits: of values in place, of ``param.data``,
+        or by other tensors that are put into the modules. Parameters are thawed and frozen as they
+        are at the end. Forwards run under ``no_grad`` only. If the block raises, nothing is written
+        back. Modules that an outer context has unsharded are left to it.
 
         Args:
             *modules: whose parameters; none: the whole model.
 
         Raises:
             RuntimeError: a forward or backward is running.
-            ValueError: a module is not part of the model.
+            ValueError: a module is not part of the model. At the end, on all ranks, before anything
+                is written: a parameter was added, removed, tied or untied, has another shape or a
+                wider dtype, or other values on some ranks; names it.
         """
         if not self._scheduler.is_at_rest:
             raise RuntimeError(
@@ -509,30 +514,35 @@ class Engine:
                 "exception, call engine.reset())"
             )
         self._scheduler.await_ranks()
-        units = self._units_of(modules)
-        full = {}
+        wanted = self._units_of(modules)
+        units = [unit for unit in self._sharded_units if unit in wanted]
         for unit in units:
             unit.release()
-            full[unit.index] = [buffer.gather_main() for buffer in unit.buffers]
-            tensors = [
-                buffer.main_params(flat)
-                for buffer, flat in zip(unit.buffers, full[unit.index], strict=True)
-            ]
-            install_into(unit.buffers, tensors)
+        main = FullMainWeights(units, self._guard, self.ranks.control_group)
+        for unit in units:
             self._hooks.pause(unit, paused=True)
+        self._full_main_weights.append(main)
         self._guard.paused = True
-        self._is_unsharded = len(units) == len(self.units)
         try:
             yield
-            for unit in units:
-                for buffer, flat in zip(unit.buffers, full[unit.index], strict=True):
-                    buffer.write_main(flat)
-                    buffer.weights.mark_stale()
+            main.write_back()
         finally:
-            self._guard.paused = self._is_unsharded = False
+            self._full_main_weights.remove(main)
+            self._guard.paused = bool(self._full_main_weights)
+            main.uninstall()
             for unit in units:
-                install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
                 self._hooks.pause(unit, paused=False)
+
+    @property
+    def _sharded_units(self) -> list[Unit]:
+        """Units whose full main weights modules do not hold."""
+        full = {unit.index for main in self._full_main_weights for unit in main.units}
+        return [unit for unit in self.units if unit.index not in full]
+
+    def _full_main_weight(self, sharded: Tensor) -> Tensor | None:
+        """The full main weight that modules hold in place of a sharded parameter, if they do."""
+        held = (main.full_of(sharded) for main in self._full_main_weights)
+        return next((each for each in held if each is not None), None)
 
     def full_tensor(self, name: str) -> Tensor:
         """The full main weights of one parameter, a copy, on every rank. Collective.
@@ -545,6 +555,8 @@ class Engine:
             for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
                 if name in record.aliases:
                     value = param.detach()
+                    if (full := self._full_main_weight(param)) is not None:
+                        value = full
                     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
         raise KeyError(f"name: expected a parameter of the model; found {name!r}")
 
@@ -566,7 +578,7 @@ class Engine:
         keeps = not rank0_only or self.mesh.rank == 0
         # By the parameter, too: a module around the model may have state without its own prefix.
         gathered: dict[str | int, Tensor] = {}
-        for buffer in self.buffers:
+        for buffer in (each for unit in self._sharded_units for each in unit.buffers):
             flat = buffer.gather_main()
             for index, record in enumerate(buffer.records):
                 whole = buffer.whole_main(flat, index)
@@ -581,7 +593,8 @@ class Engine:
             if (found := gathered.get(id(value), gathered.get(key))) is not None:
                 state[key] = found
             elif isinstance(value, Tensor):  # an extra state may be anything
-                state[key] = value.detach().cpu().clone()
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                state[key] = full.detach().cpu().clone()
         return dict(state)
 
     def check_modules(self) -> None:
@@ -674,7 +687,12 @@ class Engine:
         return peak
 
     def weights_changed(self) -> None:
-        """Call this after a change of main weights that their version counters do not show."""
+        """Mark main weights as changed, so that the next forward sends them. All ranks must call it.
+
+        Functions of torch, and collectives on ``param.to_local()``, mark weights by themselves. Call
+        this after other writes: collectives on ``param.local``, kernels of your own, NumPy arrays
+        and DLPack tensors that were taken before the last forward.
+        """
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 

@@ -23,7 +23,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1] / "docs" / "megatron.md"
 BEGIN, END = "<!-- megatron_attributes -->", "<!-- end of megatron_attributes -->"
 
-# Relative to megatron/. The training folder is not in the wheel.
+# Relative to megatron/. The training folder is in the wheel from 0.19 on.
 FOLDERS = (
     "core/distributed",
     "core/optimizer",
@@ -46,11 +46,24 @@ LISTS = {"model", "model_chunks", "models"}  # lists of wrapped models
 LOOKUP = "get_attr_wrapped_model"
 
 _OF_MODEL = "read of the model within the wrapper"
+_OF_FSDP = "used where `ddp_config.use_megatron_fsdp`, which is False here"
+_OF_OPTIMIZER = "called by its `DistributedOptimizer`, which raises an error with this wrapper"
+_NO_WRAPPER = "of a list of this name"
 # Attributes that the wrapper does not have, with the reason why they are not needed.
 NOT_THERE = {
+    "_start_bucket_group_param_sync": "called with elements of `bucket_groups`, which is empty",
+    "append": _NO_WRAPPER,
+    "compute_language_model_loss": _OF_MODEL,
+    "free_overlap_buffers": "the engine frees gathered parameters after their last use",
+    "hide_loss_modules": _OF_MODEL,
+    "language_model": _OF_MODEL,
+    "model_type": _OF_MODEL,
+    "output_layer": _OF_MODEL,
+    "reset_param_sync_dispatch_state": _OF_OPTIMIZER,
+    "synchronize_param_gather": _OF_FSDP,
     "_make_forward_pre_hook": "replayed CUDA graphs would run its hooks in place of modules' own; "
     "leave `cuda_graph_impl` at its default",
-    "param_and_grad_buffer": "read where `ddp_config.use_megatron_fsdp`, which is False here",
+    "param_and_grad_buffer": _OF_FSDP,
     "position_embedding_type": _OF_MODEL,
     "position_embeddings": _OF_MODEL,
     "share_embeddings_and_output_weights": _OF_MODEL,

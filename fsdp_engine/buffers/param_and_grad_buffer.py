@@ -56,6 +56,7 @@ from fsdp_engine.flat_dtensor import (
     gradients_of,
     requires_grad_of,
 )
+from fsdp_engine.flat_dtensor.given_slices import watch_slice
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
@@ -621,6 +622,7 @@ class ParamAndGradBuffer:
 
     def _flat(self, index: int) -> FlatDTensor:
         local = self.weights.main.local(index, self.spec.optim_depth)
+        watch_slice(local, self.weights.mark_stale)
         return FlatDTensor.from_flat_local(local, self.placement(index))
 
     def _sharded(self, index: int) -> nn.Parameter:

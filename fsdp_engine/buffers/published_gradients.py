@@ -44,6 +44,7 @@ from fsdp_engine.flat_dtensor import (
     set_gradients,
 )
 from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
+from fsdp_engine.flat_dtensor.slices import check_gradient
 
 
 @dataclass(slots=True)
@@ -144,6 +145,16 @@ class PublishedGradients:
         if reduced and len(others) + len(cleared) < len(found):
             self._keep_reduced(step, cleared.union(others), hooked)
 
+    def check_gradient(self, index: int, grad: Tensor) -> None:
+        """Check what autograd is about to accumulate into a sharded parameter by itself.
+
+        Raises:
+            RuntimeError: it is not computed from gradients of slices; names the parameter.
+        """
+        param = self._params[index]
+        assert isinstance(param, FlatDTensor)
+        check_gradient(FlatDTensor, grad, param.flat_placement)
+
     def detach_for_autograd(self, index: int) -> None:
         """Autograd is about to accumulate into a sharded parameter by itself."""
         if self._found is None:
@@ -154,25 +165,14 @@ class PublishedGradients:
             self._params[index].grad = None
 
     def end_backward(self) -> None:
-        """Backward is over: keep what autograd has accumulated into the parameters as penalties.
-
-        Raises:
-            RuntimeError: it is no gradient of this rank's slice; names the parameter.
-        """
+        """Backward is over: keep what autograd has accumulated into the parameters as
+        penalties."""
         if self._found is None or not self._found.by_autograd:
             return
         published, step = self._published(), self._gradients.make_step()
         for index in sorted(self._found.by_autograd):
             param = self._params[index]
             if (grad := gradients_of([param])[0]) is not None:
-                if local_part(grad).shape != local_part(published[index]).shape:
-                    raise RuntimeError(
-                        f"backward: expected a gradient of this rank's slice of "
-                        f"{self._names[index]}; found one of shape {tuple(grad.shape)}: a function "
-                        "of your own (autograd.Function) was given the sharded parameter. Give it "
-                        "to the function in the first forward, too, or leave its module to the "
-                        "root (units= names the blocks alone)"
-                    )
                 _keep(step.penalties, index, grad)
                 step.used[index] = 1
                 param.grad = published[index]
@@ -498,6 +498,8 @@ class GradientHooks:
         def hook(grads: tuple[Tensor | None, ...]) -> None:
             preceding = hooks()
             if preceding is not None and grads[0] is not None:
+                if not is_plain:
+                    preceding.published.check_gradient(index, grads[0])
                 preceding.begin()
                 if not is_plain:
                     preceding.published.detach_for_autograd(index)

@@ -394,6 +394,9 @@ class Weights:
             self._through_scratch.finish()
         if self.codec.needs_whole_line:
             self.free_all_but(phases)  # memory that encodings were encoded into
+        for storage in self._storages:
+            if storage.filled:
+                storage.expose()
         self.codec.after_gather(for_backward=for_backward or not self.reshards)
 
     def release(self) -> None:
@@ -437,8 +440,9 @@ class Weights:
         self._context.lanes.compute.access(reads=reads)
 
     def _fill(self, storages: Sequence[TransientStorage]) -> bool:
-        """Allocate memory that a chain writes; returns whether any had to be allocated. If so, the
-        chain must be ordered behind the work that compute has so far.
+        """Allocate memory that a chain writes, and withdraw it from readers; returns whether any
+        had to be allocated. If so, the chain must be ordered behind the work that compute has so
+        far.
 
         The memory is compute's own, as that of activations, so that either can reuse the other's.
         """
@@ -448,6 +452,8 @@ class Weights:
                 allocates = True
                 compute = self._context.lanes.compute
                 compute.manage(f"allocate {self._spec.label}", storage.fill, storage)
+            else:
+                storage.withdraw()
         return allocates
 
     def _drain(self, storage: TransientStorage) -> None:
@@ -483,10 +489,14 @@ class Weights:
             wire = ShardedBuffer(layout, at, depth, flat)
         storage = None
         if self.reshards:
-            storage = memory.transient(layout.numel, full_dtype, "full")
+            # A codec may also write through the tensors that modules read.
+            error = None if codec.needs_whole_line else read_error(self._spec.label)
+            storage = memory.transient(layout.numel, full_dtype, "full", read_error=error)
             storage.fill()
             target = ShardedBuffer(layout, at, 0, storage.view(0, (layout.numel,)))
+            storage.expose()
             params = [storage.view(slot.offset, slot.shape) for slot in layout.slots]
+            storage.withdraw()
         else:
             target = wire or ShardedBuffer(
                 layout, at, 0, memory.persistent(layout.numel, full_dtype, "model")
@@ -583,7 +593,7 @@ class Weights:
 
     def _decode(self, chain: Chain, encoding: Encoding) -> None:
         assert self._full_wire is not None
-        lane, target = self._context.lanes.inner_gather, (encoding.target, encoding.params)
+        lane, target = self._context.lanes.inner_gather, encoding.target
         decode(chain, lane, self._spec.label, self.codec, self._full_wire.line, target)
 
     def _numel(self, depth: int) -> int:
@@ -603,6 +613,17 @@ class Weights:
         axes = AXIS_BELOW_DEPTH[: self._spec.optim_depth]
         comms = [self._context.mesh_communicators.comms[axis].gather for axis in axes]
         return [comm.group for comm in comms if comm is not None]
+
+
+def read_error(label: str) -> str:
+    """The error of a function that reads full parameters without the engine's knowledge."""
+    return (
+        f"{label}: expected its full parameters to be read within its forward, or in its backward "
+        "after a gradient of a tensor that its forward returned, or kept in an attribute or an "
+        "argument; found a function that reads them at another time, when they are sharded or "
+        "their all-gather is in flight. Return the tensor that the loss uses from forward, or keep "
+        "the unit unsharded until its backward (options.keeps_after_forward of engine.units)"
+    )
 
 
 def bytes_of_main(spec: BufferSpec, at: Coordinate) -> int:
@@ -693,12 +714,11 @@ def decode(
     label: str,
     codec: ParamCodec,
     wire: ShardedBuffer,
-    target: tuple[ShardedBuffer, Sequence[Tensor]],
+    target: ShardedBuffer,
 ) -> None:
-    """Decode a full wire into full parameters; ``target``: their buffer, and one tensor each."""
-    line, params = target
+    """Decode a full wire into full parameters, whose buffer is ``target``."""
     # Not the parameters themselves: autograd would count decoding as a change in place.
-    outputs = [alias(param) for param in params]
+    outputs = [alias(target.full(index)) for index in range(len(target.layout.slots))]
     offsets = [slot.offset for slot in wire.layout.slots]
 
     def steps() -> Steps:
@@ -706,4 +726,4 @@ def decode(
         yield from ()
 
     reads = [wire.tensor, *codec.state]
-    chain.add(lane, f"decode {label}", steps, reads=reads, writes=[line.tensor])
+    chain.add(lane, f"decode {label}", steps, reads=reads, writes=[target.tensor])

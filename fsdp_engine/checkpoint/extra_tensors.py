@@ -138,8 +138,8 @@ class ExtraTensors:
         if param is None and flat.device_mesh.size() != self._num_ranks:
             raise ValueError(
                 f"{EXTRA}: expected tensors that are sharded like parameters of the engine, or "
-                f"over its {self._num_ranks} ranks; found {name}, {flat}. Save its full_tensor(), or "
-                "save the engine that it belongs to, too"
+                f"over its {self._num_ranks} ranks; found {name}, {flat}. Save its full_tensor(), "
+                "or save the engine that it belongs to, too"
             )
         saved: Tensor = tensor.detach() if param is None else param.as_saved(tensor.detach())
         self.entries[name] = saved

@@ -18,6 +18,7 @@ parameter determines this.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.checkpoint.joint_optimizer import Optimizers, single_optimizers
@@ -43,7 +45,7 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.optim.offloaded_step import OffloadedStep
 from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.quantized_state import flattened, state_placement
-from fsdp_engine.optim.shadow import AnyHook, step_hook_of
+from fsdp_engine.optim.shadow import AnyHook, method_of, step_hook_of
 from fsdp_engine.optim.state_leaves import map_leaves
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
@@ -193,13 +195,22 @@ class OptimizerMatch:
         self._check_kind(read.get(KIND), saved_groups)
         self._check_names()
         self._check_group_state(saved_groups)
+        empty = [group for group in saved_groups if not group["params"]]
         self._hyperparameters = [
-            self._merge(number, members) for number, members in enumerate(self._members)
+            self._merge(number, members) if members else self._of_empty_group(number, empty)
+            for number, members in enumerate(self._members)
         ]
         self._keys = self._state_keys()
-        for members in self._members:
+        kinds = [type(each) for each in single_optimizers(optimizer) for _ in each.param_groups]
+        for number, members in enumerate(self._members):
+            values = {**optimizer.param_groups[number], **self._hyperparameters[number]}
+            expected: dict[int, set[str]] = {}
             for member in members:
-                self._match_state(member)
+                num_dims = member.held.ndim
+                if num_dims not in expected:
+                    expected[num_dims] = state_names(kinds[number], values, num_dims)
+                if self._is_complete(member, kinds[number], expected[num_dims]):
+                    self._match_state(member, _is_torchs(kinds[number]))
 
     def apply(self, read: Targets) -> None:
         """Load the values that were read for ``targets`` into the optimizer."""
@@ -226,7 +237,8 @@ class OptimizerMatch:
                     continue
                 loaded = self._optimizer.state[member.held] if index in states else {}
                 for name, value in states.get(index, {}).items():
-                    # load_state_dict casts to the parameter's dtype. Restore the saved dtype.
+                    # load_state_dict casts to the parameter's dtype. Restore the dtype of the
+                    # target: see :meth:`_dtype_of_state`.
                     casts = isinstance(value, Tensor) and loaded[name].dtype != value.dtype
                     if casts and _class_within(loaded[name]) is None:
                         loaded[name] = value.to(loaded[name].device)
@@ -281,6 +293,30 @@ class OptimizerMatch:
                 f"missing {OPTIMIZER}.{GROUPS}: expected {name} in its groups; found nothing"
             )
 
+    def _of_empty_group(self, number: int, empty: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Hyperparameters of a group without parameters: those of the saved group without
+        parameters that has its place among such groups."""
+        place = sum(not members for members in self._members[:number])
+        return _hyperparameters(empty[place]) if place < len(empty) else {}
+
+    def _is_complete(
+        self, member: SavedParam, kind: type[torch.optim.Optimizer], expected: set[str]
+    ) -> bool:
+        """Whether a parameter that has state has all of it; if not, this is a problem."""
+        found = {str(path[0]) for path in self._keys.get(member.name, {})}
+        missing = expected - found if found else set()
+        if missing:
+            self.problems.append(
+                f"missing {OPTIMIZER}.{STATE}.{member.name}: expected the state of "
+                f"{kind.__name__}, {', '.join(sorted(expected))}; found {', '.join(sorted(found))}"
+            )
+        return not missing
+
+    def _dtype_of_state(self, member: SavedParam, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a state of this saved dtype is loaded: the parameter's, if state and
+        parameter were saved in one dtype, else its own."""
+        return member.held.dtype if dtype == self._saved_dtype(member.aliases) else dtype
+
     def _merge(self, number: int, members: Sequence[SavedParam]) -> dict[str, Any]:
         """Hyperparameters that all parameters of a group had at the save."""
         names = [m.name for m in members if m.name in self._group_of]
@@ -314,10 +350,14 @@ class OptimizerMatch:
                 )
         return found
 
-    def _match_state(self, member: SavedParam) -> None:
+    def _match_state(self, member: SavedParam, is_torchs: bool) -> None:
         for path, key in self._keys.get(member.name, {}).items():
             state = str(path[0])
             target = self._saved.empty(key)
+            # torch's own optimizers have other tensors in the parameter's dtype, too (Adafactor).
+            follows = is_torchs and target is not None and target.ndim > 0
+            if target is not None and (follows or self._is_like_parameter(member, state, key)):
+                target = target.to(self._dtype_of_state(member, target.dtype))
             for owned in self._owned:
                 if target is None:
                     break
@@ -388,9 +428,46 @@ class OptimizerMatch:
                     return self._saved.shape(other_key) == other_shape
         return state != "step"
 
+    def _saved_dtype(self, aliases: Iterable[str]) -> torch.dtype | None:
+        entries = (self._saved.entries.get(f"{MODEL}.{alias}") for alias in aliases)
+        found = (each for each in entries if isinstance(each, TensorStorageMetadata))
+        return next((entry.properties.dtype for entry in found), None)
+
     def _saved_shape(self, aliases: Iterable[str]) -> tuple[int, ...] | None:
         shapes = (self._saved.shape(f"{MODEL}.{alias}") for alias in aliases)
         return next((shape for shape in shapes if shape is not None), None)
+
+
+def state_names(
+    kind: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], num_dims: int
+) -> set[str]:
+    """Names of the states that a parameter has after a step, found by a step on one element.
+
+    Empty for optimizers whose step is not torch's own.
+    """
+    if not _is_torchs(kind):
+        return set()
+    step = method_of(kind, "step")
+    values = {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in hyperparameters.items()
+    }
+    values |= {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+    param = nn.Parameter(allocator.zeros((1,) * num_dims, torch.float32, "cpu"))
+    param.grad = allocator.zeros((1,) * num_dims, torch.float32, "cpu")
+    trial: Any = object.__new__(kind)
+    groups = [{**values, "params": [param]}]
+    trial.__dict__.update(defaults=values, param_groups=groups, state=defaultdict(dict))
+    try:
+        step(trial)
+    except Exception:  # it needs a closure, or other gradients
+        return set()
+    return {str(name) for name, value in trial.state[param].items() if value is not None}
+
+
+def _is_torchs(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether the step of an optimizer is torch's own."""
+    return str(getattr(method_of(kind, "step"), "__module__", "")).startswith("torch.optim.")
 
 
 def _checked_groups(read: Any) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ from fsdp_engine.flat_dtensor.slices import (
     Args,
     Function,
     Kwargs,
+    as_gradient,
     check_inplace,
     is_inplace,
     refusal,
@@ -46,7 +47,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if _needs_gather(cls, func, args, kwargs):
         return _run_gathered(cls, func, args, kwargs)
     flat: FlatPlacement | None = None
-    takes_slices = False
+    takes_slices = is_gradient = False
     owners: dict[int, Any] = {}
     locals_: list[Any] = []
     for value in (*args, *kwargs.values()):
@@ -59,6 +60,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
                 raise refusal(cls, func, (value,), why)
             check_inplace(func, value)
             takes_slices = takes_slices or value.takes_slices
+            is_gradient = is_gradient or value.is_gradient
             value = _remember(owners, value)
         locals_.append(value)
     if flat is None:  # only inside a list
@@ -77,10 +79,12 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         return kwargs["out"]
     owner = owners.get(id(result))
     if owner is not None:
+        if is_gradient:
+            owner.is_gradient = not _has_full_operand(cls, args, kwargs)
         return owner
     result = rewrap(cls, result, flat)
-    if takes_slices and isinstance(result, cls):
-        result.takes_slices = True
+    if (takes_slices or is_gradient) and isinstance(result, cls):
+        result.takes_slices, result.is_gradient = takes_slices, is_gradient
     return result.requires_grad_() if requires_grad else result
 
 
@@ -124,6 +128,14 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     return type(result)(
         value if flat is None else rewrap(cls, value, flat)
         for value, flat in zip(result, flats, strict=True)
+    )
+
+
+def _has_full_operand(cls: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether an operand is a full plain tensor, of which the slice was used."""
+    operands = (*args, *kwargs.values())
+    return any(
+        isinstance(each, Tensor) and not isinstance(each, cls) and each.ndim for each in operands
     )
 
 
@@ -222,7 +234,10 @@ def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
     local = unwrap(args[0])
     result = func(local, *args[1:], **kwargs)
-    return args[0] if result is local else rewrap(cls, result, args[0]._flat)
+    if result is local:
+        return args[0]
+    converted = rewrap(cls, result, args[0]._flat)
+    return as_gradient(converted) if args[0].is_gradient else converted
 
 
 def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -239,7 +254,9 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     flat: FlatPlacement = target._flat
     for tensor in (target, source):
         check_inplace(func, tensor)
+    is_gradient = False
     if isinstance(source, cls) and source._flat == flat:
+        is_gradient = source.is_gradient
         source = source._local_tensor
     elif (slice_ := slice_of_distributed(source, flat)) is not None:
         source = slice_
@@ -248,6 +265,8 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     else:
         source = scalar(cls, func, source, flat)
     func(target._local_tensor, source, *args[2:], **{k: v for k, v in kwargs.items() if k != "src"})
+    if target.is_gradient != is_gradient:
+        target.is_gradient = is_gradient
     return target
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
 from fsdp_engine.flat_dtensor import full_reductions, gathered_functions
@@ -38,6 +39,8 @@ from fsdp_engine.flat_dtensor.slices import (
     Function,
     Handler,
     Kwargs,
+    as_gradient,
+    check_gradient,
     check_inplace,
     refusal,
     refuse,
@@ -186,7 +189,8 @@ def _set_metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _detach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    return cls._wrap(args[0]._local_tensor, args[0]._flat)
+    detached = cls._wrap(args[0]._local_tensor, args[0]._flat)
+    return as_gradient(detached) if args[0].is_gradient else detached
 
 
 def _zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -338,8 +342,7 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
 
 
 def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.autograd.grad``. Gradients that the autograd engine has summed are DTensors; they are
-    converted to FlatDTensors."""
+    """``torch.autograd.grad``. ``grad_outputs`` of sharded outputs are gradients of slices."""
     outputs = args[0] if args else kwargs["outputs"]
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
@@ -347,13 +350,15 @@ def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         value.backref for value in inputs if isinstance(value, cls) and value.backref is not None
     ]
     check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, backrefs)
+    seeds = (*args[2:3], kwargs.get("grad_outputs"))
+    for seed in tree_leaves(seeds):
+        if isinstance(seed, cls):
+            seed.is_gradient = True
     grads = _call_base(func, (cls,), args, kwargs)
-    return tuple(
-        cls._wrap(grad._local_tensor, wrt._flat)
-        if grad is not None and isinstance(wrt, cls) and not isinstance(grad, cls)
-        else grad
-        for grad, wrt in zip(grads, inputs, strict=True)
-    )
+    for grad, wrt in zip(grads, inputs, strict=True):
+        if grad is not None and isinstance(wrt, cls):
+            check_gradient(cls, grad, wrt._flat)
+    return grads
 
 
 # Pending steps are not waited for by these.

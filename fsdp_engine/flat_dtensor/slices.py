@@ -53,7 +53,7 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        return None if grad is None else ctx.cls._wrap(compact(grad), ctx.flat)
+        return None if grad is None else as_gradient(ctx.cls._wrap(compact(grad), ctx.flat))
 
 
 class _Wrap(torch.autograd.Function):
@@ -62,12 +62,41 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, flat: FlatPlacement) -> Any:
         ctx.set_materialize_grads(False)
+        ctx.cls, ctx.flat = cls, flat
         return cls._wrap(local.detach(), flat)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else grad._local_tensor, None, None
+        if grad is None:
+            return None, None, None
+        check_gradient(ctx.cls, grad, ctx.flat)
+        return grad._local_tensor, None, None
+
+
+def as_gradient(tensor: Any) -> Any:
+    """Returns ``tensor``, a FlatDTensor, marked as the gradient of a slice."""
+    tensor.is_gradient = True
+    return tensor
+
+
+def check_gradient(cls: Any, grad: Tensor, flat: FlatPlacement) -> None:
+    """Check that the gradient of a sharded tensor was computed from gradients of slices.
+
+    Raises:
+        RuntimeError: an ``autograd.Function`` computed it from this rank's values.
+    """
+    if isinstance(grad, cls) and grad.is_gradient:
+        return
+    name = flat.name or "a sharded tensor"
+    raise RuntimeError(
+        f"backward: expected a gradient of this rank's slice of {name} that functions of sharded "
+        f"tensors computed, since it is not reduced over the ranks; found one of shape "
+        f"{tuple(grad.shape)} that an autograd.Function computed from this rank's own values, "
+        "which are different on each rank. Call the function within the forward of the "
+        f"parameter's module, or pass {flat.name or 'the tensor'}.full_tensor() to it, whose "
+        "gradient is reduced"
+    )
 
 
 def compact(local: Tensor) -> Tensor:

@@ -36,8 +36,9 @@ from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
 from fsdp_engine.flat_dtensor import flat_placement, functions, tensor_parallel_spec
 from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh
+from fsdp_engine.flat_dtensor.given_slices import given_out
 from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
-from fsdp_engine.flat_dtensor.slices import refusal, unwrap
+from fsdp_engine.flat_dtensor.slices import as_gradient, check_gradient, refusal, unwrap
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
@@ -49,6 +50,9 @@ class FlatDTensor(DTensor):
     Attributes:
         takes_slices: full plain operands are equal on all ranks, like a mask of a gradient, and
             their slice is used. Results of elementwise functions inherit this.
+        is_gradient: computed in backward by functions of sharded tensors, so it is not reduced.
+            Results of elementwise functions inherit this, except where the slice of a full plain
+            operand was used.
         backref: a reference to the engine's buffer, for an engine's parameter.
     """
 
@@ -57,6 +61,7 @@ class FlatDTensor(DTensor):
     _whole: Tensor | None = None
     _whole_at: int | None = None
     takes_slices: bool = False
+    is_gradient: bool = False
     backref: ParameterBackref | None = None
 
     # --- construction and conversion ---
@@ -98,6 +103,24 @@ class FlatDTensor(DTensor):
     ) -> Any:
         return functions.call(cls, func, args, {} if kwargs is None else kwargs)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Sums, casts and aliases of gradients, which the autograd engine computes itself."""
+        if func not in _AUTOGRAD_FUNCTIONS:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        slices = [each for each in args if isinstance(each, cls)]
+        first = slices[0]
+        for each in args:
+            if isinstance(each, Tensor) and not isinstance(each, cls):
+                check_gradient(cls, each, first._flat)
+        locals_ = [each._local_tensor if isinstance(each, cls) else each for each in args]
+        result = func(*locals_, **(kwargs or {}))
+        gradient = first if result is first._local_tensor else cls._wrap(result, first._flat)
+        gradient.is_gradient = all(each.is_gradient for each in slices)
+        return gradient
+
     @property
     def flat_placement(self) -> FlatPlacement:
         """The placement of the slice."""
@@ -120,7 +143,9 @@ class FlatDTensor(DTensor):
         return self._local_tensor
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's slice; differentiable if this tensor requires grad.
+        """This rank's slice, not a copy; differentiable if this tensor requires grad. Of a
+        parameter it is a :class:`~fsdp_engine.flat_dtensor.given_slices.GivenSlice`: it may be
+        passed to collectives.
 
         Raises:
             ValueError: ``grad_placements`` other than None or those of this tensor.
@@ -130,7 +155,7 @@ class FlatDTensor(DTensor):
                 f"grad_placements: expected {self.placements} or None; found {grad_placements}"
             )
         self._stepped()
-        return unwrap(self)
+        return given_out(self._local_tensor, unwrap(self))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full tensor on every rank, bit for bit; differentiable. Collective.
@@ -438,6 +463,12 @@ class FlatDTensor(DTensor):
         raise ValueError(f"{index.fqn}: expected a chunk of {self}; found offset {index.offset}")
 
 
+_aten = torch.ops.aten
+_AUTOGRAD_FUNCTIONS = {
+    *(_aten.add.Tensor, _aten.add_.Tensor, _aten._to_copy.default),
+    *(_aten.detach.default, _aten.clone.default),
+}
+
 _tensor_class: Any = Tensor
 _get_grad, _set_grad = _tensor_class.grad.__get__, _tensor_class.grad.__set__
 _get_requires_grad = _tensor_class.requires_grad.__get__
@@ -463,7 +494,7 @@ class _FullTensor(torch.autograd.Function):
             return None
         local = ctx.flat.slice_of_full(mean_over_mesh(grad, ctx.flat))
         # A clone, so that the slice does not keep the full gradient alive.
-        return ctx.cls._wrap(local.clone(), ctx.flat)
+        return as_gradient(ctx.cls._wrap(local.clone(), ctx.flat))
 
 
 def _rebuild(

@@ -107,6 +107,7 @@ class DistributedDataParallel(WrapperAttributes):
         module, disable_bucketing: as above.
         pg_collection: Megatron-Core's ``ProcessGroupCollection``. None: the groups of its
             ``parallel_state`` if that is initialized.
+        full_param_layout: ignored; the layout of Megatron-Core's buffers.
 
     Attributes:
         module: the wrapped module.
@@ -262,6 +263,12 @@ class DistributedDataParallel(WrapperAttributes):
         """
         wait = force_sync or not self.ddp_config.overlap_param_gather
         self.engine.start_param_sync(wait=wait)
+
+    def stop_communication(self) -> None:
+        """Does nothing: sharded parameters may be read whether or not gathers are pending.
+
+        Megatron-LM calls it for its FSDP wrapper before it computes the norm of the parameters.
+        """
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
         """Clear gradients and free their memory until the next backward or

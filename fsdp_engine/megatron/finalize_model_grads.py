@@ -24,7 +24,9 @@ device, without a host sync.
 [Note: Router bias]
 Expert biases of routers are updated for load balancing without an auxiliary loss. Wang et al. 2024,
 "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv:2408.15664): ``bias +=
-rate * sign(mean count - count)``, with the attribute names of Megatron-Core's router.
+rate * sign(mean count - count)``, with the attribute names of Megatron-Core's router. The biases of
+its quantile balancing (megatron-core 0.19) are moving averages of each step's quantiles, which are
+averaged over microbatches and data-parallel ranks and centered.
 """
 
 from __future__ import annotations
@@ -64,11 +66,14 @@ class Router:
         name: of the module.
         bias: shape ``(experts,)``.
         counts: this rank's tokens per expert since the last update, shape ``(experts,)``.
+        is_updated: whether the bias changes. False in evaluation mode and with
+            ``frozen_expert_bias``; ranks still sum the counts.
     """
 
     name: str
     bias: Tensor
     counts: Tensor
+    is_updated: bool = True
 
 
 def router_of(name: str, module: nn.Module | None) -> Router | None:
@@ -87,7 +92,8 @@ def router_of(name: str, module: nn.Module | None) -> Router | None:
             f"{name}: expected expert_bias and local_tokens_per_expert of one shape, (experts,); "
             f"found {tuple(bias.shape)} and {found}"
         )
-    return Router(name, bias, counts)
+    is_frozen = getattr(module, "frozen_expert_bias", False)
+    return Router(name, bias, counts, bool(getattr(module, "training", True)) and not is_frozen)
 
 
 @torch.no_grad()
@@ -112,9 +118,40 @@ def update_expert_biases(
     torch._foreach_copy_(list(sums), all_counts)
     all_reduce_(buffer, group)
     for router, counts in zip(routers, sums, strict=True):
-        offset = torch.sign(counts.mean() - counts)
-        router.bias.add_(offset.to(router.bias.dtype), alpha=rate)
+        if router.is_updated:
+            offset = torch.sign(counts.mean() - counts)
+            router.bias.add_(offset.to(router.bias.dtype), alpha=rate)
     torch._foreach_zero_(all_counts)
+
+
+@torch.no_grad()
+def update_quantile_biases(
+    routers: Sequence[Any], group: ProcessGroup | None, momentum: float, device: torch.device
+) -> None:
+    """Update the biases of quantile balancing of all ranks of the group in one all-reduce, and zero
+    the sums of quantiles.
+
+    Args:
+        routers: modules with ``qb_beta`` (the bias) and ``qb_beta_accum`` (the sum of quantiles),
+            shape ``(experts,)``, and ``qb_beta_count`` (the number of summands), in the same order
+            on all ranks. In evaluation mode the bias does not change.
+        group: ranks over which quantiles are averaged. None: this rank only.
+        momentum: factor of the previous bias in the new one.
+        device: of the biases.
+    """
+    sizes = [router.qb_beta_accum.numel() for router in routers]
+    buffer = allocator.empty(sum(sizes), torch.float32, device)
+    means = buffer.split(sizes)
+    for router, mean in zip(routers, means, strict=True):
+        torch.div(router.qb_beta_accum, router.qb_beta_count.clamp(min=1), out=mean)
+    all_reduce_(buffer, group)
+    buffer.div_(1 if group is None else group.size())
+    for router, mean in zip(routers, means, strict=True):
+        if router.training:
+            bias = router.qb_beta.mul_(momentum).add_(mean, alpha=1 - momentum)
+            bias.sub_(bias.mean(dim=-1, keepdim=True))
+        router.qb_beta_accum.zero_()
+        router.qb_beta_count.zero_()
 
 
 AVERAGE_MARK = "average_gradients_across_tp_domain"
@@ -156,12 +193,14 @@ class _EngineCache:
         positions: of parameters, by name, in the order of registration, which is the same on all
             stages.
         routers: modules that may have an expert bias, by name.
+        quantile_routers: modules with biases of quantile balancing, by name.
         trackers: modules that track a global auxiliary loss over a step.
         compared: keys of the comparisons between ranks that were made.
     """
 
     positions: dict[str, int]
     routers: dict[str, weakref.ref[nn.Module]]
+    quantile_routers: dict[str, weakref.ref[nn.Module]]
     trackers: list[weakref.ref[nn.Module]]
     compared: set[tuple[object, ...]]
 
@@ -194,8 +233,11 @@ def finalize_model_grads(
     5. Modules with buffers ``expert_bias`` and ``local_tokens_per_expert``, each of shape
        ``(experts,)``: counts are summed over tensor x context x data, then
        ``bias += rate * sign(mean count - count)`` and counts are zeroed. (Loss-free balancing,
-       Wang et al. 2024, arXiv:2408.15664.) ``reset_global_aux_loss_tracker`` of modules is called
-       if ``config.moe_router_load_balancing_type`` contains "global_aux_loss".
+       Wang et al. 2024, arXiv:2408.15664.) The bias does not change in evaluation mode or with
+       ``frozen_expert_bias``. If ``config.moe_router_load_balancing_type`` is
+       "quantile_balancing", ``qb_beta`` of modules is updated from the mean of ``qb_beta_accum /
+       qb_beta_count`` over context x data. If it contains "global_aux_loss",
+       ``reset_global_aux_loss_tracker`` of modules is called.
     6. ``num_tokens``: gradients are scaled to those of the mean over all tokens, if every rank's
        loss is the sum over its tokens. See [Note: Token weighting].
 
@@ -211,8 +253,9 @@ def finalize_model_grads(
         force_all_reduce: see :meth:`~.DistributedDataParallel.finish_grad_sync`.
         groups: this rank's process groups, as this package's class.
         config: any object with the attributes ``qk_layernorm`` (default False),
-            ``sequence_parallel`` (default True: marks of that name are used) and
-            ``moe_router_bias_update_rate`` (default 1e-3). None: the first chunk's config, if it
+            ``sequence_parallel`` (default True: marks of that name are used),
+            ``moe_router_bias_update_rate`` (default 1e-3), ``moe_router_load_balancing_type`` and
+            ``moe_router_quantile_balancing_ema`` (default 0). None: the first chunk's config, if it
             was wrapped with Megatron-Core's ``TransformerConfig``.
 
     Raises:
@@ -238,13 +281,24 @@ def finalize_model_grads(
         for name, module in _cache_of(chunk.engine).routers.items()
         if (router := router_of(name, module())) is not None
     ]
-    if routers or num_tokens is not None:
-        reason = "num_tokens" if num_tokens is not None else f"expert_bias of {routers[0].name}"
-        _check_data_groups(chunks, groups, reason)
+    balancing = getattr(config, "moe_router_load_balancing_type", ())
+    quantile_routers: dict[str, Any] = {}
+    if balancing == "quantile_balancing":
+        quantile_routers = {
+            f"chunk {number}: {name}": module()
+            for number, chunk in enumerate(chunks)
+            for name, module in _cache_of(chunk.engine).quantile_routers.items()
+        }
+    reasons = ["num_tokens"] if num_tokens is not None else []
+    reasons += [f"expert_bias of {router.name}" for router in routers]
+    reasons += [f"qb_beta of {name}" for name in quantile_routers]
+    if reasons:
+        _check_data_groups(chunks, groups, reasons[0])
     device = chunks[0].engine.mesh.device
     with torch.no_grad():
         _compare(chunks, marked, groups)
         counts_group = _counts_group(chunks, groups, routers, device)
+        quantiles_group = _quantiles_group(chunks, groups, quantile_routers, device)
         tokens_group = _tokens_group(chunks, groups, num_tokens, device)
         for chunk in chunks:
             chunk.finish_grad_sync()
@@ -253,7 +307,11 @@ def finalize_model_grads(
                 sum_over_group(marked[field], getattr(groups, field), device)
         if routers:
             update_expert_biases(routers, counts_group, rate, device)
-        if "global_aux_loss" in getattr(config, "moe_router_load_balancing_type", ()):
+        if quantile_routers:
+            momentum = float(getattr(config, "moe_router_quantile_balancing_ema", 0.0))
+            modules = [*quantile_routers.values()]
+            update_quantile_biases(modules, quantiles_group, momentum, device)
+        if "global_aux_loss" in balancing:
             for chunk in chunks:
                 _reset_trackers(chunk.engine)
         if num_tokens is not None:
@@ -418,6 +476,27 @@ def _counts_group(
     return group
 
 
+def _quantiles_group(
+    chunks: Sequence[ModelChunk],
+    groups: ModelParallelGroups,
+    routers: dict[str, Any],
+    device: torch.device,
+) -> ProcessGroup | None:
+    """The group over which quantiles are averaged. Tensor-parallel ranks have the same ones."""
+    if not routers:
+        return None
+    group = spanned_group(device, groups.context, groups.data)
+    compared = _cache_of(chunks[0].engine).compared
+    key = ("quantiles", group and group.group_name, *map(id, routers.values()))
+    if key not in compared:
+        _check_covers_meshes(chunks, group)
+        if group is not None:
+            counts = [f"{module.qb_beta.numel()} experts" for module in routers.values()]
+            check_equal_over_group("modules with a qb_beta", [*routers], counts, group)
+        compared.add(key)
+    return group
+
+
 def _tokens_group(
     chunks: Sequence[ModelChunk],
     groups: ModelParallelGroups,
@@ -484,11 +563,18 @@ def _cache_of(engine: Engine) -> _EngineCache:
             for name, module in engine.model.named_modules()
             if hasattr(module, "expert_bias")
         }
+        quantile_routers = {
+            label_of(name): weakref.ref(module)
+            for name, module in engine.model.named_modules()
+            if getattr(module, "qb_beta_accum", None) is not None
+        }
         trackers = [
             weakref.ref(module)
             for module in engine.model.modules()
             if hasattr(module, "reset_global_aux_loss_tracker")
         ]
         positions = {name: at for at, name in enumerate(names)}
-        _ENGINE_CACHES[engine] = _EngineCache(positions, routers, trackers, set())
+        _ENGINE_CACHES[engine] = _EngineCache(
+            positions, routers, quantile_routers, trackers, set()
+        )
     return _ENGINE_CACHES[engine]

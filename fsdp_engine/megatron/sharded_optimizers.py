@@ -3,7 +3,7 @@
 The optimizers step the wrapper's parameters, which are the main weights: each rank holds slices of
 them, in fp32 also if modules compute in bf16 or fp16. Differences from Megatron-Core:
 
-    norm, zeros         summed over the ranks that shard a parameter, then over model-parallel ranks
+    norms, zeros        summed over the ranks that shard a parameter, then over model-parallel ranks
     master weights      are the parameters themselves: no copy before or after a step
     sharded_state_dict  full tensors on the host, with the keys of Megatron-Core's own optimizers
 
@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -50,6 +51,10 @@ from fsdp_engine.megatron.distributed_data_parallel import (
 )
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.clip import total_norm
+
+# Values of a parameter's attribute ``grad_norm_group`` that select a norm of its own, by which its
+# gradient is clipped. megatron-core 0.16 has none.
+_NORM_GROUPS: tuple[str, ...] = getattr(optimizer_module, "SEPARATE_GRAD_NORM_GROUPS", ())
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
 _MAIN_WEIGHTS = "fp32_param"
@@ -71,28 +76,49 @@ class _ShardedOptimizer:
     optimizer: Any
     config: Any
     get_parameters: Any
-    get_main_grads_for_grad_norm: Any
     get_grad_stats_parallel_group: Any
+    grad_norms_by_group: dict[str, float]
 
     def get_grad_norm(self) -> float:
-        """The 2-norm of all gradients; each parameter counts once. Collective."""
-        return math.sqrt(self._sum_over_ranks(_squared_norm))
+        """The 2-norm of all gradients but those with a norm group; each parameter counts once.
+        Collective."""
+        return self.norm_of_group(None)
+
+    def norm_of_group(self, norm_group: str | None) -> float:
+        """The 2-norm of the gradients whose parameters have this ``grad_norm_group``. Collective.
+        None: of the others."""
+        return math.sqrt(self._sum_over_ranks(_squared_norm, self._grads(norm_group)))
+
+    def _compute_grad_norms_by_group(self) -> dict[str, float]:
+        """The norm of each norm group that some rank has. Collective."""
+        self.grad_norms_by_group = _norms_by_group(self)
+        return self.grad_norms_by_group
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Clip gradients to a norm of ``clip_grad``. Returns the norm before clipping.
-        Collective."""
+        """Clip gradients to a norm of ``clip_grad``, each norm group by itself. Returns the norm
+        before clipping of the gradients without a norm group. Collective."""
         norm = self.get_grad_norm()
-        if params := self.get_parameters():
-            clip_grad_by_total_norm_fp32(params, clip_grad, norm)
+        norms: dict[str | None, float] = {None: norm, **self._compute_grad_norms_by_group()}
+        for norm_group, each in norms.items():
+            params = [one for one in self.get_parameters() if _norm_group_of(one) == norm_group]
+            if params:
+                clip_grad_by_total_norm_fp32(params, clip_grad, each)
         return norm
 
     def count_zeros(self) -> float:
         """The number of zeros in all gradients. Collective."""
-        return self._sum_over_ranks(_num_zeros)
+        grads = [grad for group in (None, *_NORM_GROUPS) for grad in self._grads(group)]
+        return self._sum_over_ranks(_num_zeros, grads)
 
-    def _sum_over_ranks(self, of_slices: Any) -> float:
+    def _grads(self, norm_group: str | None) -> list[Tensor]:
+        """Gradients of the parameters of a norm group, without those of other ranks' replicas."""
+        optimizer: Any = self
+        if not hasattr(optimizer, "get_grads_for_grad_norm"):  # megatron-core 0.16
+            return list(optimizer.get_main_grads_for_grad_norm())
+        return list(optimizer.get_grads_for_grad_norm(norm_group))
+
+    def _sum_over_ranks(self, of_slices: Any, grads: Iterable[Tensor]) -> float:
         """The sum of ``of_slices(slices)`` over the ranks that hold shards of the gradients."""
-        grads = self.get_main_grads_for_grad_norm()
         by_groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
         for grad in grads:
             is_flat = isinstance(grad, FlatDTensor)
@@ -347,9 +373,20 @@ class ShardedChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """The norm of all gradients. Collective."""
-        norms = [optimizer.get_grad_norm() for optimizer in self.chained_optimizers]
+        """The norm of all gradients but those with a norm group. Collective."""
+        return self.norm_of_group(None)
+
+    @torch.no_grad()
+    def norm_of_group(self, norm_group: str | None) -> float:
+        """The norm of the gradients of a norm group. Collective."""
+        norms = [optimizer.norm_of_group(norm_group) for optimizer in self.chained_optimizers]
         return math.sqrt(sum(norm**2 for norm in norms))
+
+    @torch.no_grad()
+    def _compute_grad_norms_by_group(self) -> dict[str, float]:
+        """The norm of each norm group that some rank has. Collective."""
+        self.grad_norms_by_group = _norms_by_group(self)
+        return self.grad_norms_by_group
 
     @torch.no_grad()
     def count_zeros(self) -> float:
@@ -384,7 +421,9 @@ def sharded_optimizer(
         sharded = ShardedFP32Optimizer(inner, config, init_state)
     sharded.chunks = chunks
     sharded.grad_stats_parallel_group = megatron_optimizer.grad_stats_parallel_group
-    sharded.tp_group = megatron_optimizer.tp_group
+    for name in ("tp_group", "expert_tp_group"):  # the latter not in megatron-core 0.16
+        if hasattr(megatron_optimizer, name):
+            setattr(sharded, name, getattr(megatron_optimizer, name))
     return sharded
 
 
@@ -393,6 +432,17 @@ _NO_STATE_FILE = (
     "found the older format, in which one rank writes the state of all. Use "
     "--ckpt-format torch_dist (sharded_state_dict), or fsdp_engine.Checkpointer"
 )
+
+
+def _norm_group_of(param: Tensor) -> str | None:
+    found = getattr(param, "grad_norm_group", None)
+    return found if found in _NORM_GROUPS else None
+
+
+def _norms_by_group(optimizer: Any) -> dict[str, float]:
+    """The norm of each norm group that some rank's optimizer has. Collective."""
+    found = [group for group in _NORM_GROUPS if optimizer.has_grad_norm_group(group)]
+    return {group: optimizer.norm_of_group(group) for group in found}
 
 
 def _squared_norm(slices: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
     own                             module, config=None, mesh=None, ...
     DistributedDataParallel         config, ddp_config, module, disable_bucketing=False,
-                                    pg_collection=None
+                                    pg_collection=None, full_param_layout=None
     FullyShardedDataParallel        config, ddp_config, module, fsdp_unit_modules=None,
                                     disable_bucketing=False, device=None, pg_collection=None
     TorchFullyShardedDataParallel   config, ddp_config, module, sub_modules_to_wrap=...,
@@ -55,6 +55,18 @@ _TORCH_FSDP_UNITS = (
     ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear"),
 )
 _TORCH_FSDP_LEVEL = "optim_grads_params"
+_UNSUPPORTED_WEIGHT_SHARDS = "the engine does not reduce gradients over groups of weight shards"
+# Fields of Megatron-Core's TransformerConfig that are not supported, with the only accepted value
+# and the reason.
+_UNSUPPORTED_FIELDS: dict[str, tuple[object, str]] = {
+    "gradient_accumulation_fusion": (
+        False,
+        "gradients are scaled as they are copied, and kernels must not add to main_grad themselves",
+    ),
+    "gtp_weight_remat_size": (1, _UNSUPPORTED_WEIGHT_SHARDS),
+    "expert_gtp_weight_remat_size": (1, _UNSUPPORTED_WEIGHT_SHARDS),
+    "flextron": (False, "finalize_model_grads does not sum its routers' gradients over stages"),
+}
 # Fields of Megatron-Core's configs that only one wrapper reads, with the wrapper's name.
 _FIELD_OF_WRAPPER = {"reshard_after_forward": "TorchFullyShardedDataParallel"}
 
@@ -162,13 +174,14 @@ def _parse_megatron(
     expert_mesh: DeviceMesh | None = None,
     units: UnitSelector | Iterable[UnitSelector] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    full_param_layout: object | None = None,
 ) -> WrapperArguments:
+    # full_param_layout is the layout of Megatron-Core's buffers (0.19); the engine has its own.
     own = config_from(ddp_config, "ddp_config")
-    if getattr(config, "gradient_accumulation_fusion", False):
-        raise ValueError(
-            "config.gradient_accumulation_fusion: expected False, since gradients are scaled as "
-            "they are copied, and kernels must not add to main_grad themselves; found True"
-        )
+    for name, (is_off, why) in _UNSUPPORTED_FIELDS.items():
+        value = getattr(config, name, is_off)
+        if value is not None and value != is_off:
+            raise ValueError(f"config.{name}: expected {is_off}, since {why}; found {value!r}")
     if own.average_in_collective and getattr(config, "calculate_per_token_loss", False):
         raise ValueError(
             "ddp_config.average_in_collective: expected False, since gradients are summed with "

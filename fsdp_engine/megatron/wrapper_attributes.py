@@ -168,6 +168,10 @@ class _Buffers:
         found: Iterator[Tensor] = self._method(recurse)
         return found
 
+    def __add__(self, others: list[object]) -> list[object]:
+        """All gradient buffers of the wrapper, with ``expert_parallel_buffers``: none."""
+        return [*others]
+
     def __iter__(self) -> NoReturn:
         raise RuntimeError(
             "DistributedOptimizer: expected an optimizer that steps the wrapper's own parameters; "

@@ -14,6 +14,22 @@ that memory in use and idle together exceed the most that was in use. The step's
 it, for the optimizer or another model. (Allocating it again costs up to 2 % of a step,
 ``docs/benchmarks.md``.)
 
+[Note: Unread memory]
+Memory that a gather writes must not be read before compute has waited for the gather. Functions of
+autograd read full parameters without a hook of the engine, and they may run earlier than the engine
+expects. So storages of full parameters are two objects: operations write one, readers' tensors lie
+over the other. The memory is passed from the first to the second once compute has waited
+(``expose``), and back before a further gather, or before it is freed (``withdraw``). Meanwhile
+readers find a storage without memory, as they do between two gathers:
+
+    gather                  written --- memory A      read --- nothing
+    compute has waited      written --- nothing       read --- memory A
+
+Where torch can say so (``_set_storage_data_ptr_access_error_msg``, in builds for CUDA), access to
+the latter is an error that names the unit. Elsewhere torch raises an error of its own where it
+creates a view, or in kernels that check for memory. Where it cannot swap data pointers, both are
+one object.
+
 [Note: Freed pages]
 Small allocations that last (of gloo's threads, of loggers) settle between large tensors that
 autograd frees, so on CPU glibc's heap has ever more holes, and the resident set grows to about
@@ -46,7 +62,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,6 +72,7 @@ from fsdp_engine.accelerator import is_accelerator, module_of, simulates_device
 from fsdp_engine.memory.arena import Arena
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+_set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
 
@@ -302,6 +319,12 @@ class Memory:
         self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
+        # See [Note: Unread memory].
+        self.can_withhold = (
+            _CAN_SWAP
+            and not simulates_device()
+            and type(empty(0, torch.uint8, device)) is torch.Tensor
+        )
         # Storage objects that have given their memory away, to take some again.
         self._hollow: list[torch.UntypedStorage] = []
         self._trim = _find_malloc_trim() if device.type == "cpu" else None
@@ -314,6 +337,17 @@ class Memory:
         # By `storage_keys`.
         self._persistent: set[int] = set()
         self.transients: WeakValueDictionary[int, TransientStorage] = WeakValueDictionary()
+
+    def unreadable_storage(self, num_bytes: int, error: str) -> torch.UntypedStorage:
+        """A storage object without memory; access is ``error``, where torch can raise it."""
+        if _set_access_error is None:
+            return empty_storage(self.device)
+        # As long as with memory, so that views of it can be created, whose access is the error.
+        storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
+            0, self.device, num_bytes
+        )
+        _set_access_error(storage._cdata, error)
+        return storage
 
     def persistent(
         self, numel: int, dtype: torch.dtype, role: str, *, sent: bool = False
@@ -344,13 +378,19 @@ class Memory:
         for watch in _WATCHING_ELSEWHERE:
             watch(tensor, place)
 
-    def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
+    def transient(
+        self, numel: int, dtype: torch.dtype, role: str, *, read_error: str | None = None
+    ) -> TransientStorage:
         """A storage whose memory comes and goes; it starts without.
+
+        Args:
+            numel, dtype, role: see :class:`TransientStorage`.
+            read_error: others read it: see [Note: Unread memory]. The error of a read too early.
 
         It has to be filled and drained on one lane; and all storages of one ``role`` on the same
         one, or each drained after compute is done with it, and filled after compute.
         """
-        return TransientStorage(self, numel, dtype, role)
+        return TransientStorage(self, numel, dtype, role, read_error=read_error)
 
     def lasting(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
         """A storage whose memory comes and goes, and is gone for long: it is freed,
@@ -474,6 +514,18 @@ class TransientStorage:
     """A storage object of ``numel`` elements whose memory comes and goes.
 
     See [Note: Transient storage]. On CUDA, :meth:`fill` and :meth:`drain` must run on one stream.
+
+    Args:
+        memory: of the engine.
+        numel, dtype: its size.
+        role: in the ledger.
+        is_kept_idle: its memory is kept within a step when it is freed.
+        read_error: others read it ([Note: Unread memory]); the error of a read too early.
+
+    Attributes:
+        numel, dtype, num_bytes: its size.
+        filled: it has memory.
+        is_exposed: readers' tensors have the memory, if there is any.
     """
 
     def __init__(
@@ -484,6 +536,7 @@ class TransientStorage:
         role: str,
         *,
         is_kept_idle: bool = True,
+        read_error: str | None = None,
     ) -> None:
         self._memory = memory
         self._role = role
@@ -493,8 +546,13 @@ class TransientStorage:
         self.num_bytes = numel * dtype.itemsize
         self.filled = False
         # Views can only be made over memory that is there: `view` fills and drains once.
-        self._storage = empty_storage(memory.device)
-        memory.transients[self.key] = self
+        self._written = self._read = empty_storage(memory.device)
+        self.is_exposed = True
+        if read_error is not None and memory.can_withhold and self.num_bytes:
+            self._read = memory.unreadable_storage(self.num_bytes, read_error)
+            self.is_exposed = False
+            memory.transients[self._read._cdata] = self
+        memory.transients[self._written._cdata] = self
         serves = is_kept_idle and self.num_bytes
         self._arena = memory.arenas.get(role) if serves else None
         if self._arena is not None:
@@ -504,22 +562,23 @@ class TransientStorage:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
         if not self.filled:
             if not self._is_kept_idle:
-                self._storage.resize_(self.num_bytes)
+                self._written.resize_(self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
-            elif self._arena is None or not self._arena.fill(self._storage, self.num_bytes):
-                self._memory.fill(self._storage, self.num_bytes)
+            elif self._arena is None or not self._arena.fill(self._written, self.num_bytes):
+                self._memory.fill(self._written, self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
 
     def drain(self) -> None:
         """Take the memory away. Nothing happens if there is none."""
         if self.filled:
+            self.withdraw()
             if not self._is_kept_idle:
-                self._storage.resize_(0)
+                self._written.resize_(0)
                 self.leave()
                 return
-            if self._arena is None or not self._arena.drain(self._storage):
-                self._memory.drain(self._storage, self.num_bytes)
+            if self._arena is None or not self._arena.drain(self._written):
+                self._memory.drain(self._written, self.num_bytes)
                 self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False
 
@@ -529,16 +588,33 @@ class TransientStorage:
             self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False
 
+    def expose(self) -> None:
+        """Compute has waited for the writes: readers' tensors have the memory from here on."""
+        if not self.is_exposed:
+            self.is_exposed = True
+            _swap(self._read, self._written)
+
+    def withdraw(self) -> None:
+        """Readers' tensors have no memory from here on."""
+        if self.is_exposed and self._read is not self._written:
+            self.is_exposed = False
+            _swap(self._read, self._written)
+
+    @property
+    def _storage(self) -> torch.UntypedStorage:
+        """The object that has the memory, if there is any."""
+        return self._read if self.is_exposed else self._written
+
     @property
     def key(self) -> int:
-        """See :func:`storage_keys`."""
-        key: int = self._storage._cdata
+        """That of readers' tensors; see :func:`storage_keys`."""
+        key: int = self._read._cdata
         return key
 
     @property
     def num_uses(self) -> int:
         """Tensors over the storage, and other holds on it, that there are now."""
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        count: int = torch._C._storage_Use_Count(self._read._cdata)
         return count
 
     @contextmanager
@@ -549,7 +625,8 @@ class TransientStorage:
         self.drain()
 
     def view(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """A contiguous tensor over elements from ``offset``, with a version counter of its own.
+        """A contiguous tensor over elements from ``offset``, with a version counter of its own:
+        for readers if the memory is exposed, else for operations that write it.
 
         The storage must have memory at this moment; the tensor outlives it.
         """

@@ -685,7 +685,8 @@ class OffloadedStep(StepHook):
         chunk.fill()  # where there was no state before
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
-                self._keep(optimizer.state[slot.param], chunk, slot, found, kept, work)
+                of_param = optimizer.state.setdefault(slot.param, {})
+                self._keep(of_param, chunk, slot, found, kept, work)
         self._shadows.keep(optimizer, shadow, list(chunk.members))
         for key, value in shadow.chunk_states.items():
             if isinstance(key, Tensor) and self._others.get(key) is not value:
@@ -936,5 +937,5 @@ class OffloadedStep(StepHook):
         loaded, self._loaded = self._loaded, []
         for param, values in loaded:
             chunk, place = self._slot_of[id(param)]
-            optimizer.state[param].update(values)
+            optimizer.state.setdefault(param, {}).update(values)
             self._send_home(optimizer.state, chunk.slots[place], chunk.kept[place])

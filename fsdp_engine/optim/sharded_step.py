@@ -307,7 +307,10 @@ class _LocalState(_WriteThrough):
         self._slot = slot
 
     def target(self) -> MutableMapping[Any, Any]:
-        state: MutableMapping[Any, Any] = self._owner.state_to_change()[self._slot.param]
+        # ``state`` may be a plain dict, which has no entry for the parameter yet.
+        state: MutableMapping[Any, Any] = self._owner.state_to_change().setdefault(
+            self._slot.param, {}
+        )
         return state
 
     def converted(self, key: Any, value: Any) -> Any:

@@ -145,6 +145,10 @@ class AssignedValues:
         self.assigned: list[tuple[str, weakref.ref[Tensor]]] = []
         self._storages: set[int] | None = None
 
+    def owner_of(self, sharded: Tensor) -> Owner:
+        """Returns the first place of a sharded parameter."""
+        return next(owner for owner in self.owners if owner.sharded is sharded)
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Whether it steps a tensor that was assigned to a parameter, instead of the parameter.
 

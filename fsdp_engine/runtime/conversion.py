@@ -133,7 +133,7 @@ class Conversions:
     def _check_rest(self) -> None:
         found = ""
         if not self._is_at_rest():
-            found = "one in progress (after an exception, call engine.reset())"
+            found = "one in progress (after an exception, call engine.reset()), or unsharded()"
         for unit in self._units:
             if unit.awaits_backward(None) or unit.num_late:
                 found = f"a forward through {unit.label} whose backward is pending"

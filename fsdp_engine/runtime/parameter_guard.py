@@ -109,6 +109,31 @@ class ParameterGuard:
                 if id(param) not in self._values.names and id(param) not in full:
                     raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
 
+    def check_places(self) -> None:
+        """Check that modules hold no parameters in places that were without one at ``shard``.
+
+        Raises:
+            ValueError: one does; names the parameter.
+        """
+        for prefix, module in self._model.named_modules(remove_duplicate=False):
+            for attribute, param in module._parameters.items():
+                place = (id(module), attribute)
+                if param is None or place in self._owners or place in self._left_alone:
+                    continue
+                raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
+
+    def check_value(self, sharded: Tensor, value: Tensor) -> None:
+        """Check that a sharded parameter can take ``value`` at all of its names.
+
+        Raises:
+            ValueError: it cannot; names the parameter.
+        """
+        self._values.check_value(self._values.owner_of(sharded), value, as_tied=True)
+
+    def remember(self, sharded: Tensor, value: Tensor) -> None:
+        """See :meth:`AssignedValues.remember`."""
+        self._values.remember(self._values.owner_of(sharded), value)
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`AssignedValues.check_optimizer`."""
         self._values.check_optimizer(optimizer)
@@ -135,7 +160,9 @@ class ParameterGuard:
                 f"{owner.name}: expected an assignment outside of forward and backward; found one "
                 "within"
             )
-        return self._values.take(owner, value, present if self.paused else owner.sharded)
+        if self.paused and present is not owner.sharded:
+            return value  # its values are written back when the context ends
+        return self._values.take(owner, value, owner.sharded)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
         """``value`` is about to become a child of ``module``.

@@ -24,8 +24,8 @@ A forward of a single unit within a ``torch.autograd.Function`` is a recomputati
 checkpoint), and one of the model is nested.
 
 Other functions run autograd once for each slice of their input (a tiled MLP). All gradients of a
-unit can then come several times. So gradients that a nested run of autograd brings complete their
-unit when those of another unit come, or the backward ends.
+unit can then come several times. So a unit whose gradients a nested run of autograd has brought is
+reduced when another run reaches another unit, or the backward ends.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Backward:
         outer: the backward within which it runs, and the recorded order of that; None: it is not
             nested, or the engine has no use in the outer one.
         run: number of the run of autograd that it is.
-        unit_in_slices: a unit of which a nested run of autograd has brought all gradients, perhaps
-            of a slice of its input; None: there is none.
+        in_slices: units of which a nested run of autograd has brought all gradients, perhaps of a
+            slice of their input, by number.
+        last_nested_run: the last run that has brought such gradients.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class Backward:
         self.weights_only = weights_only
         self.outer = outer
         self.run = current_run()
-        self.unit_in_slices: Unit | None = None
+        self.in_slices: dict[int, Unit] = {}
+        self.last_nested_run = -1
         self.for_weights: list[Unit] = []
         self.creates_graph = False
         self.touched: dict[int, Unit] = {}
@@ -532,7 +534,10 @@ class Scheduler:
 
         Nothing is freed before the unit's own backward is over.
         """
-        self.begin_backward().touched[unit.index] = unit
+        backward = self.begin_backward()
+        if backward.in_slices:
+            self._complete_slices(backward, unit)
+        backward.touched[unit.index] = unit
         if unit.uses:
             self._record.recomputes(unit.index)
             self._use_once(unit, BOTH)
@@ -568,6 +573,8 @@ class Scheduler:
             if call.reads_weights:
                 self.use_for_weights(call.unit)
             return
+        if backward.in_slices:
+            self._complete_slices(backward, call.unit)
         backward.enter(call, inputs)
         if call.reads_weights:
             if call.is_recorded:
@@ -578,8 +585,11 @@ class Scheduler:
 
     def input_came(self, call: Call) -> None:
         """The gradient of an input of ``call`` has come."""
-        if self._backward is not None and self._backward.input_came(call):
-            self._leave_backward(self._backward, call)
+        backward = self._backward
+        if backward is not None and backward.input_came(call):
+            self._leave_backward(backward, call)
+            if not self._may_come_again(backward, call.unit):
+                self._check_ready(call.unit)
 
     def _leave_backward(self, backward: Backward, call: Call) -> None:
         """The backward of ``call`` is over."""
@@ -593,7 +603,6 @@ class Scheduler:
                 unit.uninstall()
             else:
                 self._end_use(unit)
-        self._check_ready(unit)
 
     def gradient_came(self, unit: Unit) -> None:
         """The last gradient of a buffer of ``unit`` came."""
@@ -601,27 +610,39 @@ class Scheduler:
         assert backward is not None
         if unit.num_missing_grads or unit.index in self._containing:
             return  # functions before the units inside may still read its weights
-        if current_run() != backward.run:
-            self._complete_slices(backward, before=unit)
-            backward.unit_in_slices = unit
-            return
-        self._complete(backward, unit)
+        if not self._may_come_again(backward, unit):
+            self._complete(backward, unit)
 
-    def _complete_slices(self, backward: Backward, before: Unit | None) -> None:
-        """Gradients of ``before`` come, or (None) the backward ends: those of another unit that a
-        nested run of autograd has brought are complete."""
-        unit = backward.unit_in_slices
-        if unit is not None and unit is not before:
-            backward.unit_in_slices = None
+    @staticmethod
+    def _may_come_again(backward: Backward, unit: Unit) -> bool:
+        """Whether a nested run of autograd has brought the gradients of ``unit``; if so, these are
+        complete later: see [Note: Nested backwards]."""
+        run = current_run()
+        if run == backward.run:
+            return False
+        backward.in_slices[unit.index] = unit
+        backward.last_nested_run = run
+        return True
+
+    def _complete_slices(self, backward: Backward, following: Unit | None) -> None:
+        """This run of autograd reaches ``following``, or (None) the backward ends."""
+        if following is not None and (
+            following.index in backward.in_slices or current_run() == backward.last_nested_run
+        ):
+            return
+        units = list(backward.in_slices.values())
+        backward.in_slices.clear()
+        for unit in units:
             self._complete(backward, unit)
 
     def _complete(self, backward: Backward, unit: Unit) -> None:
-        """All gradients of ``unit`` have come in this backward."""
-        calls = [call for call in backward.open_calls(unit) if call.is_recorded]
-        if any(call.has_boundary for call in calls):
-            return  # the end of that call's backward is observed
-        for call in calls:
-            self._leave_backward(backward, call)
+        """The gradients of ``unit`` have come in this backward, unless calls are to bring more."""
+        if not unit.num_missing_grads and unit.index not in self._containing:
+            calls = [call for call in backward.open_calls(unit) if call.is_recorded]
+            if any(call.has_boundary for call in calls):
+                return  # the end of that call's backward is observed
+            for call in calls:
+                self._leave_backward(backward, call)
         self._check_ready(unit)
 
     def _check_ready(self, unit: Unit) -> None:
@@ -636,8 +657,8 @@ class Scheduler:
         """``unit`` is about to get its first gradient of this backward, or will get it later."""
         backward = self.begin_backward()
         backward.creates_graph = torch.is_grad_enabled()
-        if backward.unit_in_slices is not None:
-            self._complete_slices(backward, before=unit)
+        if backward.in_slices:
+            self._complete_slices(backward, unit)
         self.reductions.open_unit(unit)
 
     def late_gradient_came(self, unit: Unit) -> None:
@@ -717,7 +738,7 @@ class Scheduler:
         """Autograd has finished this backward."""
         backward = self._backward
         assert backward is not None
-        self._complete_slices(backward, before=None)
+        self._complete_slices(backward, None)
         self.reductions.end_backward()
         if not backward.weights_only:
             self._record.end_backward()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +29,10 @@ from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.lanes import Lanes, Operation
 from fsdp_engine.memory.allocator import TransientStorage
 from tests.comm.happens_before import COMPUTE, LANES, Clock, Order, Span
+
+# By the key of the storage that readers' tensors lie over, the one that operations write: both have
+# the same memory in turn ([Note: Unread memory] in ``allocator.py``).
+_WRITTEN: dict[int, UntypedStorage] = {}
 
 # (who would wait, for what) -> whether to forget to. Both are labels of operations, or names of
 # lanes where no operation is meant.
@@ -232,7 +236,8 @@ class Tracer(TorchDispatchMode):
             )
 
     def _filled(self, transient: TransientStorage) -> None:
-        doing, storage = self._managing(transient), transient._storage
+        doing, storage = self._managing(transient), transient._written
+        _WRITTEN[transient.key] = storage
         self._names[storage._cdata] = f"memory of [{doing.label}]"
         for order, thread in zip(self.orders, doing.threads, strict=True):
             order.allocate(thread, Span(storage, 0, transient.num_bytes), doing.label)
@@ -243,7 +248,7 @@ class Tracer(TorchDispatchMode):
             self.max_full = max(self.max_full, len(self._full))
 
     def _drains(self, transient: TransientStorage) -> None:
-        doing, storage = self._managing(transient), transient._storage
+        doing, storage = self._managing(transient), transient._written
         for order, thread in zip(self.orders, doing.threads, strict=True):
             order.free(thread, Span(storage, 0, transient.num_bytes), doing.label)
             for span in _planned(transient):
@@ -266,7 +271,7 @@ class Tracer(TorchDispatchMode):
                     "gradients": [] if grads is None else [grads],
                 }
                 for kind, tensors in kinds.items():
-                    if any(tensor.untyped_storage()._cdata == key for tensor in tensors):
+                    if any(span.key == key for span in _spans(tensors, empty_too=True)):
                         return f"{kind} of {buffer.label}"
         return self._names.get(key, "tensor of no buffer")
 
@@ -282,6 +287,7 @@ class Tracer(TorchDispatchMode):
             TransientStorage.fill = fill  # type: ignore[method-assign]
             TransientStorage.drain = drain  # type: ignore[method-assign]
             lanes_module.make_lanes = make
+            _WRITTEN.clear()
 
         self._undo.append(undo)
         super().__enter__()
@@ -337,6 +343,7 @@ def _spans(values: Sequence[Any], empty_too: bool = False) -> Iterator[Span]:
             continue
         tensor = getattr(value, "_local_tensor", value)
         storage = tensor.untyped_storage()
+        storage = _WRITTEN.get(storage._cdata, storage)
         if tensor.numel():
             reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.storage_offset() * tensor.itemsize

@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 _ABSENT = ("transformer_engine", "apex", "amp_C", "flash_attn", "triton")
+# Triton kernels that megatron-core 0.19 imports without a check that Triton is there. Nothing here
+# calls them.
+_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 _MODULES = (
     "distributed",
     "models.gpt.gpt_layer_specs",
@@ -85,6 +88,7 @@ def load() -> None:
     for name in hidden:
         del sys.modules[name]
     sys.modules.update(dict.fromkeys(_ABSENT))  # type: ignore[arg-type]
+    sys.modules[_KERNELS] = mock.MagicMock()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -93,6 +97,7 @@ def load() -> None:
     finally:
         for name in _ABSENT:
             sys.modules.pop(name, None)
+        del sys.modules[_KERNELS]
         sys.modules.update(hidden)
 
 

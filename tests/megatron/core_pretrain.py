@@ -1,7 +1,7 @@
 """The calls that Megatron-LM's ``pretrain`` makes, on the client of the registry.
 
 ``setup_model_and_optimizer``, ``train_step``, ``save_checkpoint`` and ``load_checkpoint`` of
-Megatron-LM are not in a package. Their calls of megatron-core are here, in their order, with three
+Megatron-LM need a GPU. Their calls of megatron-core are here, in their order, with three
 names to swap: ``DistributedDataParallel``, ``finalize_model_grads`` and ``get_megatron_optimizer``.
 """
 
@@ -52,6 +52,8 @@ class Job:
         instances: ``--num-distributed-optimizer-instances``.
         microbatches: of each data-parallel rank.
         fully_parallel: ``--ckpt-fully-parallel-save`` and ``-load``.
+        own_norm: gradients of some layers are clipped by a norm of their own, as those of detached
+            heads that predict several tokens. Without effect in megatron-core 0.16.
     """
 
     level: str | None = None
@@ -72,6 +74,7 @@ class Job:
     instances: int = 1
     microbatches: int = 2
     fully_parallel: bool = False
+    own_norm: bool = False
 
 
 @dataclass
@@ -96,6 +99,9 @@ class Training:
         theirs: Any = distributed
         self.job = job
         self.config, models = _make_models(job)
+        for name, param in models[0].named_parameters() if job.own_norm else ():
+            if "linear_fc1" in name:
+                param.grad_norm_group = "mtp"  # type: ignore[attr-defined]
         fields: dict[str, Any] = {
             "grad_reduce_in_fp32": True,
             "overlap_grad_reduce": job.overlap,

@@ -653,6 +653,57 @@ def test_a_missing_group_raises_before_any_communication(parameter_mark: str, fi
 
 
 @on_ranks(world_size=2)
+def test_frozen_biases_and_those_in_evaluation_mode_do_not_change() -> None:
+    model = nn.ModuleDict({name: Gate(2) for name in ("free", "frozen", "teacher")})
+    model.frozen.frozen_expert_bias = True
+    model.teacher.eval()
+    chunk = Chunk(model, None, "optim")
+    for gate in model.values():
+        gate.local_tokens_per_expert[0] = 1.0
+    finalize_model_grads([chunk], groups=ModelParallelGroups(data=dist.group.WORLD))
+    assert torch.equal(model.free.expert_bias, 1e-3 * torch.tensor([-1.0, 1.0]))
+    assert not any(model[name].expert_bias.any() for name in ("frozen", "teacher"))
+    assert not any(gate.local_tokens_per_expert.any() for gate in model.values())
+
+
+class QuantileGate(nn.Module):
+    """A layer with the buffers of Megatron-Core's quantile balancing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(DIM, 3)
+        self.register_buffer("qb_beta", torch.tensor([3.0, 0.0, -3.0]))
+        self.register_buffer("qb_beta_accum", torch.zeros(3), persistent=False)
+        self.register_buffer("qb_beta_count", torch.zeros((), dtype=torch.long), persistent=False)
+
+
+@on_ranks(world_size=2)
+def test_biases_of_quantile_balancing_are_averaged_over_microbatches_and_ranks() -> None:
+    model = nn.ModuleDict({"gate": QuantileGate(), "teacher": QuantileGate()})
+    model.teacher.eval()
+    chunk = Chunk(model, None, "optim_grads_params")
+    for gate in model.values():
+        gate.qb_beta_accum += torch.tensor([4.0, 0.0, 2.0]) if dist.get_rank() else 0.0
+        gate.qb_beta_count += 2 * dist.get_rank()
+    groups = ModelParallelGroups(data=dist.group.WORLD)
+    finalize_model_grads([chunk], groups=groups, config=SimpleNamespace())
+    assert model.gate.qb_beta_count.item() == 2 * dist.get_rank()  # another balancing
+    config = SimpleNamespace(
+        moe_router_load_balancing_type="quantile_balancing", moe_router_quantile_balancing_ema=0.5
+    )
+    finalize_model_grads([chunk], groups=groups, config=config)
+    # 0.5 * [3, 0, -3] + 0.5 * [1, 0, 0.5], minus its mean
+    expected = torch.tensor([2.0, 0.0, -1.25]) - 0.25
+    assert torch.equal(model.gate.qb_beta, expected)
+    assert model.teacher.qb_beta.tolist() == [3.0, 0.0, -3.0]
+    for gate in model.values():
+        assert not gate.qb_beta_accum.any()
+        assert not gate.qb_beta_count
+    with pytest.raises(ValueError, match="qb_beta of chunk 0: gate"):
+        finalize_model_grads([chunk], groups=ModelParallelGroups(), config=config)
+
+
+@on_ranks(world_size=2)
 def test_token_counts_need_the_ranks_of_the_mesh() -> None:
     model = nn.ModuleDict({"bag": Bag("weight")})
     chunk = Chunk(model, None, "optim")

@@ -1,4 +1,4 @@
-"""Megatron-Core's own client code (0.16.1: GPT model, schedules, optimizers, checkpoints), with
+"""Megatron-Core's own client code (0.19.2: GPT model, schedules, optimizers, checkpoints), with
 ``DistributedDataParallel`` and ``finalize_model_grads`` imported from this package.
 
 Losses and norms equal those of its own wrapper up to fp32 rounding. The first call of a rank
@@ -356,12 +356,20 @@ def test_its_config_is_taken_for_ours() -> None:
     config.bucket_size = None
     with pytest.raises(TypeError, match="ddp_config: expected a DistributedDataParallelConfig"):
         fe.DistributedDataParallel(config=None, ddp_config={}, module=model)
-    fused = SimpleNamespace(gradient_accumulation_fusion=True)
-    with pytest.raises(ValueError, match=r"config\.gradient_accumulation_fusion: expected False"):
-        fe.DistributedDataParallel(fused, config, model)
-    assert (
-        fe.DistributedDataParallel(None, config, model, disable_bucketing=True).bucket_size is None
+    for name, supported, value in [
+        ("gradient_accumulation_fusion", False, True),
+        ("gtp_weight_remat_size", 1, 2),
+        ("expert_gtp_weight_remat_size", 1, 2),
+        ("flextron", False, True),
+    ]:
+        with pytest.raises(ValueError, match=rf"config\.{name}: expected {supported}, .* {value}"):
+            fe.DistributedDataParallel(SimpleNamespace(**{name: value}), config, model)
+    ddp = fe.DistributedDataParallel(
+        None, config, model, disable_bucketing=True, full_param_layout=object()
     )
+    assert ddp.bucket_size is None
+    assert ddp.buffers + ddp.expert_parallel_buffers == []
+    ddp.stop_communication()
 
 
 @on_ranks(4)

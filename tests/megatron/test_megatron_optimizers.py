@@ -94,6 +94,12 @@ def test_norms_are_right_where_state_is_replicated_over_rows(ranks: Ranks) -> No
     assert_as_theirs(ranks, [Job(instances=2, optimizer="sgd", microbatches=1)], 4)
 
 
+@pytest.mark.parametrize("job", [{"level": "optim_grads_params"}, {"experts": True, "tensor": 1}])
+def test_norm_groups_are_clipped_by_themselves(ranks: Ranks, job: dict[str, Any]) -> None:
+    small = Job(optimizer="sgd", dtype="bf16", own_norm=True, clip=0.1, **job)
+    assert_as_theirs(ranks, [small], 4 if small.experts else 2)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

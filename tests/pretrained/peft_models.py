@@ -49,6 +49,10 @@ CONFIGS: dict[str, Any] = {
         feedforward_modules=["down_proj"],
         task_type="CAUSAL_LM",
     ),
+    "boft": lambda: peft.BOFTConfig(
+        target_modules=TARGETS, boft_block_size=4, task_type="CAUSAL_LM"
+    ),
+    "hra": lambda: peft.HRAConfig(target_modules=TARGETS, r=4, task_type="CAUSAL_LM"),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
 }

@@ -167,3 +167,22 @@ def test_adapters_merge_where_weights_are_whole() -> None:
     plain.unmerge_adapter()
     own = whole(engine)
     assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["dora", "ia3", "boft", "hra", "lora, embeddings"])
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_every_kind_of_adapter_merges(kind: str, level: str) -> None:
+    for dtype, safe_merge in ((torch.float32, False), (torch.bfloat16, True)):
+        plain, model = made(kind, dtype).eval(), made(kind, dtype).eval()
+        engine = fe.shard(model, strategy=level, initial_values="rank0")
+        for merges in (True, False, True):
+            with engine.unsharded():
+                for each in (plain, model):
+                    if merges:
+                        each.merge_adapter(safe_merge=safe_merge)
+                    else:
+                        each.unmerge_adapter()
+            for name, param in plain.named_parameters():
+                own = engine.full_tensor(name)
+                torch.testing.assert_close(own.to(param.dtype), param.detach(), msg=name)

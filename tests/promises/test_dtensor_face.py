@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fsdp_engine as fe
+from fsdp_engine import FlatDTensor
 from tests import reference
 from tests.promises.everywhere import Place, everywhere
 
@@ -105,3 +107,46 @@ def test_a_norm_over_the_mesh_of_a_gradient_counts_every_element_once(place: Pla
         assert isinstance(grad, DTensor)
         assert all(isinstance(each, Replicate) for each in grad.placements) or not whole
         assert grad.device_mesh.size() == 1 or not whole
+
+
+def _zero_by_numpy(local: Tensor) -> None:
+    if local.numel():
+        local.numpy()[:] = 0
+
+
+def _zero_by_dlpack(local: Tensor) -> None:
+    torch.from_dlpack(local).zero_()
+
+
+# Functions that write this rank's slice without a change of its version.
+UNSEEN: list[Callable[[Tensor], object]] = [
+    lambda local: dist.all_reduce(local),
+    lambda local: dist.broadcast(local.view(-1)[:3], 0),
+    lambda local: dist.all_reduce(local.detach(), async_op=True).wait(),  # type: ignore[union-attr]
+    _zero_by_numpy,
+    _zero_by_dlpack,
+]
+
+
+@everywhere
+def test_slices_that_collectives_and_arrays_write_are_what_the_next_forward_reads(
+    place: Place,
+) -> None:
+    x = torch.randn(2, 16)
+    for policy in (None, fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        model = nn.Linear(16, 16, bias=False)  # equal slices on 1, 2 and 4 ranks
+        engine = place.shard(model, mp_policy=policy)
+        if not isinstance(model.weight, FlatDTensor):
+            continue
+        held = model.weight.data.to_local()
+        for write in UNSEEN:
+            for is_held in (False, True):
+                model(x)
+                with torch.no_grad():
+                    model.weight.copy_(torch.randn(16, 16))
+                model(x)
+                is_grad_enabled = write in UNSEEN[:2]  # NumPy takes no tensors that require grad
+                with torch.set_grad_enabled(is_grad_enabled):
+                    write(held if is_held else model.weight.to_local())
+                expected = nn.functional.linear(x, engine.full_tensor("weight"))
+                torch.testing.assert_close(model(x).float(), expected, rtol=0.05, atol=0.2)

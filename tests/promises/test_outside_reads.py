@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import fsdp_engine as fe
 from tests import reference
 from tests.promises.everywhere import Place, everywhere
 
@@ -166,3 +169,105 @@ def test_functional_call_uses_the_weights_it_is_given_or_raises(place: Place) ->
     with pytest.raises(RuntimeError, match=r"functional_call: .* found another tensor for"):
         torch.func.functional_call(model, weights, (x,))
     model(x).sum().backward()  # nothing was changed
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator: a function of sharded tensors alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return torch.where(weight > 0, torch.ones_like(weight), -torch.ones_like(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        out = torch.zeros_like(weight)
+        out += grad.to(weight.dtype)
+        return out * (weight.abs() < 0.5)
+
+
+def _straight_through(model: Any, x: Tensor) -> Tensor:
+    weight = model.blocks[0].layer.weight
+    rounded: Any = Rounded.apply(weight) * 2
+    other: Any = Rounded.apply(weight * 0.5)
+    return model(x).square().mean() + rounded.square().sum() + other.sum() + weight.pow(2).sum()
+
+
+def _recomputed(model: Any, x: Tensor) -> Tensor:
+    weight = model.blocks[0].layer.weight
+    penalty: Any = checkpoint(_straight_penalty, weight, use_reentrant=True)
+    return model(x).square().mean() + penalty
+
+
+def _straight_penalty(weight: Tensor) -> Tensor:
+    rounded: Any = Rounded.apply(weight)
+    return rounded.square().sum() + weight.square().sum()
+
+
+@everywhere
+def test_functions_of_sharded_tensors_alone_give_gradients_to_slices(place: Place) -> None:
+    _check(place, _straight_through, _recomputed)
+    # Autograd casts these gradients.
+    model = Model()
+    place.shard(model, mp_policy=fe.MixedPrecisionPolicy(main_params_dtype=torch.bfloat16))
+    _straight_through(model, torch.randn(4, 3)).backward()
+
+
+Gradient = Callable[[Tensor, Tensor], Tensor]
+GRADIENTS: dict[str, Gradient] = {
+    "zeros_like, +=": lambda weight, grad: torch.zeros_like(weight).add_(grad),
+    "empty_like, copy_": lambda weight, grad: torch.empty_like(weight).copy_(grad),
+    "new_zeros, +=": lambda weight, grad: weight.new_zeros(weight.shape).add_(grad),
+    "full_like": lambda weight, grad: torch.full_like(weight, grad.sum().item()),
+    "times a coefficient": lambda weight, grad: weight * grad.sum(),
+    "plain": lambda weight, grad: grad,
+}
+
+
+def _product(gradient: Gradient) -> Any:
+    """A function that computes the gradient of its weight in forward, as fused losses do."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            grad = x.sum(0).expand(weight.shape).contiguous()
+            ctx.grad = gradient(weight, grad)
+            return (x @ weight.t()).sum() if weight.ndim == 2 else (x * weight).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return None, grad * ctx.grad
+
+    return Product.apply
+
+
+WEIGHTS: list[Callable[[Any], Any]] = [
+    lambda model: model.blocks[0].layer.weight,
+    lambda model: model.bias,
+    lambda model: model.bias * 2,
+]
+
+
+@everywhere
+def test_a_function_of_a_ranks_own_values_gives_no_gradient_to_slices(place: Place) -> None:
+    model = Model()
+    engine = place.shard(model)
+    x = torch.randn(4, 3)
+    plain_level = place.inner == "no_shard"
+    for gradient, weight in itertools.product(GRADIENTS.values(), WEIGHTS):
+        product = _product(gradient)
+        loss = product(model(x), weight(model)) + weight(model).square().sum()
+        if plain_level:
+            loss.backward()
+            continue
+        with pytest.raises(RuntimeError, match=r"expected a gradient .*\w\.full_tensor\(\)"):
+            loss.backward()
+        engine.reset()
+    torch.manual_seed(0)
+    _check(place, lambda model, x: _product(GRADIENTS["plain"])(model(x), _full(model.bias)))
+
+
+def _full(weight: Any) -> Tensor:
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full

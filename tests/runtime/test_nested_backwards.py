@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,6 @@ from tests.pool import on_few_ranks, on_ranks
 from tests.training import mesh_of
 
 WIDTH = 6
-Cached = Callable[[nn.Module, Sequence[Tensor]], Tensor]
 
 
 class Encoder(nn.Module):
@@ -71,6 +70,21 @@ def cached_loss(model: Any, batch: Tensor, mini: int, embed: Any = None) -> Tens
     return loss
 
 
+def assert_same_gradients(model: nn.Module, alone: nn.Module, tolerance: float) -> None:
+    found = reference.full_gradients(model)
+    for name, param in alone.named_parameters():
+        here = found[name]
+        assert (here is None) == (param.grad is None), name
+        if here is not None:
+            torch.testing.assert_close(
+                here.double(),
+                param.grad,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, n=name: f"{n}: {text}",
+            )
+
+
 def train(
     level: str,
     *,
@@ -102,15 +116,7 @@ def train(
             for each in range(size):
                 batch = rows(100 * step + 10 * number + each, num_rows[each])
                 (loss_of(alone(batch)) / (micro * size)).backward()
-        found = reference.full_gradients(model)
-        for name, param in alone.named_parameters():
-            torch.testing.assert_close(
-                found[name].double(),
-                param.grad,
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda t, n=name: f"{step} {n} {t}",
-            )
+        assert_same_gradients(model, alone, tolerance)
         for each in (optimizer, one):
             each.step()
             each.zero_grad()
@@ -157,3 +163,144 @@ def test_two_axes(pair: tuple[str, str], together: bool) -> None:
         micro=2,
         together=together,
     )
+
+
+class Slices(torch.autograd.Function):
+    """Calls a module with slices of its input, and in backward again, with autograd (tiled MLP)."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, module: nn.Module, x: Tensor) -> Tensor:
+        ctx.function, ctx.module = function, module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([function(module, part) for part in x.chunk(3)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        needs = x.requires_grad
+        found = []
+        for part, grad in zip(x.detach().chunk(3), grads[0].chunk(3), strict=True):
+            leaf = part.requires_grad_(needs)
+            with torch.enable_grad():
+                output = ctx.function(ctx.module, leaf)
+            torch.autograd.backward(output, grad)
+            found.append(leaf.grad)
+        return None, None, torch.cat(found) if needs else None
+
+
+class Sliced(nn.Module):
+    """An MLP that can run in slices."""
+
+    in_slices = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def compute(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.tanh(self.up(x)))
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.in_slices:
+            return self.compute(x)
+        result: Tensor = Slices.apply(type(self).compute, self, x)
+        return result
+
+
+class Block(nn.Module):
+    """A layer and a sliced MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.mlp = nn.Linear(WIDTH, WIDTH), Sliced()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x)
+        result: Tensor = x + self.mlp(x)
+        return result
+
+
+class Mixer(nn.Module):
+    """Sliced MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+UNITS = {
+    "the MLP": ["blocks.*.mlp", "blocks.*.mix"],
+    "the MLP alone": ["blocks.*.mlp"],
+    "layers": ["blocks.*.mlp.up", "blocks.*.mlp.down"],
+    "MLP and layers": ["blocks.*.mlp", "blocks.*.mlp.down"],
+    "blocks": ["blocks.*"],
+}
+
+
+def train_sliced(
+    units: str,
+    level: str,
+    *,
+    mesh: Any = None,
+    policy: fe.MixedPrecisionPolicy | None = None,
+    tolerance: float = 1e-9,
+    embeds: bool = True,
+    **options: Any,
+) -> None:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model, alone = Mixer(), Mixer()
+    for each in (model, alone):
+        each.embed.requires_grad_(embeds)
+    if policy is not None:
+        model.float()
+    for module in alone.modules():
+        if isinstance(module, Sliced):
+            module.in_slices = False
+    engine = fe.shard(model, mesh, level, units=UNITS[units], mp_policy=policy, **options)
+    optimizer, one = (
+        reference.sgd([param for param in each.parameters() if param.requires_grad])
+        for each in (model, alone)
+    )
+    for step in range(2):
+        for number in range(2):
+            seed = 100 * step + 10 * number
+            with engine.no_sync() if number == 0 else nullcontext():
+                batch = rows(seed + rank, 6)
+                model(batch if policy is None else batch.float()).backward()
+            for each in range(size):
+                (alone(rows(seed + each, 6)) / size).backward()
+        assert_same_gradients(model, alone, tolerance)
+        for each in (optimizer, one):
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_few_ranks
+def test_a_layer_that_runs_in_slices(units: str, level: str) -> None:
+    train_sliced(units, level)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_a_layer_in_slices_in_bf16_and_behind_a_frozen_one(level: str) -> None:
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    train_sliced("the MLP", level, policy=policy, tolerance=3e-2)
+    train_sliced("the MLP", level, embeds=False)
+
+
+@on_ranks(4)
+def test_a_layer_in_slices_on_two_axes() -> None:
+    train_sliced("the MLP", "optim_grads_params", mesh=mesh_of(2, 2), outer_strategy="optim")

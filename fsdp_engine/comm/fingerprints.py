@@ -1,0 +1,45 @@
+"""Fingerprints of tensors, by which ranks find out whether they hold equal values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements that are converted to 64-bit integers at once.
+_CHUNK = 2**18
+# An odd number; products of it wrap around.
+_FACTOR = 6364136223846793005
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns a number for each tensor that follows from all of its bits and their order. Waits for
+    the device once.
+
+    Tensors of other bits have another number, but for a chance of about 2**-64.
+    """
+    found = [_fingerprint(tensor) for tensor in tensors]
+    return torch.stack(found).tolist() if found else []
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    integers = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in integers.split(_CHUNK) if len(integers) else ():
+        weights = _weights(tensor.device)[: len(chunk)]
+        total = total * _FACTOR + (chunk.to(torch.int64) * weights).sum()
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """An odd number for each element of a chunk, without a pattern."""
+    mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * _FACTOR
+    mixed = (mixed ^ (mixed >> 29)) * _FACTOR
+    return (mixed ^ (mixed >> 32)) | 1

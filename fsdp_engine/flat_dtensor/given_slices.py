@@ -1,0 +1,121 @@
+"""Slices of main weights that are passed to users as plain tensors (``FlatDTensor.to_local()``).
+
+Functions of torch increment a tensor's version counter when they write it, which tells the engine
+to send its weights again. Collectives, and writes through NumPy, DLPack and pointers, do not. So a
+slice that is passed to one of these marks the weights as changed at that moment, and the next
+forward sends them. All ranks must make the same calls, as they must for writes: where ranks were
+to gather different weights they would wait for each other. Reading a slice by functions of torch
+marks nothing, so one rank may do it alone.
+
+Writes through an array or pointer that was taken before the last forward are not seen; call
+``engine.weights_changed()`` on all ranks after them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, name_of
+
+_POINTERS = frozenset(
+    {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
+)
+# torch 2.11's collectives may not dispatch on the class of their tensors.
+_COLLECTIVES_DISPATCH = hasattr(distributed_c10d, "has_torch_function")
+# For each slice of main weights a reference to the function that marks them as changed.
+_MARKS: Any = WeakTensorKeyDictionary()
+_writes_unseen: dict[Function, bool] = {}
+
+
+def watch_slice(local: Tensor, mark: Callable[[], None]) -> None:
+    """Call ``mark``, a method, when ``local`` may be written without a change of its version."""
+    _MARKS[local] = weakref.WeakMethod(mark)
+
+
+def given_out(local: Tensor, given: Tensor) -> Tensor:
+    """Returns ``given``, an alias of ``local`` for the user; a :class:`GivenSlice` for a slice of
+    main weights."""
+    mark = _MARKS.get(local)
+    if mark is None or type(given) is not Tensor:
+        return given
+    if not _COLLECTIVES_DISPATCH:
+        _run(mark)
+    return _as_given(given, mark)
+
+
+class GivenSlice(Tensor):
+    """A plain tensor, except that it marks main weights as changed; see the module docstring."""
+
+    _mark: Any
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        unseen = _writes_unseen.get(func)
+        if unseen is None:
+            is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")
+            unseen = _writes_unseen[func] = is_collective or name_of(func) in _POINTERS
+        others = any(each is not cls and "__torch_function__" in vars(each) for each in types)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                if not others:
+                    result = func(*args, **kwargs)
+                    if isinstance(result, Tensor | list | tuple):
+                        result = _aliases(cls, func, result, args)
+                    return result
+            plain = tree_map_only(cls, lambda each: each.plain(), (args, kwargs))
+            return func(*plain[0], **plain[1])
+        finally:
+            if unseen:
+                for each in tree_leaves((args, kwargs)):
+                    if isinstance(each, cls):
+                        _run(each._mark)
+
+    def plain(self) -> Tensor:
+        """The same elements as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain().clone()
+
+
+def _aliases(cls: Any, func: Function, result: Any, args: Args) -> Any:
+    """``result`` with views of a slice as ``cls``."""
+    first = args[0] if args else None
+    if not isinstance(first, cls):
+        return result
+    is_alias = name_of(func) in {"detach", "data"}
+
+    def alias(tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor and (is_alias or tensor._is_view()):
+            return _as_given(tensor, first._mark)
+        return tensor
+
+    return tree_map_only(Tensor, alias, result)
+
+
+def _as_given(tensor: Tensor, mark: Any) -> Tensor:
+    given: Any = tensor.as_subclass(GivenSlice)
+    given._mark = mark
+    result: Tensor = given
+    return result
+
+
+def _run(mark: Any) -> None:
+    method = mark()
+    if method is not None:
+        method()

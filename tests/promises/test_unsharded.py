@@ -1,0 +1,274 @@
+"""Edits of full main weights within ``engine.unsharded()`` are written back, or raise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.pool import on_ranks
+from tests.promises.everywhere import Place, everywhere
+from tests.reference import full_weights
+
+
+class Model(nn.Module):
+    """A square weight, a tied one, and one in an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(self.lstm(x)[0])
+        return out
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def assign_data(model: Model) -> None:
+    model.blocks[0].weight.data = values(4, 4)
+    model.embedding.weight.data = values(7, 4)
+    model.lstm.weight_hh_l0.data = values(16, 4)
+
+
+def assign_narrow_data(model: Model) -> None:
+    model.blocks[0].weight.data = values(4, 4).bfloat16()
+
+
+def assign_own_view(model: Model) -> None:
+    model.blocks[0].weight.data = model.blocks[0].weight.data.t()
+
+
+def set_memory(model: Model) -> None:
+    with torch.no_grad():
+        model.blocks[0].weight.set_(values(4, 4).t())
+
+
+def put_past_hooks(model: Model) -> None:
+    model.blocks[0]._parameters["weight"] = nn.Parameter(values(4, 4))
+    model.embedding._parameters["weight"] = nn.Parameter(values(7, 4))
+    model.head._parameters["weight"] = model.embedding.weight
+
+
+def assign_and_write(model: Model) -> None:
+    new = nn.Parameter(values(4, 4))
+    model.blocks[0].weight = new
+    with torch.no_grad():
+        new.mul_(2)
+
+
+def delete_and_assign(model: Model) -> None:
+    del model.blocks[0].weight
+    model.blocks[0].weight = nn.Parameter(values(4, 4))
+
+
+def swap(model: Model) -> None:
+    torch.utils.swap_tensors(model.blocks[0].weight, nn.Parameter(values(4, 4)))
+
+
+def apply(model: Model) -> None:
+    model._apply(lambda tensor: tensor * 2)
+
+
+def apply_by_swapping(model: Model) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model._apply(lambda tensor: tensor * 2)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def apply_by_overwriting(model: Model) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.blocks._apply(lambda tensor: tensor * 2)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def write_through_data(model: Model) -> None:
+    for param in model.parameters():
+        param.data.chunk(2)[0].add_(1)
+
+
+def freeze(model: Model) -> None:
+    model.blocks[0].requires_grad_(False)
+    model.head.weight.requires_grad_(False)
+
+
+EDITS: tuple[Callable[[Model], None], ...] = (
+    assign_data,
+    assign_narrow_data,
+    assign_own_view,
+    set_memory,
+    put_past_hooks,
+    assign_and_write,
+    delete_and_assign,
+    swap,
+    apply,
+    apply_by_swapping,
+    apply_by_overwriting,
+    write_through_data,
+    freeze,
+)
+TOKENS = torch.tensor([[1, 5, 2]])
+
+
+@everywhere
+def test_edits_of_any_kind_are_written_back(place: Place) -> None:
+    for edit in EDITS:
+        torch.manual_seed(0)
+        model = Model()
+        alone = copy.deepcopy(model)
+        engine = place.shard(model)
+        model(TOKENS).sum().backward()
+        params = dict(model.named_parameters())
+        with engine.unsharded():
+            edit(model)
+            inside = {name: param.detach().clone() for name, param in model.named_parameters()}
+            assert torch.equal(
+                engine.full_state_dict()["blocks.0.weight"], inside["blocks.0.weight"]
+            )
+        edit(alone)
+        assert all(param is params[name] for name, param in model.named_parameters())
+        expected = dict(alone.named_parameters())
+        for name, weight in full_weights(model).items():
+            assert torch.equal(weight, expected[name].detach().to(weight.dtype)), (edit, name)
+            assert torch.equal(weight, inside[name].to(weight.dtype)), (edit, name)
+        for name, param in model.named_parameters():
+            assert param.requires_grad is expected[name].requires_grad, (edit, name)
+        torch.testing.assert_close(model(TOKENS), alone.float()(TOKENS))
+
+
+@everywhere
+def test_edits_are_written_to_fp32_main_weights(place: Place) -> None:
+    for edit in (assign_data, put_past_hooks, swap):
+        torch.manual_seed(0)
+        model = Model()
+        alone = copy.deepcopy(model)
+        engine = place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        with engine.unsharded():
+            edit(model)
+        edit(alone)
+        expected = dict(alone.named_parameters())
+        for name, weight in full_weights(model).items():
+            assert torch.equal(weight, expected[name].detach()), (edit, name)
+        assert torch.equal(model(TOKENS), alone.bfloat16()(TOKENS))
+
+
+def delete(model: Model) -> None:
+    del model.blocks[0].weight
+
+
+def tie(model: Model) -> None:
+    model.blocks[1].weight = model.blocks[0].weight
+
+
+def tie_past_hooks(model: Model) -> None:
+    model.blocks[1]._parameters["weight"] = model.blocks[0].weight
+
+
+def tie_memory(model: Model) -> None:
+    model.blocks[1].weight.data = model.blocks[0].weight.data
+
+
+def tie_new_memory(model: Model) -> None:
+    for block in model.blocks:
+        block.weight.data = VALUES
+
+
+VALUES = torch.ones(4, 4)
+
+
+def untie(model: Model) -> None:
+    model.head._parameters["weight"] = nn.Parameter(values(7, 4))
+
+
+def reshape(model: Model) -> None:
+    model.blocks[0].weight.data = values(2, 8)
+
+
+def widen(model: Model) -> None:
+    model.blocks[0].weight.data = values(4, 4).double()
+
+
+def add_past_hooks(model: Model) -> None:
+    model.blocks[0]._parameters["scale"] = nn.Parameter(values(4))
+
+
+def convert(model: Model) -> None:
+    model.bfloat16()
+
+
+def set_gradient(model: Model) -> None:
+    model.blocks[0].weight.grad = values(4, 4)
+
+
+def run_backward(model: Model) -> None:
+    model.blocks[0].weight.square().sum().backward()
+
+
+def differ_by_rank(model: Model) -> None:
+    torch.manual_seed(dist.get_rank())
+    nn.init.normal_(model.blocks[0].weight)
+
+
+def edit_on_one_rank(model: Model) -> None:
+    if dist.get_rank() == 0:
+        model.blocks[0].weight.data.zero_()
+
+
+def raise_on_one_rank(model: Model) -> None:
+    if dist.get_rank() == 0:
+        del model.blocks[0].weight
+
+
+REFUSED: dict[Callable[[Model], None], str] = {
+    delete: "blocks.0.weight: .* found none",
+    tie: "blocks.1.weight: .*another",
+    tie_past_hooks: "blocks.1.weight: .*another",
+    tie_memory: "blocks.1.weight: .*memory of another",
+    tie_new_memory: "blocks.1.weight: .*memory of blocks.0.weight",
+    untie: "embedding.weight: .*embedding.weight, head.weight.*which were tied",
+    reshape: "blocks.0.weight: .*shape",
+    widen: "blocks.0.weight: .*float64",
+    add_past_hooks: "blocks.0.scale: .*found a new one",
+    convert: "conversion of a sharded model: .*unsharded",
+    set_gradient: "blocks.0.weight: .*gradient",
+    run_backward: "blocks.0.weight: .*which have no gradients",
+    differ_by_rank: "blocks.0.weight: .*same edits .*on all ranks",
+    edit_on_one_rank: "blocks.0.weight: .*same edits .*on all ranks",
+    raise_on_one_rank: "blocks.0.weight: .*found none",
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_edits_that_cannot_be_written_back_raise_on_all_ranks(dtype: torch.dtype | None) -> None:
+    for level in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        for edit, message in REFUSED.items():
+            torch.manual_seed(0)
+            model = Model()
+            policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
+            engine = fe.shard(model, strategy=level, mp_policy=policy)
+            before = full_weights(model)
+            with pytest.raises((ValueError, RuntimeError), match=message), engine.unsharded():
+                edit(model)
+            if level != "no_shard":  # where full weights are the main weights
+                after = full_weights(model)
+                assert all(torch.equal(after[name], value) for name, value in before.items())
+            model(TOKENS).sum().backward()
