@@ -97,13 +97,15 @@ class Backward:
         self.open_units: set[int] = set()
         self.run_again: set[int] = set()
         self.num_run_again: Counter[int] = Counter()
-        # Gradients of inputs that have not come yet, by open call; and calls that were left.
+        # Gradients of inputs that have not come yet, by open call; and the run of autograd in
+        # which a call was left.
         self._awaited: dict[Call, int] = {}
-        self._left: set[Call] = set()
+        self._left: dict[Call, int] = {}
 
     def has_entered(self, call: Call) -> bool:
-        """Whether the backward of ``call`` has begun."""
-        return call in self._awaited or call in self._left
+        """Whether the backward of ``call`` has begun. In another run of autograd, as a hook starts
+        it with ``retain_graph``, a call that was left begins again."""
+        return call in self._awaited or self._left.get(call) == current_run()
 
     def computes_with(self, units: Collection[Unit], containing: Collection[int]) -> bool:
         """Whether the backward of a call of ``units``, or of a unit that contains others (whose
@@ -148,7 +150,7 @@ class Backward:
         """The backward of ``call`` is over; returns False if it was not open."""
         if self._awaited.pop(call, None) is None:
             return False
-        self._left.add(call)
+        self._left[call] = current_run()
         call.finish()
         if call.reads_weights:
             call.unit.leave()

@@ -304,3 +304,37 @@ def test_a_layer_in_slices_in_bf16_and_behind_a_frozen_one(level: str) -> None:
 @on_ranks(4)
 def test_a_layer_in_slices_on_two_axes() -> None:
     train_sliced("the MLP", "optim_grads_params", mesh=mesh_of(2, 2), outer_strategy="optim")
+
+
+def implicit_loss(model: Any, batch: Tensor) -> Tensor:
+    """A loss at a fixed point of a block, whose gradient a hook computes by a series: it runs the
+    graph of one call of the block several times."""
+    block = model.blocks[0]
+    with torch.no_grad():
+        start = batch + 0.1 * block(batch)
+    point = batch + 0.1 * block(start)
+    start = point.detach().requires_grad_()
+    again = batch + 0.1 * block(start)
+
+    def solve(grad: Tensor) -> Tensor:
+        total = grad
+        for _ in range(3):
+            (change,) = torch.autograd.grad(again, start, total, retain_graph=True)
+            total = grad + change
+        return total
+
+    point.register_hook(solve)
+    return loss_of(model(point))
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_few_ranks
+def test_a_hook_that_runs_the_graph_of_a_unit_several_times(level: str) -> None:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model, alone = Encoder(), Encoder()
+    fe.shard(model, None, level)
+    for step in range(2):
+        implicit_loss(model, rows(10 * step + rank, 4)).backward()
+        for each in range(size):
+            (implicit_loss(alone, rows(10 * step + each, 4)) / size).backward()
+        assert_same_gradients(model, alone, 1e-9)
