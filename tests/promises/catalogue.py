@@ -28,6 +28,7 @@ from tests.promises import (
     catalogue_functions,
     catalogue_module,
     catalogue_programs,
+    catalogue_reports,
     catalogue_tensor,
 )
 from tests.promises.everywhere import LEVELS
@@ -45,6 +46,7 @@ SECTIONS: dict[str, list[Entry]] = {
     "Modules and optimizers": catalogue_module.catalogue.entries,
     "Functions that take modules, parameters or optimizers": catalogue_functions.catalogue.entries,
     "Programs": catalogue_programs.catalogue.entries,
+    "Programs from public reports": catalogue_reports.catalogue.entries,
 }
 ENTRIES = [entry for entries in SECTIONS.values() for entry in entries]
 

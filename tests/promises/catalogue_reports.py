@@ -635,7 +635,7 @@ def _swapped(s: Scene) -> Any:
 
 @tries("an average by torch._foreach_lerp_, copied in and out")
 def _foreach(s: Scene) -> Any:
-    params = [p for p in s.model.parameters()]
+    params = list(s.model.parameters())
     average = [p.detach().clone() for p in params]
     losses = train(s)
     with torch.no_grad():
@@ -949,7 +949,7 @@ def _alone(s: Scene) -> Any:
 def _grad_cache(s: Scene) -> Any:
     optimizer, losses = s.sgd(), []
     for _ in range(2):
-        parts = s.x.split(1)
+        parts = s.x.tensor_split(ROWS)
         with torch.no_grad():
             embeddings = torch.cat([s.model(part) for part in parts])
         leaf = embeddings.detach().requires_grad_()
@@ -959,7 +959,7 @@ def _grad_cache(s: Scene) -> Any:
 
         def run(unused: Tensor, parts: Any = parts, gradient: Tensor = gradient) -> None:
             with torch.enable_grad():
-                for part, one in zip(parts, gradient.split(1), strict=True):
+                for part, one in zip(parts, gradient.tensor_split(ROWS), strict=True):
                     (s.model(part) * one).sum().backward()
 
         outer.register_hook(run)
@@ -1024,7 +1024,9 @@ def _chunked(s: Scene) -> Any:
         hidden = s.model.blocks[1](s.model.blocks[0](s.x))
         leaf = hidden.detach().requires_grad_()
         for part in leaf.split(1):
-            (s.model.head(part).square().mean() / ROWS / (s.size if s.engine is None else 1)).backward()
+            (
+                s.model.head(part).square().mean() / ROWS / (s.size if s.engine is None else 1)
+            ).backward()
         hidden.backward(leaf.grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -1106,7 +1108,10 @@ class Pair(Model):
 def _gan(s: Scene) -> Any:
     model, losses = s.model, []
     makers = [p for m in (model.blocks, model.head) for p in m.parameters()]
-    first, second = torch.optim.SGD(makers, lr=0.1), torch.optim.SGD(model.other.parameters(), lr=0.1)
+    first, second = (
+        torch.optim.SGD(makers, lr=0.1),
+        torch.optim.SGD(model.other.parameters(), lr=0.1),
+    )
     for _ in range(2):
         made = model.blocks[1](model.blocks[0](s.x))
         loss = model.other(made.detach()).mean() - model.other(s.x).mean()
