@@ -70,6 +70,7 @@ class Engine:
         budget: elements to prefetch.
         staging_budget: staging buffers of gradients that can be in flight.
         offload: where its state lies between uses.
+        pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
         missing_values: the parameters and buffers that have no valid values, because nothing was
             loaded into them yet or a load failed half way.
     """
@@ -94,6 +95,7 @@ class Engine:
         self.policy = policy
         self._timing = timing
         self.missing_values = MissingValues(model)
+        self.pipeline_stage = ""
         self._memory, self._lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):

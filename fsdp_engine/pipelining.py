@@ -64,6 +64,12 @@ class PipelineStage(stage.PipelineStage):
     _args_on_meta: tuple[Tensor | None, ...] = ()
     _grads_on_meta: tuple[Tensor | None, ...] = ()
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        engine = engine_of(self.submod)
+        if engine is not None and engine.model is self.submod:
+            engine.pipeline_stage = f"{self.stage_index} of {self.num_stages}"
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """The messages with the inputs of a microbatch's forward, as torch's stage has them."""
         self._allocate(self.args_recv_info[fwd_chunk_id])

@@ -305,6 +305,7 @@ class Checkpointer:
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"step: expected a number of at least 0; found {step!r}")
             entries = self._run.entries()
+            self._directory.belongs_to(self._run.place)
             staging = self._directory.begin()
         except Exception as caught:
             error = caught

@@ -6,6 +6,7 @@
     .removing-step-.../   being removed, or left by a killed job
     .loading-5d1f02c9/    links to files that are being loaded, or left by a killed job
     .lock                 locked by the job that saves here
+    .stage                of which stage of a pipeline this is the directory
 
 No folder is overwritten: a second checkpoint of a step is a folder with the next number, and the
 older folder is removed when the new one is complete. So a complete checkpoint of the step exists at
@@ -26,6 +27,7 @@ import uuid
 from pathlib import Path
 
 from fsdp_engine.checkpoint.manifest import MANIFEST
+from fsdp_engine.checkpoint.stage_place import Place, claim_folder
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _SAVING, _REMOVING, _LOADING, _LOCK = ".saving-", ".removing-", ".loading-", ".lock"
@@ -36,10 +38,14 @@ class CheckpointDirectory:
 
     Args:
         path: the directory; created by the first save.
+
+    Attributes:
+        place: of the model that is saved here.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.place: Place = {}
         self._lock: int | None = None
 
     def complete(self) -> dict[int, Path]:
@@ -83,8 +89,10 @@ class CheckpointDirectory:
         Raises:
             OSError: the directory cannot be created, or is read-only.
             RuntimeError: another job saves here.
+            ValueError: another stage of a pipeline has saved here.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        claim_folder(self.path, self.place)
         self._take_lock()
         self.clean()
         staging = self.path / f"{_SAVING}{uuid.uuid4().hex[:8]}"

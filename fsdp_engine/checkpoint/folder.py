@@ -17,6 +17,7 @@ and reads its own slices; nothing is gathered. Entries have the same names as in
     ``ranks.<rank>``                          random states and extra of one rank (``Checkpointer``)
     ``extra_tensors.<name>``                  sharded tensors within ``extra``
     ``trainable_only``                        marks checkpoints without frozen parameters
+    ``stage``                                 place of a pipeline's stage
     ========================================  ====================================================
 
 Unsharded code loads the weights with ``dcp.load({"model": model.state_dict()},
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import warnings
 import zlib
@@ -67,6 +69,7 @@ from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
     RANKS,
+    STAGE,
     TRAINABLE_ONLY,
     Saved,
     Targets,
@@ -89,6 +92,7 @@ from fsdp_engine.checkpoint.sharded_model import (
     join_engines,
     saved_params,
 )
+from fsdp_engine.checkpoint.stage_place import claim_folder, differences, place_of, read_place
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 from fsdp_engine.comm.agreement import agree, agree_on_same
 from fsdp_engine.comm.rendezvous import ERROR_KINDS
@@ -191,6 +195,8 @@ def save_checkpoint(
         if model.ranks.rank == 0:
             entries[EXTRA] = packed
         entries |= tensors.section
+        if model.ranks.rank == 0:
+            claim_folder(folder, place_of(model.ranks, model.pipeline_stage))
     except Exception as caught:
         error = caught
     same = {"optimizer": optimizer_kind(optimizer), "trainable_only": trainable_only}
@@ -340,6 +346,9 @@ def training_entries(
     entries: dict[str, Any] = {MODEL: model_entries(engine, trainable_only=trainable_only)}
     if trainable_only and engine.ranks.rank == 0:
         entries[TRAINABLE_ONLY] = True
+    place = place_of(engine.ranks, engine.pipeline_stage)
+    if place and engine.ranks.rank == 0:
+        entries[STAGE] = json.dumps(place)
     if optimizer is not None:
         entries[OPTIMIZER] = optimizer_entries(engine, torch_optimizer(optimizer))
     return entries
@@ -412,6 +421,7 @@ class FolderMatch:
         self.targets, self.problems, self._extra_states = match_model(
             engine, self._saved, trainable_only=trainable_only
         )
+        self._check_stage(trust)
         self._what = "model" if optimizer is None else "model and optimizer"
         self._optimizer: OptimizerMatch | None = None
         if optimizer is not None:
@@ -445,6 +455,15 @@ class FolderMatch:
             "trust": self._trust,
             "trainable_only": self._trainable_only,
         }
+
+    def _check_stage(self, trust: bool) -> None:
+        if STAGE not in self._saved.entries:
+            return
+        objects: Targets = {STAGE: None}
+        read_entries(self._folder, self._metadata, objects, trust=trust)
+        own = place_of(self._engine.ranks, self._engine.pipeline_stage)
+        if text := differences(read_place(objects[STAGE]), own):
+            self.problems.append(f"{STAGE}: {text}. Each stage has a folder of its own")
 
     def raise_problems(self) -> None:
         """Raise if there are problems.

@@ -26,6 +26,7 @@ from fsdp_engine.checkpoint.model_state import (
     EXTRA,
     OPTIMIZER,
     RANKS,
+    STAGE,
     TRAINABLE_ONLY,
 )
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, count_files, stray_files
@@ -107,7 +108,7 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
     num_files, num_bytes = count_files(checkpoint.folder, files)
     sections: dict[str, SectionRow] = {}
     for key in saved.entries:
-        if key == TRAINABLE_ONLY:
+        if key in (TRAINABLE_ONLY, STAGE):
             continue
         section = sections.setdefault(checkpoint.section(key), SectionRow())
         row = checkpoint.tensors.get(key)

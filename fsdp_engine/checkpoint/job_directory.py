@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.manifest import MANIFEST
+from fsdp_engine.checkpoint.stage_place import Place
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.groups import Ranks
 
@@ -59,6 +60,10 @@ class JobDirectory(ABC):
         """Do all for which :meth:`begin` and :meth:`write` need other ranks, before errors of this
         rank alone. Collective."""
         self.host_group()
+
+    def belongs_to(self, place: Place) -> None:
+        """Let saves raise if the directory is that of another place."""
+        self._directory.place = place
 
     @abstractmethod
     def begin(self) -> Path | None:

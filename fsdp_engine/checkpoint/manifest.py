@@ -10,7 +10,8 @@
     }
 
 A checkpoint without frozen parameters contains ``"trainable_only": true``, in format version 2. One
-with sharded tensors within ``extra`` is in version 3.
+with sharded tensors within ``extra``, or with ``"stage"``, the place of a pipeline's stage, is in
+version 3.
 
 The manifest is written last. A checksum covers the content of a file as it was written, so that
 later changes are detected: CRC-32 detects all bursts of up to 32 bits, and misses one in four
@@ -25,7 +26,7 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -80,6 +81,7 @@ class Manifest:
     files: dict[str, FileRow]
     libraries: dict[str, str]
     trainable_only: bool = False
+    stage: dict[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write and sync the manifest in ``folder``."""
@@ -87,7 +89,9 @@ class Manifest:
         if not self.trainable_only:
             del values["trainable_only"]
         version = _OF_TRAINABLE if self.trainable_only else _OF_WHOLE_MODELS
-        if any(row.name.startswith(f"{EXTRA_TENSORS}.") for row in self.tensors):
+        if not self.stage:
+            del values["stage"]
+        if self.stage or any(row.name.startswith(f"{EXTRA_TENSORS}.") for row in self.tensors):
             version = FORMAT_VERSION
         text = json.dumps({"crc32": _NO_CRC, "format_version": version, **values}, indent=1)
         with open(folder / MANIFEST, "w", encoding="utf-8") as file:
@@ -144,6 +148,7 @@ class Manifest:
             "mesh": _is_dict_of(self.mesh, int),
             "strategy": _is_dict_of(self.strategy, str),
             "libraries": _is_dict_of(self.libraries, str),
+            "stage": _is_dict_of(self.stage, str),
             "trainable_only": type(self.trainable_only) is bool,
             "tensors": all(
                 type(row.name) is str

@@ -23,6 +23,8 @@ MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 EXTRA_TENSORS = "extra_tensors"
 # An entry that marks checkpoints without frozen parameters.
 TRAINABLE_ONLY = "trainable_only"
+# An entry with the place of a pipeline's stage, in JSON: see ``stage_place.py``.
+STAGE = "stage"
 
 EXTRA_STATE = "_extra_state"  # torch's key of the result of nn.Module.get_extra_state
 

@@ -47,6 +47,7 @@ from fsdp_engine.checkpoint.run_state import (
     set_random_state,
 )
 from fsdp_engine.checkpoint.sharded_model import Engines, axis_sizes, join_engines, level_names
+from fsdp_engine.checkpoint.stage_place import Place, place_of
 from fsdp_engine.checkpoint.writer import Writer
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import gather_objects
@@ -92,6 +93,11 @@ class Run:
     def optimizer_kind(self) -> str | None:
         """See :func:`~fsdp_engine.checkpoint.optimizer_state.optimizer_kind`."""
         return optimizer_kind(self._optimizer)
+
+    @property
+    def place(self) -> Place:
+        """See :func:`.place_of`."""
+        return place_of(self._engine.ranks, self._engine.pipeline_stage)
 
     def entries(self) -> dict[str, Any]:
         """Entries that this rank saves: views of the current tensors, not copies.
@@ -149,6 +155,7 @@ class Run:
                 files=files,
                 libraries=library_versions(),
                 trainable_only=self._trainable_only,
+                stage=self.place,
             )
             manifest.write(folder)
             publish()

@@ -78,6 +78,8 @@ class ShardedModel(Protocol):
     mesh: DataMesh
     ranks: Ranks
 
+    pipeline_stage: str
+
     @property
     def missing_values(self) -> MissingValues:
         """The parameters and buffers that have no valid values."""
@@ -288,6 +290,7 @@ class _JointModel:
         model: contains the model of each engine under the engine's name.
         mesh, ranks: of the first engine.
         missing_values: of all engines.
+        pipeline_stage: of each engine that has one.
     """
 
     def __init__(self, engines: Mapping[str, EngineLike]) -> None:
@@ -296,6 +299,10 @@ class _JointModel:
         first = next(iter(engines.values()))
         self.mesh, self.ranks = first.mesh, first.ranks
         self.missing_values: MissingValues = _JointMissingValues(self._engines)
+        stages = {name: each.pipeline_stage for name, each in engines.items()}
+        self.pipeline_stage = ", ".join(
+            f"{name} {stage}" for name, stage in stages.items() if stage
+        )
 
     @property
     def buffers(self) -> list[ShardedBuffer]:
@@ -342,18 +349,17 @@ def join_engines(engine: Engines) -> ShardedModel:
     """Returns one engine unchanged, and a dict of engines as one.
 
     Raises:
-        TypeError: a value of the mapping is not an engine.
+        TypeError: ``engine``, or a value of the mapping, is not an engine.
         ValueError: the mapping is empty, a name contains a dot, an engine has two names, or engines
             are over different ranks.
     """
     if not isinstance(engine, Mapping):
+        _check_engine("engine", engine)
         return engine
     for name, each in engine.items():
-        if not isinstance(name, str) or not hasattr(each, "check_modules"):
-            raise TypeError(
-                f"engine[{name!r}]: expected a str and an engine that shard() returned; found a "
-                f"{type(each).__name__}"
-            )
+        if not isinstance(name, str):
+            raise TypeError(f"engine: expected names that are str; found {name!r}")
+        _check_engine(f"engine[{name!r}]", each)
         if "." in name or not name:
             raise ValueError(f"engine: expected names without a dot; found {name!r}")
     engines = list(engine.values())
@@ -368,6 +374,15 @@ def join_engines(engine: Engines) -> ShardedModel:
             + ", ".join(f"{name} of {each}" for name, each in zip(engine, ranks, strict=True))
         )
     return _JointModel(engine)
+
+
+def _check_engine(where: str, engine: object) -> None:
+    if not hasattr(engine, "check_modules"):
+        raise TypeError(
+            f"{where}: expected an engine: the result of fe.shard(), or of "
+            "fsdp_engine.fsdp2.engine_of(model) for a model of fully_shard; found a "
+            f"{type(engine).__name__}"
+        )
 
 
 def level_names(engine: Engines) -> dict[str, str]:

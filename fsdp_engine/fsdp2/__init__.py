@@ -18,6 +18,7 @@ from fsdp_engine.fsdp2.fsdp_module import (
     share_comm_ctx,
 )
 from fsdp_engine.fsdp2.fully_shard import fully_shard
+from fsdp_engine.fsdp2.root_module import engine_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -25,6 +26,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "engine_of",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -122,6 +122,33 @@ def build_engine_on_first_call(group: ParamGroup) -> None:
         group.first_call_hooks += [(module, handle, place)]
 
 
+def engine_of(model: nn.Module) -> Engine:
+    """Returns the engine of a model, for :class:`fsdp_engine.Checkpointer` and other functions that
+    take the result of :func:`fsdp_engine.shard`. Constructs it if there was no forward yet.
+
+    Args:
+        model: the root module, with values in all parameters; ``fully_shard`` was called on it.
+
+    Raises:
+        TypeError: ``fully_shard`` was not called on ``model``.
+        ValueError: ``model`` is not the root module.
+        RuntimeError: parameters are on the meta device; a submodule was called before the root; an
+            optimizer references parameters from before ``fully_shard``.
+    """
+    if not isinstance(model, nn.Module) or group_of(model) is None:
+        raise TypeError(
+            "model: expected a module on which fully_shard() was called; found a "
+            f"{type(model).__name__}"
+        )
+    engine = ensure_engine(model)
+    if engine.model is not model:
+        raise ValueError(
+            f"model: expected the root module; found a {type(model).__name__} within a "
+            f"{type(engine.model).__name__}"
+        )
+    return engine
+
+
 def ensure_engine(module: nn.Module) -> Engine:
     """Returns the engine of the unit of ``module``. Constructs it if there is none, with ``module``
     as the root.

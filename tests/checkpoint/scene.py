@@ -219,6 +219,25 @@ class Position:
         self.index = state["index"]
 
 
+class Ema:
+    """An average of weights, as the documentation has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                self.shadow[name].lerp_(param, 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "decay": 0.5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
 def small(strategy: str = "optim_grads_params", seed: int = 0) -> tuple[Any, fe.Engine, Any]:
     """A small model, its engine, and an optimizer that has stepped."""
     torch.manual_seed(seed)

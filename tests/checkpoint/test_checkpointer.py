@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import direct_file, reader, writer
@@ -28,6 +30,7 @@ from fsdp_engine.checkpoint import manifest as manifest_module
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from fsdp_engine.checkpoint.reader import verify_files
+from tests import reference
 from tests.checkpoint.scene import (
     Config,
     Everything,
@@ -681,3 +684,71 @@ def test_a_closed_checkpointer_leaves_no_key_in_the_store(ways: str) -> None:
     # The first one writes counters that later ones raise. Threads that look after ranks write keys,
     # too, when they start; two a Checkpointer would be eight.
     assert counts[-1] - counts[0] < 4, counts
+
+
+# --- stages of a pipeline ---
+
+
+def save_a_stage(folder: str, names: tuple[str, ...], saves: bool) -> list[str]:
+    """Two stages of equal layers; returns the errors."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    stage = mesh.get_local_rank(0)
+    torch.manual_seed(stage)
+    model = Mlp()
+    engine = fe.shard(model, mesh[names[1]])
+    errors = []
+    calls: list[Callable[[], Any]] = []
+    for first in range(2):  # one stage after the other
+        local = fe.LocalCheckpointer(f"{folder}/local", engine)
+        shared = fe.Checkpointer(f"{folder}/shared", engine)
+        if saves:
+            calls = [
+                partial(shared.save, 0),
+                partial(local.save, 0),
+                lambda: fe.save_checkpoint(f"{folder}/one", engine),
+            ]
+        else:
+            calls = [shared.load, local.load, lambda: fe.load_checkpoint(f"{folder}/one", engine)]
+        for call in calls if stage == first else ():
+            try:
+                call()
+            except ValueError as error:
+                errors.append(str(error))
+        shared.close()
+        local.close()
+        dist.barrier()
+    if saves:
+        for saved in (f"{folder}/stage-{stage}/shared", f"{folder}/stage-{stage}/one"):
+            fe.save_checkpoint(saved, engine)
+            with torch.no_grad():
+                model.up.weight.zero_()
+            fe.load_checkpoint(saved, engine)
+        torch.manual_seed(stage)
+        reference.assert_same_weights(model, Mlp())
+    return errors
+
+
+@pytest.mark.parametrize("names", [("pp", "dp"), ("stages", "inner"), ("dp_replicate", "dp_shard")])
+def test_stages_of_a_pipeline_do_not_overwrite_each_other(
+    ranks: Ranks, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    is_pipeline = names[0] != "dp_replicate"
+    for saves in (True, False):
+        found = ranks.run(save_a_stage, str(tmp_path), names, saves, world_size=4)
+        assert found[:2] == [[], []]
+        for errors in found[2:]:
+            assert len(errors) == (3 if is_pipeline else 0)
+            for error in errors:
+                assert f"expected the checkpoint of {names[0]} 1 of 2; found that of" in error
+    if is_pipeline:
+        (folder,) = (tmp_path / "shared").glob("step-*")
+        assert Manifest.read(folder).stage == {names[0]: "0 of 2"}
+    # One process reads what any stage has saved.
+    ranks.run(load_a_stage, f"{tmp_path}/stage-1/one", world_size=1)
+
+
+def load_a_stage(folder: str) -> None:
+    model = Mlp()
+    fe.load_checkpoint(folder, fe.shard(model))
+    torch.manual_seed(1)
+    reference.assert_same_weights(model, Mlp())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -22,7 +22,7 @@ from fsdp_engine.checkpoint.manifest import Manifest
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, verify
 from fsdp_engine.checkpoint.run_state import pack
 from tests import reference
-from tests.checkpoint.scene import Config, label, run_on, shard, shared_folder
+from tests.checkpoint.scene import Config, Ema, label, run_on, shard, shared_folder
 from tests.models import Mlp
 from tests.pool import Ranks, on_ranks
 
@@ -34,25 +34,6 @@ CONFIGS: dict[int, list[Config]] = {
     2: [{"strategy": level, "outer": "no_shard", "shape": (2,)} for level in LEVELS],
     4: [{"strategy": "optim_grads_params", "outer": "optim", "shape": (2, 2)}],
 }
-
-
-class Ema:
-    """An average of weights, as the documentation has it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def update(self) -> None:
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                self.shadow[name].lerp_(param, 0.5)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow, "decay": 0.5}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow = state["shadow"]
 
 
 def begin(config: Config, folder: str, seed: int) -> tuple[Any, ...]:

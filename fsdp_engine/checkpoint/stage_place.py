@@ -1,0 +1,101 @@
+"""The place of a model among others of one job, such as a stage of a pipeline.
+
+Stages may have parameters of the same names and shapes, so their checkpoints would be taken for one
+another. The place of a model is its stage, which ``PipelineStage`` gives to the engine, and the
+coordinate of its ranks along each dimension of the job's mesh that is not one of the engine's:
+
+    mesh ("pp", "dp") of (2, 4) ranks, engine on mesh["dp"]: {"pp": "1 of 2"} on ranks 4 to 7
+
+Dimensions along which ranks hold the same weights (by their names, data and context parallelism) do
+not count. A folder belongs to the place that first saved into it, which a small file says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_engine.comm.groups import Ranks
+
+# Place of a model by dimension of the mesh, or "stage": "1 of 2".
+Place = dict[str, str]
+
+_MARKER = ".stage"
+_SAME_WEIGHTS = re.compile(r"^(dp|ddp|fsdp|hsdp|cp|sp|data|context|sequence)|repl|shard", re.I)
+
+
+def place_of(ranks: Ranks, stage: str = "") -> Place:
+    """Returns the place of a model; empty if it is the only one of its job.
+
+    Args:
+        ranks: of the model.
+        stage: of a pipeline, such as "1 of 2"; "": unknown.
+    """
+    place = {"stage": stage} if stage else {}
+    root = _root_of(ranks.device_mesh)
+    here = root.get_coordinate()
+    if here is None or root.mesh_dim_names is None:
+        return place
+    own = set(ranks.ranks)
+    for dim, (name, size) in enumerate(zip(root.mesh_dim_names, root.mesh.shape, strict=True)):
+        row = root.mesh[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()
+        if len(own.intersection(row)) == 1 and size > 1 and not _SAME_WEIGHTS.search(name):
+            place[name] = f"{here[dim]} of {size}"
+    return place
+
+
+def differences(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Describe how the place of a checkpoint differs from that of a model; "" if it does not."""
+    keys = [key for key in saved if key in own and saved[key] != own[key]]
+    if not keys:
+        return ""
+    expected, found = (", ".join(f"{key} {each[key]}" for key in keys) for each in (own, saved))
+    return f"expected the checkpoint of {expected}; found that of {found}"
+
+
+def claim_folder(folder: Path, place: Place) -> None:
+    """Create ``folder`` and mark it as that of ``place``, unless that is empty.
+
+    Raises:
+        ValueError: another place has saved into it.
+        OSError: it cannot be written.
+    """
+    if not place:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / _MARKER
+    content = json.dumps(place).encode()
+    try:
+        # A link, so that no process finds the file without its content.
+        temporary = folder / f"{_MARKER}.{os.getpid()}"
+        temporary.write_bytes(content)
+        try:
+            os.link(temporary, marker)
+        finally:
+            temporary.unlink()
+    except FileExistsError:
+        if text := differences(read_place(marker.read_bytes()), place):
+            raise ValueError(
+                f"{folder}: {text}. Each stage saves into a folder of its own, such as "
+                f'f"{{folder}}/stage-{{index}}"; remove {_MARKER} to use this folder for another'
+            ) from None
+
+
+def read_place(content: Any) -> Place:
+    """Returns a place from its JSON; empty if ``content`` is none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, TypeError):
+        return {}
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
+    return mesh if root is None else root
