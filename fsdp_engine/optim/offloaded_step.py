@@ -50,6 +50,7 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
 from fsdp_engine.memory.home import Home, Homes, Steps
 from fsdp_engine.optim.chunked_step import Shadows, called_once, entries_of, with_closures
+from fsdp_engine.optim.owned_homes import copy_moved
 from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import (
     Shadow,
@@ -706,6 +707,7 @@ class OffloadedStep(StepHook):
         """Take over a slice's state ``found`` after a step into the parameter's ``state``."""
         for key in [key for key in state if key not in found]:
             del state[key]
+        moved: list[tuple[Tensor, Tensor]] = []
         for key, value in found.items():
             if key in work and isinstance(value, Tensor):
                 if value.dtype != work[key].dtype:
@@ -714,7 +716,7 @@ class OffloadedStep(StepHook):
                         f"{work[key].dtype}, which a trial step has; found {value.dtype}"
                     )
                 if value is not work[key]:
-                    work[key].copy_(value)
+                    moved.append((work[key], value))
                 value = kept[key]
             elif isinstance(value, Tensor) and value.ndim and value.shape == slot.local.shape:
                 if chunk.moves_state_of(slot):
@@ -727,6 +729,8 @@ class OffloadedStep(StepHook):
                 value = before if is_same else slot.to_flat(key, value)
             if state.get(key, found) is not value:
                 state[key] = value
+        if moved:
+            copy_moved(*zip(*moved, strict=True))
 
     def _abandon(self) -> None:
         """A step failed: nothing of it stays on the device. Its error is the one to be raised."""

@@ -57,10 +57,13 @@ class StateHome:
 
     def on_device(self, state: Any) -> Any:
         """State as a step reads it. Compute waits for :meth:`bring`."""
+        self._await_brought()
+        return map_leaves(self._leaf_on_device, state)
+
+    def _await_brought(self) -> None:
         if self._brought is not None:
             self._offload.compute.wait(self._brought)
             self._brought = None
-        return map_leaves(self._leaf_on_device, state)
 
     def _leaf_on_device(self, leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.ndim):
@@ -80,6 +83,9 @@ class StateHome:
         Returns:
             The same with tensors at home.
         """
+        # Also where no state was read, since the user has reset it: its bytes would still arrive
+        # in the memory that the new state is copied into.
+        self._await_brought()
         large = [leaf for leaf in leaves_of(list(states)) if _is_large(leaf)]
         layout = [(tuple(leaf.shape), leaf.dtype) for leaf in large]
         if not layout and self._home is None:
@@ -90,10 +96,11 @@ class StateHome:
         home, work = self._home, self._bytes
         assert home is not None
         assert work is not None
-        for leaf, first, (shape, dtype) in zip(large, self._offsets, layout, strict=True):
-            place = _view(work, first, shape, dtype)
-            if place.data_ptr() != leaf.data_ptr():
-                place.copy_(leaf)
+        places = [
+            _view(work, first, shape, dtype)
+            for first, (shape, dtype) in zip(self._offsets, layout, strict=True)
+        ]
+        copy_moved(places, large)
         compute = self._offload.compute
         take = lambda: home.take(work)  # noqa: E731
         self._taken = self._offload.state_out.submit(
@@ -144,6 +151,21 @@ class StateHome:
         self._bytes = self._storage.view(0, (size,))
         if old is not None:
             old.leave()
+
+
+@torch.no_grad()
+def copy_moved(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values of a step to their places, unless they lie there. Some lie in the place of
+    another where a step exchanges tensors of its state."""
+    moved = [
+        (place, value)
+        for place, value in zip(places, values, strict=True)
+        if (place.data_ptr(), place.stride()) != (value.data_ptr(), value.stride())
+    ]
+    storages = {storage_keys(place)[0] for place, _ in moved}
+    sources = [value.clone() if storage_keys(value)[0] in storages else value for _, value in moved]
+    for (place, _), source in zip(moved, sources, strict=True):
+        place.copy_(source)
 
 
 def _is_large(leaf: Any) -> bool:

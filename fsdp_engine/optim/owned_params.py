@@ -125,6 +125,11 @@ class Chunk:
         self._brought: Ticket | None = None
         self._returned: Ticket | None = None
 
+    def bring_state(self) -> None:
+        """Begin to bring the state of what this rank owns, once in a step, to the device."""
+        if self.home is not None:
+            self.home.bring()
+
     def bring(self, gradients: Sequence[Tensor | None], *, brings_weights: bool) -> None:
         """Begin to bring gradients, and weights if other ranks have other ones, to this rank.
 
@@ -133,8 +138,6 @@ class Chunk:
             brings_weights: as well, into the same memory.
         """
         lanes, messages = self._lanes, self.messages
-        if self.home is not None:
-            self.home.bring()
         messages.fill(lanes.compute)
         now = lanes.compute.record()
         if brings_weights:

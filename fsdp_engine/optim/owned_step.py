@@ -104,6 +104,7 @@ class _Work(NamedTuple):
 
     def bring(self) -> None:
         """Begin to bring what the step needs."""
+        self.chunk.bring_state()
         self.chunk.bring(self.gradients, brings_weights=self.brings_weights)
 
 
@@ -599,8 +600,7 @@ class OwnedStep(StepHook):
             return call
 
         if chunk.mine:
-            if chunk.home is not None:
-                chunk.home.bring()
+            chunk.bring_state()
             arguments, named = with_closures(args, kwargs, on_owner)
             nothing = [None] * len(chunk.params)  # closures bring gradients
             try:

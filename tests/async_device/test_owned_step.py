@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fsdp_engine as fe
+from fsdp_engine.optim.owned_homes import StateHome
 from fsdp_engine.optim.owned_params import Chunk
 from tests.async_device.scene import Job, compare
 from tests.optim.owned import Whitening
@@ -38,12 +40,20 @@ class DeviceWhitening(Whitening):
                 p.sub_(update.view_as(p), alpha=group["lr"])
 
 
+def make_reset_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Its state is reset after its first step."""
+    optimizer = make_optimizer(params)
+    resets = [optimizer.state.clear]
+    optimizer.register_step_post_hook(lambda *args: resets.pop()() if resets else None)
+    return optimizer
+
+
 def make_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return fe.shard_optimizer(DeviceWhitening(params))
 
 
 def job(pair: tuple[str, str], **options: Any) -> Job:
-    return Job(pair=pair, make_optimizer=make_optimizer, num_micro=1, **options)
+    return Job(pair=pair, **{"make_optimizer": make_optimizer, "num_micro": 1, **options})
 
 
 @pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
@@ -68,3 +78,28 @@ def test_weights_are_wrong_where_compute_does_not_wait_for_them() -> None:
         given = job(("optim_grads_params", "no_shard"))
         found = [compare(given, seed=seed, delay=2e-3) for seed in (0, 1)]
         assert any(found)
+
+
+def differences_after_a_reset(pair: tuple[str, str], place: str, seed: int) -> list[str]:
+    offload = fe.Offload(place, folder=tempfile.gettempdir())
+    options = (("offload", offload),)
+    given = job(pair, sizes=(2,), make_optimizer=make_reset_optimizer, options=options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp_engine.optim.owned_step._CHUNK_ELEMENTS", 1)
+        return compare(given, seed=seed, delay=1e-3)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_state_that_lies_elsewhere_may_be_reset(level: str, place: str) -> None:
+    assert not differences_after_a_reset((level, "no_shard"), place, seed=0)
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+def test_new_state_is_wrong_where_old_bytes_are_not_awaited() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateHome, "_await_brought", lambda self: None)
+        pair = "optim_grads_params", "no_shard"
+        assert any(differences_after_a_reset(pair, "host", seed) for seed in (0, 1))

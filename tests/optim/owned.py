@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.memory.disk_memory import DiskBlock
 from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.shadow import step_hook_of
 
@@ -48,6 +52,26 @@ class Whitening(torch.optim.Optimizer):
                 update = rows / (left.norm().sqrt() + right.norm().sqrt() + 1e-6)
                 p.sub_((update + rows * state["rate"]).view_as(p), alpha=group["lr"])
         return loss
+
+
+class Exchanging(torch.optim.Optimizer):
+    """Exchanges the two tensors of its state in each step."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["one"], state["other"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["one"], state["other"] = state["other"], state["one"]
+                state["one"].mul_(0.5).add_(p.grad)
+                p.sub_(state["one"] + 0.5 * state["other"], alpha=group["lr"])
 
 
 class Coupled(torch.optim.Optimizer):
@@ -137,3 +161,20 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], name: str)
     tolerance = 1e-2 if name == "Muon" else 1e-9
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
+
+
+@contextmanager
+def late_disk(read: float = 0.003, write: float = 0.006) -> Iterator[None]:
+    """Within it chunks have a parameter of each rank, and state is read, and written, after a
+    delay in seconds: a read that no step awaits ends when new state is in its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp_engine.optim.owned_step._CHUNK_ELEMENTS", 1)
+        for name, seconds in (("read", read), ("write", write)):
+            call = getattr(DiskBlock, name)
+
+            def late(*args: Any, call: Any = call, seconds: float = seconds) -> None:
+                time.sleep(seconds)
+                call(*args)
+
+            patch.setattr(DiskBlock, name, late)
+        yield

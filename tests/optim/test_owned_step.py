@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from fsdp_engine.optim.state_leaves import leaves_of
 from tests.optim.owned import (
     MAKERS,
     SIZES,
+    Exchanging,
     Whitening,
     assert_close,
     inputs,
     is_mine,
+    late_disk,
     make,
     matrices,
     mine,
@@ -33,6 +36,8 @@ from tests.optim.owned import (
 )
 from tests.pairs import PAIRS
 from tests.pool import Ranks, on_few_ranks, on_ranks
+
+LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 def check_training(pair: tuple[str, str], name: str, mesh: Any = None) -> None:
@@ -450,6 +455,75 @@ def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
                 if isinstance(value, fe.FlatDTensor):
                     one, other = one.local, other.local  # type: ignore[attr-defined]
                 assert torch.equal(one, other)
+
+
+def train_on_a_disk(
+    level: str,
+    make_optimizer: Callable[[nn.Module], Any],
+    folder: Path,
+    reset: Callable[[Any], None] = lambda optimizer: None,
+) -> None:
+    """Training with state on a disk has the bits of training with state on the device."""
+    found = []
+    for offload in (None, fe.Offload(optimizer_state="disk", folder=folder)):
+        model = plain_model()
+        fe.shard(model, None, level, units=[nn.Linear], min_unit_size=0, offload=offload)
+        optimizer = make_optimizer(model)
+        for step in range(5):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(mine(inputs(step))).square().mean()
+                loss.backward()
+                return loss
+
+            if step == 2:
+                reset(optimizer)
+            optimizer.step(closure)
+        found.append(values(model))
+    assert all(map(torch.equal, *found))
+
+
+RESETS: dict[str, Callable[[Any], Any]] = {
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "loaded": lambda optimizer: optimizer.load_state_dict({**optimizer.state_dict(), "state": {}}),
+    "of each": lambda optimizer: [optimizer.state[p].clear() for p in params_of(optimizer)],
+    "of some": lambda optimizer: [optimizer.state.pop(p, None) for p in params_of(optimizer)[::2]],
+}
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("level", LEVELS)
+@on_few_ranks
+def test_state_on_a_disk_may_be_reset(level: str, reset: str, tmp_path: Path) -> None:
+    make = lambda model: fe.shard_optimizer(MAKERS["Whitening"](model))  # noqa: E731
+    with late_disk():
+        train_on_a_disk(level, make, tmp_path, RESETS[reset])
+
+
+@pytest.mark.parametrize("options", [{"whole": True}, {"elementwise": True}])
+@on_few_ranks
+def test_tensors_of_state_on_a_disk_may_be_exchanged(options: Any, tmp_path: Path) -> None:
+    def make(model: nn.Module) -> Any:
+        return fe.shard_optimizer(Exchanging(model.parameters()), **options)
+
+    train_on_a_disk("optim_grads_params", make, tmp_path)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@on_few_ranks
+def test_a_closure_that_is_called_again_does_not_bring_old_state(
+    search: str | None, tmp_path: Path
+) -> None:
+    def make(model: nn.Module) -> Any:
+        lbfgs = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, line_search_fn=search)
+        return fe.shard_optimizer(lbfgs)
+
+    train_on_a_disk("optim_grads_params", make, tmp_path)
 
 
 @on_few_ranks
