@@ -375,6 +375,8 @@ class Trial:
 
 # Rates that differ by less than the fastest over this are considered equal.
 RATE_STEPS = 1000
+# Rates whose ratio differs by at most this are therefore considered equal wherever they are.
+TOLERANCE = 2 / RATE_STEPS
 
 
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
@@ -405,4 +407,4 @@ def fastest_outcomes(outcomes: Iterable[Outcome], count: int) -> list[Outcome]:
 def is_faster(outcome: Outcome, other: Outcome) -> bool:
     """Whether the rate of ``outcome`` is higher by more than the tolerance of
     :func:`sorted_outcomes`."""
-    return outcome.rate - other.rate > 2 * abs(other.rate) / RATE_STEPS
+    return outcome.rate - other.rate > TOLERANCE * abs(other.rate)

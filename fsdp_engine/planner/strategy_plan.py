@@ -30,6 +30,7 @@ from fsdp_engine.planner.machine_changes import (
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
+    TOLERANCE,
     USABLE,
     Outcome,
     Setting,
@@ -160,7 +161,10 @@ def _choice(setting: Setting, chosen: Outcome, times: Times) -> str:
 def _next_faster(chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
     faster = [each for each in outcomes if each.lacking and is_faster(each, chosen)]
     if not faster:
-        return "No candidate that does not fit would be faster."
+        # Rates within the tolerance are considered equal, though the table may show the difference.
+        is_close = any(each.lacking and each.rate > chosen.rate for each in outcomes)
+        margin = f" by more than {TOLERANCE:.1%}" if is_close else ""
+        return f"No candidate that does not fit would be faster{margin}."
     nearest = min(faster, key=lambda each: each.rate)
     speedup = f"is {nearest.rate / chosen.rate - 1:.1%} faster"
     return (

@@ -174,6 +174,22 @@ def test_the_recommendation_contains_choice_reason_and_changes() -> None:
     assert "With 4 microbatches a step: " in loose
 
 
+def test_a_candidate_that_does_not_fit_and_is_hardly_faster_is_not_denied() -> None:
+    planning = planned_tightly()
+    chosen = planning.outcomes[0]
+    assert chosen.times is not None
+
+    def text(speedup: float) -> str:
+        assert chosen.times is not None
+        times = replace(chosen.times, step=chosen.times.step / speedup)
+        other = replace(chosen, times=times, lacking=1.0)
+        return str(replace(planning, outcomes=(chosen, other), trials=()))
+
+    assert "No candidate that does not fit would be faster." in text(0.9999)
+    assert "No candidate that does not fit would be faster by more than 0.2%." in text(1.001)
+    assert "The next faster candidate, " in text(1.003)
+
+
 def test_trials_are_simulated() -> None:
     trials = {each.change: each for each in planned().trials}
     chosen = planned().outcomes[0]
