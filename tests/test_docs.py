@@ -75,3 +75,17 @@ def test_figures_are_those_of_the_results_files() -> None:
         [sys.executable, "tools/figures.py"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_the_table_of_versions_is_that_of_the_pinned_and_the_required_ones() -> None:
+    text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \| ([\w.]+) \| ([\w.]*) \| ", text, re.M)
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.M))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    required = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?[>=]=([\w.]+)', project))
+    assert len(rows) > 15
+    for name, oldest, pinned in rows:
+        if name != "Python":
+            assert pins.get(name, "") == pinned, name
+            # Packages that the Makefile installs are not in pyproject.toml.
+            assert required.get(name.replace("_", "-"), pinned) == oldest, name

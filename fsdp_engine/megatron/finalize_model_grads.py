@@ -574,7 +574,5 @@ def _cache_of(engine: Engine) -> _EngineCache:
             if hasattr(module, "reset_global_aux_loss_tracker")
         ]
         positions = {name: at for at, name in enumerate(names)}
-        _ENGINE_CACHES[engine] = _EngineCache(
-            positions, routers, quantile_routers, trackers, set()
-        )
+        _ENGINE_CACHES[engine] = _EngineCache(positions, routers, quantile_routers, trackers, set())
     return _ENGINE_CACHES[engine]

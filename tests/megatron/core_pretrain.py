@@ -232,7 +232,7 @@ class Training:
 
         for chunk in self.model if self.job.overlap else ():
             chunk.disable_forward_pre_hook()
-        strategy: Any = serialization.get_default_save_sharded_strategy("torch_dist", 1)
+        strategy: Any = serialization.get_default_save_sharded_strategy()
         if self.job.fully_parallel:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = fully_parallel.FullyParallelSaveStrategyWrapper(strategy, group)
@@ -399,10 +399,12 @@ def may_have_children() -> Iterator[None]:
     """Context in which this process of the pool may start others, as Megatron-Core's writer does.
     Results are passed by a queue, since a manager would need a process that imports everything."""
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    name = "get_write_results_queue"
+    name = name if hasattr(writer, name) else f"_{name}"  # megatron-core 0.16
     results: queue.Queue[Any] = queue.Queue()
     with (
         mock.patch.dict(multiprocessing.current_process()._config, daemon=False),
-        mock.patch.object(writer, "_get_write_results_queue", return_value=results),
+        mock.patch.object(writer, name, return_value=results),
     ):
         yield
 

@@ -12,7 +12,6 @@ from torch.torch_version import TorchVersion
 from tests.pool import Ranks
 from tools import megatron_attributes as attributes
 
-
 # Attributes that earlier versions do not use have a reason in the page, too.
 of_the_page = pytest.mark.skipif(
     TorchVersion(importlib.metadata.version("megatron-core")) < (0, 19),
