@@ -689,11 +689,11 @@ class Engine:
         return peak
 
     def weights_changed(self) -> None:
-        """Mark main weights as changed, so that the next forward sends them. All ranks must call it.
+        """Mark main weights as changed, so that the next forward sends them, on all ranks.
 
-        Functions of torch, and collectives on ``param.to_local()``, mark weights by themselves. Call
-        this after other writes: collectives on ``param.local``, kernels of your own, NumPy arrays
-        and DLPack tensors that were taken before the last forward.
+        Functions of torch, and collectives on ``param.to_local()``, mark weights by themselves.
+        Call this after other writes: collectives on ``param.local``, kernels of your own, NumPy
+        arrays and DLPack tensors that were taken before the last forward.
         """
         for buffer in self.buffers:
             buffer.weights.mark_stale()

@@ -33,7 +33,7 @@ from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, fo
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.gathered_functions import run_gathered
 from fsdp_engine.flat_dtensor.parameter_access import check_leads_to_slices
-from fsdp_engine.flat_dtensor.random_values import constant_, draw_
+from fsdp_engine.flat_dtensor.random_values import DRAWS, constant_, draw_
 from fsdp_engine.flat_dtensor.slices import (
     Args,
     Function,
@@ -91,12 +91,6 @@ _METADATA = words(
     element_size get_device untyped_storage retain_grad
     register_hook register_post_accumulate_grad_hook is_same_size is_inference is_conj is_neg
     is_pinned is_shared dim_order _is_view __len__ detach_
-    """
-)
-_DRAW = words(
-    """
-    normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
-    kaiming_uniform_
     """
 )
 _RANDOM = words(
@@ -158,7 +152,7 @@ def _classify(func: Function) -> Handler:
         return _SPECIAL[name]
     if name in _METADATA:
         return _metadata
-    if name in _DRAW:
+    if name in DRAWS:
         return draw_
     if name in _RANDOM:
         return refuse_random

@@ -1,8 +1,9 @@
 """Functions that cannot be computed from slices: gather the full tensor and run on it. Collective.
 
     p.norm(dim=1)   p @ x   torch.linalg.svdvals(p)       a plain tensor, equal on all ranks
-    p[0]   p.T   p.view(-1)                               the same; in-place changes of it raise,
-                                                          since they do not change the parameter
+    p[0]   p.T   p.view(-1)                               the same; a change of it, in any form,
+                                                          changes the parameter
+    p[0] = 1   p.index_fill_(0, i, 1)                     the slice of the result is kept
 
 All ranks must make the same calls. Gradients are those of ``full_tensor()``: the mean over the
 ranks. In an optimizer's step these functions raise, since all ranks would repeat the same
@@ -13,28 +14,39 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, is_inplace, name_of, words
-
-_VIEWS = words(
-    """
-    __getitem__ T mT H mH t transpose swapaxes swapdims permute movedim moveaxis adjoint select
-    narrow unbind chunk split tensor_split unfold diagonal squeeze unsqueeze view reshape
-    flatten ravel unflatten expand real imag detach data __get__
-    """
+from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
+from fsdp_engine.flat_dtensor.full_reductions import reduce_over
+from fsdp_engine.flat_dtensor.random_values import DRAWS, one_generator
+from fsdp_engine.flat_dtensor.slices import (
+    Args,
+    Function,
+    Kwargs,
+    check_change,
+    check_inplace,
+    is_inplace,
+    name_of,
+    words,
 )
+
 REDUCTIONS = words(
     """
     sum nansum mean count_nonzero any all max min amax amin norm linalg_vector_norm linalg_norm
     """
 )
-NAMES = _VIEWS - {"detach", "data", "__get__"} | words(
+NAMES = words(
     """
+    __getitem__ T mT H mH t transpose swapaxes swapdims permute movedim moveaxis adjoint select
+    narrow unbind chunk split tensor_split unfold diagonal squeeze unsqueeze view reshape
+    flatten ravel unflatten expand real imag
+    as_strided broadcast_to dsplit hsplit vsplit split_with_sizes view_as expand_as
     __matmul__ __rmatmul__ matmul mm mv bmm baddbmm addmm addmv dot vdot inner outer einsum
     tensordot kron linear std var std_mean var_mean median nanmedian mode argmax argmin aminmax
     topk sort argsort msort kthvalue quantile nanquantile prod cumsum cumprod cummax cummin
@@ -49,12 +61,116 @@ NAMES = _VIEWS - {"detach", "data", "__get__"} | words(
     """
 )
 
+_ARRAYS = frozenset({"numpy", "__array__"})
+_COLLECTIVES = "torch.distributed"
+
 _warned: set[str] = set()
 
 
+class GatheredCopy:
+    """The full tensor of a sharded one.
+
+    Args:
+        target: the sharded tensor.
+        full: its full values, which views of them may change.
+    """
+
+    def __init__(self, target: Any, full: Tensor) -> None:
+        self._target = target
+        self.full = full.detach()
+        self._version = target._local_tensor._version
+
+    @property
+    def flat(self) -> FlatPlacement:
+        """The placement of the sharded tensor."""
+        flat: FlatPlacement = self._target._flat
+        return flat
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether the sharded tensor, or another one of its buffer, has changed since."""
+        return self._version != self._target._local_tensor._version
+
+    def is_viewed_by(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shares the memory of the full values."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return False
+        return tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata
+
+    def check_change(self, name: str) -> None:
+        """See :func:`~fsdp_engine.flat_dtensor.slices.check_change`."""
+        check_change(name, self._target)
+
+    def write_back(self, name: str, views: Sequence[Tensor], before: Tensor | None) -> None:
+        """Write changed views into the sharded tensor. Collective.
+
+        Args:
+            name: of the function that changed them.
+            views: of the full values.
+            before: the full values before, if the sharded tensor may have changed since the gather.
+
+        Raises:
+            RuntimeError: the sharded tensor requires grad and grad mode is enabled.
+            ValueError: ranks wrote different values, or these elements have changed since.
+        """
+        self.check_change(name)
+        with torch.no_grad():
+            fresh: Tensor = self._target.full_tensor()
+            for view in views:
+                place = _same_view(view, fresh)
+                if before is not None and not _are_equal(_same_view(view, before), place):
+                    what = self.flat.name or "a sharded tensor"
+                    raise ValueError(
+                        f"{name}: expected a view of {what} that was taken after its last change; "
+                        f"found an older one, which has the values of then. {what} is unchanged: "
+                        "take the view anew"
+                    )
+                place.copy_(view)
+            self.store(name, fresh)
+            if before is not None:
+                self.full.copy_(fresh)
+
+    def store(self, name: str, full: Tensor) -> None:
+        """Copy this rank's slice of ``full`` into the sharded tensor. Collective.
+
+        Raises:
+            ValueError: ``full`` differs between ranks.
+        """
+        target, flat, words = self._target, self.flat, _words(full)
+        extremes = [reduce_over(words.clone(), flat.groups, op) for op in ("max", "min")]
+        if not torch.equal(*extremes):
+            what = flat.name or "a sharded tensor"
+            raise ValueError(
+                f"{name}: expected the same values of {what} on every rank; found different ones. "
+                f"{what} is unchanged: write equal values on all ranks (broadcast them first)"
+            )
+        target.local.copy_(flat.slice_of_full(full))
+        self._version = target._local_tensor._version
+
+
+def _same_view(view: Tensor, full: Tensor) -> Tensor:
+    """The elements of ``full`` that ``view`` has of another copy of it."""
+    place = torch.empty(0, dtype=view.dtype, device=full.device)
+    storage = full.untyped_storage()
+    return place.set_(storage, view.storage_offset(), view.size(), view.stride())
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(_words(one), _words(other))
+
+
+def _words(full: Tensor) -> Tensor:
+    """The bytes of a full tensor as 64-bit words."""
+    flat = full.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+
+
 class GatheredView(Tensor):
-    """A view of a gathered tensor: a plain tensor, except that in-place changes raise, since they
-    would modify the gathered copy only."""
+    """A view of a gathered tensor: a plain tensor, except that functions that change it also change
+    the shards, whatever their form (``out=``, lists, ``inplace=True``, ``torch.nn.init``). All
+    ranks must make the same changes."""
+
+    _copy: GatheredCopy
 
     @classmethod
     def __torch_function__(
@@ -62,19 +178,42 @@ class GatheredView(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        changes = is_inplace(func) or name == "__setitem__"
-        if isinstance(args[0] if changes and args else kwargs.get("out"), cls):
+        views = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        copies = list({id(each._copy): each._copy for each in views}.values())
+        if name == "__dlpack__" or str(getattr(func, "__module__", "")).startswith(_COLLECTIVES):
+            what = copies[0].flat.name or "a sharded tensor"
             raise ValueError(
-                f"{name}: expected a plain tensor; found a view of a sharded tensor, which was "
-                "gathered: the parameter would not change. Modify a .clone(), work within "
-                "engine.unsharded(), or assign full values (param.copy_(values))"
+                f"{name}: expected a plain tensor; found a view of {what}, which was gathered: "
+                f"{what} would not change. Pass a .clone(), pass the slice ({what}.to_local()), or "
+                "work within engine.unsharded()"
             )
-        if any(other is not cls and "__torch_function__" in vars(other) for other in types):
-            plain = tree_map_only(cls, lambda each: each._plain(), (args, kwargs))
-            return func(*plain[0], **plain[1])
+        if is_inplace(func) and args and isinstance(args[0], cls):
+            args[0]._copy.check_change(name)
+        before = {id(each): each.full.clone() for each in copies if each.may_be_stale}
+        draws = getattr(func, "__module__", "") == "torch.nn.init" or name in DRAWS
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        return _as_views(result) if name in _VIEWS else result
+            versions = list(map(_version_of, views))
+        if any(each is not cls and "__torch_function__" in vars(each) for each in types):
+            plain = tree_map_only(cls, lambda each: each._plain(), (args, kwargs))
+            result = func(*plain[0], **plain[1])
+        else:
+            with torch._C.DisableTorchFunctionSubclass(), _drawing(draws, kwargs, copies[0]):
+                result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [
+                view
+                for view, version in zip(views, versions, strict=True)
+                if version != _version_of(view)
+                or (version is None and (is_inplace(func) or "out" in kwargs))
+            ]
+            for copy in copies:
+                own = [view for view in changed if view._copy is copy]
+                if own:
+                    copy.write_back(name, own, before.get(id(copy)))
+        if name in _ARRAYS:
+            result.flags.writeable = False
+            return result
+        return _as_views(result, copies)
 
     def _plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -87,6 +226,19 @@ class GatheredView(Tensor):
         return self.clone()
 
 
+def _version_of(tensor: Tensor) -> int | None:
+    """The version counter; None: the tensor has none (``torch.inference_mode``)."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _drawing(draws: bool, kwargs: Kwargs, copy: GatheredCopy) -> AbstractContextManager[None]:
+    """A context in which ``draws``, whether a function draws random numbers, is the same on all
+    ranks."""
+    if not draws:
+        return nullcontext()
+    return one_generator(kwargs.get("generator"), copy.full.device, copy.flat)
+
+
 def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: ValueError) -> Any:
     """Run ``func`` on full tensors if it is listed above. Collective.
 
@@ -96,14 +248,15 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
         error: the error that the call raised for slices.
 
     Raises:
-        ValueError: ``error``, if ``func`` is not listed, or is in-place.
+        ValueError: ``error``, if ``func`` is not listed and changes no elements.
         RuntimeError: an optimizer's step makes the call.
     """
     name = name_of(func)
+    changes = is_inplace(func) and bool(args) and isinstance(args[0], cls)
     if name not in REDUCTIONS:
         # numpy() shares memory, numpy(force=True) may copy.
         is_known = name in NAMES or (name == "numpy" and kwargs.get("force", False))
-        if not is_known or kwargs.get("out") is not None:
+        if not (is_known or changes) or kwargs.get("out") is not None:
             raise error
         if (optimizer := _stepping()) is not None:
             raise RuntimeError(
@@ -120,17 +273,38 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
             stacklevel=4,
         )
     sharded = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)}
+    if changes:
+        check_inplace(func, args[0])
     full = {key: each.full_tensor() for key, each in sharded.items()}
+    copies = [GatheredCopy(sharded[key], each) for key, each in full.items()]
+    versions = [each.full._version for each in copies] if changes else []
     args, kwargs = tree_map_only(cls, lambda each: full[id(each)], (args, kwargs))
     result = func(*args, **kwargs)
+    if changes:
+        copy = copies[0]
+        if copy.full._version == versions[0] or args[0].shape != copy.flat.shape:
+            raise error
+        copy.store(name, copy.full)
     for key, each in full.items():
         if result is each:  # for example a view to the same shape
             return sharded[key]
-    return _as_views(result) if name in _VIEWS else result
+    if name == "numpy":
+        result.flags.writeable = False
+    return _as_views(result, copies)
 
 
-def _as_views(result: Any) -> Any:
-    return tree_map_only(Tensor, lambda each: each.as_subclass(GatheredView), result)
+def _as_views(result: Any, copies: Sequence[GatheredCopy]) -> Any:
+    """``result`` with views of the full tensors as :class:`GatheredView`."""
+
+    def as_view(tensor: Tensor) -> Tensor:
+        for copy in copies:
+            if copy.is_viewed_by(tensor):
+                view: Any = tensor.as_subclass(GatheredView)
+                view._copy = copy
+                return cast(Tensor, view)
+        return tensor
+
+    return tree_map_only(Tensor, as_view, result)
 
 
 def _stepping() -> str | None:

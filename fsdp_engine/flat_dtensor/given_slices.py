@@ -70,8 +70,11 @@ class GivenSlice(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if not others:
                     result = func(*args, **kwargs)
-                    if isinstance(result, Tensor | list | tuple):
-                        result = _aliases(cls, func, result, args)
+                    is_tensor = isinstance(result, Tensor)
+                    if type(result) is Tensor or (
+                        not is_tensor and isinstance(result, list | tuple)
+                    ):
+                        return _aliases(cls, func, result, args)
                     return result
             plain = tree_map_only(cls, lambda each: each.plain(), (args, kwargs))
             return func(*plain[0], **plain[1])
@@ -98,14 +101,10 @@ def _aliases(cls: Any, func: Function, result: Any, args: Args) -> Any:
     first = args[0] if args else None
     if not isinstance(first, cls):
         return result
-    is_alias = name_of(func) in {"detach", "data"}
-
-    def alias(tensor: Tensor) -> Tensor:
-        if type(tensor) is Tensor and (is_alias or tensor._is_view()):
-            return _as_given(tensor, first._mark)
-        return tensor
-
-    return tree_map_only(Tensor, alias, result)
+    if type(result) is not Tensor:
+        return type(result)(_aliases(cls, func, each, args) for each in result)
+    is_alias = result._is_view() or name_of(func) in {"detach", "data"}
+    return _as_given(result, first._mark) if is_alias else result
 
 
 def _as_given(tensor: Tensor, mark: Any) -> Tensor:

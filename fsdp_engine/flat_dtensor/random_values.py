@@ -22,8 +22,15 @@ from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.collectives import broadcast_
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
-from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, check_inplace, refusal
+from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, check_inplace, refusal, words
 from fsdp_engine.memory import allocator
+
+DRAWS = words(
+    """
+    normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
+    kaiming_uniform_
+    """
+)
 
 
 def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -41,7 +48,7 @@ def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         check_inplace(func, target)
     flat: FlatPlacement = target._flat
     local: Tensor = target._local_tensor
-    with _one_generator(kwargs.get("generator"), local.device, flat), torch.no_grad():
+    with one_generator(kwargs.get("generator"), local.device, flat), torch.no_grad():
         full = allocator.empty(tuple(flat.shape), local.dtype, local.device)
         if of_init:
             func(**{**kwargs, "tensor": full})
@@ -58,7 +65,7 @@ def constant_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 @contextmanager
-def _one_generator(
+def one_generator(
     generator: torch.Generator | None, device: torch.device, flat: FlatPlacement
 ) -> Iterator[None]:
     """Context in which the generator has the same state on all ranks."""

@@ -32,7 +32,7 @@ Handler = Callable[[Any, Function, Args, Kwargs], Any]
 
 _INPLACE_OPERATORS = {"__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__imod__"}
 _INPLACE_OPERATORS |= {"__ifloordiv__", "__ipow__", "__ilshift__", "__irshift__"}
-_INPLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__"}
+_INPLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__", "__setitem__"}
 
 
 def words(text: str) -> frozenset[str]:
@@ -208,15 +208,19 @@ def check_inplace(func: Function, tensor: Any) -> None:
     Raises:
         RuntimeError: ``func`` is in-place and ``tensor``, one of its arguments, requires grad.
     """
-    if not is_inplace(func):
-        return
+    if is_inplace(func):
+        check_change(func.__name__, tensor)
+
+
+def check_change(name: str, tensor: Any) -> None:
+    """As :func:`check_inplace`, for a function ``name`` that changes ``tensor``."""
     if (backref := getattr(tensor, "backref", None)) is not None:
         backref.prepare_change()
     if torch.is_grad_enabled() and tensor.requires_grad:
         flat = getattr(tensor, "_flat", None)
         named = f"{flat.name}, " if flat is not None and flat.name else ""
         raise RuntimeError(
-            f"{func.__name__}: expected torch.no_grad() around an in-place change; found {named}a "
+            f"{name}: expected torch.no_grad() around an in-place change; found {named}a "
             f"{type(tensor).__name__} of shape {tuple(tensor.shape)} that requires grad"
         )
 

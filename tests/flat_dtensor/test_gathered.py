@@ -8,15 +8,18 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import gathered_functions
 from fsdp_engine.flat_dtensor.gathered_functions import GatheredView
 from fsdp_engine.fsdp2 import fully_shard
 from tests.pool import on_ranks
+from tests.promises.everywhere import LEVELS
 
 _FUNCTIONS: list[Callable[[Any], Any]] = [
     lambda p: p.norm(dim=1),
@@ -66,20 +69,101 @@ def test_functions_along_dims_answer_as_plain_torch() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad)
 
 
+# Of a plain tensor, or of a sharded one.
+_CHANGES: list[Callable[[Any], Any]] = [
+    lambda p: p[0].zero_(),
+    lambda p: p.T.add_(1),
+    lambda p: p[0].__setitem__(0, 1.0),
+    lambda p: p[0].data.mul_(2),
+    lambda p: p[0][1:].fill_(2),
+    lambda p: torch.add(torch.ones(8), 1, out=p[0]),
+    lambda p: torch.max(torch.ones(3, 8), 0, out=(p[1], torch.empty(0, dtype=torch.long))),
+    lambda p: torch.aminmax(torch.ones(3, 8), dim=0, out=(p[1], p[2])),
+    lambda p: nn.init.constant_(p[1:3], 0.5),
+    lambda p: nn.init.normal_(p[2:]),
+    lambda p: nn.init.kaiming_uniform_(p[:4]),
+    lambda p: p[3].uniform_(),
+    lambda p: torch._foreach_mul_(list(p.chunk(2)), 3),
+    lambda p: torch._foreach_zero_([p[0], p[4]]),
+    lambda p: F.relu(p[1], inplace=True),
+    lambda p: F.hardtanh(p.view(-1), 0, 1, inplace=True),
+    lambda p: p.view_as(torch.ones(8, 5)).mul_(2),
+    lambda p: p[:1].expand_as(torch.ones(1, 8)).mul_(2),
+    lambda p: p.hsplit(2)[1].zero_(),
+    lambda p: p.as_strided((3,), (2,)).zero_(),
+    lambda p: p.T.contiguous().T.zero_(),
+    lambda p: p[1:].T.split_with_sizes([2, 6])[1].neg_(),
+    lambda p: p.diagonal().detach().squeeze().zero_(),
+    lambda p: p[0].add_(1).view(2, 4).mul_(2)[0].sub_(1),
+    lambda p: p[2].copy_(p[3]),
+    lambda p: p[2].copy_(torch.arange(8.0)),
+    lambda p: p.__setitem__(0, 1.0),
+    lambda p: p.__setitem__((slice(1, 3), 2), torch.tensor([5.0, 6.0])),
+    lambda p: p.__setitem__(torch.tensor([0, 3]), 0.0),
+    lambda p: p.index_fill_(0, torch.tensor([1]), 7),
+    lambda p: p.index_add_(0, torch.tensor([1, 2]), torch.ones(2, 8)),
+    lambda p: p.tril_(),
+    lambda p: p.fill_diagonal_(1),
+    lambda p: p.scatter_(1, torch.zeros(5, 1, dtype=torch.long), 3.0),
+]
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
+@on_ranks(2)
+def test_changes_of_a_part_are_changes_of_the_shards(in_bf16: bool) -> None:
+    for level in LEVELS:
+        model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))
+        policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16) if in_bf16 else None
+        engine = fe.shard(model, strategy=level, mp_policy=policy)
+        param: Any = model[0].weight
+        for index, change in enumerate(_CHANGES):
+            whole = engine.full_tensor("0.weight")
+            for each in (whole, param):
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    change(each.detach() if index % 2 else each)
+            torch.testing.assert_close(engine.full_tensor("0.weight"), whole, msg=f"{index}")
+        x = torch.randn(2, 8)
+        found, expected = model[0](x).float(), F.linear(x, whole, engine.full_tensor("0.bias"))
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
+@on_ranks(2)
+def test_a_held_view_is_written_unless_its_tensor_has_changed_since() -> None:
+    model, whole, param = _model()
+    with torch.no_grad():
+        row = param[0]
+        model[0].bias.zero_()  # type: ignore[operator, union-attr]
+        other = param[1]
+        row.zero_()
+        other.zero_()
+        torch.testing.assert_close(param.full_tensor()[:2], torch.zeros(2, 8))
+        param.add_(1)
+        with pytest.raises(ValueError, match=r"0\.weight that was taken after its last change"):
+            row.zero_()
+    torch.testing.assert_close(param.full_tensor()[2:].detach(), whole[2:] + 1)
+
+
 @pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_a_change_that_would_be_lost_raises() -> None:
     _, whole, param = _model()
-    changes: list[Callable[[], Any]] = [
-        lambda: param.data[0].zero_(),
-        lambda: param.data.T.add_(1),
-        lambda: param.detach()[0].__setitem__(0, 1.0),
-        lambda: param.detach()[0].data.mul_(2),
-        lambda: param.detach()[0][1:].fill_(2),
-        lambda: torch.add(torch.ones(8), 1, out=param.detach()[0]),
+    rank = torch.distributed.get_rank()
+    changes: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "same values", lambda: param.data[0].fill_(rank)),
+        (ValueError, "same values", lambda: param.data.__setitem__(0, rank)),
+        (ValueError, "read-only", lambda: param.data[0].numpy().fill(1)),
+        (ValueError, "read-only", lambda: param.data.numpy(force=True).fill(1)),
+        (ValueError, "read-only", lambda: numpy.asarray(param.data[0]).fill(1)),
+        (ValueError, r"\.clone\(\)", lambda: torch.from_dlpack(param.data[0])),
+        (ValueError, r"\.clone\(\)", lambda: torch.distributed.broadcast(param.data[0], 0)),
+        (RuntimeError, "no_grad", lambda: param[0].zero_()),
+        (RuntimeError, "no_grad", lambda: param.__setitem__(0, 1.0)),
     ]
-    for change in changes:
-        with pytest.raises(ValueError, match="found a view of a sharded tensor"):
+    for error, message, change in changes:
+        with pytest.raises(error, match=message):
             change()
     torch.testing.assert_close(param.full_tensor().detach(), whole)
 
