@@ -33,6 +33,7 @@ from fsdp_engine.runtime.gather_rounds import GatherRounds
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
+from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.units.assignment import Expected
 
 # Whether the running backward reaches a node.
@@ -185,6 +186,7 @@ class Scheduler:
         reductions: called when the gradients of a unit are complete.
         timing: when changed weights are gathered.
         expected: the order in which units are expected to be used first.
+        written: compares weights that modules write in forward.
         end_gathers: called after a forward without autograd, behind which weights may be changed;
             None: nothing has to be done.
 
@@ -201,10 +203,12 @@ class Scheduler:
         reductions: Reductions,
         timing: Timing,
         expected: Expected,
+        written: WrittenWeights,
         end_gathers: Callable[[], object] | None = None,
     ) -> None:
         self.units = tuple(units)
         self._end_gathers = end_gathers
+        self._written = written
         self.reductions = reductions
         self.microbatch: Hashable | None = None
         self.inputs_only = False
@@ -319,6 +323,7 @@ class Scheduler:
             if unit.is_gathering and not unit.is_current:
                 unit.wait()  # gathered before the forward, and changed since: to be gathered again
         self._record.begin_forward()
+        self._written.begin_forward()
         if self._follows_backward:
             self._follows_backward = False
             self._entered.clear()
@@ -345,6 +350,7 @@ class Scheduler:
             if self._rounds is None:
                 order = self._record.units_in_forward
                 self.reductions.order_seen(first_use_order(order, len(self.units)))
+        self._written.end_forward(in_rounds=self.in_rounds)
 
     def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
         """Issue the gathers that the next forward would begin with: those of units that are never
@@ -604,6 +610,7 @@ class Scheduler:
         self._backward = None
         self._follows_backward = True
         self._memory.end_backward(step_is_over=self.reductions.are_final)
+        self._written.check(in_rounds=self.in_rounds)
         self.reductions.run_hooks()
 
     def _forget_uncounted(self, backward: Backward) -> None:
@@ -732,6 +739,7 @@ class Scheduler:
         self._entered.clear()
         if self._rounds is not None:
             self._rounds.reset()
+        self._written.reset()
         self.reductions.reset()
         for unit in self.units:
             unit.reset()
