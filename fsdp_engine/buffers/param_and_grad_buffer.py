@@ -579,6 +579,14 @@ class ParamAndGradBuffer:
                 "since they are decoded from another encoding for it; found some that were "
                 "written. Write the parameter between steps, or exclude it from codec_rules"
             )
+        for index in indices:
+            param, slot = self.full_params[index], self.weights.params[index]
+            if self._spreads[index] is None and not mem.begin_together(param, slot):
+                raise RuntimeError(
+                    f"{self.records[index].name}: expected a weight that forward writes in place "
+                    "(copy_ under torch.no_grad()); found that it was given other memory "
+                    "(.data = ..., set_)"
+                )
         if self.reads.on_change is not None:
             self.reads.on_change()
         self.weights.take_full()

@@ -5,6 +5,9 @@ counters are compared, and written values are taken into this rank's main weight
 (``Unit.uninstall``). So the gather for backward and the next forward use them, and the optimizer
 steps from them. Each rank takes its own slice, which is right if all ranks wrote the same values:
 that is checked when the forward or backward ends.
+
+What is written through ``param.data`` changes no version counter. So values themselves are compared
+in the first uses of each unit, and in all uses of a unit that was found to write so.
 """
 
 from __future__ import annotations
@@ -16,14 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.accelerator import simulates_device
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.fingerprints import fingerprint
 from fsdp_engine.comm.groups import timeout_of_group
 from fsdp_engine.comm.rendezvous import meet
 from fsdp_engine.flat_dtensor import versions_of
+from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.unit import Unit
 
 _WHAT = "weights that a module wrote in forward, on every rank the same"
+
+
+# Uses of a unit, with gradients and without, in which values are compared.
+_NUM_COMPARED = 2
 
 
 class WrittenWeights:
@@ -50,8 +59,14 @@ class WrittenWeights:
         self._plain = [each for unit in units for each in unit.buffers if each.is_plain]
         self._plain_params = [param for each in self._plain for param in each.full_params]
         self._plain_versions: list[int] = []
+        is_simulated = (
+            simulates_device() or type(allocator.empty(0, torch.uint8, device)) is not Tensor
+        )
         for unit in units:
             unit.on_written = self.add
+            groups_of = [each.control_group for each in unit.buffers]
+            if not (is_simulated or any(map(_is_fake, groups_of))):
+                unit.compare_values(_NUM_COMPARED)
 
     def begin_forward(self) -> None:
         """A forward begins."""
@@ -75,7 +90,7 @@ class WrittenWeights:
     def add(self, buffer: ParamAndGradBuffer, indices: Sequence[int]) -> None:
         """A module wrote full parameters of ``buffer``."""
         group = buffer.control_group
-        if group is None or dist.get_backend(group) == "fake":
+        if group is None or _is_fake(group):
             return
         self._ranks[group] = buffer.mesh.ranks
         written = self._written.setdefault(group, {})
@@ -99,7 +114,10 @@ class WrittenWeights:
                     "written. Write them between steps"
                 )
             values = torch.stack(list(prints.values())).tolist()
-            found = [f"{name}: {value & 0xFFFFFFFF:08x}" for name, value in zip(prints, values)]
+            found = [
+                f"{name}: {value & 0xFFFFFFFF:08x}"
+                for name, value in zip(prints, values, strict=True)
+            ]
             timeout = timeout_of_group(group, self._device)
             meet(
                 f"{_WHAT} ({names})",
@@ -112,3 +130,8 @@ class WrittenWeights:
     def reset(self) -> None:
         """Drop what is not compared yet, after an exception."""
         self._written.clear()
+
+
+def _is_fake(group: ProcessGroup | None) -> bool:
+    """Whether collectives of ``group`` send nothing."""
+    return group is not None and dist.get_backend(group) == "fake"

@@ -87,6 +87,14 @@ def clamped() -> Model:
     return model
 
 
+def clamped_through_data() -> Model:
+    model = Model(nn.Linear)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not model.head:
+            module.register_forward_pre_hook(clamp_data)
+    return model
+
+
 def clamped_at_root() -> Model:
     model = Model(nn.Linear)
     model.register_forward_pre_hook(clamp)
@@ -107,7 +115,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Te
 
 @everywhere
 def test_training_with_written_weights_is_that_of_one_process(place: Place) -> None:
-    for make in (forced_norm, recomputed, clamped, clamped_at_root):
+    for make in (forced_norm, recomputed, clamped, clamped_through_data, clamped_at_root):
         torch.manual_seed(0)
         model = make()
         alone = copy.deepcopy(model)
@@ -184,3 +192,37 @@ def test_a_weight_that_one_rank_writes_raises_on_all(level: str) -> None:
     fe.shard(model, strategy=level)
     with pytest.raises((ValueError, RuntimeError), match=r"blocks.1.0.weight"):
         model(batch(0, 0)).sum().backward()
+
+
+def replace_data(module: nn.Module, args: Any) -> None:
+    module.weight.data = module.weight.data * 0.5
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@on_ranks(2)
+def test_other_memory_for_a_weight_in_forward_raises(level: str) -> None:
+    model = Model(nn.Linear)
+    model.blocks[1][0].register_forward_pre_hook(replace_data)
+    fe.shard(model, strategy=level)
+    with pytest.raises(RuntimeError, match=r"blocks.1.0.weight: .*in place"):
+        model(batch(0, 0))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@on_ranks(2)
+def test_embeddings_that_renormalize_their_rows_are_refused(layer: type[nn.Module]) -> None:
+    model = nn.Sequential(layer(4, 4, max_norm=1.0))
+    with pytest.raises(ValueError, match=r"0.weight: .*max_norm=1.0"):
+        fe.shard(model)
+
+
+@on_ranks(1)
+def test_one_rank_renormalizes_rows_as_torch_does() -> None:
+    for level in LEVELS:
+        model = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0), nn.Linear(4, 4))
+        alone = copy.deepcopy(model)
+        fe.shard(model, strategy=level)
+        for each in (model, alone):
+            each(torch.tensor([1, 2])).sum().backward()
+        for name, weight in full_weights(model).items():
+            assert torch.equal(weight, alone.get_parameter(name).detach()), (level, name)
