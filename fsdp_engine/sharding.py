@@ -201,11 +201,10 @@ def _refuse_renormalized_rows(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
-                f"{name}.weight: expected an embedding without max_norm, which renormalizes in "
-                "each forward the rows of this rank's own batch, so that ranks would have different "
-                f"weights; found max_norm={module.max_norm}. Renormalize all rows after each "
-                "optimizer step: with torch.no_grad(): weight.copy_(torch.renorm(full, 2, 0, "
-                "max_norm)), where full is weight.full_tensor()"
+                f"{name}.weight: expected an embedding without max_norm, which renormalizes the "
+                "rows of each rank's own batch, so that ranks would have different weights; found "
+                f"max_norm={module.max_norm}. Renormalize all rows after optimizer steps instead: "
+                "torch.renorm within engine.unsharded()"
             )
 
 
