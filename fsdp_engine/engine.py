@@ -42,6 +42,7 @@ from fsdp_engine.runtime.rehearsal import predict_concurrent_units
 from fsdp_engine.runtime.reports import Description, Measurement, describe_units
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.strategies import Role
 from fsdp_engine.units.assignment import expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
@@ -137,6 +138,7 @@ class Engine:
             self._reductions,
             timing,
             expected,
+            WrittenWeights(self.units, mesh.device, lambda: communicators.groups),
             self._end_gathers,
         )
         self._guard = ParameterGuard(model, self.units)

@@ -192,6 +192,22 @@ def shard(
     )
 
 
+def _refuse_renormalized_rows(model: nn.Module) -> None:
+    """Check that no embedding renormalizes the rows of each rank's own batch.
+
+    Raises:
+        ValueError: one does; names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"{name}.weight: expected an embedding without max_norm, which renormalizes the "
+                "rows of each rank's own batch, so that ranks would have different weights; found "
+                f"max_norm={module.max_norm}. Renormalize all rows after optimizer steps instead: "
+                "torch.renorm within engine.unsharded()"
+            )
+
+
 @allocator.ordinary_tensors()
 def make_engine(
     model: nn.Module,
@@ -252,6 +268,8 @@ def make_engine(
                 "model: expected one that was not sharded before; found "
                 f"{name} in the hands of another engine"
             )
+        if data.size > 1:
+            _refuse_renormalized_rows(model)
         if config.nccl_ub:
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
         if offload is not None and not isinstance(offload, Offload):

@@ -561,6 +561,37 @@ class ParamAndGradBuffer:
         if full is not self.weights.main:
             self.weights.main.tensor.copy_(full.narrow(self.spec.optim_depth))
 
+    @property
+    def takes_written(self) -> bool:
+        """Whether full parameters are other tensors than the sharded ones, and plain, so that
+        modules may write them in forward."""
+        codec = self.weights.codec
+        return not (self.is_plain or codec.wraps or codec.num_encodings > 1)
+
+    def take_written(self, indices: Sequence[int]) -> None:
+        """Modules have written these full parameters: take the values into the main weights.
+
+        Raises:
+            RuntimeError: they are gathered in an encoding that is not a cast; names a parameter.
+        """
+        if self.weights.codec.decodes:
+            raise RuntimeError(
+                f"{self.records[indices[0]].name}: expected weights that forward does not write, "
+                "since they are decoded from another encoding for it; found some that were "
+                "written. Write the parameter between steps, or exclude it from codec_rules"
+            )
+        for index in indices:
+            param, slot = self.full_params[index], self.weights.params[index]
+            if self._spreads[index] is None and not mem.begin_together(param, slot):
+                raise RuntimeError(
+                    f"{self.records[index].name}: expected a weight that forward writes in place "
+                    "(copy_ under torch.no_grad()); found that it was given other memory "
+                    "(.data = ..., set_)"
+                )
+        if self.reads.on_change is not None:
+            self.reads.on_change()
+        self.weights.take_full()
+
     def _gathered(self, what: str, own: Tensor, into: Tensor | None = None) -> ShardedBuffer:
         """The whole of what each rank has its optimizer's part of; waits."""
         return gathered(self.spec, self._context, f"{what} of {self.label}", own, into)

@@ -66,7 +66,7 @@ from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain, Lane, Ticket
 from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.layout import Coordinate
-from fsdp_engine.memory.allocator import TransientStorage, alias
+from fsdp_engine.memory.allocator import TransientStorage, alias, begin_together
 from fsdp_engine.memory.home import Home
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Role, Strategy
 
@@ -311,6 +311,21 @@ class Weights:
     def is_current(self) -> bool:
         """Whether gathered weights, if there are any, equal the main weights."""
         return self._seen_version == self._main.tensor._version
+
+    @torch.no_grad()
+    def take_full(self) -> None:
+        """Take this rank's part of the full compute weights, which modules have written, into the
+        main weights. A main weight stays as it is where the compute weight is its rounded value, so
+        that elements which were not written lose no precision."""
+        main, own = self.main.tensor, self._encodings[0].target.narrow(self._spec.optim_depth)
+        if begin_together(main, own):
+            return
+        was_current = self.is_current
+        written = own.to(main.device)
+        changed = main.to(written.dtype) != written
+        main.copy_(torch.where(changed, written.to(main.dtype), main))
+        if was_current and not self.needs_refresh:
+            self._seen_version = main._version  # full weights equal the main weights again
 
     def mark_stale(self) -> None:
         """Main weights changed in a way that their version counter does not show."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements that are converted to 64-bit integers at once.
@@ -21,11 +22,14 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
     Tensors of other bits have another number, but for a chance of about 2**-64.
     """
-    found = [_fingerprint(tensor) for tensor in tensors]
+    found = [fingerprint(tensor) for tensor in tensors]
     return torch.stack(found).tolist() if found else []
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
+def fingerprint(tensor: Tensor) -> Tensor:
+    """The same of one tensor (of a DTensor, this rank's shard), as a 0-d tensor on its device."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)

@@ -246,8 +246,8 @@ def _unwritable(name: str, problem: str) -> ValueError:
 def _refuse_gradient(name: str, param: Tensor) -> None:
     param.grad = None
     raise RuntimeError(
-        f"{name}: expected a backward to the parameters of the sharded model; found one to the full "
-        f"main weights of {_WHAT}, which have no gradients. Compute the loss outside of the context"
+        f"{name}: expected a backward to parameters of the sharded model; found one to the full "
+        f"weights of {_WHAT}, which have no gradients. Compute the loss outside of the context"
     )
 
 

@@ -48,6 +48,7 @@ from fsdp_engine.runtime.gather_rounds import GatherRounds, Place
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
+from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.units.assignment import Expected
 
 # Whether the running backward reaches a node.
@@ -232,6 +233,7 @@ class Scheduler:
         reductions: called when the gradients of a unit are complete.
         timing: when changed weights are gathered.
         expected: the order in which units are expected to be used first.
+        written: compares weights that modules write in forward.
         end_gathers: called after a forward without autograd, behind which weights may be changed;
             None: nothing has to be done.
 
@@ -248,10 +250,12 @@ class Scheduler:
         reductions: Reductions,
         timing: Timing,
         expected: Expected,
+        written: WrittenWeights,
         end_gathers: Callable[[], object] | None = None,
     ) -> None:
         self.units = tuple(units)
         self._end_gathers = end_gathers
+        self._written = written
         self.reductions = reductions
         self.microbatch: Hashable | None = None
         self.inputs_only = False
@@ -389,8 +393,7 @@ class Scheduler:
             return
         self._has_nested = self._outermost_is_over = False
         self.reductions.end_nested()
-        self._memory.end_backward(step_is_over=self.reductions.are_final)
-        self.reductions.run_hooks()
+        self._finish_backward()
 
     def _begin_forward(self) -> Forward:
         outer: tuple[Backward, Record] | None = None
@@ -416,6 +419,7 @@ class Scheduler:
             if unit.is_gathering and not unit.is_current:
                 unit.wait()  # gathered before the forward, and changed since: to be gathered again
         self._record.begin_forward()
+        self._written.begin_forward()
         if self._follows_backward:
             self._follows_backward = False
             self._entered.clear()
@@ -442,8 +446,11 @@ class Scheduler:
             if self._rounds is None:
                 order = self._record.units_in_forward
                 self.reductions.order_seen(first_use_order(order, len(self.units)))
+        self._written.end_forward()
         if forward.outer is not None:
             self._backward, self._record = forward.outer
+        if not self._has_nested:
+            self._written.check(in_rounds=self.in_rounds)
 
     def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
         """Issue the gathers that the next forward would begin with: those of units that are never
@@ -764,8 +771,13 @@ class Scheduler:
         if self._outermost_is_over and self._backward is None:
             self._end_outermost()
         elif not self._has_nested:
-            self._memory.end_backward(step_is_over=self.reductions.are_final)
-            self.reductions.run_hooks()
+            self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        """No backward runs any more, and its reductions are submitted."""
+        self._memory.end_backward(step_is_over=self.reductions.are_final)
+        self._written.check(in_rounds=self.in_rounds)
+        self.reductions.run_hooks()
 
     def _forget_uncounted(self, backward: Backward) -> None:
         """Subtract the calls that ran again. If some did, the others are of a pipeline whose next
@@ -897,6 +909,7 @@ class Scheduler:
         self._entered.clear()
         if self._rounds is not None:
             self._rounds.reset()
+        self._written.reset()
         self.reductions.reset()
         for unit in self.units:
             unit.reset()

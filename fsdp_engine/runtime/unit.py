@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,11 +25,16 @@ import torch
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.base import BACKWARD, BOTH
+from fsdp_engine.comm.fingerprints import fingerprints
 from fsdp_engine.comm.lanes import Lanes, Ticket
-from fsdp_engine.flat_dtensor import any_requires_grad
+from fsdp_engine.flat_dtensor import any_requires_grad, versions_of
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.units.installing import Installation
 from fsdp_engine.units.plan import PlannedUnit, label_of
+
+# Uses of a unit in which values are compared: see `Unit.compare_values`.
+_ALL_USES = 2**62
+_NONE_COMPARED = [0, 0]
 
 
 class Numbered(Protocol):
@@ -215,6 +220,8 @@ class Unit:
         num_calls: number of calls whose graph is alive, also of those whose backward has run.
         num_late: weight gradients that modules postponed in this backward.
         kept: reasons not to free the full parameters.
+        on_written: called with a buffer and the indices of its full parameters that modules have
+            written; the values are in the main weights.
     """
 
     def __init__(
@@ -251,8 +258,16 @@ class Unit:
         self.num_calls = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
+        self.on_written: Callable[[ParamAndGradBuffer, Sequence[int]], object] | None = None
         self._lanes = lanes
         self._installation = Installation(buffers, self.label)
+        # Full parameters that forward may write, and their versions as far as that was seen.
+        self._writable = [buffer for buffer in buffers if buffer.takes_written]
+        self._watched = [param for buffer in self._writable for param in buffer.full_params]
+        self._versions = versions_of(self._watched)
+        # Uses in which values are compared, too, without and with gradients; see `compare_values`.
+        self._num_compared = _NONE_COMPARED
+        self._prints: list[int] = []
 
     def rename(self, name: str) -> None:
         """Its modules are known by other names from now on."""
@@ -290,7 +305,7 @@ class Unit:
         unsharded = self.unsharded
         if unsharded is None or phase & ~unsharded.phases:
             return True
-        if unsharded.tickets is not None:
+        if unsharded.tickets is not None and self.is_current:
             return False
         return (self.reshards or self.needs_refresh) and not self.is_current
 
@@ -309,15 +324,14 @@ class Unit:
         kept = held = 0
         if before is not None:
             held = before.phases
+            self.wait()  # main weights may have changed since a gather that is in flight
             if self.split_buffers:
                 compute_now = None
-                self.wait()  # the bytes of another phase can be in flight
                 if self.uses:
                     kept = held if self.is_current else 0
                 else:
                     for buffer in self.split_buffers:
                         buffer.weights.free_all_but(phase)
-            assert before.tickets is None, f"{self.label} is gathered while its gather is in flight"
         tickets: list[Ticket] = []
         for buffer in self.buffers:
             tickets += buffer.weights.gather(phase, held, compute_now)
@@ -455,12 +469,60 @@ class Unit:
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
+        if self._num_compared is not _NONE_COMPARED and not self._installation.is_full:
+            self._prepare_comparison()
         self._installation.install()
+
+    def compare_values(self, num_uses: int) -> None:
+        """In the next uses, compare the values of full parameters before and after them: versions
+        do not count what is written through ``param.data``. If some was, values are compared in all
+        further uses.
+
+        Args:
+            num_uses: of each kind: with and without gradients.
+        """
+        self._num_compared = [num_uses, num_uses] if self._watched else _NONE_COMPARED
+
+    def _prepare_comparison(self) -> None:
+        kind = int(torch.is_grad_enabled())
+        if self._num_compared[kind]:
+            self._num_compared[kind] -= 1
+            self._prints = fingerprints(self._watched)
+        if not any(self._num_compared):
+            self._num_compared = _NONE_COMPARED
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
         if not self.num_late:
+            if self._installation.is_full:
+                prints, self._prints = self._prints, []
+                if prints or versions_of(self._watched) != self._versions:
+                    self._take_written(prints)
             self._installation.uninstall()
+
+    def _take_written(self, prints: Sequence[int]) -> None:
+        """Modules may have written full parameters: take the values into the main weights.
+
+        Args:
+            prints: fingerprints of the values before; empty: they are not compared.
+        """
+        versions = versions_of(self._watched)
+        pairs = zip(versions, self._versions, strict=True)
+        changed = [after != before for after, before in pairs]
+        self._versions = versions
+        if prints:
+            now = fingerprints(self._watched)
+            unseen = [one != other for one, other in zip(prints, now, strict=True)]
+            if any(each and not seen for each, seen in zip(unseen, changed, strict=True)):
+                self._num_compared = [_ALL_USES, _ALL_USES]
+            changed = [one or other for one, other in zip(unseen, changed, strict=True)]
+        each = iter(changed)
+        for buffer in self._writable:
+            indices = [index for index, _ in enumerate(buffer.full_params) if next(each)]
+            if indices:
+                buffer.take_written(indices)
+                if self.on_written is not None:
+                    self.on_written(buffer, indices)
 
     def note_access(self) -> None:
         """Report to the compute lane that the model reads the full parameters from here on."""
@@ -499,6 +561,7 @@ class Unit:
         self.uses = self.num_unrecorded = self.num_late = 0
         self.pending_calls.clear()
         self.kept.clear()
+        self._versions, self._prints = versions_of(self._watched), []  # written values are dropped
         self.uninstall()
         self.unsharded = None if self.reshards else UnshardedParams(BOTH)
         for buffer in self.buffers:

@@ -49,17 +49,22 @@ CONFIGS: dict[str, Any] = {
         feedforward_modules=["down_proj"],
         task_type="CAUSAL_LM",
     ),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+}
+
+# Kinds that are merged in tests, and not saved.
+MERGED: dict[str, Any] = {
+    **CONFIGS,
     "boft": lambda: peft.BOFTConfig(
         target_modules=TARGETS, boft_block_size=4, task_type="CAUSAL_LM"
     ),
     "hra": lambda: peft.HRAConfig(target_modules=TARGETS, r=4, task_type="CAUSAL_LM"),
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
 }
 
 
 def adapted(kind: str, dtype: torch.dtype = torch.float32, *, meta: bool = False) -> peft.PeftModel:
     """A base model with an adapter."""
     base: Any = llama(dtype, meta=meta)
-    model: peft.PeftModel = peft.get_peft_model(base, CONFIGS[kind]())
+    model: peft.PeftModel = peft.get_peft_model(base, MERGED[kind]())
     return model

@@ -1,0 +1,228 @@
+"""Weights that modules write in forward are taken into the main weights, or raise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from tests.pool import on_ranks
+from tests.promises.everywhere import Place, everywhere
+from tests.reference import full_weights
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class ForcedNorm(nn.Linear):
+    """Normalizes its weight in training, as the layers of EDM2 do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(F.normalize(self.weight, dim=1))
+        return F.linear(x, self.weight, self.bias)
+
+
+class Model(nn.Module):
+    """Blocks of which each has a layer that writes its weight, called twice, and one that does not;
+    and a tied weight."""
+
+    recomputes = False
+
+    def __init__(self, layer: Callable[..., nn.Module] = ForcedNorm) -> None:
+        super().__init__()
+        self.stem = layer(4, 8)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(layer(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(3)]
+        )
+        self.head = nn.Linear(8, 8)
+        self.tied = layer(8, 8)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        with torch.no_grad():
+            extra = self.blocks[0](x)
+        x = x + extra
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x))
+        out: Tensor = self.head(self.tied(x))
+        return out
+
+
+def clamp(module: nn.Module, args: Any) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param.clamp_(-0.1, 0.1)
+
+
+def clamp_data(module: nn.Module, args: Any) -> None:
+    for param in module.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
+def forced_norm() -> Model:
+    return Model()
+
+
+def recomputed() -> Model:
+    model = Model()
+    model.recomputes = True
+    return model
+
+
+def clamped() -> Model:
+    model = Model(nn.Linear)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not model.head:
+            module.register_forward_pre_hook(clamp)
+    return model
+
+
+def clamped_through_data() -> Model:
+    model = Model(nn.Linear)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not model.head:
+            module.register_forward_pre_hook(clamp_data)
+    return model
+
+
+def clamped_at_root() -> Model:
+    model = Model(nn.Linear)
+    model.register_forward_pre_hook(clamp)
+    return model
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@everywhere
+def test_training_with_written_weights_is_that_of_one_process(place: Place) -> None:
+    for make in (forced_norm, recomputed, clamped, clamped_through_data, clamped_at_root):
+        torch.manual_seed(0)
+        model = make()
+        alone = copy.deepcopy(model)
+        place.shard(model)
+        jobs = [(each, torch.optim.SGD(each.parameters(), 0.5)) for each in (model, alone)]
+        for step in range(3):
+            rows = [batch(step, rank) for rank in range(place.num_ranks)]
+            losses = [step_of(*jobs[0], rows[dist.get_rank()]), step_of(*jobs[1], torch.cat(rows))]
+            dist.all_reduce(losses[0])
+            note = f"{make.__name__}, step {step}"
+            torch.testing.assert_close(losses[0] / place.num_ranks, losses[1], msg=note)
+            expected = dict(alone.named_parameters())
+            for name, weight in full_weights(model).items():
+                torch.testing.assert_close(weight, expected[name].detach(), msg=f"{note}: {name}")
+        with torch.no_grad():  # an evaluation writes, too
+            x = batch(9, 0)
+            torch.testing.assert_close(model(x), alone(x))
+            for name, weight in full_weights(model).items():
+                torch.testing.assert_close(weight, expected[name].detach(), msg=name)
+
+
+@everywhere
+def test_written_compute_weights_are_taken_where_they_differ(place: Place) -> None:
+    torch.manual_seed(0)
+    model = clamped()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    alone = copy.deepcopy(model).bfloat16()
+    place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    x = batch(0, 0)
+    for each in (model, alone):
+        each(x.bfloat16()).float().square().mean().backward()
+    written = dict(alone.named_parameters())
+    for name, weight in full_weights(model).items():
+        is_written = before[name].bfloat16() != written[name]
+        expected = torch.where(is_written, written[name].float(), before[name])
+        assert torch.equal(weight, expected.detach()), name
+    for name, param in model.named_parameters():
+        grad, found = written[name].grad, param.grad
+        assert grad is not None
+        assert found is not None
+        full = found.full_tensor() if isinstance(found, fe.FlatDTensor) else found
+        torch.testing.assert_close(full, grad.float(), rtol=2e-2, atol=2e-3, msg=name)
+
+
+def write_noise(module: nn.Module, args: Any) -> None:
+    with torch.no_grad():
+        module.weight.add_(dist.get_rank())
+
+
+def write_on_one_rank(module: nn.Module, args: Any) -> None:
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            module.weight.zero_()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_weights_that_ranks_write_differently_raise(level: str, dtype: torch.dtype | None) -> None:
+    model = Model(nn.Linear)
+    model.blocks[1][0].register_forward_pre_hook(write_noise)
+    engine = fe.shard(model, strategy=level, mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype))
+    message = r"(?s)blocks.1.0.weight.*expected the same on all ranks"
+    with pytest.raises(ValueError, match=message):
+        model(batch(0, 0))
+    engine.reset()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_a_weight_that_one_rank_writes_raises_on_all(level: str) -> None:
+    model = Model(nn.Linear)
+    model.blocks[1][0].register_forward_pre_hook(write_on_one_rank)
+    fe.shard(model, strategy=level)
+    with pytest.raises((ValueError, RuntimeError), match=r"blocks.1.0.weight"):
+        model(batch(0, 0)).sum().backward()
+
+
+def replace_data(module: nn.Module, args: Any) -> None:
+    module.weight.data = module.weight.data * 0.5
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@on_ranks(2)
+def test_other_memory_for_a_weight_in_forward_raises(level: str) -> None:
+    model = Model(nn.Linear)
+    model.blocks[1][0].register_forward_pre_hook(replace_data)
+    fe.shard(model, strategy=level)
+    with pytest.raises(RuntimeError, match=r"blocks.1.0.weight: .*in place"):
+        model(batch(0, 0))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@on_ranks(2)
+def test_embeddings_that_renormalize_their_rows_are_refused(layer: type[nn.Module]) -> None:
+    model = nn.Sequential(layer(4, 4, max_norm=1.0))
+    with pytest.raises(ValueError, match=r"0.weight: .*max_norm=1.0"):
+        fe.shard(model)
+
+
+@on_ranks(1)
+def test_one_rank_renormalizes_rows_as_torch_does() -> None:
+    for level in LEVELS:
+        model = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0), nn.Linear(4, 4))
+        alone = copy.deepcopy(model)
+        fe.shard(model, strategy=level)
+        for each in (model, alone):
+            each(torch.tensor([1, 2])).sum().backward()
+        for name, weight in full_weights(model).items():
+            assert torch.equal(weight, alone.get_parameter(name).detach()), (level, name)
