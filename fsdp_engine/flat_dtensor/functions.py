@@ -183,7 +183,7 @@ def _set_metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _detach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    detached = cls._wrap(args[0]._local_tensor, args[0]._flat)
+    detached = args[0].alias()
     return as_gradient(detached) if args[0].is_gradient else detached
 
 

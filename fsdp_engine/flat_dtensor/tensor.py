@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,9 @@ class FlatDTensor(DTensor):
             operand was used.
         backref: a reference to the engine's buffer, for an engine's parameter.
     """
+
+    # Tensors over the same memory that ``.data`` and ``.detach()`` returned.
+    __slots__ = ("_aliases",)
 
     _flat: FlatPlacement
     _zeroed_at: int | None = None
@@ -314,7 +318,8 @@ class FlatDTensor(DTensor):
 
     @main_grad.setter
     def main_grad(self, value: Tensor) -> None:
-        """Copies ``value``, since the memory belongs to a flat buffer.
+        """Copies ``value``, since the memory belongs to a flat buffer. Tensors that ``.data`` or
+        ``.detach()`` returned before keep the old values, as torch's do.
 
         Raises:
             TypeError: as in ``copy_``.
@@ -360,11 +365,12 @@ class FlatDTensor(DTensor):
     @property
     def data(self) -> FlatDTensor:
         """This tensor without a graph. Unlike torch's, it shares the version counter."""
-        return self._wrap(self._local_tensor, self._flat)
+        return self.alias()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copies ``value``, since the memory belongs to a flat buffer.
+        """Copies ``value``, since the memory belongs to a flat buffer. Tensors that ``.data`` or
+        ``.detach()`` returned before keep the old values, as torch's do.
 
         Raises:
             TypeError: another dtype or device, or as in ``copy_``.
@@ -375,7 +381,30 @@ class FlatDTensor(DTensor):
                 f"{value.device}. The memory of a sharded tensor belongs to a flat buffer: convert "
                 "the entire model (model.to(dtype)), or set the compute dtype in mp_policy"
             )
-        self.data.copy_(value.detach())
+        source = value.detach()
+        if not (isinstance(source, FlatDTensor) and source._local_tensor is self._local_tensor):
+            self._part_from_aliases()
+        self.alias().copy_(source)
+
+    def alias(self) -> FlatDTensor:
+        """A tensor over the same memory, without a graph, until ``.data`` is set."""
+        alias = self._wrap(self._local_tensor, self._flat)
+        try:
+            aliases = self._aliases
+        except AttributeError:
+            aliases = self._aliases = []
+        aliases.append(weakref.ref(alias, aliases.remove))
+        return alias
+
+    def _part_from_aliases(self) -> None:
+        """Give the present values to the tensors over the same memory that users hold."""
+        shared = self._local_tensor
+        held = [alias for ref in getattr(self, "_aliases", ()) if (alias := ref()) is not None]
+        held = [alias for alias in held if alias._local_tensor is shared]
+        if held:
+            kept = self._stepped().clone()
+            for alias in held:
+                alias._local_tensor = kept
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register ``hook(gradient)``. For a sharded parameter it runs once per step on the reduced

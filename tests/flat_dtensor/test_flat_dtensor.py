@@ -554,6 +554,28 @@ def test_setting_data_copies(mesh: DeviceMesh) -> None:
         param.data = flat_of(full, mesh).bfloat16()
 
 
+def test_tensors_that_data_returned_keep_their_values_when_data_is_set(mesh: DeviceMesh) -> None:
+    old, new = torch.rand(SHAPE), torch.rand(SHAPE)
+    param, average = param_of(old, mesh), flat_of(new, mesh)
+    # As averages of weights are swapped in for an evaluation, and out again.
+    backup, detached, viewed = param.data, param.detach(), param.data
+    param.data = average
+    check(param, new)
+    for each in (backup, detached, viewed):
+        check(each, old)
+    backup.add_(1.0)
+    check(param, new)
+    check(detached, old + 1.0)  # these three are one tensor still
+    param.data, average.data = average.data, param.data.mul_(2.0)
+    check(param, new)
+    check(average, 2.0 * new)
+    param.data = detached
+    check(param, old + 1.0)
+    param.data.zero_()
+    check(param, torch.zeros(SHAPE))
+    check(backup, old + 1.0)
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "copy"])
 def test_a_copy_is_equal(mesh: DeviceMesh, way: str) -> None:
     full = torch.rand(SHAPE)
