@@ -39,6 +39,7 @@ the call: its memory is freed, which torch does not check in all kernels.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -67,6 +68,9 @@ from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
 from fsdp_engine.units.checkpointing import outside_selection
 from fsdp_engine.units.installing import holders
+
+# The tensor that a view is a view of; None: it is none.
+_base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 _frames: Any = eval_frame
 _SKIP_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
@@ -488,7 +492,7 @@ def _listen_to_base(tensor: Tensor, began: int, begin: Callable[[Any], None]) ->
     An operation in place on the view replaces its function: gradients then pass from the operation
     to the function of the base.
     """
-    base = tensor._base
+    base = _base_of(tensor)
     node = None if base is None else base.grad_fn
     if node is not None and node._sequence_nr() >= began:  # type: ignore[attr-defined]
         node.register_prehook(begin)
