@@ -62,7 +62,7 @@ from fsdp_engine.runtime.inputs import (
     unknown_part,
     version_of,
 )
-from fsdp_engine.runtime.kept_tensors import KeptTensors, last_function, next_function
+from fsdp_engine.runtime.kept_tensors import KeptTensors, next_function
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
@@ -382,7 +382,7 @@ class ModuleHooks:
                 if not entered.recomputes:
                     if not has_backward:
                         self._note_hidden(calls, output)
-                    if self._kept.needs_search(entered.began, last_function(ways_in)):
+                    if self._kept.needs_search(entered.began, ways_in):
                         has_backward |= self._listen_for_kept(entered, calls, ways_in)
         finally:
             if not entered.recomputes:
