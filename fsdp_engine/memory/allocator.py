@@ -525,7 +525,7 @@ class TransientStorage:
     Attributes:
         numel, dtype, num_bytes: its size.
         filled: it has memory.
-        is_exposed: readers' tensors have the memory, if there is any.
+        is_exposed: readers' tensors have the memory, and operations that write it have none.
     """
 
     def __init__(
@@ -547,10 +547,9 @@ class TransientStorage:
         self.filled = False
         # Views can only be made over memory that is there: `view` fills and drains once.
         self._written = self._read = empty_storage(memory.device)
-        self.is_exposed = True
+        self.is_exposed = False
         if read_error is not None and memory.can_withhold and self.num_bytes:
             self._read = memory.unreadable_storage(self.num_bytes, read_error)
-            self.is_exposed = False
             memory.transients[self._read._cdata] = self
         memory.transients[self._written._cdata] = self
         serves = is_kept_idle and self.num_bytes
@@ -572,7 +571,8 @@ class TransientStorage:
     def drain(self) -> None:
         """Take the memory away. Nothing happens if there is none."""
         if self.filled:
-            self.withdraw()
+            if self.is_exposed:
+                self.withdraw()
             if not self._is_kept_idle:
                 self._written.resize_(0)
                 self.leave()
@@ -590,13 +590,13 @@ class TransientStorage:
 
     def expose(self) -> None:
         """Compute has waited for the writes: readers' tensors have the memory from here on."""
-        if not self.is_exposed:
+        if not self.is_exposed and self._read is not self._written:
             self.is_exposed = True
             _swap(self._read, self._written)
 
     def withdraw(self) -> None:
         """Readers' tensors have no memory from here on."""
-        if self.is_exposed and self._read is not self._written:
+        if self.is_exposed:
             self.is_exposed = False
             _swap(self._read, self._written)
 

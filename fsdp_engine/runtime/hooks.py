@@ -39,6 +39,7 @@ the call: its memory is freed, which torch does not check in all kernels.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -61,12 +62,15 @@ from fsdp_engine.runtime.inputs import (
     unknown_part,
     version_of,
 )
-from fsdp_engine.runtime.kept_tensors import KeptTensors, last_function, next_function
+from fsdp_engine.runtime.kept_tensors import KeptTensors, next_function
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
 from fsdp_engine.units.checkpointing import outside_selection
 from fsdp_engine.units.installing import holders
+
+# The tensor that a view is a view of; None: it is none.
+_base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 _frames: Any = eval_frame
 _SKIP_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
@@ -381,7 +385,7 @@ class ModuleHooks:
                 if not entered.recomputes:
                     if not has_backward:
                         self._note_hidden(calls, output)
-                    if self._kept.needs_search(entered.began, last_function(ways_in)):
+                    if self._kept.needs_search(entered.began, ways_in):
                         has_backward |= self._listen_for_kept(entered, calls, ways_in)
         finally:
             if not entered.recomputes:
@@ -491,7 +495,7 @@ def _listen_to_base(tensor: Tensor, began: int, begin: Callable[[Any], None]) ->
     An operation in place on the view replaces its function: gradients then pass from the operation
     to the function of the base.
     """
-    base = tensor._base
+    base = _base_of(tensor)
     node = None if base is None else base.grad_fn
     if node is not None and node._sequence_nr() >= began:  # type: ignore[attr-defined]
         node.register_prehook(begin)

@@ -70,15 +70,21 @@ class KeptTensors:
         self._are_found: dict[int, bool] = {}
         self._hidden: dict[int, Shape | None] = {}
 
-    def needs_search(self, began: int, last: int) -> bool:
+    def needs_search(self, began: int, outputs: Iterable[Tensor]) -> bool:
         """Returns whether a call may keep tensors.
 
         Args:
             began: the sequence number of the call's first function.
-            last: the largest sequence number of its outputs.
+            outputs: the tensors in its output.
         """
         end: int = next_function()
-        return end > began and (last < end - 1 or self._are_found.get(end - began, True))
+        if end == began:
+            return False
+        for tensor in outputs:
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= end - 1:  # type: ignore[attr-defined]
+                return self._are_found.get(end - began, True)
+        return True
 
     def search(
         self, began: int, outputs: Collection[Tensor], modules: Iterable[nn.Module], arguments: Any
@@ -105,7 +111,8 @@ class KeptTensors:
         count = end - began
         if count in self._are_found or len(self._are_found) < _MOST_COUNTS:
             self._are_found[count] = bool(found)
-        last = max(last_function(outputs), last_function(found.values()), began - 1)
+        last = max(map(_number_of, (*outputs, *found.values())), default=-1)
+        last = max(last, began - 1)
         hidden = self._hidden_after(last, count) if last < end - 1 else None
         return list(found.values()), hidden
 
@@ -122,11 +129,6 @@ class KeptTensors:
                 None,
             )
         return self._hidden[count]
-
-
-def last_function(tensors: Iterable[Tensor]) -> int:
-    """Returns the largest sequence number of the functions of ``tensors``; -1: there is none."""
-    return max(map(_number_of, tensors), default=-1)
 
 
 def _number_of(tensor: Tensor) -> int:

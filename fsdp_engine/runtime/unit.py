@@ -406,8 +406,8 @@ class Unit:
         """The start of the unit's backward cannot be observed: keep it unsharded.
 
         Args:
-            found: what was expected, and what was found.
-            remedy: what to do.
+            found: the expected and the found tensors, for the message.
+            remedy: the advice in the message.
 
         Raises:
             RuntimeError: forward and backward read different bytes.
