@@ -256,7 +256,9 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
     if name not in REDUCTIONS:
         # numpy() shares memory, numpy(force=True) may copy.
         is_known = name in NAMES or (name == "numpy" and kwargs.get("force", False))
-        if not (is_known or changes) or kwargs.get("out") is not None:
+        # p.expand_as(p) looks for the node at which autograd accumulates.
+        is_of_itself = name.endswith("_as") and len(args) > 1 and args[0] is args[1]
+        if not (is_known or changes) or is_of_itself or kwargs.get("out") is not None:
             raise error
         if (optimizer := _stepping()) is not None:
             raise RuntimeError(
@@ -277,12 +279,13 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
         check_inplace(func, args[0])
     full = {key: each.full_tensor() for key, each in sharded.items()}
     copies = [GatheredCopy(sharded[key], each) for key, each in full.items()]
-    versions = [each.full._version for each in copies] if changes else []
+    version = _version_of(copies[0].full) if changes else None
     args, kwargs = tree_map_only(cls, lambda each: full[id(each)], (args, kwargs))
     result = func(*args, **kwargs)
     if changes:
         copy = copies[0]
-        if copy.full._version == versions[0] or args[0].shape != copy.flat.shape:
+        is_unchanged = version is not None and version == _version_of(copy.full)
+        if is_unchanged or args[0].shape != copy.flat.shape:
             raise error
         copy.store(name, copy.full)
     for key, each in full.items():

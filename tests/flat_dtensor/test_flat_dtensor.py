@@ -279,13 +279,11 @@ REFUSED: list[Callable[[Any], Any]] = [
     lambda p: p.resize_(3),
     lambda p: p.t_(),
     lambda p: p.transpose_(0, 1),
-    lambda p: p.squeeze_(),
     lambda p: torch.mm(p, p.local, out=torch.empty(6, 6)),
     lambda p: torch.randn_like(p),
     lambda p: F.dropout(p),
     lambda p: torch.ones(6, 5).copy_(p),
     lambda p: torch._foreach_add([p], [torch.ones(6, 5)]),
-    lambda p: p.__setitem__(0, 1.0),
 ]
 
 
