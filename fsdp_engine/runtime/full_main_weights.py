@@ -140,7 +140,8 @@ class FullMainWeights:
     def _held(buffer: ParamAndGradBuffer, index: int) -> Tensor:
         """What the modules hold for parameter ``index``, in the first of its places."""
         module, attribute = buffer.records[index].owners[0]
-        held: Tensor = dict.__getitem__(module._parameters, attribute)
+        held = dict.__getitem__(module._parameters, attribute)
+        assert held is not None
         return held
 
     def _find_values(self) -> list[list[Tensor]]:
