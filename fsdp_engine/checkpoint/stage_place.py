@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from fsdp_engine.comm.groups import Ranks
 Place = dict[str, str]
 
 _MARKER = ".stage"
-_SAME_WEIGHTS = re.compile(r"^(dp|ddp|fsdp|hsdp|cp|sp|data|context|sequence)|repl|shard", re.I)
+_SAME_WEIGHTS = re.compile(
+    r"^(dp|ddp|fsdp|hsdp|cp|sp|data|context|sequence|outer|inner|node)|repl|shard", re.I
+)
 
 
 def place_of(ranks: Ranks, stage: str = "") -> Place:
@@ -72,19 +75,32 @@ def claim_folder(folder: Path, place: Place) -> None:
     marker = folder / _MARKER
     content = json.dumps(place).encode()
     try:
-        # A link, so that no process finds the file without its content.
-        temporary = folder / f"{_MARKER}.{os.getpid()}"
-        temporary.write_bytes(content)
-        try:
-            os.link(temporary, marker)
-        finally:
-            temporary.unlink()
+        _create(marker, content)
     except FileExistsError:
         if text := differences(read_place(marker.read_bytes()), place):
             raise ValueError(
                 f"{folder}: {text}. Each stage saves into a folder of its own, such as "
                 f'f"{{folder}}/stage-{{index}}"; remove {_MARKER} to use this folder for another'
             ) from None
+
+
+def _create(path: Path, content: bytes) -> None:
+    """Create a file, which no process finds without its content, by a link.
+
+    Raises:
+        FileExistsError: it exists.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary.write_bytes(content)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        with open(path, "xb") as file:
+            file.write(content)
+    finally:
+        temporary.unlink()
 
 
 def read_place(content: Any) -> Place:
