@@ -47,7 +47,8 @@ def place_of(ranks: Ranks, stage: str = "") -> Place:
         return place
     own = set(ranks.ranks)
     for dim, (name, size) in enumerate(zip(root.mesh_dim_names, root.mesh.shape, strict=True)):
-        row = root.mesh[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()
+        index: Any = (*here[:dim], slice(None), *here[dim + 1 :])
+        row = root.mesh[index].tolist()
         if len(own.intersection(row)) == 1 and size > 1 and not _SAME_WEIGHTS.search(name):
             place[name] = f"{here[dim]} of {size}"
     return place
