@@ -244,9 +244,8 @@ class ExtraTargets:
             ValueError: the checkpoint does not contain it.
         """
         key = f"{EXTRA_TENSORS}.{reference.key}"
-        shape, empty = self._saved.shape(key), self._saved.entries.get(key)
-        if empty is None or shape != reference.shape:
-            found = "nothing" if empty is None else self._saved.describe(key)
+        if self._saved.shape(key) != reference.shape:
+            found = self._saved.describe(key) if key in self._saved.entries else "nothing"
             raise ValueError(f"{key}: expected a tensor of shape {reference.shape}; found {found}")
         if key not in self._tensors:
             self._tensors[key] = self._allocate(key, reference)
@@ -259,7 +258,8 @@ class ExtraTargets:
             self.targets[key] = zeros = param.zeros(dtype, torch.device("cpu"))
             return param.as_held(zeros)
         placement = reference.placement
-        if placement is not None and self._is_same_job:
+        is_slice = isinstance(placement, FlatPlacement) and placement.shape == reference.shape
+        if placement is not None and is_slice and self._is_same_job:
             local = allocator.zeros(placement.numel, dtype, "cpu")
             self.targets[key] = FlatDTensor.from_flat_local(local, placement)
         else:
@@ -276,21 +276,27 @@ class ExtraTargets:
             engine: that loads.
             is_own: the same rank, of as many ranks, has saved it.
         """
-        placements = map(_placement, saved_params(engine).values())
-        meshes = [engine.mesh.device_mesh, *(each.mesh for each in placements if each is not None)]
+        placements = [
+            placement
+            for param in saved_params(engine).values()
+            if (placement := _placement(param)) is not None
+        ]
+        meshes = [engine.mesh.device_mesh, *(each.mesh for each in placements)]
         known = set(map(id, self._tensors.values()))
         found: list[str] = []
 
         def note(each: Any) -> Any:
             if isinstance(each, FlatDTensor) and id(each) not in known:
                 flat = each.flat_placement
-                if flat.mesh not in meshes or not (is_own or flat.mesh.size() == 1):
+                same = [p for p in placements if (p.name, p.shape) == (flat.name, flat.shape)]
+                is_mine = is_own or flat.mesh.size() == 1
+                if not is_mine or flat.mesh not in meshes or (same and flat not in same):
                     found.append(f"{flat.name or 'a tensor'}, {flat}")
             return (int, ()) if isinstance(each, Tensor) else NotImplemented
 
         # Of objects that cannot be pickled, those that come first are examined.
         with suppress(Exception):
-            _pickler(note)(io.BytesIO()).dump(extra)
+            _pickler(note)(_Discard()).dump(extra)
         return found
 
 
@@ -309,6 +315,11 @@ def _dumps(value: Any, reduce: Callable[[Any], Any]) -> bytes:
     packed = io.BytesIO()
     torch.save(value, packed, SimpleNamespace(__name__="pickle", Pickler=_pickler(reduce)))
     return packed.getvalue()
+
+
+class _Discard(io.RawIOBase):
+    def write(self, content: Any) -> int:
+        return len(content)
 
 
 def _pickler(reduce: Callable[[Any], Any]) -> type[pickle.Pickler]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from fsdp_engine.comm.groups import Ranks
 Place = dict[str, str]
 
 _MARKER = ".stage"
-_SAME_WEIGHTS = re.compile(r"^(dp|ddp|fsdp|hsdp|cp|sp|data|context|sequence)|repl|shard", re.I)
+_SAME_WEIGHTS = re.compile(
+    r"^(dp|ddp|fsdp|hsdp|cp|sp|data|context|sequence|outer|inner|node)|repl|shard", re.I
+)
 
 
 def place_of(ranks: Ranks, stage: str = "") -> Place:
@@ -44,7 +47,8 @@ def place_of(ranks: Ranks, stage: str = "") -> Place:
         return place
     own = set(ranks.ranks)
     for dim, (name, size) in enumerate(zip(root.mesh_dim_names, root.mesh.shape, strict=True)):
-        row = root.mesh[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()
+        index: Any = (*here[:dim], slice(None), *here[dim + 1 :])
+        row = root.mesh[index].tolist()
         if len(own.intersection(row)) == 1 and size > 1 and not _SAME_WEIGHTS.search(name):
             place[name] = f"{here[dim]} of {size}"
     return place
@@ -72,19 +76,32 @@ def claim_folder(folder: Path, place: Place) -> None:
     marker = folder / _MARKER
     content = json.dumps(place).encode()
     try:
-        # A link, so that no process finds the file without its content.
-        temporary = folder / f"{_MARKER}.{os.getpid()}"
-        temporary.write_bytes(content)
-        try:
-            os.link(temporary, marker)
-        finally:
-            temporary.unlink()
+        _create(marker, content)
     except FileExistsError:
         if text := differences(read_place(marker.read_bytes()), place):
             raise ValueError(
                 f"{folder}: {text}. Each stage saves into a folder of its own, such as "
                 f'f"{{folder}}/stage-{{index}}"; remove {_MARKER} to use this folder for another'
             ) from None
+
+
+def _create(path: Path, content: bytes) -> None:
+    """Create a file, which no process finds without its content, by a link.
+
+    Raises:
+        FileExistsError: it exists.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary.write_bytes(content)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        with open(path, "xb") as file:
+            file.write(content)
+    finally:
+        temporary.unlink()
 
 
 def read_place(content: Any) -> Place:

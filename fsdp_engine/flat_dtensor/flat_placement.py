@@ -311,8 +311,8 @@ class FlatPlacement:
         place = self.mesh.get_coordinate()
         found = dist.get_process_group_ranks(group)
         if place is not None:
-            row = self.mesh.mesh[(*place[:axis], slice(None), *place[axis + 1 :])]
-            if row.tolist() == found:
+            index: Any = (*place[:axis], slice(None), *place[axis + 1 :])
+            if self.mesh.mesh[index].tolist() == found:
                 return group
         raise RuntimeError(f"expected a group of ranks of {self.mesh}; found one of ranks {found}")
 
