@@ -433,6 +433,8 @@ class Reductions:
         partial = frozenset(unit.index for unit in self.order if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and len(partial) < max(len(self.order), 1)
+        if not inputs_only:
+            self._mean_losses.begin_backward()
         if is_last and partial and self._mean_losses.is_pending:
             raise RuntimeError(
                 "backward of mean_loss(): expected the last microbatch to reduce the gradients of "
