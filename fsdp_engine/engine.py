@@ -216,7 +216,9 @@ class Engine:
 
         A rank that has run out repeats its last batch with weight 0; one that has none at all gets
         a copy of another rank's first. Each rank reads one batch ahead, so that whether there is
-        another one is known without waiting.
+        another one is known without waiting. Weight 0 takes a batch out of the loss alone: modules
+        that update buffers in training (BatchNorm's running statistics) see it once more. Use
+        ``drop_last=True`` with them, or ``eval()`` where the weight is 0.
 
         Example: a mean that is exact whatever the batches' sizes::
 
@@ -274,8 +276,9 @@ class Engine:
         Raises:
             ValueError: other shapes, or a negative or infinite number.
             RuntimeError: within a pipeline, of which other ranks compute the loss. Of backward:
-                gradients of an earlier step are not cleared, the step of the result is over, or
-                there is a penalty that was computed with sharded parameters.
+                gradients of an earlier step are not cleared, the step of the result is over,
+                there is a penalty that was computed with sharded parameters, or another loss
+                follows in the step.
         """
         if self._scheduler.microbatch is not None:
             raise RuntimeError(

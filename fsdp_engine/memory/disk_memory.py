@@ -93,7 +93,14 @@ class DiskFile:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._size = 0
-        self.number, name = tempfile.mkstemp(prefix="fsdp_engine-state-", dir=folder)
+        try:
+            self.number, name = tempfile.mkstemp(prefix="fsdp_engine-state-", dir=folder)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                error.errno,
+                f"offload.folder: expected a folder for state, {folder}; found that it does not "
+                "exist. Create it",
+            ) from error
         weakref.finalize(self, os.close, self.number)
         try:
             direct = _open_direct(name)

@@ -34,20 +34,20 @@ class OwnedParam:
 
     Attributes:
         param: of the model.
-        group: number of its param group.
         owned: its place and its owner.
         name: for people.
         is_mine: this rank is its owner.
+        groups: numbers of the param groups that it is in; none: it is not stepped.
         whole: on the owner, the tensor that is stepped.
         known: what its state looks like; None: it has none.
         numbers: those in its state, in order; on ranks that do not own it.
     """
 
     param: Tensor
-    group: int
     owned: Owned
     name: str
     is_mine: bool
+    groups: list[int] = field(default_factory=list)
     whole: Tensor | None = None
     known: Any = None
     numbers: list[Any] = field(default_factory=list)

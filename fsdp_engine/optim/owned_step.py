@@ -304,6 +304,7 @@ class OwnedStep(StepHook):
         self._groups: list[list[Tensor]] = []
         self._owners: list[MeshOwners] = []
         self._owned: dict[int, OwnedParam] = {}  # by id of the parameter
+        self._unit_of: dict[int, object] = {}  # parameters that are stepped at once, by id of each
         self._slots: list[Slot] = []
         self._slices = Slices([])
         self._plain: list[Tensor] = []
@@ -359,21 +360,36 @@ class OwnedStep(StepHook):
 
     # Owners.
 
-    def _refresh(self, optimizer: Any) -> None:
-        """Choose owners for parameters that have none."""
+    def _refresh(self, optimizer: Any, *, takes_state: bool = True) -> None:
+        """Choose owners for parameters that have none, and note which groups parameters are in.
+
+        A parameter that left its group keeps its owner and its state, as it does in torch, and has
+        no gradient until it is in a group again.
+
+        Args:
+            optimizer: its param groups may have been edited.
+            takes_state: whether owners take the state of parameters that had none.
+
+        Raises:
+            RuntimeError: a parameter was converted.
+            ValueError: parameters that are stepped at once have several owners.
+        """
+        self._check_converted()
         groups = [list(group["params"]) for group in optimizer.param_groups]
         if [*map(len, groups)] == [*map(len, self._groups)] and all(
             a is b for a, b in zip(chain(*groups), chain(*self._groups), strict=True)
         ):
-            self._check_converted()
             return
+        found = self._units_of(optimizer)
+        for members in found:
+            _check_together([param for _, param in members], optimizer)
+            self._check_unit([param for _, param in members], optimizer)
         self._groups = groups
         self._shadows.refresh(optimizer)
         units: dict[int, list[list[tuple[int, Tensor]]]] = {}
         meshes: dict[int, DataMesh] = {}
         slots, plain = [], []
-        for members in self._units_of(optimizer):
-            _check_together([param for _, param in members], optimizer)
+        for members in found:
             first = site_of(members[0][1]) if members else None
             if first is None or id(members[0][1]) in self._owned:
                 continue
@@ -384,16 +400,49 @@ class OwnedStep(StepHook):
         owned |= self._owned.keys()
         for param in chain(*groups):
             if id(param) not in owned:
+                owned.add(id(param))
                 if isinstance(param, FlatDTensor):
                     slots.append(Slot(param))
                 else:
                     plain.append(param)
         self._slots, self._slices, self._plain = slots, Slices(slots), plain
+        num_before = len(self._owners)
         for key, of_mesh in units.items():
             self._add_owners(meshes[key], of_mesh)
+        for each in self._owned.values():
+            each.groups.clear()
+        for number, param in ((n, param) for n, group in enumerate(groups) for param in group):
+            if (each := self._owned.get(id(param))) is not None:
+                each.groups.append(number)
+        if takes_state:
+            self._take_state_of_slices(optimizer, self._owners[num_before:])
         backrefs = (getattr(each.param, "backref", None) for each in self._owned.values())
         reads = {id(each.gradients): each.gradients for each in backrefs if each is not None}
         self._reads = list(reads.values())
+
+    def _check_unit(self, params: Sequence[Tensor], optimizer: Any) -> None:
+        """Check that parameters that are stepped at once have one owner, or none.
+
+        Raises:
+            ValueError: one was added to others, or was moved.
+        """
+        units = [self._unit_of.get(id(param)) for param in params]
+        for param, unit in zip(params, units, strict=True):
+            if unit is not units[0]:
+                kind = type(optimizer).__name__
+                raise ValueError(
+                    f"{_name_of(param)}: expected it among the parameters that it was with when "
+                    f"the optimizer was passed to fe.shard_optimizer, since {kind} steps them at "
+                    f"once, on one rank; found it beside {_name_of(params[0])}. Make a new "
+                    "optimizer with these groups"
+                )
+
+    @torch.no_grad()
+    def _take_state_of_slices(self, optimizer: Any, added: Sequence[MeshOwners]) -> None:
+        """Owners of parameters that had none take the state that there is. Collective."""
+        for each in chain.from_iterable(owners.params for owners in added):
+            if state := optimizer.state.get(each.param):
+                self._put(optimizer, each, map_leaves(partial(_whole, each, True), state))
 
     def _units_of(self, optimizer: Any) -> list[list[tuple[int, Tensor]]]:
         """Parameters that one rank steps together, with the numbers of their groups."""
@@ -450,13 +499,14 @@ class OwnedStep(StepHook):
         rank = mesh.outer.rank * mesh.inner.size + mesh.inner.rank
         params, chunks = [], []
         for unit, owner, chunk in zip(units, owners, chunk_of, strict=True):
-            for group, param in unit:
+            for _, param in unit:
                 site = _site(param)
                 owned = Owned(site, owner, param.dtype)
-                made = OwnedParam(param, group, owned, _name_of(param), owner == rank)
+                made = OwnedParam(param, owned, _name_of(param), owner == rank)
                 params.append(made)
                 chunks.append(chunk)
                 self._owned[id(param)] = made
+                self._unit_of[id(param)] = unit
         self._owners.append(MeshOwners(params, chunks, self._make_home))
         self._shares.append(_describe_shares(shares_of(items, owners, mesh.size), rank, len(items)))
 
@@ -464,8 +514,10 @@ class OwnedStep(StepHook):
         for each in self._owned.values():
             if not each.is_current:
                 raise RuntimeError(
-                    f"{each.name}: expected the parameter as it was when its optimizer was passed "
-                    "to fe.shard_optimizer; found that it was converted. Convert the model before"
+                    f"{each.name}: expected the memory that the parameter had when its optimizer "
+                    "was passed to fe.shard_optimizer; found another one: the model was converted, "
+                    "or a tensor was assigned to .data. Convert the model before; copy values "
+                    "under torch.no_grad() (param.copy_(values))"
                 )
         if not self._slices.are_current:
             self._slots = [Slot(slot.param) for slot in self._slots]
@@ -623,13 +675,17 @@ class OwnedStep(StepHook):
     @staticmethod
     def _gradients(owners: MeshOwners) -> dict[int, Tensor | None]:
         """This rank's slices of gradients, by id of the parameter."""
-        params = [each.param for each in owners.params]
+        params = [each.param for each in owners.params if each.groups]
         flat = [param for param in params if isinstance(param, FlatDTensor)]
         found = dict(zip(map(id, flat), gradients_of(flat), strict=True))
         for param in params:
             if id(param) not in found:
                 found[id(param)] = param.grad
-        return {key: None if grad is None else flat_slice(grad) for key, grad in found.items()}
+        grads = [found.get(id(each.param)) for each in owners.params]
+        return {
+            id(each.param): None if grad is None else flat_slice(grad)
+            for each, grad in zip(owners.params, grads, strict=True)
+        }
 
     @torch.no_grad()
     def _step_chunk(
@@ -653,7 +709,8 @@ class OwnedStep(StepHook):
                 whole.grad = chunk.messages.gradients[number].to(whole.dtype)
             if state := optimizer.state.get(each.param):
                 states[whole] = state if home is None else home.on_device(state)
-            members.setdefault(each.group, []).append(whole)
+            for group in each.groups:
+                members.setdefault(group, []).append(whole)
         local_of = {id(each.param): each.whole for each in mine.values()}
         try:
             shadow = self._run(optimizer, members, states, local_of, arguments, kwargs)
@@ -731,6 +788,8 @@ class OwnedStep(StepHook):
         states, local_of = entries_of(optimizer), {}
         if not self._takes_nothing:
             for group, params in zip(groups, self._groups, strict=True):
+                if not params:
+                    continue
                 like = params[0]
                 dummy = allocator.zeros((1,) * like.ndim, like.dtype, like.device)
                 dummy.grad = allocator.zeros(tuple(dummy.shape), like.dtype, like.device)
@@ -798,11 +857,16 @@ class OwnedStep(StepHook):
         if self._offload is not None:
             self._offload.wait()
         states = dict(state_dict["state"])
-        for index, param in enumerate(chain(*self._groups)):
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for index, param in enumerate(params):
             if (each := self._owned.get(id(param))) is None:
                 continue
             states.pop(index, None)
-            if each.known is not None:
+            # Other ranks have an empty entry where there is state, unless the user has reset it.
+            has_state = (
+                bool(optimizer.state.get(param)) if each.is_mine else param in optimizer.state
+            )
+            if each.known is not None and has_state:
                 states[index] = self._state_of(optimizer, each)
         in_order = {key: states[key] for key in sorted(states, key=_as_number)}
         return {**state_dict, "state": in_order}
@@ -830,7 +894,9 @@ class OwnedStep(StepHook):
     @torch.no_grad()
     def _take_loaded(self, optimizer: Any) -> None:
         """Load post-hook: owners keep whole tensors, other ranks what they look like."""
-        self._refresh(optimizer)
+        for each in self._owned.values():  # which a loaded dict may lack
+            each.known, each.numbers = None, []
+        self._refresh(optimizer, takes_state=False)
         self._loaded.clear()
         for owners in self._owners:
             loaded = [optimizer.state.get(each.param) or {} for each in owners.params]

@@ -40,6 +40,9 @@ class _StepLosses:
         num_reached: microbatches whose backward has begun.
         is_over: gradients are reduced, or were cleared.
         work: the message that adds over the ranks.
+        covers_backwards: backwards of the model belong to the loss that was reached last: they
+            begin within its backward or, if none did, follow it (from cached representations).
+        has_begun: one began within it.
     """
 
     totals: Tensor
@@ -48,6 +51,8 @@ class _StepLosses:
     num_reached: int = 0
     is_over: bool = False
     work: Any = field(default=None, repr=False)
+    covers_backwards: bool = False
+    has_begun: bool = False
 
     def reached(self, added: Tensor, grad: Tensor) -> None:
         """Backward has begun with the loss of a microbatch, ``added`` to the totals.
@@ -71,6 +76,11 @@ class _StepLosses:
             )
         self.num_reached += 1
         self.totals += added
+        self.covers_backwards, self.has_begun = True, False
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[no-untyped-call]
+
+    def _end_backward(self) -> None:
+        self.covers_backwards = not self.has_begun
 
 
 class MeanLosses:
@@ -128,6 +138,27 @@ class MeanLosses:
         loss = loss_sum.reshape(()) / step.divisor
         loss.register_hook(partial(step.reached, added))
         return loss
+
+    def begin_backward(self) -> None:
+        """A backward of the model begins.
+
+        Raises:
+            RuntimeError: it is not one of a mean loss, and the step has gradients of mean losses.
+        """
+        step = self._step
+        if step is None or not step.num_reached:
+            return
+        if step.covers_backwards:
+            step.has_begun = True
+        elif all(buffer.published.are_cleared_or_zeroed for buffer in self._buffers):
+            self.discard()  # the user has dropped the gradients of the mean losses
+        else:
+            raise RuntimeError(
+                "backward: expected a result of mean_loss(), as before in this step, since "
+                "gradients of the step are divided by its number of samples; found another loss. "
+                "Add it to loss_sum, multiplied by count, or call mean_loss(loss, 1) for it alone "
+                "in a step of its own"
+            )
 
     def start(self) -> None:
         """The step's last reductions are issued: begin to add over the ranks."""

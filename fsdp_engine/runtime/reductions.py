@@ -455,6 +455,8 @@ class Reductions:
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and not self._is_nested
         is_last = is_last and len(partial) < max(len(self.order), 1)
+        if not inputs_only:
+            self._mean_losses.begin_backward()
         self._check_partial(partial, is_last=is_last)
         self._queue = ReductionQueue(
             self.order, is_last=is_last, inputs_only=inputs_only, partial=partial

@@ -74,6 +74,23 @@ class Exchanging(torch.optim.Optimizer):
                 p.sub_(state["one"] + 0.5 * state["other"], alpha=group["lr"])
 
 
+class WhitensOrAverages(torch.optim.Optimizer):
+    """Steps each group as one of two optimizers, as those do that have Muon and AdamW in one."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "whitens": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                p.sub_(mean / (1 + mean.norm() * group["whitens"]), alpha=group["lr"])
+
+
 class Coupled(torch.optim.Optimizer):
     """Divides by the norm of all gradients, which it keeps in its first group."""
 

@@ -22,6 +22,7 @@ from tests.optim.owned import (
     SIZES,
     Exchanging,
     Whitening,
+    WhitensOrAverages,
     assert_close,
     inputs,
     is_mine,
@@ -211,6 +212,122 @@ def test_clipping_schedules_and_groups() -> None:
             schedule.step()
         found.append(values(model))
     assert_close(found[0], found[1], "")
+
+
+def leave(optimizer: Any) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][1:]
+
+
+def move(optimizer: Any) -> None:
+    moved = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.add_param_group({"params": [moved], "lr": 0.0})
+
+
+def replace(optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    optimizer.param_groups[:] = [dict(second, params=[*second["params"]]), dict(first)]
+
+
+def merge(optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    optimizer.param_groups.remove(first)
+    second["params"] = [*second["params"], *first["params"]]
+
+
+EDITS: dict[str, Callable[[Any], object]] = {
+    "left": leave,
+    "moved": move,
+    "emptied": lambda optimizer: optimizer.param_groups[1]["params"].clear(),
+    "removed": lambda optimizer: optimizer.param_groups.pop(0),
+    "reversed": lambda optimizer: optimizer.param_groups.reverse(),
+    "replaced": replace,
+    "merged": merge,
+    "swapped": lambda optimizer: optimizer.param_groups[0].update(
+        params=optimizer.param_groups[1]["params"], lr=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("level", LEVELS)
+@on_few_ranks
+def test_param_groups_may_be_edited(level: str, edit: str) -> None:
+    found = []
+    for sharded in (True, False):
+        model = plain_model()
+        if sharded:
+            fe.shard(model, None, level, units=[nn.Linear], min_unit_size=0)
+        params = list(model.parameters())
+        optimizer: Any = Whitening([{"params": params[:3]}, {"params": params[3:], "lr": 0.005}])
+        if sharded:
+            fe.shard_optimizer(optimizer)
+        train(model, optimizer, range(2), sharded=sharded)
+        EDITS[edit](optimizer)
+        train(model, optimizer, range(2, 4), sharded=sharded)
+        found.append(values(model))
+        del optimizer.param_groups[1:]  # what left returns with the state that it had
+        optimizer.param_groups[0]["params"] = params[:3]
+        optimizer.add_param_group({"params": params[3:]})
+        train(model, optimizer, range(4, 6), sharded=sharded)
+        found[-1] += values(model)
+        packed = optimizer.state_dict()["state"]
+        found[-1] += [
+            leaf.full_tensor()
+            if isinstance(leaf, fe.FlatDTensor)
+            else torch.as_tensor(leaf).double()
+            for index in sorted(packed)
+            for leaf in leaves_of(packed[index])
+        ]
+    assert_close(*found, "")
+
+
+@on_few_ranks
+def test_a_slice_that_comes_to_be_stepped_whole_keeps_its_state() -> None:
+    found = []
+    for sharded in (True, False):
+        model = plain_model()
+        if sharded:
+            fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
+        params = list(model.parameters())
+        optimizer: Any = WhitensOrAverages([{"params": params}, {"params": [], "whitens": True}])
+        optimizer.param_groups[1]["params"] = [params.pop()]
+        optimizer.param_groups[0]["params"] = params
+        if sharded:
+            fe.shard_optimizer(optimizer)
+        train(model, optimizer, range(2), sharded=sharded)
+        optimizer.param_groups[1]["params"].append(params.pop(0))
+        train(model, optimizer, range(2, 4), sharded=sharded)
+        found.append(values(model))
+    assert_close(*found, "")
+
+
+@on_few_ranks
+def test_parameters_that_are_stepped_at_once_stay_together() -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Coupled")
+    params = optimizer.param_groups[0]["params"]
+    last = params.pop()
+    train(model, optimizer, range(1), sharded=True)  # one that left is not stepped
+    assert torch.equal(values(model)[-1], values(plain_model())[-1])
+    params.append(last)
+    model.extra = nn.Linear(3, 3).double()
+    fe.shard(model.extra, None, "optim_grads_params")
+    optimizer.add_param_group({"params": model.extra.parameters()})
+    before = values(model)
+    with pytest.raises(ValueError, match="expected it among the parameters that it was with"):
+        optimizer.step()
+    assert all(map(torch.equal, values(model), before))
+
+
+@pytest.mark.parametrize("reset", ["cleared", "loaded"])
+@on_few_ranks
+def test_a_state_dict_after_a_reset_has_no_state_on_any_rank(reset: str) -> None:
+    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    train(model, optimizer, range(2), sharded=True)
+    RESETS[reset](optimizer)
+    assert optimizer.state_dict()["state"] == {}
+    train(model, optimizer, [2], sharded=True)
+    assert optimizer.state_dict()["state"][0]["num"] == 1
 
 
 @on_few_ranks

@@ -336,6 +336,54 @@ def test_microbatches_that_the_user_drops_do_not_count(level: str, to_none: bool
         model.zero_grad(set_to_none=to_none)
 
 
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_another_loss_in_the_step_is_refused_or_not_divided(level: str) -> None:
+    model, seed = Net(), dist.get_rank()
+    engine = fe.shard(model, strategy=level, units="blocks.*")
+    for to_none in (True, False):
+        with engine.no_sync():
+            engine.mean_loss(model(rows(3, seed)).sum(), 3).backward()
+        with pytest.raises(
+            RuntimeError, match=r"expected a result of mean_loss.*found another loss"
+        ):
+            model(rows(3, seed)).mean().backward()
+        engine.reset()
+        with engine.no_sync():
+            engine.mean_loss(model(rows(3, seed)).sum(), 3).backward()
+        model.zero_grad(set_to_none=to_none)
+        model(rows(3, seed)).mean().backward()  # a step of its own, as is one after a reduction
+        expected = Net()
+        expected(torch.cat([rows(3, 0), rows(3, 1)])).mean().backward()
+        assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
+        engine.reset()
+        model.zero_grad()
+        engine.mean_loss(model(rows(3, seed)).sum(), 3).backward()
+        model(rows(3, seed)).mean().backward()
+        doubled = {
+            n: None if g is None else g / 2 for n, g in reference.full_gradients(model).items()
+        }
+        assert_equal(doubled, reference.full_gradients(expected))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_backwards_from_cached_representations_belong_to_their_loss(level: str) -> None:
+    model, seed = Net(), dist.get_rank()
+    engine = fe.shard(model, strategy=level, units="blocks.*")
+    halves = [rows(2, seed), rows(2, 2 + seed)]
+    with torch.no_grad():
+        cached = [model(half).requires_grad_() for half in halves]
+    engine.mean_loss(torch.cat(cached).sum(), 4).backward()
+    with engine.no_sync():
+        model(halves[0]).backward(cached[0].grad)
+    model(halves[1]).backward(cached[1].grad)
+    expected = Net()
+    expected(torch.cat([rows(2, each) for each in range(4)])).mean().backward()
+    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
+
+
 @pytest.mark.parametrize("level", LEVEL_NAMES[1:])
 @on_ranks(2)
 def test_penalties_on_sharded_parameters_are_refused(level: str) -> None:
