@@ -92,7 +92,7 @@ $(PROGRAMS): $(STAMP)
 		--constraint $(CONSTRAINTS) --editable ".[programs]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint $(CONSTRAINTS) --no-deps --upgrade --target $(TORCHTITAN) \
-		torchtitan triton torchao bitsandbytes pytorch_optimizer schedulefree
+		torchtitan triton torchao bitsandbytes pytorch_optimizer schedulefree liger-kernel axolotl
 	@touch $@
 
 train: $(STAMP)

@@ -899,6 +899,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop the running forward and backward; communication must be over."""
+        running: Backward | Forward | None
         for running in (self._backward, self._forward):
             while running is not None and running.outer is not None:
                 running, self._record = running.outer

@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 
-# Made by the Makefile: torchtitan, triton, torchao, bitsandbytes, pytorch_optimizer, schedulefree.
+# Made by the Makefile: torchtitan, triton, torchao, bitsandbytes, pytorch_optimizer, schedulefree,
+# liger-kernel, axolotl.
 TORCHTITAN = Path(sys.prefix) / "torchtitan"
-_NEEDED = ("datasets", "diffusers", "sentence_transformers", "torchao", "torchtitan", "trl")
+_NEEDED = (
+    "axolotl",
+    "datasets",
+    "diffusers",
+    "liger_kernel",
+    "sentence_transformers",
+    "torchao",
+    "torchtitan",
+    "trl",
+)
 _missing = [
     name for name in _NEEDED if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
 ]
