@@ -1246,6 +1246,19 @@ def weight_stream() -> str:
 # --- docs/planner.md
 
 
+def planner_calibrated() -> str:
+    """Memory on two gloo ranks, planned for what `calibrate` measured and for a device."""
+    columns = ["model", "strategy", "measured, MB", "planned for `calibrate`", "off by"]
+    columns += ["of it transient", "planned for H100", "transient"]
+    rows = []
+    for row in results("planner_calibrated"):
+        cells = [row["model"], row["level"], f"{row['measured'] / MB:.2f}"]
+        cells += [f"{row['planned'] / MB:.2f}", f"{row['percent']:+.4f} %"]
+        cells += [f"{row['transient'] / MB:.2f}", f"{row['on a device'] / MB:.2f}"]
+        rows.append([*cells, f"{row['transient on a device'] / MB:.2f}"])
+    return with_machine(table(columns, rows), "planner_calibrated")
+
+
 def planner_memory() -> str:
     return _memory_of_models("planner_memory")
 
@@ -1725,6 +1738,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     loading,
     families,
     weight_stream,
+    planner_calibrated,
     planner_memory,
     planner_memory_ranges,
     planner_heldout,

@@ -7,7 +7,8 @@ Every storage that an operation returns is tracked until it is freed, and has a 
     gradients     accumulated gradients, from a unit's first reduction until they are cleared
     optimizer     storages that the optimizer's construction or its steps have allocated, and chunks
                   of offloaded state on the device
-    transient     full parameters and gradients in flight, and their idle memory
+    transient     full parameters and gradients in flight, and their idle memory; where the host
+                  computes, memory that lanes receive other ranks' gradients in
     activations   all others: inputs, saved tensors, temporaries, and gradients until the engine
                   has copied them
 
@@ -54,6 +55,7 @@ from fsdp_engine.runtime.reports import KIND_OF_ROLE
 KINDS = ("weights", "gradients", "optimizer", "transient", "activations")
 
 _NEW = "activations"
+TRANSIENT = "transient"
 
 
 class MemoryTracker:
@@ -100,8 +102,13 @@ class MemoryTracker:
         self._made["weights"] -= self._booked_before
         self.restart()
 
-    def made(self, tensors: Sequence[Tensor]) -> None:
-        """Track the storages of tensors that an operation has returned, or of inputs."""
+    def made(self, tensors: Sequence[Tensor], kind: str = _NEW) -> None:
+        """Track the storages of tensors that an operation has returned, or of inputs.
+
+        Args:
+            tensors: those that are not tracked yet are added.
+            kind: of their storages.
+        """
         newest, grew = set(), False
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -109,8 +116,8 @@ class MemoryTracker:
             if key not in self._sizes and not tensor.is_meta:
                 size = storage.nbytes()
                 self._sizes[key] = size
-                self._kinds[key] = _NEW
-                self._made[_NEW] += size
+                self._kinds[key] = kind
+                self._made[kind] += size
                 newest.add(key)
                 grew = grew or size > 0
                 # Not `finalize`, whose registry would keep this object, and with it the engine and

@@ -58,6 +58,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_engine.comm.lanes import LANES
 from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import not_compiled
 from fsdp_engine.simulation import chunked_products
@@ -74,7 +75,7 @@ from fsdp_engine.simulation.memory_access import (
     scratch_bytes,
     tensors_of,
 )
-from fsdp_engine.simulation.memory_tracker import MemoryTracker, as_returned
+from fsdp_engine.simulation.memory_tracker import TRANSIENT, MemoryTracker, as_returned
 
 # Types of values that are part of the key. Their type is as well, since 1, 1.0 and True are equal.
 _PLAIN = {type(None), bool, int, float, str}
@@ -609,7 +610,10 @@ class Operations(TorchDispatchMode):
             self._clock.compute(func._overloadpacket.__name__, seconds)
             self._count_flops(func, args, kwargs, out, recipe)
         results = (out,) if type(out) is FakeTensor else tensors_of(out)
-        self._memory.made(results)
+        if self._clock.lane_at_work in LANES and not self._clock.machine.host_runs_ahead:
+            self._memory.made(results, TRANSIENT)
+        else:
+            self._memory.made(results)
         if func in _WITH_SCRATCH and self._clock.machine.host_runs_ahead:
             self._memory.sample(scratch_bytes(func, args, out))
 

@@ -16,8 +16,9 @@ from fsdp_engine.simulation.machine import Link, Machine, Processor
 from tests.simulation.heldout_models import HELD_OUT
 from tests.simulation.live_storages import LiveStorages
 from tests.simulation.memory_models import MODELS
+from tests.simulation.weight_bound_models import WEIGHT_BOUND
 
-ALL_MODELS = MODELS | HELD_OUT
+ALL_MODELS = MODELS | HELD_OUT | WEIGHT_BOUND
 NUM_RANKS = 2
 # One whose host computes, as two gloo ranks do.
 _LINK = Link(1e9, 1e-4, processor_share=0.5)
@@ -59,13 +60,13 @@ class Run:
         return {"strategy": self.level, "min_unit_size": 0, "mp_policy": policy}
 
 
-def planned(run: Run) -> fe.Simulation:
+def planned(run: Run, machine: Machine = HOST) -> fe.Simulation:
     """Memory by ``fe.simulate``."""
     return fe.simulate(
         run.build,
         NUM_RANKS,
         batch=ALL_MODELS[run.name].batch,
-        machine=HOST,
+        machine=machine,
         microbatches=run.microbatches,
         **run.options,
     )

@@ -6,6 +6,7 @@ The full table is in ``benchmarks/planner_memory.py`` and in the thorough test.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,14 @@ from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
 from tests.simulation.live_storages import LiveStorages
-from tests.simulation.memory_runs import ALL_MODELS, NUM_RANKS, Run, measured_all, planned
+from tests.simulation.memory_runs import (
+    ALL_MODELS,
+    HOST,
+    NUM_RANKS,
+    Run,
+    measured_all,
+    planned,
+)
 
 # The documented limits are 3 % above and 0 below, but for tensors of single elements.
 MOST = 0.0002
@@ -31,6 +39,8 @@ SOME = [
     Run("buffers", "optim", microbatches=2, checkpointing=True),
     Run("decoder", "optim_grads", in_bf16=True, checkpointing=True),
     Run("custom function", "optim_grads_params", checkpointing=True),
+    Run("weighted experts", "optim"),
+    Run("weighted experts", "optim_grads_params"),
 ]
 ALL = [
     Run(name, level, checkpointing)
@@ -166,6 +176,23 @@ def test_tensors_on_the_meta_device_have_no_memory() -> None:
         Shapes.is_used = is_used
         found.append(fe.simulate(lambda: Shapes(64, 64), 2, batch=torch.zeros(8, 64)))
     assert found[0].memory == found[1].memory
+
+
+def test_memory_does_not_depend_on_the_figures_of_a_machine_whose_host_computes() -> None:
+    link = replace(HOST.within_node, bandwidth=1e6, latency=1.0)
+    slow = replace(HOST, within_node=link, between_nodes=link, host_seconds=0.0)
+    run = Run("weighted experts", "optim")
+    assert planned(run, slow).memory == planned(run).memory
+
+
+def test_memory_that_gradients_are_received_in_is_transient() -> None:
+    """On two ranks half of each unit's gradients, until backward ends."""
+    run = Run("weighted experts", "optim")
+    model, found = ALL_MODELS[run.name], planned(run)
+    on_device = fe.simulate(run.build, NUM_RANKS, batch=model.batch, **run.options)
+    assert on_device.memory["transient"] == 0
+    assert found.memory["transient"] == pytest.approx(found.memory["gradients"] / 2, rel=0.01)
+    assert found.memory["activations"] <= on_device.memory["activations"]
 
 
 def test_a_host_holds_memory_that_a_device_frees() -> None:
