@@ -343,9 +343,8 @@ class Memory:
         if _set_access_error is None:
             return empty_storage(self.device)
         # As long as with memory, so that views of it can be created, whose access is the error.
-        storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
-            0, self.device, num_bytes
-        )
+        made = torch._C._construct_storage_from_data_pointer(0, self.device, num_bytes)
+        storage: torch.UntypedStorage = made  # type: ignore[assignment]
         _set_access_error(storage._cdata, error)
         return storage
 

@@ -496,8 +496,8 @@ def _listen_to_base(tensor: Tensor, began: int, begin: Callable[[Any], None]) ->
     to the function of the base.
     """
     base = _base_of(tensor)
-    node = None if base is None else base.grad_fn
-    if node is not None and node._sequence_nr() >= began:  # type: ignore[attr-defined]
+    node: Any = None if base is None else base.grad_fn
+    if node is not None and node._sequence_nr() >= began:
         node.register_prehook(begin)
 
 

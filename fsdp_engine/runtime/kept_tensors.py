@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-next_function = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+next_function = torch.autograd._get_sequence_nr
 """Returns the sequence number of the function that autograd makes next on this thread."""
 
 Shape = tuple[int, ...]
@@ -81,8 +81,8 @@ class KeptTensors:
         if end == began:
             return False
         for tensor in outputs:
-            node = tensor.grad_fn
-            if node is not None and node._sequence_nr() >= end - 1:  # type: ignore[attr-defined]
+            node: Any = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= end - 1:
                 return self._are_found.get(end - began, True)
         return True
 
@@ -135,10 +135,10 @@ def _number_of(tensor: Tensor) -> int:
     if not tensor.requires_grad:
         return -1
     try:
-        node = tensor.grad_fn
+        node: Any = tensor.grad_fn
     except RuntimeError:  # a view of memory that was changed in place in a way that torch refuses
         return -1
-    return -1 if node is None else int(node._sequence_nr())  # type: ignore[attr-defined]
+    return -1 if node is None else int(node._sequence_nr())
 
 
 def _own_attributes(modules: Iterable[nn.Module]) -> list[Any]:

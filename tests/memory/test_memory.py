@@ -82,7 +82,13 @@ def real_bytes(engine: Any) -> int:
     """Bytes of all storages behind the engine's tensors."""
     held = [each for buffer in engine.buffers for each in (buffer.weights, buffer.grads)]
     storages = {s._cdata: s for each in held for s in storages_of(each)}
-    return sum(storage.nbytes() for storage in storages.values())
+    transients = engine.buffers[0]._context.memory.transients
+    # Of the two objects of a transient storage one has the memory.
+    return sum(
+        storage.nbytes()
+        for key, storage in storages.items()
+        if key not in transients or transients[key]._storage._cdata == key
+    )
 
 
 def rest_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, Any, Any]]:
