@@ -150,9 +150,8 @@ class GatheredCopy:
 
 def _same_view(view: Tensor, full: Tensor) -> Tensor:
     """The elements of ``full`` that ``view`` has of another copy of it."""
-    place = torch.empty(0, dtype=view.dtype, device=full.device)
-    storage = full.untyped_storage()
-    return place.set_(storage, view.storage_offset(), view.size(), view.stride())
+    elements = full.view(-1).view(view.dtype)
+    return elements.as_strided(view.size(), view.stride(), view.storage_offset())
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

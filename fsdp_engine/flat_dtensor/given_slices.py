@@ -101,10 +101,14 @@ def _aliases(cls: Any, func: Function, result: Any, args: Args) -> Any:
     first = args[0] if args else None
     if not isinstance(first, cls):
         return result
-    if type(result) is not Tensor:
-        return type(result)(_aliases(cls, func, each, args) for each in result)
-    is_alias = result._is_view() or name_of(func) in {"detach", "data"}
-    return _as_given(result, first._mark) if is_alias else result
+    is_alias = name_of(func) in {"detach", "data"}
+
+    def alias(tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor and (is_alias or tensor._is_view()):
+            return _as_given(tensor, first._mark)
+        return tensor
+
+    return alias(result) if type(result) is Tensor else tree_map_only(Tensor, alias, result)
 
 
 def _as_given(tensor: Tensor, mark: Any) -> Tensor:
