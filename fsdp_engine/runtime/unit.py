@@ -475,7 +475,7 @@ class Unit:
 
     def compare_values(self, num_uses: int) -> None:
         """In the next uses, compare the values of full parameters before and after them: versions
-        do not count what is written through ``param.data``. If some was, values are compared in all
+        do not count writes through ``param.data``. If one is found, values are compared in all
         further uses.
 
         Args:

@@ -6,7 +6,7 @@ counters are compared, and written values are taken into this rank's main weight
 steps from them. Each rank takes its own slice, which is right if all ranks wrote the same values:
 that is checked when the forward or backward ends.
 
-What is written through ``param.data`` changes no version counter. So values themselves are compared
+A write through ``param.data`` changes no version counter. So values themselves are compared
 in the first uses of each unit, and in all uses of a unit that was found to write so.
 """
 
@@ -127,7 +127,7 @@ class WrittenWeights:
             )
 
     def reset(self) -> None:
-        """Drop what is not compared yet, after an exception."""
+        """Drop fingerprints that are not compared yet, after an exception."""
         self._written.clear()
 
 
