@@ -408,7 +408,8 @@ class Reductions:
 
         Raises:
             RuntimeError: reductions are issued and not finished; weight gradients of the last
-                backward were put off and have not come; a gradient was edited between microbatches.
+                backward were put off and have not come; a gradient was edited between microbatches;
+                a loss beside those of ``mean_loss``.
         """
         self.stream.begin()
         finish_pending_steps()
@@ -423,6 +424,8 @@ class Reductions:
                 "backward: expected finish_grad_sync() after the last microbatch's backward; found "
                 "another backward. Run all microbatches but the last under no_sync()"
             )
+        if not inputs_only:
+            self._mean_losses.begin_backward()
         if self._timing.finishes_backward or self.phase is not Phase.ACCUMULATING:
             for unit in self.order:
                 reduced = self._is_final(unit)
@@ -433,8 +436,6 @@ class Reductions:
         partial = frozenset(unit.index for unit in self.order if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and len(partial) < max(len(self.order), 1)
-        if not inputs_only:
-            self._mean_losses.begin_backward()
         if is_last and partial and self._mean_losses.is_pending:
             raise RuntimeError(
                 "backward of mean_loss(): expected the last microbatch to reduce the gradients of "
