@@ -427,7 +427,8 @@ class Reductions:
 
         Raises:
             RuntimeError: reductions are issued and not finished; weight gradients of the last
-                backward were put off and have not come; a gradient was edited between microbatches.
+                backward were put off and have not come; a gradient was edited between microbatches;
+                a loss beside those of ``mean_loss``.
         """
         if self._is_nested and self._queue is not None:
             return  # the pass continues
@@ -444,6 +445,8 @@ class Reductions:
                 "backward: expected finish_grad_sync() after the last microbatch's backward; found "
                 "another backward. Run all microbatches but the last under no_sync()"
             )
+        if not inputs_only:
+            self._mean_losses.begin_backward()
         if self._timing.finishes_backward or self.phase is not Phase.ACCUMULATING:
             for unit in self.order:
                 reduced = self._is_final(unit)
@@ -455,8 +458,6 @@ class Reductions:
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and not self._is_nested
         is_last = is_last and len(partial) < max(len(self.order), 1)
-        if not inputs_only:
-            self._mean_losses.begin_backward()
         self._check_partial(partial, is_last=is_last)
         self._queue = ReductionQueue(
             self.order, is_last=is_last, inputs_only=inputs_only, partial=partial

@@ -310,9 +310,9 @@ def test_parameters_that_are_stepped_at_once_stay_together() -> None:
     train(model, optimizer, range(1), sharded=True)  # one that left is not stepped
     assert torch.equal(values(model)[-1], values(plain_model())[-1])
     params.append(last)
-    model.extra = nn.Linear(3, 3).double()
-    fe.shard(model.extra, None, "optim_grads_params")
-    optimizer.add_param_group({"params": model.extra.parameters()})
+    extra = nn.Linear(3, 3).double()
+    fe.shard(extra, None, "optim_grads_params")
+    optimizer.add_param_group({"params": extra.parameters()})
     before = values(model)
     with pytest.raises(ValueError, match="expected it among the parameters that it was with"):
         optimizer.step()
