@@ -98,8 +98,9 @@ class _ShardedOptimizer:
         """Clip gradients to a norm of ``clip_grad``, each norm group by itself. Returns the norm
         before clipping of the gradients without a norm group. Collective."""
         norm = self.get_grad_norm()
-        norms: dict[str | None, float] = {None: norm, **self._compute_grad_norms_by_group()}
-        for norm_group, each in norms.items():
+        others = self._compute_grad_norms_by_group()
+        norms: list[tuple[str | None, float]] = [(None, norm), *others.items()]
+        for norm_group, each in norms:
             params = [one for one in self.get_parameters() if _norm_group_of(one) == norm_group]
             if params:
                 clip_grad_by_total_norm_fp32(params, clip_grad, each)
@@ -117,7 +118,7 @@ class _ShardedOptimizer:
             return list(optimizer.get_main_grads_for_grad_norm())
         return list(optimizer.get_grads_for_grad_norm(norm_group))
 
-    def _sum_over_ranks(self, of_slices: Any, grads: Iterable[Tensor]) -> float:
+    def _sum_over_ranks(self, of_slices: Any, grads: Iterable[Any]) -> float:
         """The sum of ``of_slices(slices)`` over the ranks that hold shards of the gradients."""
         by_groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
         for grad in grads:
