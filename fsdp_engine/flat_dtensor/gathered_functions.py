@@ -89,13 +89,13 @@ class GatheredCopy:
     @property
     def may_be_stale(self) -> bool:
         """Whether the sharded tensor, or another one of its buffer, has changed since."""
-        return self._version != self._target._local_tensor._version
+        return bool(self._version != self._target._local_tensor._version)
 
     def is_viewed_by(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` shares the memory of the full values."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return False
-        return tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata
+        return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
 
     def check_change(self, name: str) -> None:
         """See :func:`~fsdp_engine.flat_dtensor.slices.check_change`."""

@@ -113,7 +113,7 @@ class FlatDTensor(DTensor):
     ) -> Any:
         """Sums, casts and aliases of gradients, which the autograd engine computes itself."""
         if func not in _AUTOGRAD_FUNCTIONS:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         slices = [each for each in args if isinstance(each, cls)]
         first = slices[0]
         for each in args:
