@@ -95,7 +95,7 @@ def _digest(value: Any) -> str:
     try:
         if isinstance(value, torch.Tensor):
             content = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content.numpy())}"
+            return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content.numpy().data)}"
         return f"{type(value).__name__} {zlib.crc32(pickle.dumps(value))}"
     except Exception:  # an object that cannot be pickled
         return repr(value)

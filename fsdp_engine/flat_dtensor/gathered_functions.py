@@ -260,6 +260,8 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
         if not (is_known or changes) or is_of_itself or kwargs.get("out") is not None:
             raise error
         if (optimizer := _stepping()) is not None:
+            if changes and any(_has_other_slice(args[0], each) for each in args[1:]):
+                raise error  # state of other ranks or levels
             raise RuntimeError(
                 f"{optimizer}: expected an optimizer that treats each element by itself, since "
                 "parameters, gradients and state are sharded into flat slices; found one that "
@@ -293,6 +295,15 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
     if name == "numpy":
         result.flags.writeable = False
     return _as_views(result, copies)
+
+
+def _has_other_slice(tensor: Any, other: Any) -> bool:
+    """Whether ``other`` is a tensor of the same shape of which this rank has another slice."""
+    return (
+        isinstance(other, type(tensor))
+        and other.shape == tensor.shape
+        and other._flat != tensor._flat
+    )
 
 
 def _as_views(result: Any, copies: Sequence[GatheredCopy]) -> Any:

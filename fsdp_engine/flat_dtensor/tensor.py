@@ -57,9 +57,6 @@ class FlatDTensor(DTensor):
         backref: a reference to the engine's buffer, for an engine's parameter.
     """
 
-    # Tensors over the same memory that ``.data`` and ``.detach()`` returned.
-    __slots__ = ("_aliases",)
-
     _flat: FlatPlacement
     _zeroed_at: int | None = None
     _whole: Tensor | None = None
@@ -67,6 +64,8 @@ class FlatDTensor(DTensor):
     takes_slices: bool = False
     is_gradient: bool = False
     backref: ParameterBackref | None = None
+    # Tensors over the same memory that ``.data`` and ``.detach()`` returned; not copied.
+    _aliases: list[weakref.ref[FlatDTensor]] | None = None
 
     # --- construction and conversion ---
 
@@ -389,9 +388,8 @@ class FlatDTensor(DTensor):
     def alias(self) -> FlatDTensor:
         """A tensor over the same memory, without a graph, until ``.data`` is set."""
         alias = self._wrap(self._local_tensor, self._flat)
-        try:
-            aliases = self._aliases
-        except AttributeError:
+        aliases = self._aliases
+        if aliases is None:
             aliases = self._aliases = []
         aliases.append(weakref.ref(alias, aliases.remove))
         return alias
@@ -399,7 +397,7 @@ class FlatDTensor(DTensor):
     def _part_from_aliases(self) -> None:
         """Give the present values to the tensors over the same memory that users hold."""
         shared = self._local_tensor
-        held = [alias for ref in getattr(self, "_aliases", ()) if (alias := ref()) is not None]
+        held = [alias for ref in self._aliases or () if (alias := ref()) is not None]
         held = [alias for alias in held if alias._local_tensor is shared]
         if held:
             kept = self._stepped().clone()
@@ -440,12 +438,14 @@ class FlatDTensor(DTensor):
             raise RuntimeError("deepcopy: expected a leaf; found a FlatDTensor with a graph")
         new = self._wrap(self._stepped().clone(), self._flat)
         memo[id(self)] = _with_requires_grad(new, self.requires_grad)
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        attributes = {key: each for key, each in self.__dict__.items() if key != "_aliases"}
+        new.__dict__.update(copy.deepcopy(attributes, memo))
         new.grad = copy.deepcopy(self.grad, memo)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {key: value for key, value in self.__dict__.items() if key != "_flat"}
+        omitted = ("_flat", "_aliases")
+        state = {key: each for key, each in self.__dict__.items() if key not in omitted}
         return _rebuild, (type(self), self._stepped(), self._flat, self.requires_grad, state)
 
     @property
