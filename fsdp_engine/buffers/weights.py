@@ -160,8 +160,10 @@ class Encoding:
     Attributes:
         wire: the bytes that are kept at rest, at the depth of PARAM; None: none are.
         storage: the memory of its full parameters; None where they are never freed.
-        target: its full parameters.
-        params: the same, one tensor for each.
+        target: its full parameters, for operations that write them.
+        read: the same for readers, from when compute has waited for a gather
+            ([Note: Unread memory] in ``memory/allocator.py``).
+        params: the tensors of ``read``, one for each.
         memory: storages that need memory while ``target`` is gathered.
         unshard: gathers ``target``; None where parameters are not sharded.
     """
@@ -171,11 +173,13 @@ class Encoding:
         wire: ShardedBuffer | None,
         storage: TransientStorage | None,
         target: ShardedBuffer,
+        read: ShardedBuffer,
         params: list[Tensor],
     ) -> None:
         self.wire = wire
         self.storage = storage
         self.target = target
+        self.read = read
         self.params = params
         self.memory: list[TransientStorage] = [] if storage is None else [storage]
         self.unshard: Chain | None = None
@@ -317,7 +321,7 @@ class Weights:
         """Take this rank's part of the full compute weights, which modules have written, into the
         main weights. A main weight stays as it is where the compute weight is its rounded value, so
         that elements which were not written lose no precision."""
-        main, own = self.main.tensor, self._encodings[0].target.narrow(self._spec.optim_depth)
+        main, own = self.main.tensor, self._encodings[0].read.narrow(self._spec.optim_depth)
         if begin_together(main, own):
             return
         was_current = self.is_current
@@ -510,14 +514,15 @@ class Weights:
             storage.fill()
             target = ShardedBuffer(layout, at, 0, storage.view(0, (layout.numel,)))
             storage.expose()
+            read = ShardedBuffer(layout, at, 0, storage.view(0, (layout.numel,)))
             params = [storage.view(slot.offset, slot.shape) for slot in layout.slots]
             storage.withdraw()
         else:
-            target = wire or ShardedBuffer(
+            target = read = wire or ShardedBuffer(
                 layout, at, 0, memory.persistent(layout.numel, full_dtype, "model")
             )
             params = [alias(target.full(i)) for i in range(len(layout.slots))]
-        return Encoding(wire, storage, target, params)
+        return Encoding(wire, storage, target, read, params)
 
     def _make_home(self) -> Home | None:
         offloading = self._context.offloading
