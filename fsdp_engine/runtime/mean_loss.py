@@ -77,7 +77,7 @@ class _StepLosses:
         self.num_reached += 1
         self.totals += added
         self.covers_backwards, self.has_begun = True, False
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[no-untyped-call]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self.covers_backwards = not self.has_begun
