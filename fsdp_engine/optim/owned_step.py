@@ -412,8 +412,8 @@ class OwnedStep(StepHook):
         for each in self._owned.values():
             each.groups.clear()
         for number, param in ((n, param) for n, group in enumerate(groups) for param in group):
-            if (stepped := self._owned.get(id(param))) is not None:
-                stepped.groups.append(number)
+            if id(param) in self._owned:
+                self._owned[id(param)].groups.append(number)
         if takes_state:
             self._take_state_of_slices(optimizer, self._owners[num_before:])
         backrefs = (getattr(each.param, "backref", None) for each in self._owned.values())
