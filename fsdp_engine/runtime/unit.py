@@ -493,11 +493,12 @@ class Unit:
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
+        if self._installation.is_full:
+            # In either case: the full parameters may be freed next.
+            prints, self._prints = self._prints, []
+            if prints or versions_of(self._watched) != self._versions:
+                self._take_written(prints)
         if not self.num_late:
-            if self._installation.is_full:
-                prints, self._prints = self._prints, []
-                if prints or versions_of(self._watched) != self._versions:
-                    self._take_written(prints)
             self._installation.uninstall()
 
     def _take_written(self, prints: Sequence[int]) -> None:
