@@ -305,8 +305,6 @@ class Unit:
         unsharded = self.unsharded
         if unsharded is None or phase & ~unsharded.phases:
             return True
-        if unsharded.tickets is not None and self.is_current:
-            return False
         return (self.reshards or self.needs_refresh) and not self.is_current
 
     def record_compute(self) -> Ticket:
@@ -493,12 +491,12 @@ class Unit:
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
-        if not self.num_late:
-            if self._installation.is_full:
-                prints, self._prints = self._prints, []
-                if prints or versions_of(self._watched) != self._versions:
-                    self._take_written(prints)
-            self._installation.uninstall()
+        if self.num_late or not self._installation.is_full:
+            return
+        if self._prints or versions_of(self._watched) != self._versions:
+            prints, self._prints = self._prints, []
+            self._take_written(prints)
+        self._installation.uninstall()
 
     def _take_written(self, prints: Sequence[int]) -> None:
         """Modules may have written full parameters: take the values into the main weights.
