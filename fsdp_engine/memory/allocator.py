@@ -71,7 +71,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp_engine.accelerator import is_accelerator, module_of, simulates_device
 from fsdp_engine.memory.arena import Arena
 
-_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+# Swaps the memory of two storages; called as it is, since a unit's step does so ten times.
+_swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+_CAN_SWAP = _swap is not None
 _set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
@@ -475,10 +477,6 @@ class Memory:
             blocks.append(block)
         else:
             storage.resize_(0)
-
-
-def _swap(full: torch.UntypedStorage, hollow: torch.UntypedStorage) -> None:
-    full._swap_data_ptr_(hollow)  # type: ignore[attr-defined]
 
 
 def _swap_sizes(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:

@@ -106,7 +106,9 @@ class Backward:
     def has_entered(self, call: Call) -> bool:
         """Whether the backward of ``call`` has begun. In another run of autograd, as a hook starts
         it with ``retain_graph``, a call that was left begins again."""
-        return call in self._awaited or self._left.get(call) == current_run()
+        if call in self._awaited:
+            return True
+        return call in self._left and self._left[call] == current_run()
 
     def computes_with(self, units: Collection[Unit], containing: Collection[int]) -> bool:
         """Whether the backward of a call of ``units``, or of a unit that contains others (whose
@@ -189,10 +191,8 @@ def check_is_whole(units: Sequence[Unit]) -> None:
         )
 
 
-def current_run() -> int:
-    """The number of the run of autograd on this thread, the innermost one; -1: none runs."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+current_run: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the run of autograd on this thread, the innermost one; -1: none runs."""
 
 
 def in_backward() -> bool:
@@ -620,7 +620,7 @@ class Scheduler:
         if unit.num_missing_grads or unit.index in self._containing:
             return  # functions before the units inside may still read its weights
         if not self._may_come_again(backward, unit):
-            self._complete(backward, unit)
+            self._leave_calls(backward, unit)
 
     @staticmethod
     def _may_come_again(backward: Backward, unit: Unit) -> bool:
@@ -646,12 +646,18 @@ class Scheduler:
 
     def _complete(self, backward: Backward, unit: Unit) -> None:
         """The gradients of ``unit`` have come in this backward, unless calls are to bring more."""
-        if not unit.num_missing_grads and unit.index not in self._containing:
-            calls = [call for call in backward.open_calls(unit) if call.is_recorded]
-            if any(call.has_boundary for call in calls):
-                return  # the end of that call's backward is observed
-            for call in calls:
-                self._leave_backward(backward, call)
+        if unit.num_missing_grads or unit.index in self._containing:
+            self._check_ready(unit)
+        else:
+            self._leave_calls(backward, unit)
+
+    def _leave_calls(self, backward: Backward, unit: Unit) -> None:
+        """All gradients of ``unit`` have come: leave its calls whose end is not observed."""
+        calls = [call for call in backward.open_calls(unit) if call.is_recorded]
+        if any(call.has_boundary for call in calls):
+            return  # the end of that call's backward is observed
+        for call in calls:
+            self._leave_backward(backward, call)
         self._check_ready(unit)
 
     def _check_ready(self, unit: Unit) -> None:

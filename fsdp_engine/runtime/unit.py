@@ -305,8 +305,6 @@ class Unit:
         unsharded = self.unsharded
         if unsharded is None or phase & ~unsharded.phases:
             return True
-        if unsharded.tickets is not None and self.is_current:
-            return False
         return (self.reshards or self.needs_refresh) and not self.is_current
 
     def record_compute(self) -> Ticket:
@@ -493,11 +491,12 @@ class Unit:
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
-        if self._installation.is_full:
+        if not self._installation.is_full:
+            return
+        if self._prints or versions_of(self._watched) != self._versions:
             # Also while gradients are late: full parameters may be freed before these come.
             prints, self._prints = self._prints, []
-            if prints or versions_of(self._watched) != self._versions:
-                self._take_written(prints)
+            self._take_written(prints)
         if not self.num_late:
             self._installation.uninstall()
 
