@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import torch
@@ -36,14 +35,14 @@ def fingerprint(tensor: Tensor) -> Tensor:
     integers = flat.view(_INTEGERS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in integers.split(_CHUNK) if len(integers) else ():
-        weights = _weights(tensor.device)[: len(chunk)]
-        total = total * _FACTOR + (chunk.to(torch.int64) * weights).sum()
+        factors = _factors(len(chunk), tensor.device)
+        total = total * _FACTOR + factors.mul_(chunk).sum()
     return total
 
 
-@functools.cache
-def _weights(device: torch.device) -> Tensor:
-    """An odd number for each element of a chunk, without a pattern."""
-    mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * _FACTOR
-    mixed = (mixed ^ (mixed >> 29)) * _FACTOR
-    return (mixed ^ (mixed >> 32)) | 1
+def _factors(num: int, device: torch.device) -> Tensor:
+    """An odd number for each of ``num`` elements, without a pattern. Not kept: it is as large as
+    the activations of a small model."""
+    mixed = torch.arange(1, num + 1, dtype=torch.int64, device=device).mul_(_FACTOR)
+    mixed = mixed.bitwise_xor_(mixed >> 29).mul_(_FACTOR)
+    return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)
