@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.gradients import Gradients
@@ -565,8 +566,10 @@ class ParamAndGradBuffer:
     def takes_written(self) -> bool:
         """Whether full parameters are other tensors than the sharded ones, and plain, so that
         modules may write them in forward."""
-        codec = self.weights.codec
-        return not (self.is_plain or codec.wraps or codec.num_encodings > 1)
+        if self.is_plain or self.weights.codec.num_encodings > 1:
+            return False
+        plain = (Tensor, nn.Parameter, DTensor)
+        return all(type(param) in plain for param in self.full_params)
 
     def take_written(self, indices: Sequence[int]) -> None:
         """Modules have written these full parameters: take the values into the main weights.
