@@ -109,7 +109,13 @@ def bucket_multiple(num_ranks: int, *, padded: bool) -> int:
 Selector = type[nn.Module] | nn.Module | str | Callable[[str, nn.Module], bool]
 UnitSelector = Selector | tuple[Selector, ...]
 
-_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether ``module`` is a container of torch's without a forward. A subclass may define one."""
+    has_none = getattr(module.forward, "__func__", None) is nn.Module.forward
+    return isinstance(module, _CONTAINERS) and has_none
 
 
 def collect_records(model: nn.Module) -> list[ParamRecord]:
@@ -395,7 +401,7 @@ def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
             f"found none among {len(modules)} modules of {type(model).__name__}"
         )
     for name, module in found:
-        if isinstance(module, _WITHOUT_FORWARD):
+        if _is_container(module):
             raise ValueError(
                 f"units: expected modules that have a forward; {_describe(selector)} matches "
                 f"{name}, a {type(module).__name__}, which is never called"
@@ -428,7 +434,7 @@ def _blocks(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         name = f"{prefix}{child_name}"
         is_listed = isinstance(module, (nn.ModuleList, nn.Sequential))
-        if is_listed and not isinstance(child, _WITHOUT_FORWARD):
+        if is_listed and not _is_container(child):
             if has_parameters(child):
                 yield name, child
         else:
@@ -442,7 +448,7 @@ def _pieces(
     for child_name, child in module.named_children():
         name = f"{prefix}{child_name}"
         holds_blocks = any(id(each) in blocks for each in child.modules())
-        if id(child) not in blocks and (holds_blocks or isinstance(child, _WITHOUT_FORWARD)):
+        if id(child) not in blocks and (holds_blocks or _is_container(child)):
             yield from _pieces(f"{name}.", child, blocks)
         elif has_parameters(child):
             yield name, child

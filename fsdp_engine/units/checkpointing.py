@@ -168,7 +168,10 @@ def checkpoint_units(
     ``nn.Sequential``), each by itself, also where ``shard`` joins several in one unit. Not what
     lies beside them, and not embeddings, which keep nothing. Of units within each other the
     outermost is. Caches of keys and values that are given to a layer of ``transformers`` stay
-    empty in such a forward.
+    empty in such a forward. Lists and dicts among the arguments are
+    restored before the second run, and keep the changes of the first. Buffers that a forward
+    updates (running statistics, the vectors of spectral norm) are updated in both runs, as under
+    torch's own checkpoint: gradients through spectral norm are then those of the second update.
 
     Args:
         model: any module.
@@ -197,8 +200,10 @@ def checkpoint_units(
     blocks = dict(found[how.every - 1 :: how.every])
     for module in blocks.values():
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
-            # What users have set themselves is run, too.
-            module.forward = CheckpointedForward(module, vars(module).get("forward"), how.policy)
+            # What users have set themselves is run, too. Not by `setattr`: a wrapper of the user's
+            # may pass attributes on to the module within it.
+            own = vars(module).get("forward")
+            vars(module)["forward"] = CheckpointedForward(module, own, how.policy)
     return tuple(blocks)
 
 
@@ -269,10 +274,49 @@ class CheckpointedForward(WrappedForward):
         kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
         # Bound, since `checkpoint` has keywords of its own.
         function = partial(self.original, **kwargs) if kwargs else self.original
+        if any(type(each) in (list, dict) for each in (*args, *kwargs.values())):
+            function = _WithContainers(self.original, args, kwargs)
         if self._policy is None:
             return checkpoint(function, *args, use_reentrant=False)
         contexts = partial(_contexts, self._policy)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+class _WithContainers:
+    """A forward that is given lists and dicts, which it may change: when it runs again, it gets
+    copies of them as they were before.
+
+    Args:
+        forward: of the module.
+        args, kwargs: its arguments.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._forward = forward
+        self._kwargs: dict[str, Any] | None = kwargs
+        self._before = _copied(args), _copied(kwargs)
+
+    def __call__(self, *args: Any) -> Any:
+        kwargs, self._kwargs = self._kwargs, None
+        if kwargs is None:
+            before, kwargs = _copied(self._before)
+            # Tensors are those that the checkpoint passes.
+            args = tuple(
+                own if type(own) in (list, dict, tuple) else given
+                for own, given in zip(before, args, strict=True)
+            )
+        return self._forward(*args, **kwargs)
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with copies of lists, dicts and tuples, not of what is in them."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return value
 
 
 def _contexts(policy: _Policy) -> Any:

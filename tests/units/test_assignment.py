@@ -157,6 +157,24 @@ def test_modules_and_single_selectors_are_units() -> None:
         units_of(model, nn.Linear(2, 2))
 
 
+class Stack(nn.ModuleList):
+    """A list of layers that is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def test_lists_and_dicts_of_modules_are_units_if_they_have_a_forward() -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model = nn.ModuleDict({"stack": Stack(layers), "list": nn.ModuleList([nn.Linear(2, 2)])})
+    assert names_of(model, Stack) == names_of(model, "stack") == ["stack"]
+    assert names_of(nn.Sequential(Stack(layers), nn.Linear(2, 2))) == ["0", "1"]
+    with pytest.raises(ValueError, match=r"expected modules that have a forward; .* list"):
+        units_of(model, "list")
+
+
 def test_a_module_within_another_of_the_same_unit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"found blocks\.0\.norm1, which lies in blocks\.0"):
         units_of(Transformer(), [("blocks.0", "blocks.0.norm1")])

@@ -209,6 +209,90 @@ def test_activations_take_less_memory(level: str) -> None:
     assert peaks[1] < 0.5 * peaks[0]
 
 
+class Skipping(nn.Module):
+    """Blocks that put tensors into a list, and others that take them out, as those of a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Pushing(), Pushing()])
+        self.up = nn.ModuleList([Popping(), Popping()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for block in (*self.down, *self.up):
+            x = block(x, skips=skips) if block is self.up[1] else block(x, skips)
+        assert not skips
+        return x.square().mean()
+
+
+class Pushing(Block):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        y = super().forward(x)
+        skips.append(y * 2)
+        return y
+
+
+class Popping(Pushing):
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        return Block.forward(self, x + skips.pop())
+
+
+class Delegating(nn.Module):
+    """A wrapper that has the attributes of the module within it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("_modules", {}).get("inner")
+        if inner is None or name in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Delegated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Delegating(Block(WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("make", [Skipping, Delegated])
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_lists_that_blocks_change_and_wrappers_that_delegate(level: str, make: Any) -> None:
+    torch.manual_seed(1)
+    model = make()
+    alone = copy.deepcopy(model)
+    fe.shard(model, strategy=level, checkpointing=True, min_unit_size=0)
+    x = torch.randn(3, 4, WIDTH)
+    for each in (model, alone):
+        for _ in range(2):
+            each(x).backward()
+    expected = dict(alone.named_parameters())
+    for name, param in model.named_parameters():
+        found = param.grad.full_tensor() if isinstance(param.grad, fe.FlatDTensor) else param.grad
+        torch.testing.assert_close(found, expected[name].grad, msg=f"{name}")
+
+
 def test_a_recomputation_gathers_nothing() -> None:
     def gathers(checkpointed: bool) -> int:
         def build() -> nn.Module:
