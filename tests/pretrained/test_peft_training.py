@@ -148,8 +148,14 @@ def test_adapters_merge_where_weights_are_whole() -> None:
     engine = fe.shard(model, initial_values="rank0")
     tokens = torch.arange(8).view(1, 8)
     before = whole(engine)
-    with pytest.raises(ValueError, match=r"or work within engine\.unsharded"):
-        model.merge_adapter()
+    # Weights are gathered, and the products change the shards.
+    model.merge_adapter()
+    plain.merge_adapter()
+    own = whole(engine)
+    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
+    model.unmerge_adapter()
+    plain.unmerge_adapter()
+    before = whole(engine)
     with pytest.raises(ValueError, match="expected the parameters that the model had when"):
         model.add_adapter("late", lora(r=2))
     after = whole(engine)
