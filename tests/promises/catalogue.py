@@ -207,8 +207,8 @@ def page(by_level: ByLevel, tensors: dict[str, list[tuple[str, Outcome]]]) -> st
 
 def everything(ranks: Ranks) -> str:
     """Tries all; the page's part."""
-    by_level = ranks.run(run_entries, world_size=2, timeout=600)[0]
-    tensors = ranks.run(run_tensor, world_size=2, timeout=600)[0]
+    by_level = ranks.run(run_entries, world_size=2, timeout=1200)[0]
+    tensors = ranks.run(run_tensor, world_size=2, timeout=1200)[0]
     return page(by_level, tensors)
 
 

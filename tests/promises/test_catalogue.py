@@ -16,7 +16,7 @@ from tests.promises.trial import Difference, Outcome, Verdict, compare, is_clear
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 # Each of the calls behind the fixtures tries hundreds of things.
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1500)]
 Tensors = dict[str, list[tuple[str, Outcome]]]
 
 
@@ -28,13 +28,13 @@ def _is_pinned() -> bool:
 
 @pytest.fixture(scope="module")
 def tensors(ranks: Ranks) -> Tensors:
-    found: Tensors = ranks.run(catalogue.run_tensor, world_size=2, timeout=600)[0]
+    found: Tensors = ranks.run(catalogue.run_tensor, world_size=2, timeout=1200)[0]
     return found
 
 
 @pytest.fixture(scope="module")
 def by_level(ranks: Ranks) -> ByLevel:
-    found: ByLevel = ranks.run(catalogue.run_entries, world_size=2, timeout=600)[0]
+    found: ByLevel = ranks.run(catalogue.run_entries, world_size=2, timeout=1200)[0]
     return found
 
 
