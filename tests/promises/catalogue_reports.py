@@ -603,20 +603,6 @@ def _clamps_all(s: Scene) -> Any:
     return train(s)
 
 
-class Renormed(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, WIDTH, max_norm=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.embedding(torch.arange(5)).sum(0))
-
-
-@tries("nn.Embedding(max_norm=) of the same rows on all ranks", make=Renormed)
-def _renormed(s: Scene) -> Any:
-    return train(s)
-
-
 @tries("weights swapped with their average for an evaluation (p.data)")
 def _swapped(s: Scene) -> Any:
     average = {n: p.detach().clone() for n, p in s.model.named_parameters()}
