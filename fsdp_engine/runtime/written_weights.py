@@ -7,7 +7,8 @@ steps from them. Each rank takes its own slice, which is right if all ranks wrot
 that is checked when the forward or backward ends.
 
 A write through ``param.data`` changes no version counter. So values themselves are compared
-in the first uses of each unit, and in all uses of a unit that was found to write so.
+in the first use of each unit, with gradients and without, and in all uses of a unit that was found
+to write so.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from fsdp_engine.runtime.unit import Unit
 _WHAT = "weights that a module wrote in forward, on every rank the same"
 
 
-# Uses of a unit, with gradients and without, in which values are compared.
-_NUM_COMPARED = 2
+# Uses of a unit, with gradients and without, in which values are compared: the host waits for it.
+_NUM_COMPARED = 1
 
 
 class WrittenWeights:
