@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.layout import round_up
-from fsdp_engine.memory.allocator import TransientStorage, storage_keys
+from fsdp_engine.memory.allocator import TransientStorage, begin_together, storage_keys
 from fsdp_engine.memory.home import Home, Homes
 from fsdp_engine.optim.owner_messages import ROLE
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
@@ -160,7 +160,7 @@ def copy_moved(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     moved = [
         (place, value)
         for place, value in zip(places, values, strict=True)
-        if (place.data_ptr(), place.stride()) != (value.data_ptr(), value.stride())
+        if not begin_together(place, value) or place.stride() != value.stride()
     ]
     storages = {storage_keys(place)[0] for place, _ in moved}
     sources = [value.clone() if storage_keys(value)[0] in storages else value for _, value in moved]
