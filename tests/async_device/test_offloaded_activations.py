@@ -4,6 +4,7 @@ host. Which tensors move is tested in ``tests/runtime/test_activations.py``."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -212,6 +213,7 @@ def peak(num_blocks: int, in_flight: int | None, *, is_offloaded: bool = True) -
     fe.shard(model, strategy="no_shard", min_unit_size=0, **given)
     x = torch.ones(WAVES, device=on.NAME, requires_grad=True)
     model(x).sum().backward()
+    gc.collect()  # objects of earlier tests would be freed while memory is measured
     torch.deferred.reset_peak_memory_stats()
     before = torch.deferred.memory_allocated()
     model(x).sum().backward()
