@@ -311,7 +311,7 @@ class _WithContainers:
 
 
 def _copied(value: Any) -> Any:
-    """``value`` with copies of lists, dicts and tuples, not of what is in them."""
+    """``value`` with copies of lists, dicts and tuples, whose other elements are shared."""
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     if type(value) is dict:
