@@ -40,7 +40,7 @@ class CheckpointDirectory:
         path: the directory; created by the first save.
 
     Attributes:
-        place: of the model that is saved here.
+        place: The pipeline stage whose model is saved here.
     """
 
     def __init__(self, path: Path) -> None:

@@ -44,11 +44,11 @@ class Reference:
     """Stands in a pickle for a sharded tensor.
 
     Attributes:
-        key: of its entry, without the section.
+        key: The name of its entry, without the section.
         param: name of the parameter that is sharded like it; "": none of the engine's is.
-        shape: of the full tensor.
+        shape: The shape of the full tensor.
         requires_grad: whether it required grad.
-        placement: of the slice of the rank that saved it, if ``param`` is "".
+        placement: The placement of the saved slice, if ``param`` is "".
     """
 
     key: str
@@ -78,7 +78,7 @@ class ExtraTensors:
     """Collects the sharded tensors of ``extra`` that this rank saves.
 
     Args:
-        engine: of the parameters like which they are sharded.
+        engine: The engine whose parameters have the same placements.
 
     Attributes:
         entries: the tensors by name; complete after :meth:`pack`.
@@ -99,7 +99,7 @@ class ExtraTensors:
 
         Args:
             value: contains ``extra``.
-            extra: of the user, by name.
+            extra: The user's values by name.
 
         Raises:
             ValueError: a sharded tensor cannot be saved; names it.
@@ -185,9 +185,9 @@ def check_same_tensors(
     """Check that all ranks save slices of the same tensors. Collective where they do not.
 
     Args:
-        digests: of all ranks.
-        signature: of this rank.
-        group: of all ranks.
+        digests: The digest of each rank.
+        signature: The signature of this rank.
+        group: The process group of all ranks.
 
     Raises:
         ValueError: on all ranks; names a tensor that some rank does not save.
@@ -211,7 +211,7 @@ class ExtraTargets:
 
     Args:
         saved: keys of the checkpoint.
-        params: of the loading model; none: all tensors are full.
+        params: Parameters of the loading model. Empty: all tensors are full.
         is_same_job: as many ranks load as have saved. A tensor that is sharded like no parameter
             then has the placement that it was saved with.
 
@@ -272,8 +272,8 @@ class ExtraTargets:
         contain slices in pickles.
 
         Args:
-            extra: as it was unpickled.
-            engine: that loads.
+            extra: The unpickled values.
+            engine: The engine that loads them.
             is_own: the same rank, of as many ranks, has saved it.
         """
         placements = [

@@ -197,7 +197,7 @@ current_run: Callable[[], int] = torch._C._current_graph_task_id
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return current_run() != -1
 
 
 def _when_autograd_ends(callback: Callable[[], None]) -> None:
