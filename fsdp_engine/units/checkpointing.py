@@ -47,13 +47,15 @@ from fsdp_engine.units.assignment import (
 )
 
 # Arguments by which layers of ``transformers`` fill a cache of keys and values. A second run would
-# fill it twice, so that its own checkpointing leaves them out, too.
+# fill it twice, so that its own checkpointing leaves them out, too. From 5.24 on it is ``cache``,
+# which other modules may call anything of their own: see `_is_cache`.
 _NO_CACHE = {
     "use_cache": False,
     "past_key_values": None,
     "past_key_value": None,
     "layer_past": None,
 }
+_CACHES = "transformers.cache_utils"
 
 SELECTIVE = "selective"
 
@@ -272,6 +274,10 @@ class CheckpointedForward(WrappedForward):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
+        # Layers that only read the cache say that they may have it: what they read stays the same.
+        if _is_cache(kwargs.get("cache")):
+            if not getattr(self._module, "_can_checkpoint_with_cache", False):
+                kwargs["cache"] = None
         # Bound, since `checkpoint` has keywords of its own.
         function = partial(self.original, **kwargs) if kwargs else self.original
         if any(type(each) in (list, dict) for each in (*args, *kwargs.values())):
@@ -280,6 +286,11 @@ class CheckpointedForward(WrappedForward):
             return checkpoint(function, *args, use_reentrant=False)
         contexts = partial(_contexts, self._policy)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _is_cache(value: object) -> bool:
+    """Whether it is a cache of keys and values of ``transformers``."""
+    return any(each.__module__ == _CACHES for each in type(value).__mro__)
 
 
 class _WithContainers:

@@ -89,12 +89,16 @@ def load() -> None:
         del sys.modules[name]
     sys.modules.update(dict.fromkeys(_ABSENT))  # type: ignore[arg-type]
     sys.modules[_KERNELS] = mock.MagicMock()
+    # The package puts its own function in the place of torch's, so that each pickled tensor of this process
+    # would name a module of Megatron-Core, which processes without it cannot import.
+    load_from_bytes = torch.storage._load_from_bytes
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name in _MODULES:
                 importlib.import_module(f"megatron.core.{name}")
     finally:
+        torch.storage._load_from_bytes = load_from_bytes
         for name in _ABSENT:
             sys.modules.pop(name, None)
         del sys.modules[_KERNELS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import warnings
 from collections import Counter
 from types import SimpleNamespace
@@ -54,6 +55,12 @@ def their_config(name: str = "DistributedDataParallelConfig", **fields: Any) -> 
     from megatron.core import distributed
 
     return getattr(distributed, name)(**fields)
+
+
+@on_ranks(1)
+def test_pickles_are_read_by_processes_without_megatron_core() -> None:
+    their_config()
+    assert b"megatron" not in pickle.dumps(torch.ones(2))
 
 
 def wrapped(cls: type[fe.DistributedDataParallel], config: Any, **more: Any) -> Any:

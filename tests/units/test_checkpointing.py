@@ -293,6 +293,49 @@ def test_lists_that_blocks_change_and_wrappers_that_delegate(level: str, make: A
         torch.testing.assert_close(found, expected[name].grad, msg=f"{name}")
 
 
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+@on_ranks(1)
+def test_a_cache_of_transformers_is_left_out(checkpointing: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        vocab_size=VOCABULARY,
+        use_cache=True,
+    )
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(config)
+    alone = copy.deepcopy(model)
+    fe.shard(model, strategy="no_shard", checkpointing=checkpointing, min_unit_size=0)
+    tokens = torch.randint(VOCABULARY, (2, 7))
+    for each in (model, alone):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, param.grad, msg=name)
+
+
+class Cached(nn.Module):
+    """A block that takes an argument of its own that is named as the cache of ``transformers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(WIDTH)
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        return self.inner(x) * cache["scale"]
+
+
+def test_an_argument_named_cache_is_the_module_s() -> None:
+    torch.manual_seed(1)
+    model = nn.ModuleList([Cached(), Cached()])
+    x, cache = torch.randn(2, 4, WIDTH), {"scale": torch.tensor(0.5)}
+    expected = model[1](model[0](x, cache=cache), cache=cache)
+    assert fe.checkpoint_units(model) == ("0", "1")
+    assert torch.equal(model[1](model[0](x, cache=cache), cache=cache), expected)
+
+
 def test_a_recomputation_gathers_nothing() -> None:
     def gathers(checkpointed: bool) -> int:
         def build() -> nn.Module:
