@@ -223,6 +223,7 @@ class Weights:
         scratch: Scratch | None = None,
     ) -> None:
         self._spec = spec
+        self._allocate_label, self._free_label = f"allocate {spec.label}", f"free {spec.label}"
         self._context = context
         self.codec = codec
         self.pending = pending
@@ -470,7 +471,7 @@ class Weights:
             if not storage.filled:
                 allocates = True
                 compute = self._context.lanes.compute
-                compute.manage(f"allocate {self._spec.label}", storage.fill, storage)
+                compute.manage(self._allocate_label, storage.fill, storage)
             else:
                 storage.withdraw()
         return allocates
@@ -480,7 +481,7 @@ class Weights:
         compute before."""
         if storage.filled:
             compute = self._context.lanes.compute
-            compute.manage(f"free {self._spec.label}", storage.drain, storage)
+            compute.manage(self._free_label, storage.drain, storage)
 
     def _drain_staged(self) -> None:
         """Free what only a gather needs."""

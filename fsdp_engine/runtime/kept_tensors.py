@@ -58,6 +58,7 @@ _NOT_SEARCHED = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
+_PACKAGE = __name__.partition(".")[0] + "."
 # Attributes of all modules in which no forward keeps tensors.
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 
@@ -159,6 +160,10 @@ def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
             yield each
             continue
         if isinstance(each, _NOT_SEARCHED) or id(each) in seen:
+            continue
+        if type(each).__module__.startswith(_PACKAGE):
+            # The engine's own objects. They keep none, and CPython reads attributes of an object
+            # whose `__dict__` was asked for more slowly, for as long as it lives.
             continue
         seen.add(id(each))
         if isinstance(each, Mapping):

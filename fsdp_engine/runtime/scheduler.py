@@ -115,6 +115,12 @@ class Backward:
         numbers are ``containing``), has begun and is not over."""
         return any(call.unit in units or call.unit.index in containing for call in self._awaited)
 
+    def note_slice(self, unit: Unit) -> None:
+        """A nested run of autograd has brought the gradients of ``unit``, which are complete later:
+        see [Note: Nested backwards]."""
+        self.in_slices[unit.index] = unit
+        self.last_nested_run = current_run()
+
     def open_calls(self, unit: Unit) -> list[Call]:
         """Calls of ``unit`` whose backward has begun and is not over."""
         return [call for call in self._awaited if call.unit is unit]
@@ -275,7 +281,9 @@ class Scheduler:
         self._refreshes_ahead = timing.gathers_ahead and self._prefetches and self._has_refreshes
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        # [Note: Nested backwards]
+        # [Note: Nested backwards]. The run of autograd within which the present forward runs, if the
+        # engine had uses in it before.
+        self.outer_run: int | None = None
         self._has_nested = False
         self._outermost_is_over = False
         self._nested_record: Record | None = None
@@ -423,6 +431,7 @@ class Scheduler:
         if self._follows_backward:
             self._follows_backward = False
             self._entered.clear()
+        self.outer_run = None if outer is None else outer[0].run
         forward = self._forward = Forward(outer)
         if self._refreshes_ahead or self._rounds is not None:
             self._refresh_through(None, forward)  # into memory that is held anyway
@@ -473,12 +482,6 @@ class Scheduler:
             self.gather_before_forward(wait=False, sharded=False)  # as the others' next forward
         else:
             self._provide(unit, FORWARD)
-
-    @property
-    def outer_run(self) -> int | None:
-        """The run of autograd within which the present forward runs, if it had uses before."""
-        forward = self._forward
-        return None if forward is None or forward.outer is None else forward.outer[0].run
 
     @property
     def in_rounds(self) -> bool:
@@ -597,8 +600,10 @@ class Scheduler:
         backward = self._backward
         if backward is not None and backward.input_came(call):
             self._leave_backward(backward, call)
-            if not self._may_come_again(backward, call.unit):
+            if current_run() == backward.run:
                 self._check_ready(call.unit)
+            else:
+                backward.note_slice(call.unit)
 
     def _leave_backward(self, backward: Backward, call: Call) -> None:
         """The backward of ``call`` is over."""
@@ -619,19 +624,10 @@ class Scheduler:
         assert backward is not None
         if unit.num_missing_grads or unit.index in self._containing:
             return  # functions before the units inside may still read its weights
-        if not self._may_come_again(backward, unit):
+        if current_run() == backward.run:
             self._leave_calls(backward, unit)
-
-    @staticmethod
-    def _may_come_again(backward: Backward, unit: Unit) -> bool:
-        """Whether a nested run of autograd has brought the gradients of ``unit``; if so, these are
-        complete later: see [Note: Nested backwards]."""
-        run = current_run()
-        if run == backward.run:
-            return False
-        backward.in_slices[unit.index] = unit
-        backward.last_nested_run = run
-        return True
+        else:
+            backward.note_slice(unit)
 
     def _complete_slices(self, backward: Backward, following: Unit | None) -> None:
         """This run of autograd reaches ``following``, or (None) the backward ends."""

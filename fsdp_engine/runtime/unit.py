@@ -289,7 +289,10 @@ class Unit:
     @property
     def is_current(self) -> bool:
         """Whether full parameters, where they exist, equal the main weights."""
-        return all(buffer.weights.is_current for buffer in self.buffers)
+        for buffer in self.buffers:  # a generator would cost as much as the comparison
+            if not buffer.weights.is_current:
+                return False
+        return True
 
     @property
     def is_gathering(self) -> bool:
@@ -305,7 +308,11 @@ class Unit:
         unsharded = self.unsharded
         if unsharded is None or phase & ~unsharded.phases:
             return True
-        return (self.reshards or self.needs_refresh) and not self.is_current
+        if self.reshards or self.needs_refresh:
+            for buffer in self.buffers:
+                if not buffer.weights.is_current:
+                    return True
+        return False
 
     def record_compute(self) -> Ticket:
         """Record the work that compute has so far."""
