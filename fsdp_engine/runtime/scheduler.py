@@ -281,8 +281,8 @@ class Scheduler:
         self._refreshes_ahead = timing.gathers_ahead and self._prefetches and self._has_refreshes
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        # [Note: Nested backwards]. The run of autograd within which the present forward runs, if the
-        # engine had uses in it before.
+        # [Note: Nested backwards]. The run of autograd within which the present forward runs, if
+        # the engine had uses in it before.
         self.outer_run: int | None = None
         self._has_nested = False
         self._outermost_is_over = False

@@ -289,10 +289,7 @@ class Unit:
     @property
     def is_current(self) -> bool:
         """Whether full parameters, where they exist, equal the main weights."""
-        for buffer in self.buffers:  # a generator would cost as much as the comparison
-            if not buffer.weights.is_current:
-                return False
-        return True
+        return all(buffer.weights.is_current for buffer in self.buffers)
 
     @property
     def is_gathering(self) -> bool:

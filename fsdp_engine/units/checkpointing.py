@@ -275,9 +275,9 @@ class CheckpointedForward(WrappedForward):
             return self.original(*args, **kwargs)
         kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
         # Layers that only read the cache say that they may have it: what they read stays the same.
-        if _is_cache(kwargs.get("cache")):
-            if not getattr(self._module, "_can_checkpoint_with_cache", False):
-                kwargs["cache"] = None
+        reads_only = getattr(self._module, "_can_checkpoint_with_cache", False)
+        if not reads_only and _is_cache(kwargs.get("cache")):
+            kwargs["cache"] = None
         # Bound, since `checkpoint` has keywords of its own.
         function = partial(self.original, **kwargs) if kwargs else self.original
         if any(type(each) in (list, dict) for each in (*args, *kwargs.values())):

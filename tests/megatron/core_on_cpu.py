@@ -89,8 +89,8 @@ def load() -> None:
         del sys.modules[name]
     sys.modules.update(dict.fromkeys(_ABSENT))  # type: ignore[arg-type]
     sys.modules[_KERNELS] = mock.MagicMock()
-    # The package puts its own function in the place of torch's, so that each pickled tensor of this process
-    # would name a module of Megatron-Core, which processes without it cannot import.
+    # The package puts its own function in the place of torch's, so that each pickled tensor of this
+    # process would name a module of Megatron-Core, which processes without it cannot import.
     load_from_bytes = torch.storage._load_from_bytes
     try:
         with warnings.catch_warnings():
