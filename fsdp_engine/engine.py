@@ -264,8 +264,9 @@ class Engine:
         microbatch's backward; the first call is collective. The value of the tensor is no mean:
         :attr:`last_mean_loss` is. All of a microbatch's loss belongs into the sum: a term ``c``
         that is no mean over samples as ``count * c``. Microbatches whose backward does not run, or
-        whose gradients are cleared, do not count. Parameters of the loss outside of this engine get
-        gradients of sums, not of means.
+        whose gradients are cleared, do not count. The result can be multiplied by numbers and added
+        to other results. Parameters of the loss outside of this engine get gradients of sums, not
+        of means.
 
         Args:
             loss_sum: one element that requires grad: the sum of the losses of this rank's samples
@@ -277,8 +278,9 @@ class Engine:
             ValueError: other shapes, or a negative or infinite number.
             RuntimeError: within a pipeline, of which other ranks compute the loss. Of backward:
                 gradients of an earlier step are not cleared, the step of the result is over,
-                there is a penalty that was computed with sharded parameters, or another loss
-                follows in the step.
+                there is a penalty that was computed with sharded parameters, or another loss in
+                the step, on this rank or on another one. Of an operation that adds another loss to
+                the result.
         """
         if self._scheduler.microbatch is not None:
             raise RuntimeError(

@@ -9,13 +9,14 @@ three elements that is sent with the step's last reductions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._tensor import get_default_nowrap_functions
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.agreement import agree
@@ -83,6 +84,59 @@ class _StepLosses:
         self.covers_backwards = not self.has_begun
 
 
+class MeanLoss(Tensor):
+    """A result of ``mean_loss()``, alone or multiplied: no other loss can be added to it.
+
+    The engine divides all gradients of a step, and those of a term that is added here, too.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:  # whose `inputs` are no terms, but tensors of other classes
+            with torch._C.DisableTorchFunctionSubclass():
+                loss = args[0].as_subclass(Tensor)
+            return func(loss, *args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            cls._check_terms(func, _flattened([*args, *kwargs.values()]))
+            if any(not issubclass(each, cls) for each in types):
+                return NotImplemented  # for the other class to handle, as for sharded tensors
+            result = func(*args, **kwargs)
+            if type(result) is Tensor and result.requires_grad and func not in _PLAIN:
+                return result.as_subclass(cls)
+        return result
+
+    @classmethod
+    def _check_terms(cls, func: Callable[..., Any], values: Iterable[Any]) -> None:
+        for each in values:
+            if isinstance(each, Tensor) and not isinstance(each, cls) and each.requires_grad:
+                raise RuntimeError(
+                    f"{getattr(func, '__name__', func)}: expected a result of mean_loss() to be "
+                    "combined with others of mean_loss() or with tensors without gradient, since "
+                    "gradients are divided by the number of samples; found a tensor of shape "
+                    f"{tuple(each.shape)} that requires grad. Add it to loss_sum, multiplied by "
+                    "count"
+                )
+
+
+# Functions whose result is as it was stored.
+_PLAIN = get_default_nowrap_functions()
+
+
+def _flattened(values: Iterable[Any]) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _flattened(each)
+        else:
+            yield each
+
+
 class MeanLosses:
     """See the module docstring.
 
@@ -104,6 +158,32 @@ class MeanLosses:
         self._buffers = buffers
         self._step: _StepLosses | None = None
         self._divisor: float | None = None
+        self._has_others = False
+
+    @property
+    def kinds(self) -> bytes:
+        """Whether backwards of mean losses, and of others, have begun in this step on this rank, a
+        byte each; nothing before ranks have called :meth:`add`."""
+        if self._divisor is None:
+            return b""
+        has_some = self._step is not None and self._step.num_reached > 0
+        return bytes((has_some, self._has_others))
+
+    @staticmethod
+    def find_two_kinds(kinds: Sequence[int]) -> str | None:
+        """The error of a step that has both kinds of losses, if it has.
+
+        Args:
+            kinds: the elementwise maximum of :attr:`kinds` of all ranks.
+        """
+        if not all(kinds) or not kinds:
+            return None
+        return (
+            "backward: expected results of mean_loss() on all ranks, or on none, since gradients "
+            "are divided by the number of samples of all ranks; found another loss on some ranks. "
+            "Call mean_loss(loss, 1) there, or mean_loss(0 * loss, 0) for a batch that does not "
+            "count (after this exception, call engine.reset())"
+        )
 
     @property
     def is_pending(self) -> bool:
@@ -137,7 +217,7 @@ class MeanLosses:
             added[2] += 1
         loss = loss_sum.reshape(()) / step.divisor
         loss.register_hook(partial(step.reached, added))
-        return loss
+        return loss.as_subclass(MeanLoss)
 
     def begin_backward(self) -> None:
         """A backward of the model begins.
@@ -147,11 +227,14 @@ class MeanLosses:
         """
         step = self._step
         if step is None or not step.num_reached:
+            self._has_others = True
             return
         if step.covers_backwards:
             step.has_begun = True
+            self._has_others = False  # their gradients are cleared
         elif all(buffer.published.are_cleared_or_zeroed for buffer in self._buffers):
             self.discard()  # the user has dropped the gradients of the mean losses
+            self._has_others = True
         else:
             raise RuntimeError(
                 "backward: expected a result of mean_loss(), as before in this step, since "
@@ -176,9 +259,9 @@ class MeanLosses:
             RuntimeError: there are gradients of a rank's slice alone; names a parameter.
         """
         step = self._step
+        self.discard()
         if step is None:
             return
-        self.discard()
         if step.work is not None:
             assert self._mesh.control_group is not None
             with naming(_WHAT, self._mesh.control_group):
@@ -204,6 +287,7 @@ class MeanLosses:
         if self._step is not None:
             self._step.is_over = True
         self._step = None
+        self._has_others = False
 
     def _begin_step(self) -> _StepLosses:
         assert self._divisor is not None

@@ -307,12 +307,17 @@ def test_gradients_that_are_not_cleared_are_refused(level: str) -> None:
         assert torch.equal(grad, right), name
 
 
-def check_mean(model: nn.Module, engine: fe.Engine, expected: nn.Module, seeds: list[int]) -> None:
-    """Gradients are those of ``expected`` with a batch of 3 samples for each seed."""
+def check_mean(
+    model: nn.Module, engine: fe.Engine | None, expected: nn.Module, seeds: list[int]
+) -> None:
+    """Gradients are those of ``expected`` with a batch of 3 samples for each seed; and so is the
+    last mean loss of ``engine``, if it is given."""
     expected.zero_grad()
     loss = expected(torch.cat([rows(3, seed) for seed in seeds])).mean()
     loss.backward()
     assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
+    if engine is None:
+        return
     assert engine.last_mean_loss is not None
     assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-6)
 
@@ -365,6 +370,50 @@ def test_another_loss_in_the_step_is_refused_or_not_divided(level: str) -> None:
         }
         assert_equal(doubled, reference.full_gradients(expected))
         model.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_another_loss_on_some_ranks_is_refused_on_all(level: str) -> None:
+    model, seed = Net(), dist.get_rank()
+    engine = fe.shard(model, strategy=level, units="blocks.*")
+    engine.mean_loss(model(rows(3, seed)).sum(), 3).backward()
+    model.zero_grad()
+    for _ in range(2):
+        loss = model(rows(3, seed))
+        with pytest.raises(RuntimeError, match=r"expected results of mean_loss.* on all ranks, or"):
+            (engine.mean_loss(loss.sum(), 3) if seed == 0 else loss.mean()).backward()
+        engine.reset()
+        model.zero_grad()
+        for begin in (0, 2):  # the next steps are right, with either kind
+            loss = model(rows(3, begin + seed))
+            (engine.mean_loss(loss.sum(), 3) if begin else loss.mean()).backward()
+            check_mean(model, engine if begin else None, Net(), [begin, begin + 1])
+            model.zero_grad()
+
+
+@on_ranks(2)
+def test_no_other_loss_is_added_to_a_result() -> None:
+    model, seed = Net(), dist.get_rank()
+    engine = fe.shard(model, strategy="optim_grads_params", units="blocks.*")
+    out = model(rows(3, seed))
+    loss, other = engine.mean_loss(out.sum(), 3), out.square().mean()
+    for combine in (
+        lambda: loss + other,
+        lambda: other + 0.1 * loss,
+        lambda: sum([loss / 2, other]),
+        lambda: torch.stack([loss, other]).sum(),
+        lambda: other.add_(loss),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected a result of mean_loss.*loss_sum"):
+            combine()
+    assert type(loss.detach() + other) is torch.Tensor, "a value can be logged"
+    with pytest.raises(ValueError, match="no sharded parameters in inputs="):
+        loss.backward(inputs=list(model.parameters()))
+    (2 * loss / 2 + torch.tensor(1.0)).backward()
+    expected = Net()
+    expected(torch.cat([rows(3, 0), rows(3, 1)])).mean().backward()
+    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
