@@ -26,15 +26,11 @@ import torch
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.base import BACKWARD, BOTH
 from fsdp_engine.comm.fingerprints import fingerprints
-from fsdp_engine.comm.lanes import Lanes, Ticket
+from fsdp_engine.comm.lanes import Lanes, Ticket, is_capturing
 from fsdp_engine.flat_dtensor import any_requires_grad, versions_of
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.units.installing import Installation
 from fsdp_engine.units.plan import PlannedUnit, label_of
-
-# Uses of a unit in which values are compared: see `Unit.compare_values`.
-_ALL_USES = 2**62
-_NONE_COMPARED = [0, 0]
 
 
 class Numbered(Protocol):
@@ -84,6 +80,37 @@ class Kept(enum.Enum):
 
     RECORDED = "a backward with create_graph recorded functions that read them"
     UNSEEN = "the start of the unit's backward could not be observed"
+
+
+class Comparisons:
+    """The uses of a unit in which values are compared, of those with and without gradients: the
+    1st, 2nd, 4th, 8th and so on. A host waits for the values. Once a write was found, all uses."""
+
+    __slots__ = ("_always", "_gaps", "_left")
+
+    def __init__(self) -> None:
+        self._gaps = [1, 1]
+        self._left = [1, 1]
+        self._always = False
+
+    def is_due(self) -> bool:
+        """A use begins: whether values are compared in it."""
+        if self._always:
+            return True
+        kind = int(torch.is_grad_enabled())
+        self._left[kind] -= 1
+        if self._left[kind]:
+            return False
+        self._left[kind] = self._gaps[kind]
+        self._gaps[kind] *= 2
+        return True
+
+    def compare_always(self) -> int:
+        """A write was found. Returns the number of uses since the comparison before, in which
+        writes were not looked for."""
+        num_unseen = 0 if self._always else max(self._gaps) // 4 - 1
+        self._always = True
+        return max(num_unseen, 0)
 
 
 class UnshardedParams:
@@ -265,8 +292,7 @@ class Unit:
         self._writable = [buffer for buffer in buffers if buffer.takes_written]
         self._watched = [param for buffer in self._writable for param in buffer.full_params]
         self._versions = versions_of(self._watched)
-        # Uses in which values are compared, too, without and with gradients; see `compare_values`.
-        self._num_compared = _NONE_COMPARED
+        self._comparisons: Comparisons | None = None
         self._prints: list[int] = []
 
     def rename(self, name: str) -> None:
@@ -471,27 +497,18 @@ class Unit:
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
-        if self._num_compared is not _NONE_COMPARED and not self._installation.is_full:
-            self._prepare_comparison()
+        if self._comparisons is not None and not self._installation.is_full:
+            self._begin_comparison(self._comparisons)
         self._installation.install()
 
-    def compare_values(self, num_uses: int) -> None:
-        """In the next uses, compare the values of full parameters before and after them: versions
-        do not count writes through ``param.data``. If one is found, values are compared in all
-        further uses.
-
-        Args:
-            num_uses: of each kind: with and without gradients.
-        """
-        self._num_compared = [num_uses, num_uses] if self._watched else _NONE_COMPARED
-
-    def _prepare_comparison(self) -> None:
-        kind = int(torch.is_grad_enabled())
-        if self._num_compared[kind]:
-            self._num_compared[kind] -= 1
+    def _begin_comparison(self, comparisons: Comparisons) -> None:
+        if comparisons.is_due() and not is_capturing(self._watched[0].device, [None]):
             self._prints = fingerprints(self._watched)
-        if not any(self._num_compared):
-            self._num_compared = _NONE_COMPARED
+
+    def compare_values(self) -> None:
+        """In some uses, compare the values of full parameters before and after them: versions do
+        not count writes through ``param.data``. See :class:`Comparisons`."""
+        self._comparisons = Comparisons() if self._watched else None
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
@@ -517,8 +534,9 @@ class Unit:
         if prints:
             now = fingerprints(self._watched)
             unseen = [one != other for one, other in zip(prints, now, strict=True)]
-            if any(each and not seen for each, seen in zip(unseen, changed, strict=True)):
-                self._num_compared = [_ALL_USES, _ALL_USES]
+            hidden = [each and not seen for each, seen in zip(unseen, changed, strict=True)]
+            if any(hidden):
+                self._note_hidden_writes(hidden)
             changed = [one or other for one, other in zip(unseen, changed, strict=True)]
         each = iter(changed)
         for buffer in self._writable:
@@ -527,6 +545,22 @@ class Unit:
                 buffer.take_written(indices)
                 if self.on_written is not None:
                     self.on_written(buffer, indices)
+
+    def _note_hidden_writes(self, hidden: Sequence[bool]) -> None:
+        """Modules wrote these full parameters in a way that changes no version."""
+        assert self._comparisons is not None
+        num_unseen = self._comparisons.compare_always()
+        if not num_unseen:
+            return
+        records = [record for buffer in self._writable for record in buffer.records]
+        name = records[hidden.index(True)].name
+        warnings.warn(
+            f"{name}: expected forward to write weights in a way that autograd counts; found that "
+            "it wrote this one through .data or a NumPy array. What it wrote in the last "
+            f"{num_unseen} uses of unit {self.label} may be lost; from now on it is kept. Write by "
+            "operations in place under torch.no_grad()",
+            stacklevel=2,
+        )
 
     def note_access(self) -> None:
         """Report to the compute lane that the model reads the full parameters from here on."""

@@ -7,8 +7,8 @@ steps from them. Each rank takes its own slice, which is right if all ranks wrot
 that is checked when the forward or backward ends.
 
 A write through ``param.data`` changes no version counter. So values themselves are compared
-in the first use of each unit, with gradients and without, and in all uses of a unit that was found
-to write so.
+in some uses of each unit, and in all uses of one that was found to write so: see
+:class:`.unit.Comparisons`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.unit import Unit
 
 _WHAT = "weights that a module wrote in forward, on every rank the same"
-
-
-# Uses of a unit, with gradients and without, in which values are compared: the host waits for it.
-_NUM_COMPARED = 1
 
 
 class WrittenWeights:
@@ -67,7 +63,7 @@ class WrittenWeights:
             unit.on_written = self.add
             groups_of = [each.control_group for each in unit.buffers]
             if not (is_simulated or any(map(_is_fake, groups_of))):
-                unit.compare_values(_NUM_COMPARED)
+                unit.compare_values()
 
     def begin_forward(self) -> None:
         """A forward begins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,38 @@ def test_training_with_written_weights_is_that_of_one_process(place: Place) -> N
             torch.testing.assert_close(model(x), alone(x))
             for name, weight in full_weights(model).items():
                 torch.testing.assert_close(weight, expected[name].detach(), msg=name)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("begin", [1, 2, 5])
+@on_ranks(2)
+def test_writes_through_data_that_begin_late_are_found(
+    begin: int, dtype: torch.dtype | None
+) -> None:
+    torch.manual_seed(0)
+    model = Model(nn.Linear)
+    fe.shard(
+        model,
+        strategy="optim_grads_params",
+        mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype),
+        min_unit_size=0,
+    )
+    limit = 0.1
+    found = []
+    for step in range(9):
+        if step == begin:
+            model.blocks[1][0].register_forward_pre_hook(clamp_data)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(batch(step, dist.get_rank())).square().mean().backward()
+        found += [str(each.message) for each in caught if "through .data" in str(each.message)]
+    weight = full_weights(model)["blocks.1.0.weight"]
+    assert weight.abs().max() <= limit + 1e-3, "what was written last is kept"
+    if begin > 1:  # the second use is looked at
+        assert len(found) == 1, found
+        assert "blocks.1.0" in found[0]
+    else:
+        assert found == []
 
 
 @everywhere
