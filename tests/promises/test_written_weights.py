@@ -162,7 +162,7 @@ def test_writes_through_data_that_begin_late_are_found(
             model(batch(step, dist.get_rank())).square().mean().backward()
         found += [str(each.message) for each in caught if "through .data" in str(each.message)]
     weight = full_weights(model)["blocks.1.0.weight"]
-    assert weight.abs().max() <= limit + 1e-3, "what was written last is kept"
+    assert weight.abs().max() <= limit + 1e-3, "the last write is kept"
     if begin > 1:  # the second use is looked at
         assert len(found) == 1, found
         assert "blocks.1.0" in found[0]
