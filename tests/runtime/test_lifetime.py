@@ -49,7 +49,7 @@ def test_engines_on_one_mesh_share_their_groups() -> None:
 
 @on_ranks(1)
 def test_a_step_leaves_attributes_of_the_engine_s_objects_quick_to_read() -> None:
-    # CPython keeps attributes in the object itself until a program asks for its `__dict__`. A search
+    # CPython keeps attributes in the object until a program asks for its `__dict__`. A search
     # for kept tensors that asked all objects of the engine made each step 10 % slower.
     model = Transformer(num_blocks=2)
     engine = fe.shard(model, strategy="optim_grads_params")

@@ -1,0 +1,294 @@
+"""Mutation tests of the core: which changes of its code do the ordinary tests notice?
+
+    python tools/mutants.py make [--number 200] [--seed 49]     write the list of mutants
+    python tools/mutants.py run [--first 0] [--number 200]      run tests with each, write results
+    python tools/mutants.py table                               print the results as a table
+
+A mutant is one small change: another operator or constant, swapped arguments, a statement that only
+calls a function (a wait, for example) left out, a condition that is always true. The list is
+``tests/mutants.json``: the place is named by file, function and source text, so that it survives
+changes elsewhere. A mutant whose text is gone is reported as *gone* and not counted.
+
+A mutant is caught when a test fails. :data:`TESTS` are run in their order with two processes, up to
+the first failure; a run that takes longer than :data:`TIMEOUT_SECONDS` counts as caught, too.
+Results are in ``benchmarks/results/mutants.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LIST = ROOT / "tests" / "mutants.json"
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+CORE = ("buffers", "comm", "flat_dtensor", "layout", "memory", "runtime", "strategies", "units")
+# What is not in a training step of the core: measuring, files on disks, texts.
+LEFT_OUT = ("disk", "stall_monitor", "reports", "rehearsal", "meter")
+# The quick tests that say most about the core come first.
+TESTS = (
+    "tests/runtime/test_equivalence.py",
+    "tests/composition",
+    "tests/runtime",
+    "tests/layout",
+    "tests/strategies",
+    "tests/comm",
+    "tests/memory",
+    "tests/buffers",
+    "tests/flat_dtensor",
+    "tests/units",
+    "tests/promises",
+)
+TIMEOUT_SECONDS = 900.0
+COMPARED = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+COMPUTED = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        file: relative to the repository.
+        function: qualified name of the function that it changes.
+        kind: of change.
+        line: source text of the statement, without indentation.
+        before, after: source text of the changed expression.
+        place: number of the occurrence of ``before`` in the statement.
+    """
+
+    file: str
+    function: str
+    kind: str
+    line: str
+    before: str
+    after: str
+    place: int
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
+    """Yields (kind, changed node, new source) for each mutant of one node."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARED and len(node.ops) == 1:
+        other = ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators)
+        yield "comparison", node, ast.unparse(other)
+    elif isinstance(node, ast.BoolOp):
+        swapped = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield "and, or", node, ast.unparse(ast.BoolOp(swapped, node.values))
+    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
+        other_op = COMPUTED[type(node.op)]()
+        yield "operator", node, ast.unparse(ast.BinOp(node.left, other_op, node.right))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "not", node, ast.unparse(node.operand)
+    elif isinstance(node, ast.Constant) and type(node.value) is bool:
+        yield "constant", node, str(not node.value)
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        yield "constant", node, str(node.value + 1)
+    elif isinstance(node, ast.Call) and len(node.args) == 2 and not node.keywords:
+        same = ast.dump(node.args[0]) == ast.dump(node.args[1])
+        if not same and not any(isinstance(each, ast.Starred) for each in node.args):
+            yield "arguments", node, ast.unparse(ast.Call(node.func, node.args[::-1], []))
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "call left out", node, "pass"
+    elif isinstance(node, (ast.If, ast.IfExp)):
+        yield "condition", node.test, "True"
+
+
+def in_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
+    """Yields (qualified name, statement) of all statements in functions, also of inner ones."""
+    for child in ast.iter_child_nodes(tree):
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if is_function or isinstance(child, ast.ClassDef):
+            name = f"{prefix}{child.name}"  # type: ignore[attr-defined]
+            if is_function:
+                for each in ast.walk(child):
+                    if isinstance(each, ast.stmt) and each is not child:
+                        yield name, each
+            else:
+                yield from in_functions(child, f"{name}.")
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """Every mutant of a file. Texts of errors and warnings, and assertions, are not changed."""
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    found = []
+    for function, statement in in_functions(ast.parse(source)):
+        if isinstance(statement, (ast.Raise, ast.Assert, ast.FunctionDef, ast.ClassDef)):
+            continue
+        line = lines[statement.lineno - 1].strip()
+        own = [statement, *(each for each in ast.walk(statement) if isinstance(each, ast.expr))]
+        checks = {
+            id(each.value)
+            for each in ast.walk(statement)
+            if isinstance(each, ast.keyword) and each.arg in ("strict", "stacklevel")
+        }
+        for node in own:
+            if id(node) in checks:  # of the program, and not of its data
+                continue
+            for kind, changed, after in changes(node):
+                if changed.lineno != changed.end_lineno or changed.lineno != statement.lineno:  # type: ignore[attr-defined]
+                    continue  # one line, so that its text names it
+                before = ast.get_source_segment(source, changed)
+                if not before or before.startswith(("warn", "super()")) or before == after:
+                    continue
+                start = changed.col_offset - statement.col_offset  # type: ignore[attr-defined]
+                place = line[:start].count(before)
+                found.append(
+                    Mutant(str(path.relative_to(ROOT)), function, kind, line, before, after, place)
+                )
+    return found
+
+
+def make(number: int, seed: int) -> None:
+    """Write a list of ``number`` mutants, of each file in proportion to its candidates."""
+    candidates: list[Mutant] = []
+    for folder in CORE:
+        for path in sorted((ROOT / "fsdp_engine" / folder).rglob("*.py")):
+            if not any(word in path.name for word in LEFT_OUT):
+                candidates += mutants_of(path)
+    chosen = random.Random(seed).sample(list(dict.fromkeys(candidates)), number)
+    LIST.write_text(json.dumps([asdict(each) for each in chosen], indent=1) + "\n")
+    print(
+        f"{number} of {len(candidates)} mutants of {len({each.file for each in candidates})} files"
+    )
+
+
+def applied(mutant: Mutant, source: str) -> str | None:
+    """The source with the mutant; None: its text is gone."""
+    lines = source.splitlines(keepends=True)
+    for function, statement in in_functions(ast.parse(source)):
+        at = statement.lineno - 1
+        if function != mutant.function or lines[at].strip() != mutant.line:
+            continue
+        start = -1
+        for _ in range(mutant.place + 1):
+            start = lines[at].find(mutant.before, start + 1)
+        if start >= 0:
+            end = start + len(mutant.before)
+            after = mutant.after if mutant.after == "pass" else f"({mutant.after})"
+            lines[at] = lines[at][:start] + after + lines[at][end:]
+            return "".join(lines)
+    return None
+
+
+def run(first: int, number: int) -> None:
+    """Run the tests with some mutants, and add the outcomes to the results file."""
+    chosen = [Mutant(**each) for each in json.loads(LIST.read_text())]
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for index in range(first, min(first + number, len(chosen))):
+        begin = time.monotonic()
+        outcome = outcome_of(chosen[index])
+        seconds = round(time.monotonic() - begin)
+        results[str(index)] = {"outcome": outcome, "seconds": seconds}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        each = chosen[index]
+        print(f"{index} {each.file} {each.before!r} -> {each.after!r}: {outcome}, {seconds} s")
+        sys.stdout.flush()
+
+
+def outcome_of(mutant: Mutant) -> str:
+    """ "survived", "gone", "timeout", or the test that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "results", "build")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        path = copy / mutant.file
+        changed = applied(mutant, path.read_text(encoding="utf-8"))
+        if changed is None:
+            return "gone"
+        path.write_text(changed, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
+        command += ["--maxfail", "1", "--numprocesses", "2", "--dist", "loadfile"]
+        command += ["-m", "not thorough and not programs", *TESTS]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
+        with subprocess.Popen(
+            command,
+            cwd=copy,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                return "timeout"
+    if process.returncode == 0:
+        return "survived"
+    named = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return named[1] if named else "failed: " + output.strip().splitlines()[-1][:80]
+
+
+def table() -> str:
+    """The results, in Markdown."""
+    chosen = [Mutant(**each) for each in json.loads(LIST.read_text())]
+    results = json.loads(RESULTS.read_text())
+    counts: dict[str, Counter[str]] = {}
+    survivors = []
+    for index, result in sorted(results.items(), key=lambda each: int(each[0])):
+        mutant, outcome = chosen[int(index)], result["outcome"]
+        if outcome == "gone":
+            continue
+        kind = outcome if outcome == "survived" else "caught"
+        for row in (mutant.kind, "all"):
+            counts.setdefault(row, Counter())[kind] += 1
+        if kind == "survived":
+            survivors.append(f"| `{mutant.file}` | `{mutant.before}` | `{mutant.after}` |")
+    rows = ["| change | mutants | caught |", "|---|---|---|"]
+    for kind, count in sorted(counts.items(), key=lambda each: each[0] == "all"):
+        rows.append(f"| {kind} | {count.total()} | {count['caught'] / count.total():.0%} |")
+    return "\n".join([*rows, "", "| file | survivor | changed to |", "|---|---|---|", *survivors])
+
+
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=["make", "run", "table"])
+    parser.add_argument("--number", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=49)
+    parser.add_argument("--first", type=int, default=0)
+    given = parser.parse_args()
+    if given.what == "make":
+        make(given.number, given.seed)
+    elif given.what == "run":
+        run(given.first, given.number)
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
