@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.coverage_contexts import current_context, switch_to
 from tests.matrices import left_of_matrices
 from tests.pool import Ranks
 
@@ -75,6 +76,7 @@ def texts(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _one_seed() -> None:
     torch.manual_seed(0)
+    switch_to(current_context())
 
 
 @pytest.fixture(autouse=True)

@@ -50,6 +50,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tests.coverage_contexts import current_context, switch_to
+
 NUM_RANKS = 4
 GROUP_TIMEOUT_SECONDS = 60.0
 # Of a whole call. On a busy machine what takes seconds may take minutes; ranks that wait for each
@@ -147,7 +149,8 @@ class Ranks:
         if not self._processes:
             self._start()
         self._num_calls += 1
-        call = pickle.dumps((fn, args, world_size, f"call{self._num_calls}", group))
+        prefix = f"call{self._num_calls}"
+        call = pickle.dumps((fn, args, world_size, prefix, group, current_context()))
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(call)
         answers, first_failure = self._collect(world_size, timeout)
@@ -175,7 +178,11 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def close(self) -> None:
-        """Ends the pool for good."""
+        """Ends the pool for good. Ranks end by themselves, so that they save what they measured."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(GRACE_SECONDS)
         self.stop()
         shutil.rmtree(self._stacks, ignore_errors=True)
 
@@ -396,7 +403,8 @@ def _die_with_the_pool() -> None:
 
 def _answer(rank: int, call: bytes, store: dist.Store, backend: str) -> tuple[str, Any]:
     try:
-        fn, args, world_size, prefix, group = pickle.loads(call)
+        fn, args, world_size, prefix, group, context = pickle.loads(call)
+        switch_to(context)
         torch.manual_seed(0)
         random.seed(0)
         if group:

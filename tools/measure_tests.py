@@ -1,0 +1,157 @@
+"""Seconds, lines and coverage of the tests, by folder and by file.
+
+    python tools/measure_tests.py run [--coverage] [tests/runtime ...]    run the ordinary tests
+    python tools/measure_tests.py table                                   print the tables
+
+``run`` writes ``benchmarks/results/tests.json``: for each file its lines, items and seconds (of
+one of two processes), and with ``--coverage`` for each file of the core the share of its lines that
+ran, and for each test the number of lines of the core that only it runs. Ranks are measured, too.
+Without folders all ordinary tests run. Coverage makes tests slower: seconds are from a run without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.coverage_contexts import CONTEXTS
+from tools.mutants import CORE
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "tests.json"
+SETTINGS = """[run]
+source = fsdp_engine
+parallel = true
+sigterm = true
+patch = subprocess, fork, _exit
+core = ctrace
+data_file = {folder}/data
+"""
+
+
+def run(folders: list[str], *, coverage: bool) -> None:
+    """Run tests and write what was measured."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = folder / "settings"
+        settings.write_text(SETTINGS.format(folder=folder))
+        command = [sys.executable, "-m"]
+        if coverage:
+            command += ["coverage", "run", "--rcfile", str(settings), "-m"]
+        command += ["pytest", "-q", "--no-header", "--numprocesses", "2", "--dist", "loadfile"]
+        command += ["-m", "not thorough and not programs", f"--junitxml={folder}/times.xml"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        if coverage:
+            environment[CONTEXTS] = "1"
+        tests = [*command, *(folders or ["tests"])]
+        status = subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
+        if coverage:
+            combine = ["coverage", "combine", "--rcfile", str(settings), "--quiet"]
+            subprocess.run([sys.executable, "-m", *combine], cwd=folder, check=True)
+            results["coverage"] = coverage_of(folder / "data", settings)
+        else:
+            results["times"] = times_of(folder / "times.xml")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    sys.exit(status)
+
+
+def times_of(report: Path) -> dict[str, dict[str, Any]]:
+    """Lines, items and seconds of each file of tests."""
+    seconds: Counter[str] = Counter()
+    items: Counter[str] = Counter()
+    for case in ElementTree.parse(report).iter("testcase"):
+        parts = case.attrib["classname"].split(".")
+        while parts and not (ROOT / "/".join(parts)).with_suffix(".py").exists():
+            parts.pop()  # a class of tests
+        file = "/".join(parts) + ".py"
+        seconds[file] += float(case.attrib["time"])  # type: ignore[assignment]
+        items[file] += 1
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        found[file] = {"lines": lines, "items": items[file], "seconds": round(seconds[file], 1)}
+    return found
+
+
+def coverage_of(data: Path, settings: Path) -> dict[str, Any]:
+    """Shares of lines of the core that ran, and lines that only one test runs."""
+    report = data.with_suffix(".json")
+    command = [sys.executable, "-m", "coverage", "json", "--rcfile", str(settings), "-q"]
+    subprocess.run([*command, "-o", str(report)], cwd=ROOT, check=True)
+    files = {
+        name.partition("fsdp_engine/")[2]: each["summary"]
+        for name, each in json.loads(report.read_text())["files"].items()
+    }
+    core = {name: each for name, each in files.items() if name.partition("/")[0] in CORE}
+    tests_of: dict[tuple[str, int], set[str]] = defaultdict(set)
+    with sqlite3.connect(data) as base:
+        query = (
+            "select path, context, numbits from line_bits "
+            "join file on file.id = file_id join context on context.id = context_id"
+        )
+        for path, context, bits in base.execute(query):
+            name = path.partition("fsdp_engine/")[2]
+            if context and name in core:
+                for byte, value in enumerate(bits):
+                    for bit in range(8):
+                        if value >> bit & 1:
+                            tests_of[name, 8 * byte + bit].add(context)
+    alone = Counter(next(iter(tests)) for tests in tests_of.values() if len(tests) == 1)
+    total = Counter(lines=0, covered=0)
+    for each in core.values():
+        total.update(lines=each["num_statements"], covered=each["covered_lines"])
+    return {
+        "core": {name: round(each["percent_covered"], 1) for name, each in sorted(core.items())},
+        "all": round(100 * total["covered"] / total["lines"], 2),
+        "lines of one test": dict(alone.most_common()),
+        "tests": sorted({test for tests in tests_of.values() for test in tests}),
+    }
+
+
+def table() -> str:
+    """The results, in Markdown."""
+    results = json.loads(RESULTS.read_text())
+    rows = ["| folder of `tests/` | files | lines | items | seconds |", "|---|---|---|---|---|"]
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
+    for file, each in results["times"].items():
+        parts = Path(file).parts
+        for row in (parts[1] if len(parts) > 2 else "(files)", "all"):
+            sums[row].update(files=1, **each)
+    for folder, each in sorted(sums.items(), key=lambda row: (row[0] == "all", -row[1]["seconds"])):
+        cells = (each["files"], each["lines"], each["items"], round(each["seconds"]))
+        rows.append(f"| {folder} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
+    if "coverage" in results:
+        covered = results["coverage"]
+        least = sorted(covered["core"].items(), key=lambda row: row[1])[:12]
+        rows += ["", f"Lines of the core that ordinary tests run: {covered['all']} %. Least:", ""]
+        rows += ["| file | % of its lines |", "|---|---|"]
+        rows += [f"| `{name}` | {share} |" for name, share in least]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("folders", nargs="*")
+    parser.add_argument("--coverage", action="store_true")
+    given = parser.parse_args()
+    if given.what == "run":
+        run(given.folders, coverage=given.coverage)
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
