@@ -137,17 +137,25 @@ def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
 
 def timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout that ``group`` was made with, for tensors on ``device``."""
-    own = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+    own = getattr(_options_of(group, device), "_timeout", None)
     if own is None:
         own = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
     assert isinstance(own, timedelta)
     return own
 
 
+def _options_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The options of the group's backend; None: the backend has none."""
+    try:
+        return getattr(backend_of(group, device), "options", None)
+    except RuntimeError:  # torch 2.14 of backends that do not implement them
+        return None
+
+
 def _copy_of_options(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
     """NCCL's options that ``group`` was made with, for another group (torch writes that one's name
     into them); None for backends of which torch takes none but a timeout."""
-    options: Any = getattr(backend_of(group, device), "options", None)
+    options = _options_of(group, device)
     if not hasattr(options, "config"):
         return None
     copied = type(options)()

@@ -246,3 +246,18 @@ def free_a_group_in(folder: str) -> None:
 
 def test_a_group_over_a_file_store_is_freed(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(free_a_group_in, str(tmp_path), world_size=1, group=False, timeout=60)
+
+
+@on_ranks(2)
+def test_a_backend_without_options_has_torchs_timeout() -> None:
+    class WithoutOptions:
+        @property
+        def options(self) -> Any:
+            raise RuntimeError("Backend own does not implement getBackendOptions.")  # torch 2.14
+
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "backend_of", lambda group, device: WithoutOptions())
+        found = groups.timeout_of_group(group, torch.device("cpu"))
+    assert found == distributed_c10d._get_default_timeout(dist.Backend("gloo"))

@@ -65,7 +65,7 @@ class LiveStorages(TorchDispatchMode):
             if storage is None:
                 del self._known[key]
             else:
-                total += storage.nbytes()
+                total += _bytes_in_memory(storage)
         return total
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
@@ -84,3 +84,12 @@ class LiveStorages(TorchDispatchMode):
         now = self.num_bytes
         if now > self.peak:
             self.peak, self.where = now, where
+
+
+def _bytes_in_memory(storage: torch.UntypedStorage) -> int:
+    """A storage whose memory was taken away may still have a size ([Note: Unread memory] in
+    ``memory/allocator.py``)."""
+    try:
+        return storage.nbytes() if storage.data_ptr() else 0
+    except RuntimeError:  # builds of torch for CUDA: access is an error
+        return 0
