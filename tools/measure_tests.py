@@ -1,7 +1,7 @@
 """Seconds, lines and coverage of the tests, by folder and by file.
 
-    python tools/measure_tests.py run [--coverage] [tests/runtime ...]    run the ordinary tests
-    python tools/measure_tests.py table                                   print the tables
+    python -m tools.measure_tests run [--coverage] [tests/runtime ...]    run the ordinary tests
+    python -m tools.measure_tests table                                   print the tables
 
 ``run`` writes ``benchmarks/results/tests.json``: for each file its lines, items and seconds (of
 one of two processes), and with ``--coverage`` for each file of the core the share of its lines that

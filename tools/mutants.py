@@ -1,8 +1,8 @@
 """Mutation tests of the core: which changes of its code do the ordinary tests notice?
 
-    python tools/mutants.py make [--number 200] [--seed 49]     write the list of mutants
-    python tools/mutants.py run [--first 0] [--number 200]      run tests with each, write results
-    python tools/mutants.py table                               print the results as a table
+    python -m tools.mutants make [--number 200] [--seed 49]     write the list of mutants
+    python -m tools.mutants run [--first 0] [--number 200]      run tests with each, write results
+    python -m tools.mutants table                               print the results as a table
 
 A mutant is one small change: another operator or constant, swapped arguments, a statement that only
 calls a function (a wait, for example) left out, a condition that is always true. The list is
