@@ -3,7 +3,11 @@
 Backward runs on the sum of a microbatch's losses. Reduced gradients are then those of the sum over
 all ranks and microbatches, divided by the number of ranks; the engine multiplies them with
 ``ranks / samples``. The number of samples is added over the ranks once a step, in a message of
-three elements that is sent with the step's last reductions.
+four elements that is sent with the step's last reductions.
+
+All losses of a step must be results of ``mean_loss()``, or none, on all ranks. If there are both,
+that message says so. On a CPU all ranks raise; the host does not wait for an accelerator, where
+reduced gradients become NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ class _StepLosses:
 
     Attributes:
         totals: of the microbatches whose backward has begun: the sum of their losses, the number of
-            their samples, and their own number, fp64; of this rank, and from ``work`` on of all.
+            their samples, their own number, and 1 if there was a backward of another loss, fp64; of
+            this rank, and from ``work`` on of all.
         buffers: the trainable ones.
         divisor: backward runs on sums that are divided by this power of two: in fp16, sums would
             overflow.
@@ -161,31 +166,6 @@ class MeanLosses:
         self._has_others = False
 
     @property
-    def kinds(self) -> bytes:
-        """Whether backwards of mean losses, and of others, have begun in this step on this rank, a
-        byte each; nothing before ranks have called :meth:`add`."""
-        if self._divisor is None:
-            return b""
-        has_some = self._step is not None and self._step.num_reached > 0
-        return bytes((has_some, self._has_others))
-
-    @staticmethod
-    def find_two_kinds(kinds: Sequence[int]) -> str | None:
-        """The error of a step that has both kinds of losses, if it has.
-
-        Args:
-            kinds: the elementwise maximum of :attr:`kinds` of all ranks.
-        """
-        if not all(kinds) or not kinds:
-            return None
-        return (
-            "backward: expected results of mean_loss() on all ranks, or on none, since gradients "
-            "are divided by the number of samples of all ranks; found another loss on some ranks. "
-            "Call mean_loss(loss, 1) there, or mean_loss(0 * loss, 0) for a batch that does not "
-            "count (after this exception, call engine.reset())"
-        )
-
-    @property
     def is_pending(self) -> bool:
         """Whether there is a loss whose gradients are not reduced."""
         return self._step is not None
@@ -211,7 +191,7 @@ class MeanLosses:
             raise error
         step = self._step = self._step or self._begin_step()
         with torch.no_grad():
-            added = allocator.zeros(3, torch.float64, self._mesh.device)
+            added = allocator.zeros(4, torch.float64, self._mesh.device)
             added[0] += loss_sum.detach().reshape(())
             added[1] += count.reshape(()) if isinstance(count, Tensor) else count
             added[2] += 1
@@ -249,6 +229,8 @@ class MeanLosses:
             return  # as on all ranks
         # A rank without a microbatch takes part, and learns that others had some.
         step = self._step = self._step or self._begin_step()
+        if self._has_others:
+            step.totals[3] = 1
         if self._mesh.control_group is not None:
             step.work = start_all_reduce(step.totals, self._mesh.control_group, "sum")
 
@@ -256,7 +238,8 @@ class MeanLosses:
         """Gradients are reduced: make them those of the mean. Zero, if there were no samples.
 
         Raises:
-            RuntimeError: there are gradients of a rank's slice alone; names a parameter.
+            RuntimeError: there are gradients of a rank's slice alone; names a parameter. Or, on a
+                CPU, some ranks had other losses.
         """
         step = self._step
         self.discard()
@@ -268,11 +251,20 @@ class MeanLosses:
                 step.work.wait()
         if step.num_reached:
             _check_penalties(self._buffers)
-        total, count, num_losses = step.totals.unbind()
+        total, count, num_losses, num_others = step.totals.unbind()
         is_mean = num_losses > 0  # else no rank has called mean_loss() in this step
+        is_mixed = is_mean & (num_others > 0)
+        if is_mixed.device.type == "cpu" and is_mixed:
+            raise RuntimeError(
+                "backward: expected results of mean_loss() on all ranks, or on none, since "
+                "gradients are divided by the number of samples of all ranks; found another loss "
+                "on some ranks. Call mean_loss(loss, 1) there, or mean_loss(0 * loss, 0) for a "
+                "batch that does not count (after this exception, call engine.reset())"
+            )
         before = torch.nan if self.last is None else self.last
         self.last = torch.where(is_mean, (total / count).float(), before)
         inverse = torch.where(count > 0, step.divisor / count, 0.0)
+        inverse = torch.where(is_mixed, torch.nan, inverse)
         factors: dict[float, Tensor] = {}  # by number of ranks: one, as a rule
         for buffer in self._buffers:
             assert buffer.grads is not None
@@ -291,7 +283,7 @@ class MeanLosses:
 
     def _begin_step(self) -> _StepLosses:
         assert self._divisor is not None
-        totals = allocator.zeros(3, torch.float64, self._mesh.device)
+        totals = allocator.zeros(4, torch.float64, self._mesh.device)
         return _StepLosses(totals, self._buffers, self._divisor)
 
 

@@ -344,9 +344,7 @@ class Reductions:
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
         self._numbers = {id(buffer): number for number, buffer in enumerate(self._buffers)}
-        self._message = StepMessage(
-            self._buffers, ranks.message_group, ranks.device, checks, mean_losses
-        )
+        self._message = StepMessage(self._buffers, ranks.message_group, ranks.device, checks)
         self.order = self._make_order()
         self.stream = GradientStream(ranks.device)
         self._pending = PendingReductions(lanes, budget, [unit.num_staged for unit in units])

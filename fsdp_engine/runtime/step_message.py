@@ -13,9 +13,6 @@ of its own, which wait for no kernel of the model and no operation of the lanes.
 reads it waits for the other hosts, and not for its device. (Checks of gradients run on the device:
 with them the message waits for backward.)
 
-If ranks have called ``mean_loss()``, the message also says whether there were backwards of such
-losses and of others, and every rank reads it: a step can have one kind.
-
 The message of all ranks also carries a digest of the order of units that the rank has seen (and its
 complement: if maximum and complement still add up, all digests are equal) and, if gradients are
 checked, a byte for each parameter whose gradient is not finite. Ranks that share other parameters
@@ -38,7 +35,6 @@ from fsdp_engine.comm.lanes import SideStream
 from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.memory.host_memory import bytes_to
 from fsdp_engine.runtime.gradient_checks import GradientChecks
-from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.record import order_digest
 
 _DIGEST_BYTES = 8
@@ -67,7 +63,7 @@ class Verdict:
         used: of each buffer, for each parameter whether any rank had a gradient, as far as a
             message was read; otherwise whether this rank had one.
         same_order: all ranks have seen the order that this one has.
-        problem: what checks of gradients found, or losses of two kinds.
+        problem: what checks of gradients found.
     """
 
     used: Sequence[Sequence[Any]]
@@ -83,7 +79,6 @@ class StepMessage:
         group: of messages between all ranks; None for one rank.
         device: of the messages.
         checks: what looks at gradients, if anything does.
-        mean_losses: see ``mean_loss.py``.
 
     Attributes:
         num_started: steps whose message was sent.
@@ -95,13 +90,10 @@ class StepMessage:
         group: ProcessGroup | None,
         device: torch.device,
         checks: GradientChecks | None,
-        mean_losses: MeanLosses,
     ) -> None:
         self._buffers = tuple(buffers)
         self._device = device
         self._checks = checks
-        self._mean_losses = mean_losses
-        self._num_kinds = 0  # bytes of the message in flight
         self._group = group
         self._stream = SideStream(device)
         self.num_started = 0
@@ -114,8 +106,6 @@ class StepMessage:
     def start(self, order: Sequence[int]) -> None:
         """Send what this rank knows; ``order`` is the order of units that it has seen."""
         self.num_started += 1
-        kinds = self._mean_losses.kinds
-        self._num_kinds = len(kinds)
         for part in self._parts:
             flags = bytearray()
             for _, buffer in part.buffers:
@@ -123,7 +113,6 @@ class StepMessage:
             if part.group is self._group:
                 digest = order_digest(order)
                 flags += digest + bytes(255 - byte for byte in digest)
-                flags += kinds
             looks_for_nan = part.group is self._group and self._looks_for_nan
             if looks_for_nan:
                 self._stream.wait_for_compute()
@@ -140,12 +129,10 @@ class StepMessage:
         used: list[Sequence[Any]] = [buffer.published.used for buffer in self._buffers]
         same_order = False
         found: list[int] | None = None
-        num_kinds, problem = self._num_kinds, None
         for part in self._parts:
             is_main = part.group is self._group
             missing = not all(all(used[number]) for number, _ in part.buffers)
-            is_needed = has_new_order or self._looks_for_nan or num_kinds
-            if not (missing or (is_main and is_needed)):
+            if not (missing or (is_main and (has_new_order or self._looks_for_nan))):
                 continue  # the work is waited for before the next message
             with naming(_WHAT, part.group), self._stream.entered():
                 part.work.wait()
@@ -161,10 +148,9 @@ class StepMessage:
                 digest = values[at : at + _DIGEST_BYTES]
                 complement = values[at + _DIGEST_BYTES : at + 2 * _DIGEST_BYTES]
                 same_order = all(a + b == 255 for a, b in zip(digest, complement, strict=True))
-                at += 2 * _DIGEST_BYTES
-                problem = self._mean_losses.find_two_kinds(values[at : at + num_kinds])
-                found = values[at + num_kinds :]
-        if problem is None and self._checks is not None:
+                found = values[at + 2 * _DIGEST_BYTES :]
+        problem = None
+        if self._checks is not None:
             if found is None:
                 found = self._checks.flags.tolist() if self._looks_for_nan else []
             problem = self._checks.conclude(found)

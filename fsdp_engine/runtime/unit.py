@@ -84,11 +84,16 @@ class Kept(enum.Enum):
 
 class Comparisons:
     """The uses of a unit in which values are compared, of those with and without gradients: the
-    1st, 2nd, 4th, 8th and so on. A host waits for the values. Once a write was found, all uses."""
+    1st, 2nd, 4th, 8th and so on, or the 1st alone. Once a write was found, all uses.
 
-    __slots__ = ("_always", "_gaps", "_left")
+    Args:
+        repeats: not only in the 1st. On an accelerator the host waits for the values.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_always", "_gaps", "_left", "_repeats")
+
+    def __init__(self, *, repeats: bool) -> None:
+        self._repeats = repeats
         self._gaps = [1, 1]
         self._left = [1, 1]
         self._always = False
@@ -101,6 +106,8 @@ class Comparisons:
         self._left[kind] -= 1
         if self._left[kind]:
             return False
+        if not self._repeats:
+            return True  # the number left is negative from the next use on
         self._left[kind] = self._gaps[kind]
         self._gaps[kind] *= 2
         return True
@@ -505,10 +512,10 @@ class Unit:
         if comparisons.is_due() and not is_capturing(self._watched[0].device, [None]):
             self._prints = fingerprints(self._watched)
 
-    def compare_values(self) -> None:
+    def compare_values(self, *, repeats: bool) -> None:
         """In some uses, compare the values of full parameters before and after them: versions do
         not count writes through ``param.data``. See :class:`Comparisons`."""
-        self._comparisons = Comparisons() if self._watched else None
+        self._comparisons = Comparisons(repeats=repeats) if self._watched else None
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
