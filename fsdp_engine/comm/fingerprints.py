@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,19 +26,33 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     return torch.stack(found).tolist() if found else []
 
 
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns numbers by which this process finds out whether values have changed. On a CPU they
+    take no memory and less time than :func:`fingerprints`, which they are elsewhere."""
+    if any(each.device.type != "cpu" for each in tensors):
+        return fingerprints(tensors)
+    return [zlib.crc32(_integers_of(each).view(torch.uint8).numpy().data) for each in tensors]
+
+
 def fingerprint(tensor: Tensor) -> Tensor:
     """The same of one tensor (of a DTensor, this rank's shard), as a 0-d tensor on its device."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    integers = flat.view(_INTEGERS[flat.element_size()])
+    integers = _integers_of(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in integers.split(_CHUNK) if len(integers) else ():
         factors = _factors(len(chunk), tensor.device)
         total = total * _FACTOR + factors.mul_(chunk).sum()
     return total
+
+
+def _integers_of(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, or of a DTensor's shard on this rank, as integers of its element size:
+    flat, and a view where it is contiguous."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    return flat.view(_INTEGERS[flat.element_size()])
 
 
 def _factors(num: int, device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.base import BACKWARD, BOTH
-from fsdp_engine.comm.fingerprints import fingerprints
+from fsdp_engine.comm.fingerprints import checksums
 from fsdp_engine.comm.lanes import Lanes, Ticket, is_capturing
 from fsdp_engine.flat_dtensor import any_requires_grad, versions_of
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -510,7 +510,7 @@ class Unit:
 
     def _begin_comparison(self, comparisons: Comparisons) -> None:
         if comparisons.is_due() and not is_capturing(self._watched[0].device, [None]):
-            self._prints = fingerprints(self._watched)
+            self._prints = checksums(self._watched)
 
     def compare_values(self, *, repeats: bool) -> None:
         """In some uses, compare the values of full parameters before and after them: versions do
@@ -532,14 +532,14 @@ class Unit:
         """Modules may have written full parameters: take the values into the main weights.
 
         Args:
-            prints: fingerprints of the values before; empty: they are not compared.
+            prints: checksums of the values before; empty: they are not compared.
         """
         versions = versions_of(self._watched)
         pairs = zip(versions, self._versions, strict=True)
         changed = [after != before for after, before in pairs]
         self._versions = versions
         if prints:
-            now = fingerprints(self._watched)
+            now = checksums(self._watched)
             unseen = [one != other for one, other in zip(prints, now, strict=True)]
             hidden = [each and not seen for each, seen in zip(unseen, changed, strict=True)]
             if any(hidden):

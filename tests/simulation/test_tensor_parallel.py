@@ -162,8 +162,9 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 
 # Memory is measured in all but the first.
 NUM_STEPS = 4
-# Planned over measured memory; see the docs.
-MOST = {"linears": 1.03, "llama": 1.035}
+# Planned over measured memory; see the docs. The measure had counted wrappers of functional
+# collectives, which have no memory, as linears hold one.
+MOST = {"linears": 1.045, "llama": 1.035}
 
 
 def measured(case: str, level: str) -> tuple[int, list[float]]:
