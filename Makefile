@@ -50,7 +50,8 @@ help:
 	@echo "make train    train a small GPT on real text (ARGS=\"...\", RANKS=2)"
 	@echo "make megatron train by Megatron-Core's names, tensor x data parallel on 2 x 2 ranks"
 	@echo "make pipeline train the GPT in pipeline stages, pipeline x data parallel on 2 x 2 ranks"
-	@echo "make test     lint, types and the tests, but those that take long"
+	@echo "make test     lint, types and the tests, but those that take long (CHANGED=main: those that"
+	@echo "              the changes since main need)"
 	@echo "make test-all the same with all tests, also of programs that it installs (TRL, torchtitan, ...)"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite the files"
@@ -107,11 +108,13 @@ pipeline: $(STAMP)
 	@$(RUN) torch.distributed.run --standalone --nproc-per-node 4 \
 		examples/train_pipeline.py --pipeline 2 $(ARGS)
 
-# What PYTEST_ARGS names is run, whatever it takes. Types are checked with the pinned torch only.
+# What PYTEST_ARGS names is run, whatever it takes; CHANGED=main runs the tests that the changes since
+# that branch need. Types are checked with the pinned torch only.
 # Tests start many processes, which import bytecode, also where PYTHONDONTWRITEBYTECODE is set.
 test: $(if $(TORCH),$(STAMP),lint)
 	@$(RUN) compileall -q fsdp_engine tests
-	@$(PYTEST) $(or $(PYTEST_ARGS),-m "not thorough and not programs")
+	@$(PYTEST) $(or $(PYTEST_ARGS),-m "not thorough and not programs" \
+		$(if $(CHANGED),$$($(RUN) tools.changed_tests $(CHANGED))))
 
 test-all: $(if $(TORCH),$(STAMP),lint) $(PROGRAMS)
 	@$(RUN) compileall -q fsdp_engine tests
