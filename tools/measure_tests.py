@@ -39,7 +39,7 @@ data_file = {folder}/data
 
 
 def run(folders: list[str], *, coverage: bool) -> None:
-    """Run tests and write what was measured."""
+    """Run tests and write the results file."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

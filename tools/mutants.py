@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "mutants.json"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 CORE = ("buffers", "comm", "flat_dtensor", "layout", "memory", "runtime", "strategies", "units")
-# What is not in a training step of the core: measuring, files on disks, texts.
+# Files that are not part of a training step of the core: measuring, disks, texts.
 LEFT_OUT = ("disk", "stall_monitor", "reports", "rehearsal", "meter")
 # The quick tests that say most about the core come first.
 TESTS = (
