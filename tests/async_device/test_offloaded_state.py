@@ -240,7 +240,8 @@ def test_what_users_do_to_parameters_on_the_host_is_ordered() -> None:
                 model.load_state_dict(engine.full_state_dict())
         results.append([getattr(each, "local", each).cpu() for each in found])
     for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+        # Not to the bit: AdamW of torch 2.14 rounds otherwise where it steps many tensors at once.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def change_data(params: list[Any], optimizer: Any) -> None:
