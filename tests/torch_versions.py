@@ -6,14 +6,29 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from fsdp_engine.flat_dtensor.slices import MARKS_SUMS
+
 # torch 2.11's dynamo fails with an AssertionError of its own at a `raise` that it cannot trace.
 compiled_code_raises = pytest.mark.skipif(
     TorchVersion(torch.__version__) < (2, 13),
     reason="errors of traced functions come through torch.compile from torch 2.13 on",
 )
 
+# `MARKS_SUMS` in ``flat_dtensor/slices.py``.
+marks_gradients = pytest.mark.skipif(
+    not MARKS_SUMS, reason="gradients of slices are told from other slices from torch 2.13 on"
+)
+
 # Memory moves between storages: [Note: Arena] in ``memory/arena.py``.
 CAN_PLAN_ADDRESSES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 plans_addresses = pytest.mark.skipif(
     not CAN_PLAN_ADDRESSES, reason="addresses are planned from torch 2.13 on"
+)
+# [Note: Unread memory] in ``memory/allocator.py``.
+swaps_memory = pytest.mark.skipif(
+    not CAN_PLAN_ADDRESSES, reason="memory that is not gathered is withheld from torch 2.13 on"
+)
+stages_classes = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 13),
+    reason="torch 2.11's stager raises KeyError for a class among the parts of an object",
 )

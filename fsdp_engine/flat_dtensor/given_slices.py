@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -28,8 +28,8 @@ from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, name_of
 _POINTERS = frozenset(
     {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 )
-# torch 2.11's collectives may not dispatch on the class of their tensors.
-_COLLECTIVES_DISPATCH = hasattr(distributed_c10d, "has_torch_function")
+# Before 2.13, some of torch's collectives (broadcast) do not dispatch on the class of tensors.
+COLLECTIVES_DISPATCH = TorchVersion(torch.__version__) >= (2, 13)
 # For each slice of main weights a reference to the function that marks them as changed.
 _MARKS: Any = WeakTensorKeyDictionary()
 _writes_unseen: dict[Function, bool] = {}
@@ -46,7 +46,7 @@ def given_out(local: Tensor, given: Tensor) -> Tensor:
     mark = _MARKS.get(local)
     if mark is None or type(given) is not Tensor:
         return given
-    if not _COLLECTIVES_DISPATCH:
+    if not COLLECTIVES_DISPATCH:
         _run(mark)
     return _as_given(given, mark)
 

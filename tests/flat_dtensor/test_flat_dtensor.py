@@ -30,7 +30,7 @@ from fsdp_engine.flat_dtensor import (
     functions,
 )
 from tests.optim.optimizers import FUSED, OPTIMIZERS
-from tests.torch_versions import compiled_code_raises
+from tests.torch_versions import compiled_code_raises, marks_gradients
 
 SHAPE, START, STOP = (6, 5), 7, 19
 
@@ -384,6 +384,7 @@ def loss_of(p: Any, q: Any) -> Any:
     return ((p * p).sum() + (p * 3 + q).mean() + torch.where(p > 0.5, p, q).sum() + p.norm()) * 2
 
 
+@marks_gradients
 def test_gradients_are_the_slices_of_full_gradients(mesh: DeviceMesh) -> None:
     # This rank has all, and collectives of a fake group change nothing: gradients of full
     # reductions are the mean over four ranks, of which three have nothing.

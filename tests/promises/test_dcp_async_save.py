@@ -18,6 +18,7 @@ import fsdp_engine as fe
 from tests import reference
 from tests.pool import on_ranks
 from tests.promises.everywhere import Place, everywhere
+from tests.torch_versions import stages_classes
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -96,6 +97,7 @@ def test_the_default_stager_saves_and_saves_again(place: Place) -> None:
         check(folder, place, seed + 1)
 
 
+@stages_classes
 @everywhere
 def test_a_stager_that_keeps_its_memory_saves_and_saves_again(place: Place) -> None:
     model, optimizer = sharded(place)

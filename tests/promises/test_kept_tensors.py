@@ -20,6 +20,7 @@ import fsdp_engine as fe
 from tests import reference
 from tests.pool import on_ranks
 from tests.promises.everywhere import Place, everywhere
+from tests.torch_versions import swaps_memory
 
 DIM = 6
 # No module refers to it.
@@ -239,6 +240,7 @@ def test_an_output_that_is_a_view_may_be_changed_in_place(place: Place) -> None:
     check(place, Changing(run), lambda out, kept: out.square().mean())
 
 
+@swaps_memory
 @on_ranks(2)
 def test_full_parameters_have_no_memory_before_their_gather_has_been_waited_for() -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from tests import reference
 from tests.promises.everywhere import Place, everywhere
+from tests.torch_versions import marks_gradients
 
 
 class Block(nn.Module):
@@ -249,6 +250,7 @@ WEIGHTS: list[Callable[[Any], Any]] = [
 ]
 
 
+@marks_gradients
 @everywhere
 def test_a_function_of_a_ranks_own_values_gives_no_gradient_to_slices(place: Place) -> None:
     model = Model()
