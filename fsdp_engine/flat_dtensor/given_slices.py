@@ -29,7 +29,7 @@ _POINTERS = frozenset(
     {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 )
 # Before 2.13, some of torch's collectives (broadcast) do not dispatch on the class of tensors.
-COLLECTIVES_DISPATCH = TorchVersion(torch.__version__) >= (2, 13)
+COLLECTIVES_DISPATCH = TorchVersion(torch.__version__) >= "2.13"
 # For each slice of main weights a reference to the function that marks them as changed.
 _MARKS: Any = WeakTensorKeyDictionary()
 _writes_unseen: dict[Function, bool] = {}

@@ -85,7 +85,7 @@ def as_gradient(tensor: Any) -> Any:
 # Before 2.13, torch does not call `__torch_dispatch__` of subclasses of DTensor: sums and casts
 # that autograd itself computes are DTensors without a mark, and gradients cannot be told from
 # other slices.
-MARKS_SUMS = TorchVersion(torch.__version__) >= (2, 13)
+MARKS_SUMS = TorchVersion(torch.__version__) >= "2.13"
 
 
 def check_gradient(cls: Any, grad: Tensor, flat: FlatPlacement) -> None:

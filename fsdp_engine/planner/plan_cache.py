@@ -30,6 +30,7 @@ import types
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -219,12 +220,14 @@ def loaded_sources() -> dict[str, list[int]]:
     files = {str(path) for path in _PACKAGE.rglob("*.py")}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not _is_known(Path(file)):
+        if isinstance(file, str) and not _is_known(file):
             files.add(str(Path(file).absolute()))
     return _stats(files)
 
 
-def _is_known(path: Path) -> bool:
+@cache
+def _is_known(file: str) -> bool:
+    path = Path(file)
     in_library = path.is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in path.parts
     return in_library or path.is_relative_to(_TORCH)
 

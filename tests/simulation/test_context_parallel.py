@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,10 @@ class Block(nn.Module):
         return x + self.out(found.transpose(1, 2).flatten(2))
 
 
+def one_block() -> nn.Module:
+    return blocks(1)
+
+
 def blocks(count: int = NUM_BLOCKS) -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(count)))
 
@@ -67,14 +72,14 @@ def simulated(size: int, build: Any = blocks, **options: Any) -> fe.Simulation:
     return fe.simulate(build, 8, context_parallel=size, **{**given, **options})
 
 
+simulated_once = functools.cache(simulated)
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_flops_and_activations_are_divided(size: int) -> None:
     """Activations that a second block adds. Ring attention returns contiguous heads, which are
     copied when they are transposed for the next matrix: that is kept besides."""
-    whole, part = (
-        [simulated(each, lambda count=count: blocks(count)) for count in (1, 2)]
-        for each in (1, size)
-    )
+    whole, part = ([simulated_once(each, one_block), simulated_once(each)] for each in (1, size))
     for one, all_of_it in zip(part, whole, strict=True):
         assert one.model_flops * size == all_of_it.model_flops
     kept, all_kept = (
@@ -107,6 +112,7 @@ def test_attention_that_is_not_causal_has_no_load_balancing(monkeypatch: Any) ->
         simulated(4)
 
 
+@functools.cache
 def pipelined(size: int, schedule: str, *, quick: bool) -> fe.PipelineSimulation:
     """4 data-parallel ranks of each stage in groups of ``size``, messages without latency."""
     link = Link(1e11, 0.0)
@@ -189,7 +195,7 @@ def kv_bytes(size: int, itemsize: int) -> int:
 def test_messages_are_those_of_ring_attention(size: int) -> None:
     """Keys and values are gathered in forward and in backward, and their gradients, in fp32, go
     around the ring once."""
-    found = simulated(size)
+    found = simulated_once(size)
     gathered, gradients = (size - 1) * kv_bytes(size, 2), size * kv_bytes(size, 4)
     assert found.sent_bytes["context"] == NUM_BLOCKS * (2 * gathered + gradients)
     spans = [span for span in found.spans if span.lane == CONTEXT_LANE]
@@ -203,7 +209,7 @@ def test_rotation_by_all_to_all() -> None:
         found = simulated(4)
     finally:
         set_rotate_method("allgather")
-    assert found.sent_bytes["context"] == simulated(4).sent_bytes["context"]
+    assert found.sent_bytes["context"] == simulated_once(4).sent_bytes["context"]
     spans = [span for span in found.spans if span.lane == CONTEXT_LANE]
     assert len(spans) == NUM_BLOCKS * (2 * 3 + 4)
     expected = fe.H100.within_node.seconds(kv_bytes(4, 2), 1)
@@ -313,7 +319,7 @@ def test_with_other_options(options: dict[str, Any]) -> None:
     whole, part = simulated(1, **options), simulated(4, **options)
     assert part.model_flops * 4 == whole.model_flops
     count = options.get("microbatches", 1)
-    messages = count * simulated(4).sent_bytes["context"]
+    messages = count * simulated_once(4).sent_bytes["context"]
     if options.get("checkpointing") is True:  # the gather of forward again
         messages += NUM_BLOCKS * 3 * kv_bytes(4, 2)
     assert part.sent_bytes["context"] == messages
