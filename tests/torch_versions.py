@@ -8,9 +8,11 @@ from torch.torch_version import TorchVersion
 
 from fsdp_engine.flat_dtensor.slices import MARKS_SUMS
 
+_IS_BEFORE_2_13 = TorchVersion(torch.__version__) < (2, 13)
+
 # torch 2.11's dynamo fails with an AssertionError of its own at a `raise` that it cannot trace.
 compiled_code_raises = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < (2, 13),
+    _IS_BEFORE_2_13,
     reason="errors of traced functions come through torch.compile from torch 2.13 on",
 )
 
@@ -29,6 +31,6 @@ swaps_memory = pytest.mark.skipif(
     not CAN_PLAN_ADDRESSES, reason="memory that is not gathered is withheld from torch 2.13 on"
 )
 stages_classes = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < (2, 13),
+    _IS_BEFORE_2_13,
     reason="torch 2.11's stager raises KeyError for a class among the parts of an object",
 )

@@ -83,7 +83,7 @@ class Mutant:
     Attributes:
         file: relative to the repository.
         function: qualified name of the function that it changes.
-        kind: of change.
+        kind: The kind of change.
         line: source text of the statement, without indentation.
         before, after: source text of the changed expression.
         place: number of the occurrence of ``before`` in the statement.

@@ -28,8 +28,8 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns numbers by which this process finds out whether values have changed. On a CPU they
-    take no memory and less time than :func:`fingerprints`, which they are elsewhere."""
+    """Returns a number for each tensor by which this process finds out whether its values have
+    changed: on a CPU the CRC-32 of its bytes, which takes no memory, elsewhere its fingerprint."""
     if any(each.device.type != "cpu" for each in tensors):
         return fingerprints(tensors)
     return [_checksum(_integers_of(each)) for each in tensors]

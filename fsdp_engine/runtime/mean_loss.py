@@ -13,7 +13,7 @@ reduced gradients become NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._tensor import get_default_nowrap_functions
+from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.agreement import agree
@@ -109,7 +110,7 @@ class MeanLoss(Tensor):
                 loss = args[0].as_subclass(Tensor)
             return func(loss, *args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            cls._check_terms(func, _flattened([*args, *kwargs.values()]))
+            cls._check_terms(func, tree_leaves((args, kwargs)))
             if any(not issubclass(each, cls) for each in types):
                 return NotImplemented  # for the other class to handle, as for sharded tensors
             result = func(*args, **kwargs)
@@ -132,14 +133,6 @@ class MeanLoss(Tensor):
 
 # Functions whose result is as it was stored.
 _PLAIN = get_default_nowrap_functions()
-
-
-def _flattened(values: Iterable[Any]) -> Iterator[Any]:
-    for each in values:
-        if isinstance(each, (list, tuple)):
-            yield from _flattened(each)
-        else:
-            yield each
 
 
 class MeanLosses:

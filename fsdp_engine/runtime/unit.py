@@ -338,11 +338,7 @@ class Unit:
         unsharded = self.unsharded
         if unsharded is None or phase & ~unsharded.phases:
             return True
-        if self.reshards or self.needs_refresh:
-            for buffer in self.buffers:
-                if not buffer.weights.is_current:
-                    return True
-        return False
+        return (self.reshards or self.needs_refresh) and not self.is_current
 
     def record_compute(self) -> Ticket:
         """Record the work that compute has so far."""
