@@ -13,7 +13,8 @@ process and many differ by the order of an fp32 sum only, and the comparison can
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,25 @@ Batch = tuple[Tensor, ...]
 # data[step][microbatch][rank]
 Data = list[list[list[Batch]]]
 OptimizerMaker = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+# The loss of a batch.
+LossOf = Callable[[nn.Module, Batch], Tensor]
+# Called with the model and the number of the step, before the step.
+BeforeStep = Callable[[nn.Module, int], object]
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of a model that returns it."""
+    loss: Tensor = model(*batch)
+    return loss
+
+
+def nothing(*_: object) -> None:
+    """Does nothing before a step."""
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the number of ranks; (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @dataclass
@@ -51,17 +71,23 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 def make_data(
     make_batch: Callable[[int, int], Batch],
     num_steps: int,
-    num_microbatches: int,
+    num_microbatches: int | Sequence[int],
     num_ranks: int,
     rows: int = 2,
 ) -> Data:
-    """Different data in every step, microbatch and rank; ``make_batch(rows, seed)``."""
+    """Different data in every step, microbatch and rank; ``make_batch(rows, seed)``.
+
+    Args:
+        num_microbatches: In each step, or by step.
+    """
+    if isinstance(num_microbatches, int):
+        num_microbatches = [num_microbatches] * num_steps
     return [
         [
             [make_batch(rows, 10_000 * step + 100 * micro + rank + 1) for rank in range(num_ranks)]
-            for micro in range(num_microbatches)
+            for micro in range(num)
         ]
-        for step in range(num_steps)
+        for step, num in enumerate(num_microbatches)
     ]
 
 
@@ -73,6 +99,8 @@ def train(
     compute_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
     max_norm: float = float("inf"),
     split: bool | None = None,
+    loss_of: LossOf = loss_of,
+    before_step: BeforeStep = nothing,
 ) -> list[Step]:
     """Trains ``model`` in place and alone.
 
@@ -85,11 +113,14 @@ def train(
         max_norm: gradients are clipped to it.
         split: ranks' batches one after another instead of concatenated. None: with a
             ``compute_dtype``.
+        loss_of: The loss of a batch.
+        before_step: Called before each step.
     """
     split = compute_dtype is not None if split is None else split
     optimizer = make_optimizer(model.parameters())
     steps = []
-    for microbatches in data:
+    for number, microbatches in enumerate(data):
+        before_step(model, number)
         loss = 0.0
         computing = model if compute_dtype is None else _cast_copy(model, compute_dtype)
         for parts in microbatches:
@@ -98,7 +129,8 @@ def train(
             )
             scale = 1 / len(batches)
             for batch in batches:
-                part_loss = computing(*_cast_first(batch, compute_dtype)) / len(microbatches)
+                part_loss = loss_of(computing, _cast_first(batch, compute_dtype))
+                part_loss = part_loss / len(microbatches)
                 part_loss.backward()
                 loss += part_loss.item() * scale
                 _collect(model, computing, scale)
@@ -194,8 +226,10 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
 def mean_over_ranks(value: Tensor | float) -> float:
     """The mean of one number per rank. A collective."""
     total = torch.as_tensor(value, dtype=torch.float64).detach().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    _, size = rank_and_size()
+    if size > 1:
+        dist.all_reduce(total)
+    return total.item() / size
 
 
 def train_sharded(
@@ -205,23 +239,34 @@ def train_sharded(
     make_optimizer: OptimizerMaker = sgd,
     *,
     max_norm: float = float("inf"),
-    wrap_optimizer: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None,
+    wrap_optimizer: Callable[[torch.optim.Optimizer], Any] = nothing,
+    loss_of: LossOf = loss_of,
+    before_step: BeforeStep = nothing,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    no_sync: bool = True,
 ) -> list[Step]:
-    """Trains ``model``, already sharded by ``engine``, on this rank's part of ``data``."""
+    """Trains ``model``, already sharded by ``engine``, on this rank's part of ``data``.
+
+    Args:
+        max_norm: gradients are clipped to it.
+        wrap_optimizer: Called with the optimizer when it is made.
+        loss_of: The loss of a batch.
+        before_step: Called before each step.
+        around: Makes a context for each microbatch, ``engine.together`` for example.
+        no_sync: Whether microbatches before the last run within ``engine.no_sync()``.
+    """
     optimizer = make_optimizer(model.parameters())
     wrap_optimizer(optimizer)
-    rank = dist.get_rank()
+    rank, _ = rank_and_size()
     steps = []
-    for microbatches in data:
+    for number, microbatches in enumerate(data):
+        before_step(model, number)
         loss = torch.zeros(())
         for index, parts in enumerate(microbatches):
-            if index == len(microbatches) - 1:
-                part_loss = model(*parts[rank]) / len(microbatches)
+            delays = no_sync and index < len(microbatches) - 1
+            with around(), engine.no_sync() if delays else nullcontext():
+                part_loss = loss_of(model, parts[rank]) / len(microbatches)
                 part_loss.backward()
-            else:
-                with engine.no_sync():
-                    part_loss = model(*parts[rank]) / len(microbatches)
-                    part_loss.backward()
             loss = loss + part_loss.detach()
         gradients = full_gradients(model)
         norm = engine.clip_grad_norm_(max_norm)
@@ -276,52 +321,6 @@ def differences(
             elif not (error := relative_error(mine, other)) <= limit:
                 lines.append(f"step {number}: {label}: off by {error:.2e}, limit {limit:.0e}")
     return lines
-
-
-def assert_trains_alike(
-    model: nn.Module,
-    make_batch: Callable[[int, int], Batch],
-    strategy: str = "optim_grads_params",
-    outer: str = "no_shard",
-    *,
-    num_steps: int = 2,
-    num_microbatches: int = 2,
-    make_optimizer: OptimizerMaker = sgd,
-    max_norm: float = 1.0,
-    tolerance: float = 2e-5,
-    later: float | None = None,
-    compute_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
-    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
-    **options: Any,
-) -> Any:
-    """Shards ``model``, trains it, and compares with one process that trains a copy.
-
-    Args:
-        tolerance: of the first step, and of the others unless ``later`` is given.
-        before_step: does something to either model before each step.
-        options: for ``shard``.
-
-    Returns:
-        The engine.
-    """
-    alone = copy.deepcopy(model)
-    if isinstance(compute_dtype, dict):
-        alone = alone.float()
-    data = make_data(make_batch, num_steps, num_microbatches, dist.get_world_size())
-    expected, found = [], []
-    engine = fe.shard(model, strategy=strategy, outer_strategy=outer, **options)
-    alone_optimizer, optimizer = once(make_optimizer), once(make_optimizer)
-    for number, step in enumerate(data):
-        before_step(alone, number)
-        before_step(model, number)
-        expected += train(
-            alone, [step], alone_optimizer, compute_dtype=compute_dtype, max_norm=max_norm
-        )
-        found += train_sharded(model, engine, [step], optimizer, max_norm=max_norm)
-    later = tolerance if later is None else later
-    lines = differences(found, expected, later, first=tolerance)
-    assert not lines, "\n".join([f"({strategy}, {outer}):", *lines[:12]])
-    return engine
 
 
 def once(make_optimizer: OptimizerMaker) -> OptimizerMaker:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tools.mutants import CORE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "tests.json"
+KEPT = ROOT / "build" / "tests"  # which test runs which line: tools/mutants.py
 SETTINGS = """[run]
 source = fsdp_engine
 parallel = true
@@ -59,6 +61,9 @@ def run(folders: list[str], *, coverage: bool) -> None:
             combine = ["coverage", "combine", "--rcfile", str(settings), "--quiet"]
             subprocess.run([sys.executable, "-m", *combine], cwd=folder, check=True)
             results["coverage"] = coverage_of(folder / "data", settings)
+            KEPT.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder / "data", KEPT / "data")
+            shutil.copy(folder / "times.xml", KEPT / "times.xml")
         else:
             results["times"] = times_of(folder / "times.xml")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -41,6 +41,7 @@ from tests.models import (
 )
 from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
+from tests.scenario import assert_trains_alike
 from tests.torch_versions import CAN_PLAN_ADDRESSES, plans_addresses
 from tests.training import BUDGETS, POLICIES, mesh_of, traced, train
 
@@ -151,7 +152,7 @@ def train_models(strategy: str, outer: str) -> None:
             compute_dtype = {key: p.dtype for key, p in model.named_parameters()}
             tolerance = 2e-3
         try:
-            engine = reference.assert_trains_alike(
+            engine = assert_trains_alike(
                 model,
                 batch_for(name),
                 strategy,

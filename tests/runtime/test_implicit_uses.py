@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
 from tests.models import DIM, VOCABULARY, Block, token_batch
 from tests.pool import on_ranks
+from tests.scenario import assert_trains_alike
 
 
 class Language(nn.Module):
@@ -152,7 +152,7 @@ MODELS: list[Callable[[], Language]] = [
 def test_weights_that_are_read_without_a_call_train_as_in_one_process(
     strategy: str, make: Callable[[], Language]
 ) -> None:
-    reference.assert_trains_alike(make(), token_batch, strategy, num_steps=3)
+    assert_trains_alike(make(), token_batch, strategy, num_steps=3)
 
 
 @pytest.mark.parametrize("strategy", LEVEL_NAMES[1:])

@@ -23,6 +23,7 @@ from tests.megatron.configs import config_of, train_wrapped
 from tests.models import DIM, Block, Mlp, Transformer, token_batch, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
+from tests.scenario import assert_trains_alike
 
 BLOCK = sum(parameter.numel() for parameter in Block().parameters())
 # Of a Transformer of four blocks: everything, its blocks by twos with the modules beside them, and
@@ -44,7 +45,7 @@ def test_every_pair_trains_as_one_process(strategy: str, outer: str, tied: bool)
     # Numbers of microbatches take turns: each size sees both, tied or untied.
     for least, num_microbatches in zip(SIZES, (3, 1, 3) if tied else (1, 3, 1), strict=True):
         torch.manual_seed(1)
-        engine = reference.assert_trains_alike(
+        engine = assert_trains_alike(
             Transformer(num_blocks=4, tied=tied),
             token_batch,
             strategy,
@@ -61,7 +62,7 @@ def test_every_pair_trains_as_one_process(strategy: str, outer: str, tied: bool)
 @on_ranks(2)
 def test_bf16_with_adamw_trains_as_one_process(strategy: str) -> None:
     for tied in (False, True):
-        reference.assert_trains_alike(
+        assert_trains_alike(
             Transformer(num_blocks=4, tied=tied),
             token_batch,
             strategy,
@@ -127,7 +128,7 @@ def test_blocks_that_are_computed_again_one_by_one(
 ) -> None:
     for least in SIZES:
         torch.manual_seed(1)
-        reference.assert_trains_alike(
+        assert_trains_alike(
             Checkpointed(reentrant, every), token_batch, strategy, num_steps=3, min_unit_size=least
         )
 
@@ -183,9 +184,7 @@ MODELS: list[Callable[[], nn.Module]] = [
 def test_models_with_habits_train(strategy: str, make: Callable[[], nn.Module]) -> None:
     for least in (MLPS, 10**6):
         torch.manual_seed(1)
-        reference.assert_trains_alike(
-            make(), vector_batch, strategy, num_steps=3, min_unit_size=least
-        )
+        assert_trains_alike(make(), vector_batch, strategy, num_steps=3, min_unit_size=least)
 
 
 @pytest.mark.parametrize("strategy", LEVELS)
@@ -194,7 +193,7 @@ def test_a_block_that_is_called_in_some_steps_only(strategy: str) -> None:
     def before_step(model: nn.Module, step: int) -> None:
         model.skip = step % 2 == 1  # type: ignore[assignment]
 
-    reference.assert_trains_alike(
+    assert_trains_alike(
         models.Skipping(),
         vector_batch,
         strategy,
@@ -254,9 +253,7 @@ class HidesFirst(models.Chain):
 @pytest.mark.parametrize("strategy", LEVELS)
 @on_ranks(2)
 def test_a_block_that_hides_its_output(strategy: str) -> None:
-    reference.assert_trains_alike(
-        HidesFirst(), vector_batch, strategy, num_steps=3, min_unit_size=10**6
-    )
+    assert_trains_alike(HidesFirst(), vector_batch, strategy, num_steps=3, min_unit_size=10**6)
 
 
 class Shuffled(models.Chain):
@@ -276,7 +273,7 @@ def test_blocks_that_run_in_another_order_in_every_step(strategy: str) -> None:
     def before_step(model: nn.Module, step: int) -> None:
         model.turn = step % 3  # type: ignore[assignment]
 
-    reference.assert_trains_alike(
+    assert_trains_alike(
         Shuffled(Mlp(), Mlp(), Mlp(), Mlp()),
         vector_batch,
         strategy,
@@ -321,9 +318,7 @@ def test_weights_that_are_read_without_a_call(
 ) -> None:
     for least in SIZES:
         torch.manual_seed(1)
-        reference.assert_trains_alike(
-            make(4), token_batch, strategy, num_steps=3, min_unit_size=least
-        )
+        assert_trains_alike(make(4), token_batch, strategy, num_steps=3, min_unit_size=least)
 
 
 @pytest.mark.parametrize("strategy", LEVELS)

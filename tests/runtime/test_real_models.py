@@ -20,7 +20,8 @@ from fsdp_engine.strategies import LEVELS
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pool import on_ranks
-from tests.reference import assert_trains_alike, full_weights, relative_error
+from tests.reference import full_weights, relative_error
+from tests.scenario import assert_trains_alike
 
 pytestmark = pytest.mark.thorough
 

@@ -22,6 +22,7 @@ from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
 from tests.models import DIM, vector_batch
 from tests.pool import on_few_ranks, on_ranks
+from tests.scenario import assert_trains_alike
 
 
 class Skips(nn.Module):
@@ -143,7 +144,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 @on_ranks(2)
 def test_callers_read_parameters_that_units_return(strategy: str, name: str) -> None:
     torch.manual_seed(0)
-    reference.assert_trains_alike(MODELS[name](), vector_batch, strategy)
+    assert_trains_alike(MODELS[name](), vector_batch, strategy)
 
 
 @pytest.mark.parametrize("name", ["parameter", "views", "table", "containers"])

@@ -26,6 +26,7 @@ from tests.comm.timeline import Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of, train_wrapped
 from tests.models import DIM, Block, Recurrent, Regression, Transformer, token_batch, vector_batch
 from tests.pool import on_ranks
+from tests.scenario import assert_trains_alike
 
 # A bucket: its parameters with their offsets, and its elements, padding included.
 Bucket = tuple[dict[str, int], int]
@@ -468,7 +469,7 @@ def test_evaluation_between_steps_sees_the_weights_of_the_last_step() -> None:
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_units_and_a_root_larger_than_a_bucket_train_as_one_process(level: str) -> None:
     model = Transformer(num_blocks=2)
-    engine = reference.assert_trains_alike(
+    engine = assert_trains_alike(
         model, token_batch, level, units=Block, config=Config(bucket_size=250), num_steps=3
     )
     of_root = [
@@ -489,5 +490,5 @@ def test_buckets_on_two_axes_of_a_model_with_tied_weights_train_as_one_process(
 ) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = Transformer(num_blocks=2, tied=True)
-    make = partial(reference.assert_trains_alike, model, token_batch, *levels)
+    make = partial(assert_trains_alike, model, token_batch, *levels)
     make(config=Config(num_buckets=2), mesh=mesh)
