@@ -26,7 +26,7 @@ PYTEST = $(RUN) pytest --numprocesses $(WORKERS) --dist loadfile
 STAMP := $(VENV)/.installed
 # The pinned versions, with the torch that TORCH names, which needs a triton of its own.
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
-# Transformer Engine's Python files, without its libraries: tests/codecs/te_on_cpu.py. Not among the
+# Transformer Engine's Python files, without its libraries: tests/extensions/transformer_engine/te_on_cpu.py. Not among the
 # packages, where others (peft) would take them for the library.
 TE_PYTHON := $(VENV)/transformer_engine_python
 # What the tests of programs train with: the extra `programs`, and torchtitan, triton, torchao and

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.async_device.build import build, missing_tool
+from tests.async_device.device import NAME, install
 from tests.coverage_contexts import current_context, switch_to
 from tests.matrices import left_of_matrices
 from tests.pool import Ranks
@@ -52,6 +54,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def ranks() -> Iterator[Ranks]:
     """The session's pool of four gloo ranks: ``ranks.run(fn, *args, world_size=4)``."""
     pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def device_ranks() -> Iterator[Ranks]:
+    """Four ranks that have the device of ``tests/async_device``.
+
+    The device is never loaded into the process of pytest: other tests would find an accelerator.
+    """
+    if (tool := missing_tool()) is not None:
+        pytest.skip(f"the asynchronous device is not built: no {tool}")
+    build()
+    pool = Ranks(4, backend=f"cpu:gloo,{NAME}:{NAME}", set_up=install)
     yield pool
     pool.close()
 

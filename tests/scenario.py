@@ -3,8 +3,8 @@
     run = Scenario(model=odd_model, batch=vector_batch, pair=("optim", "optim")).check()
 
 ``check`` trains one process on the batches of all ranks, trains the sharded model, and compares
-losses, gradients, norms and weights of every step. ``assert_same_bits`` compares two runs of sharded
-models::
+losses, gradients, norms and weights of every step. ``assert_same_bits`` compares two runs of
+sharded models::
 
     plain = Scenario(optimizer=adamw)
     assert_same_bits(plain.but(options={"checkpointing": True}).sharded(), plain.sharded())

@@ -1,7 +1,8 @@
 """Imports of packages that look for Transformer Engine, in processes that have our stand-in for it.
 
-``tests/codecs/te_on_cpu.py`` puts the tensor layer of Transformer Engine into ``sys.modules``. What
-imports ``peft``, as transformers' ``Trainer`` does, then takes that for the whole library.
+``tests/extensions/transformer_engine/te_on_cpu.py`` puts the tensor layer of Transformer Engine
+into ``sys.modules``. ``peft``, which transformers' ``Trainer`` imports, then takes that for the
+whole library.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import fsdp_engine as fe
 from fsdp_engine.comm.lanes import LANES
 from tests import models
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.async_device.scene import (
     Job,
     compare,
@@ -31,12 +32,14 @@ from tests.async_device.scene import (
     weights_of,
 )
 from tests.composition import tensor_parallel
+from tests.extensions.pipelines import scene as pipelines
 from tests.models import Transformer, vector_batch
 from tests.pairs import EVERY_PAIR, PAIRS
-from tests.pipelining import scene as pipelines
 from tests.pool import on_ranks
 from tests.reference import adamw
 from tests.units import experts
+
+ranks = device.ranks
 
 ROUNDING = 2e-7
 LEVEL_3 = ("optim_grads_params", "no_shard")

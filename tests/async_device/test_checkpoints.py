@@ -14,6 +14,7 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import checkpointer as checkpointer_module
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.async_device.scene import (
     Job,
     assert_same,
@@ -26,6 +27,8 @@ from tests.async_device.scene import (
 )
 from tests.pool import Ranks
 from tests.reference import adamw
+
+ranks = device.ranks
 
 JOB = Job(make_optimizer=adamw, num_micro=1)
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.pool import on_ranks
+
+ranks = device.ranks
 
 
 def mine(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

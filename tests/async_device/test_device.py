@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.pool import on_ranks
+
+ranks = device.ranks
 
 
 @on_ranks(1)

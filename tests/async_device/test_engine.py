@@ -14,8 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import DeviceLane, make_lanes
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.models import Transformer, token_batch
 from tests.pool import on_few_ranks, on_ranks
+
+ranks = device.ranks
 
 STEPS = 4
 

@@ -25,8 +25,11 @@ from fsdp_engine.comm.lanes import make_lanes
 from fsdp_engine.engine import engine_of
 from fsdp_engine.memory.host_memory import HostBlock
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
+
+ranks = device.ranks
 
 LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

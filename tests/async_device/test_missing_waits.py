@@ -14,8 +14,11 @@ import torch
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import make_lanes
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.async_device.waits import PROGRAMS, Program, num_ranks, sweep
 from tests.pool import Ranks, on_ranks
+
+ranks = device.ranks
 
 
 def places_of(waits: list[dict[str, Any]]) -> set[tuple[str, str, str]]:

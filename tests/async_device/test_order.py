@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.pool import on_ranks
+
+ranks = device.ranks
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does_not_wait"])

@@ -23,10 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_engine import fsdp2
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.async_device.scene import Job, compare, differences, random_delays, train
 from tests.fsdp2 import programs
 from tests.models import DIM, Block, Chain, Mlp, vector_batch
 from tests.pool import on_ranks
+
+ranks = device.ranks
 
 LEVELS = [
     *(pytest.param(each, marks=pytest.mark.thorough) for each in ("no_shard", "optim")),

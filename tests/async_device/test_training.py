@@ -15,8 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.async_device import device as on
+from tests.async_device import ranks as device
 from tests.models import Chain, Mlp, Transformer, token_batch, vector_batch
 from tests.pool import on_ranks
+
+ranks = device.ranks
 
 STEPS = 3
 

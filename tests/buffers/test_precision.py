@@ -18,7 +18,8 @@ from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import on_ranks
-from tests.reference import assert_trains_alike, full_gradients, full_weights
+from tests.reference import full_gradients, full_weights
+from tests.scenario import assert_trains_alike
 
 BF16 = torch.bfloat16
 

@@ -14,8 +14,8 @@ import fsdp_engine.codecs as codecs
 from fsdp_engine.codecs import CastCodec, Float8, Float8Codec, ParamCodec, Piece, ScaledCodec
 from fsdp_engine.codecs.transformer_engine import TransformerEngineCodec
 from tests.codecs.int8_codec import Int8, Int8Codec
-from tests.codecs.te_on_cpu import RECIPES, make_weight
-from tests.codecs.te_training import make_codec
+from tests.extensions.transformer_engine.te_on_cpu import RECIPES, make_weight
+from tests.extensions.transformer_engine.te_training import make_codec
 from tests.pool import on_ranks
 
 NAN, INF = float("nan"), float("inf")

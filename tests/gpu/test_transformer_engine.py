@@ -2,9 +2,9 @@
 Transformer Engine with its CUDA parts.
 
 Everything runs in ranks of a pool of its own, which load the real library: this process may have
-loaded the stand-ins of tests/codecs/te_kernels.py. Several ranks share the device over gloo, whose
-collectives go through host memory. What runs here runs on a CPU, over the stand-ins, in
-test_te_on_cpu.py (vectors) and test_te_unsharded.py (training).
+loaded the stand-ins of tests/extensions/transformer_engine/te_kernels.py. Several ranks share the
+device over gloo, whose collectives go through host memory. What runs here runs on a CPU, over the
+stand-ins, in test_te_on_cpu.py (vectors) and test_te_unsharded.py (training).
 
     recipe             compute capability        why
     delayed, current   8.9 and above             fp8 tensor cores
@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import transformer_engine
-from tests.codecs import te_unsharded
-from tests.codecs.te_vectors import FILLS, ORDINARY, quantise_split
+from tests.extensions.transformer_engine import te_unsharded
+from tests.extensions.transformer_engine.te_vectors import FILLS, ORDINARY, quantise_split
 from tests.gpu.scene import LEVELS, process_group
 from tests.pool import Ranks
 

@@ -28,7 +28,7 @@ from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.simulation import pipeline
 from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.pipeline import simulate_pipeline
-from tests.pipelining.scene import passes_on_to_itself
+from tests.extensions.pipelines.scene import passes_on_to_itself
 from tests.planner.made_plans import llama_batch, small_llama
 from tests.pool import Ranks
 

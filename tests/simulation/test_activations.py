@@ -1,6 +1,6 @@
 """Offloaded activations in simulations: seconds, bytes and memory against formulas by hand.
 
-Memory is compared with that of a device in ``tests/async_device/test_offloaded_activations.py``.
+Memory is compared with that of a device in ``tests/extensions/activations/test_offload_async.py``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from fsdp_engine.simulation.pipeline import takes_microbatches
 from fsdp_engine.simulation.pipeline_job import Action, PipelineJob
 from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.simulation.tape import RecordingClock, Replay
-from tests.pipelining import scene
+from tests.extensions.pipelines import scene
 from tests.pool import Ranks
 from tests.simulation.live_storages import LiveStorages
 from tests.simulation.memory_runs import HOST

@@ -1,0 +1,614 @@
+"""Activations on the host: which tensors move, and that nothing but memory is different.
+
+The host stands for the device here: copies are copies within its memory, and are counted. Their
+order is tested in ``tests/extensions/activations/test_offload_async.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.comm.lanes import make_lanes
+from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.runtime import activations
+from fsdp_engine.runtime.activations import ActivationOffload
+from fsdp_engine.strategies import LEVELS
+from fsdp_engine.units.checkpointing import find_blocks
+from tests.models import Transformer, token_batch
+from tests.pool import on_ranks
+
+ALL = fe.OffloadActivations(min_bytes=0)
+CPU = torch.device("cpu")
+Function = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def host_as_device() -> Iterator[None]:
+    """Within it ``shard`` moves activations of the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "is_accelerator", lambda device: True)
+        yield
+
+
+class Block(nn.Module):
+    """A block that calls a function."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+        # Only modules with parameters are blocks.
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) * self.scale
+
+
+def blocks(*functions: Function) -> nn.Sequential:
+    return nn.Sequential(*map(Block, functions))
+
+
+def offload(
+    model: nn.Module, options: fe.OffloadActivations = ALL, memory: Memory | None = None
+) -> ActivationOffload:
+    """Offloads a model that is not sharded."""
+    memory = Memory(CPU) if memory is None else memory
+    found = ActivationOffload(memory, make_lanes(CPU).compute, options)
+    found.install(find_blocks(model, None))
+    return found
+
+
+def cube(x: Tensor) -> Tensor:
+    return x * x * x
+
+
+class Keeps(torch.autograd.Function):
+    """Saves the tensors that ``choose`` makes of its input; backward notes what it gets."""
+
+    seen: ClassVar[list[tuple[Tensor, ...]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, choose: Callable[[Tensor], list[Tensor]]) -> Tensor:
+        ctx.save_for_backward(*choose(x))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        Keeps.seen.append(ctx.saved_tensors)
+        return grad * 2, None
+
+
+def keeping(*choices: Callable[[Tensor], Tensor]) -> Function:
+    return lambda x: Keeps.apply(x, lambda x: [choose(x) for choose in choices])  # type: ignore
+
+
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda x: x.detach(),
+    "transposed": lambda x: x.detach().t(),
+    "a row": lambda x: x.detach()[3],
+    "every third column, from the second": lambda x: x.detach()[:, 1::3],
+    "expanded": lambda x: x.detach()[:, :1].expand(8, 7),
+    "overlapping windows": lambda x: x.detach().as_strided((5, 4), (3, 2), 7),
+    "of no elements": lambda x: x.detach()[:0],
+    "one element": lambda x: x.detach()[2, 3],
+    "bytes": lambda x: x.detach().view(torch.uint8)[:, 5:],
+    "complex": lambda x: torch.view_as_complex(x.detach().view(8, 6, 2)),
+    "conjugate": lambda x: torch.view_as_complex(x.detach().view(8, 6, 2)).conj(),
+    "bfloat16": lambda x: x.detach().bfloat16(),
+    "booleans": lambda x: (x > 0).t(),
+    "integers": lambda x: x.argsort(dim=0)[1:],
+}
+
+
+@pytest.mark.parametrize("names", [*([name] for name in CHOICES), list(CHOICES)])
+def test_a_tensor_comes_back_as_it_was(names: list[str]) -> None:
+    choices = [CHOICES[name] for name in names]
+    model = blocks(keeping(*choices), cube, cube)
+    found = offload(model)
+    x = torch.randn(8, 12, requires_grad=True)
+    Keeps.seen.clear()
+    loss = model(x).sum()
+    expected = [choose(x) for choose in choices]
+    assert found.pool.bytes_in_use
+    loss.backward()
+    for one, other in zip(Keeps.seen.pop(), expected, strict=True):
+        assert torch.equal(one, other)
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+        assert one.is_conj() == other.is_conj()
+
+
+def test_a_storage_moves_once_and_views_of_it_share_memory() -> None:
+    names = ["itself", "transposed", "a row"]
+    model = blocks(keeping(*(CHOICES[name] for name in names)), cube, cube)
+    found = offload(model)
+    x = torch.randn(64, 64, requires_grad=True)
+    y = model[0](x)
+    # Its input, and the product that is multiplied by the scale; the scale itself.
+    assert 2 * x.nbytes <= found.pool.bytes_in_use <= 2 * x.nbytes + 64
+    Keeps.seen.clear()
+    model[2](model[1](y)).sum().backward()
+    assert len({each.untyped_storage().data_ptr() for each in Keeps.seen[0]}) == 1
+
+
+def test_a_tensor_of_a_subclass_stays_as_it_is() -> None:
+    pair = TwoTensor(torch.randn(64), torch.randn(64))
+    model = blocks(keeping(lambda x: pair), keeping(lambda x: x.detach()), cube)
+    found = offload(model, fe.OffloadActivations(0, min_bytes=0))
+    x = torch.randn(64, requires_grad=True)
+    loss = model[0](x).sum()
+    assert x.nbytes <= found.pool.bytes_in_use < 2 * x.nbytes
+    Keeps.seen.clear()
+    loss.backward()
+    assert type(Keeps.seen[0][0]) is TwoTensor
+    assert torch.equal(Keeps.seen[0][0].a, pair.a)
+
+
+def test_tensors_that_several_blocks_save_move_once() -> None:
+    mask = torch.randn(64, 64)
+    model = blocks(*(lambda x: x * mask for _ in range(4)))
+    found = offload(model)
+    x = torch.randn(64, 64, requires_grad=True)
+    loss = model(x).sum()
+    # A product for each block, and the mask.
+    assert 5 * x.nbytes <= found.pool.bytes_in_use <= 5 * x.nbytes + 5 * 64
+    loss.backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, mask**4)
+
+
+def test_of_a_large_storage_the_range_that_is_saved_moves() -> None:
+    data = torch.randn(100_000)
+    model = blocks(lambda x: x * data[640:704])
+    found = offload(model)
+    loss = model(torch.randn(64, requires_grad=True)).sum()
+    # Two ranges of 256 bytes, of which one begins in the middle of 512.
+    assert 0 < found.pool.bytes_in_use <= 1024
+    loss.backward()
+
+
+def test_small_ranges_stay() -> None:
+    model = blocks(cube, cube)
+    found = offload(model, fe.OffloadActivations(min_bytes=4 * 64))
+    model(torch.randn(63, requires_grad=True)).sum()
+    assert not found.pool.bytes_in_use
+    model(torch.randn(64, requires_grad=True)).sum()
+    assert found.pool.bytes_in_use
+
+
+def test_memory_of_the_engine_and_buffers_stay() -> None:
+    memory = Memory(CPU)
+    full = memory.transient(4096, torch.float32, "full")
+    with full.while_filled():
+        weight = full.view(0, (64, 64)).fill_(2)
+        main = memory.persistent(4096, torch.float32, "main").view(64, 64)
+        model = blocks(lambda x: x * weight, lambda x: x * main[:, :], lambda x: x)
+        mask = torch.ones(64, 64)
+        model[2].register_buffer("mask", mask)
+        model[2].function = lambda x: x * mask.t()
+        found = offload(model, memory=memory)
+        x = torch.randn(64, 64, requires_grad=True)
+        loss = model(x).sum()
+        # Of each block the product that is multiplied by the scale.
+        assert 3 * x.nbytes <= found.pool.bytes_in_use <= 3 * x.nbytes + 3 * 64
+        loss.backward()
+    assert not memory.owns(x)
+    memory.give_back(main, "main")
+    assert not memory.owns(main)
+
+
+# ---- Changes in place ----------------------------------------------------------------------------
+
+
+def changes_within(x: Tensor) -> Tensor:
+    y = x * 1
+    z = y * y
+    y.add_(1)
+    return z
+
+
+def changes_a_view(x: Tensor) -> Tensor:
+    y = x * 1
+    z = y * y
+    y[:1].add_(1)
+    return z
+
+
+CHANGING = {"within the block": changes_within, "of a view": changes_a_view, "after it": cube}
+
+
+@pytest.mark.parametrize("min_bytes", [0, 2**20])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("when", CHANGING)
+def test_a_saved_tensor_that_is_changed_in_place_raises_as_in_torch(
+    when: str, is_offloaded: bool, min_bytes: int
+) -> None:
+    model = blocks(CHANGING[when], cube, cube)
+    if is_offloaded:
+        offload(model, fe.OffloadActivations(min_bytes=min_bytes))
+    x = torch.randn(16, requires_grad=True) * 1
+    y = model(x)
+    if when == "after it":
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("in_flight", [0, None, 10**9])
+def test_a_saved_output_that_the_next_block_changes_raises(in_flight: int | None) -> None:
+    class Bare(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(x * self.scale)
+
+    model = nn.Sequential(Bare(torch.exp), Bare(torch.exp), Bare(torch.exp))
+    offload(model, fe.OffloadActivations(in_flight, min_bytes=0))
+    y = model[0](torch.randn(16, requires_grad=True))
+    y.add_(1)
+    with pytest.raises(RuntimeError, match=r"shape \(16,\) .* at version 0; found it at version 1"):
+        model[2](model[1](y)).sum().backward()
+
+
+def test_a_change_before_a_tensor_is_saved_again_is_seen() -> None:
+    model = blocks(lambda x: x.detach() * x, lambda x: x)
+    shared = torch.ones(16)
+    model[0].function = model[1].function = lambda x: (x * shared).detach() + x
+    Keeps.seen.clear()
+    model[0].function = model[1].function = lambda x: Keeps.apply(x, lambda x: [shared])
+    offload(model)
+    y = model[0](torch.ones(16, requires_grad=True))
+    shared.mul_(3)
+    model[1](y.detach().requires_grad_()).sum().backward()
+    assert torch.equal(Keeps.seen[0][0], torch.full((16,), 3.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# ---- Backwards -----------------------------------------------------------------------------------
+
+
+def gradients(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[Tensor]:
+    model.zero_grad()
+    run(model)
+    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+def plainly(model: nn.Module) -> None:
+    model(*token_batch(2, 0)).backward()
+
+
+def keeping_the_graph(model: nn.Module) -> None:
+    loss = model(*token_batch(2, 0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def in_order(model: nn.Module) -> None:
+    for loss in [model(*token_batch(2, seed)) for seed in range(3)]:
+        loss.backward()
+
+
+def in_reverse(model: nn.Module) -> None:
+    for loss in reversed([model(*token_batch(2, seed)) for seed in range(3)]):
+        loss.backward()
+
+
+def together(model: nn.Module) -> None:
+    torch.stack([model(*token_batch(2, seed)) for seed in range(3)]).sum().backward()
+
+
+def beside_evaluation(model: nn.Module) -> None:
+    loss = model(*token_batch(2, 0))
+    with torch.no_grad():
+        model(*token_batch(2, 1))
+    loss.backward()
+
+
+def after_a_forward_without_backward(model: nn.Module) -> None:
+    model(*token_batch(2, 1))
+    loss = model(*token_batch(2, 0))
+    loss.backward()
+
+
+def of_some_gradients(model: nn.Module) -> None:
+    loss = model(*token_batch(2, 0))
+    last = list(model.blocks[2].parameters())  # type: ignore
+    torch.autograd.grad(loss, last, retain_graph=True)
+    loss.backward()
+
+
+def of_gradients(model: nn.Module) -> None:
+    # From torch 2.14 on, attention over three dims takes a fused kernel on a CPU, too, which has no
+    # second derivative.
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = model(*token_batch(2, 0))
+    first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    sum(each.square().sum() for each in first).backward()  # type: ignore
+
+
+def with_a_frozen_block(model: nn.Module) -> None:
+    for param in model.blocks[1].parameters():  # type: ignore
+        param.requires_grad_(False)
+    plainly(model)
+
+
+def with_frozen_blocks_below(model: nn.Module) -> None:
+    model.embedding.requires_grad_(False)  # type: ignore
+    model.blocks[:2].requires_grad_(False)  # type: ignore
+    plainly(model)
+
+
+def under_autocast(model: nn.Module) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(*token_batch(2, 0))
+    loss.backward()
+
+
+def checkpointed_around(use_reentrant: bool) -> Callable[[nn.Module], None]:
+    def run(model: nn.Module) -> None:
+        tokens, targets = token_batch(2, 0)
+        x = model.embedding(tokens)  # type: ignore
+        for block in model.blocks:  # type: ignore
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        nn.functional.cross_entropy(model.head(x).flatten(0, 1), targets.flatten()).backward()  # type: ignore
+
+    return run
+
+
+def checkpointed_within(use_reentrant: bool) -> Callable[[nn.Module], None]:
+    def run(model: nn.Module) -> None:
+        for block in model.blocks:  # type: ignore
+            up = type(block.up).forward.__get__(block.up)
+            block.up.forward = lambda x, up=up: checkpoint(up, x, use_reentrant=use_reentrant)
+        plainly(model)
+
+    return run
+
+
+RUNS: dict[str, Callable[[nn.Module], None]] = {
+    each.__name__: each
+    for each in (
+        plainly,
+        keeping_the_graph,
+        in_order,
+        in_reverse,
+        together,
+        beside_evaluation,
+        after_a_forward_without_backward,
+        of_some_gradients,
+        of_gradients,
+        with_a_frozen_block,
+        with_frozen_blocks_below,
+        under_autocast,
+    )
+}
+RUNS |= {
+    f"checkpointed {where}, {'' if reentrant else 'not '}reentrant": around(reentrant)
+    for where, around in (("around", checkpointed_around), ("within", checkpointed_within))
+    for reentrant in (False, True)
+}
+
+
+@pytest.mark.parametrize("in_flight", [0, None, 10**9])
+@pytest.mark.parametrize("name", RUNS)
+def test_gradients_are_the_same_to_the_last_bit(name: str, in_flight: int | None) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        torch.manual_seed(1)
+        model = Transformer(3)
+        if is_offloaded:
+            moves = offload(model, fe.OffloadActivations(in_flight, min_bytes=0))
+        found.append([gradients(model, RUNS[name]) for _ in range(2)])
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(one, other)
+    # What still lies on the host is of forwards that are kept until they are copied.
+    model(*token_batch(2, 0)).backward()
+    assert not moves._arrived
+    moves.reset()
+    gc.collect()
+    assert not moves.pool.bytes_in_use
+    assert not moves._by_storage
+
+
+def test_backward_twice_raises_as_in_torch() -> None:
+    model = Transformer(3)
+    offload(model)
+    loss = model(*token_batch(2, 0))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_a_forward_that_raises_moves_nothing_and_the_next_is_right() -> None:
+    model = Transformer(3)
+    expected = gradients(model, plainly)
+    moves = offload(model)
+
+    def failing(x: Tensor) -> Tensor:
+        raise ValueError("as planned")
+
+    handle = model.blocks[1].down.register_forward_pre_hook(lambda module, args: failing(args[0]))
+    with pytest.raises(ValueError, match="as planned"):
+        model(*token_batch(2, 0))
+    handle.remove()
+    moves.reset()
+    assert not moves.pool.bytes_in_use
+    assert all(map(torch.equal, gradients(model, plainly), expected))
+
+
+def test_a_backward_that_raises_frees_memory_with_the_next_forward() -> None:
+    model = Transformer(3)
+    expected = gradients(model, plainly)
+    moves = offload(model, fe.OffloadActivations(0, min_bytes=0))
+
+    def failing(grad: Tensor) -> None:
+        raise ValueError("as planned")
+
+    handle = model.blocks[1].qkv.weight.register_hook(failing)
+    with pytest.raises(ValueError, match="as planned"):
+        model(*token_batch(2, 0)).backward()
+    handle.remove()
+    assert moves._arrived
+    assert all(map(torch.equal, gradients(model, plainly), expected))
+    assert not moves._arrived
+    assert not moves.pool.bytes_in_use
+
+
+def test_graphs_and_originals_are_freed_without_the_collector() -> None:
+    model = blocks(torch.tanh, torch.exp, cube, cube)
+    moves = offload(model, fe.OffloadActivations(0, min_bytes=0))
+    references = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        references.append(StorageWeakRef(output.untyped_storage()))
+
+    for block in model[:3]:
+        block.register_forward_hook(note)
+    gc.disable()
+    try:
+        loss = model(torch.randn(64, requires_grad=True)).sum()
+        assert all(each.expired() for each in references)
+        assert moves.pool.bytes_in_use
+        del loss
+        assert not moves.pool.bytes_in_use
+    finally:
+        gc.enable()
+
+
+def test_host_memory_is_reused_and_bounded() -> None:
+    model = Transformer(3)
+    moves = offload(model)
+    plainly(model)
+    held = moves.pool.idle_bytes
+    model(*token_batch(2, 0)).backward()
+    assert moves.pool.idle_bytes == held
+    rows = [5, 1, 4, 2, 3, 5]
+    for num in rows:
+        model(*token_batch(num, 0)).backward()
+    most = moves.pool._most_in_use
+    assert moves.pool.idle_bytes <= most < 4 * held
+
+
+# ---- The engine ----------------------------------------------------------------------------------
+
+
+def trained(level: str, checkpointing: Any) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(1)
+    model = Transformer(3)
+    with host_as_device():
+        engine = fe.shard(model, strategy=level, min_unit_size=0, checkpointing=checkpointing)
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        for micro in range(2):
+            loss = model(*token_batch(2, 10 * step + 2 * micro + rank))
+            with engine.no_sync() if not micro else torch.enable_grad():
+                loss.backward()
+            losses.append(loss.item())
+        engine.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    if checkpointing:
+        moves = engine._activations
+        assert moves is not None
+        assert moves.pool._most_in_use
+        model(*token_batch(2, rank)).backward()
+        engine.reset()
+        assert not moves.pool.bytes_in_use
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_training_is_the_same_to_the_last_bit(level: str) -> None:
+    losses, weights = trained(level, False)
+    found = trained(level, ALL)
+    assert found[0] == losses
+    assert all(torch.equal(found[1][name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("double_buffer", [False, True])
+@on_ranks(1)
+def test_full_parameters_do_not_move(double_buffer: bool) -> None:
+    torch.manual_seed(1)
+    config = fe.DistributedDataParallelConfig(fsdp_double_buffer=double_buffer)
+    for level in LEVELS:
+        model = blocks(lambda x: x)
+        model[0].linear = linear = nn.Linear(64, 64)
+        model[0].function = linear
+        with host_as_device():
+            engine = fe.shard(model, None, level, config=config, min_unit_size=0, checkpointing=ALL)
+        x = torch.randn(1, 64, requires_grad=True)
+        for _ in range(3):
+            loss = model(x).sum()
+            assert engine._activations is not None
+            # The input, and the product that is multiplied by the scale.
+            assert 2 * x.nbytes <= engine._activations.pool.bytes_in_use < 4 * x.nbytes
+            loss.backward()
+
+
+@on_ranks(1)
+def test_on_a_cpu_nothing_changes() -> None:
+    model = Transformer(2)
+    engine = fe.shard(model, checkpointing="offload")
+    assert engine._activations is None
+    assert "forward" not in vars(model.blocks[0])
+
+
+@on_ranks(2)
+def test_bad_arguments_raise_on_all_ranks() -> None:
+    given = "host" if torch.distributed.get_rank() else False
+    with pytest.raises((ValueError, RuntimeError), match="checkpointing: expected True, False"):
+        fe.shard(Transformer(2), checkpointing=given)
+    with pytest.raises(ValueError, match="in_flight: expected a number of bytes; found -1"):
+        fe.OffloadActivations(in_flight=-1)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "whole"])
+@on_ranks(1)
+def test_compiled_blocks_train_the_same(when: str) -> None:
+    found, graphs = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs[-1].append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for checkpointing in (False, ALL):
+        graphs.append([])
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = Transformer(2)
+
+        def compiled(model: Any = model) -> None:
+            for block in model.blocks:
+                block.compile(backend=backend)
+
+        if when == "before":
+            compiled()
+        if when == "whole":
+            for number, block in enumerate(model.blocks):
+                model.blocks[number] = torch.compile(block, backend=backend)
+        with host_as_device():
+            engine = fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
+        if when == "after":
+            compiled()
+        for _ in range(2):
+            model(*token_batch(2, 0)).backward()
+        found.append([each.grad.full_tensor() for each in model.parameters()])
+        if checkpointing:
+            assert engine._activations is not None
+            assert engine._activations.pool._most_in_use
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert graphs[0] == graphs[1]
+    assert sum(graphs[0]) > 10

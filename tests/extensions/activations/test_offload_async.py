@@ -1,0 +1,375 @@
+"""Activations in host memory between forward and backward: numbers, order, memory, waits of the
+host. Which tensors move is tested in ``tests/extensions/activations/test_offload.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.runtime.activations import ActivationOffload
+from fsdp_engine.simulation import operations
+from fsdp_engine.terminal import format_bytes
+from tests.async_device import device as on
+from tests.async_device import ranks as device
+from tests.async_device.scene import (
+    Job,
+    compare,
+    differences,
+    on_device,
+    random_delays,
+    step_by_step,
+    train,
+)
+from tests.models import Transformer, token_batch
+from tests.pairs import EVERY_PAIR
+from tests.pool import Ranks, on_ranks
+
+ranks = device.ranks
+
+LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+def options(in_flight: int | None = None) -> tuple[tuple[str, Any], ...]:
+    return (("checkpointing", fe.OffloadActivations(in_flight, min_bytes=0)),)
+
+
+def transformer() -> nn.Module:
+    return Transformer(4)
+
+
+def job(pair: tuple[str, str], in_flight: int | None = None, **fields: Any) -> Job:
+    return Job(transformer, pair=pair, options=options(in_flight), **{"num_micro": 1, **fields})
+
+
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@on_ranks(2)
+def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> None:
+    for seed, in_flight in enumerate((None, 0, 10**9)):
+        assert not compare(job((inner, outer), in_flight, sizes=(1, 2)), seed=seed)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_accumulation_is_as_with_activations_on_the_device(level: str) -> None:
+    given = job((level, "no_shard"), num_micro=3)
+    expected = train(dataclasses.replace(given, options=()), on.NAME)
+    for seed in range(2):
+        with random_delays(seed):
+            assert not differences(train(given, on.NAME), expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("in_flight", [None, 0, 10**9])
+@on_ranks(2)
+def test_any_order_that_delays_make_gives_the_same_bits(in_flight: int | None) -> None:
+    for pair in (("no_shard", "no_shard"), ("optim_grads_params", "no_shard")):
+        for seed in range(20):
+            assert not compare(job(pair, in_flight), seed=seed, delay=1e-3), (pair, seed)
+
+
+@on_ranks(1)
+def test_forwards_on_other_streams_than_the_caller_s_are_the_same() -> None:
+    """Of streams there are few: those of lanes are among them."""
+    given = job(("optim_grads_params", "no_shard"), sizes=(1,))
+    expected = train(given, "cpu")
+    streams: list[torch.Stream] = []
+    model_call = Transformer.forward
+
+    def on_another_stream(model: Any, *args: Any) -> Tensor:
+        if not streams:
+            moves = model.blocks[0].forward._offload
+            streams.extend([moves._into._stream, torch.deferred.Stream(), moves._out._stream])
+        streams.append(streams.pop(0))
+        before = torch.deferred.current_stream()
+        streams[0].wait_stream(before)
+        with torch.deferred.stream(streams[0]):
+            loss = model_call(model, *args)
+        before.wait_stream(streams[0])
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transformer, "forward", on_another_stream)
+        for seed in range(5):
+            streams.clear()
+            with random_delays(seed, 1e-3):
+                assert not differences(train(given, on.NAME), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(1)
+def test_a_checkpoint_of_more_than_a_block_recomputes(use_reentrant: bool) -> None:
+    given = job(("optim_grads_params", "no_shard"), sizes=(1,))
+    expected = train(given, "cpu")
+
+    def logits(model: Any, tokens: Tensor) -> Tensor:
+        x = model.embedding(tokens)
+        x = checkpoint(nn.Sequential(*model.blocks[:3]), x, use_reentrant=use_reentrant)
+
+        def end(x: Tensor) -> Tensor:
+            found: Tensor = model.head(model.norm(model.blocks[3](x)))
+            return found
+
+        found: Tensor = checkpoint(end, x, use_reentrant=use_reentrant)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transformer, "logits", logits)
+        with random_delays(1, 1e-3):
+            assert not differences(train(given, on.NAME), expected)
+
+
+# ---- The host ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(1)
+def test_activations_are_pinned_on_the_host_which_does_not_wait_for_them(level: str) -> None:
+    model = transformer()
+    engine = fe.shard(model.to(on.NAME), strategy=level, min_unit_size=0, **dict(options()))
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    step = step_by_step(engine, optimizer)
+    for number in range(2):
+        step(number)
+    moves = engine._activations
+    assert moves is not None
+    idle = moves.pool.idle_bytes
+    assert idle > 0
+    with on.delays(copy=5e-3), on.count_host_syncs() as syncs:
+        step(2)
+        step(3)
+    assert not syncs
+    assert moves.pool.idle_bytes == idle
+    assert all(each.bytes.is_pinned() for idle in moves.pool._idle.values() for each, _ in idle)
+
+
+@on_ranks(1)
+def test_the_last_block_is_used_as_it_is_and_the_others_are_copied_once() -> None:
+    model = nn.Sequential(*(Waves() for _ in range(4))).to(on.NAME)
+    fe.shard(model, min_unit_size=0, strategy="no_shard", **dict(options()))
+    x = torch.ones(WAVES, device=on.NAME, requires_grad=True)
+    lanes = (moves_of(model)._into, moves_of(model)._out)
+    before = [on.num_jobs(lane._target()) for lane in lanes]
+    model(x).sum().backward()
+    found = [on.num_jobs(lane._target()) for lane in lanes]
+    copies = [b - a for a, b in zip(before, found, strict=True)]
+    assert copies == [3 * SAVED, 4 * SAVED]
+
+
+@on_ranks(1)
+def test_copies_run_beside_compute() -> None:
+    """The host has submitted a block before the copies of the one before have begun."""
+    model = nn.Sequential(*(Waves() for _ in range(2))).to(on.NAME)
+    fe.shard(model, min_unit_size=0, strategy="no_shard", **dict(options()))
+    x = torch.ones(WAVES, device=on.NAME, requires_grad=True)
+    model(x).sum().backward()
+    moves = moves_of(model)
+    torch.accelerator.synchronize()
+    with on.held(moves._out._target()):
+        y = model[0](x)
+        z = model[1].forward.original(y)
+        compute = torch.deferred.current_stream()
+        while not compute.query():  # it ends, since it waits for no copy
+            pass
+    assert z.isfinite().all()
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+WAVES = 2**16
+SAVED = 3
+BLOCK = SAVED * 4 * WAVES
+
+
+class Waves(nn.Module):
+    """A block that saves ``SAVED`` tensors of ``WAVES`` elements: its outputs, but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(SAVED):
+            x = torch.tanh(x)
+        return x * self.scale
+
+
+def moves_of(model: Any) -> ActivationOffload:
+    found: ActivationOffload = model[0].forward._offload
+    return found
+
+
+def peak(num_blocks: int, in_flight: int | None, *, is_offloaded: bool = True) -> int:
+    """Most bytes on the device in the second step, above those between steps."""
+    model = nn.Sequential(*(Waves() for _ in range(num_blocks))).to(on.NAME)
+    given = dict(options(in_flight)) if is_offloaded else {}
+    fe.shard(model, strategy="no_shard", min_unit_size=0, **given)
+    x = torch.ones(WAVES, device=on.NAME, requires_grad=True)
+    model(x).sum().backward()
+    gc.collect()  # objects of earlier tests would be freed while memory is measured
+    torch.deferred.reset_peak_memory_stats()
+    before = torch.deferred.memory_allocated()
+    model(x).sum().backward()
+    return int(torch.deferred.max_memory_allocated() - before)
+
+
+@on_ranks(1)
+def test_the_device_holds_one_block_and_those_in_flight() -> None:
+    tensor = 4 * WAVES
+    plain = peak(12, None, is_offloaded=False)
+    assert plain >= 12 * BLOCK
+    for num_blocks in (6, 12):
+        for in_flight in (0, BLOCK, 3 * BLOCK):
+            found = peak(num_blocks, in_flight)
+            # Beside them the input and the output of the block, or three gradients.
+            assert found <= BLOCK + in_flight + 3 * tensor + 2**12, (num_blocks, in_flight, found)
+        assert abs(peak(num_blocks, None) - peak(num_blocks, BLOCK)) <= 2**12
+
+
+@on_ranks(1)
+def test_nothing_stays_on_the_device_after_errors_and_graphs_that_are_dropped() -> None:
+    model = nn.Sequential(*(Waves() for _ in range(6))).to(on.NAME)
+    engine = fe.shard(model, strategy="no_shard", min_unit_size=0, **dict(options()))
+    x = torch.ones(WAVES, device=on.NAME, requires_grad=True)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("as planned")
+
+    def measured() -> int:
+        engine.reset()
+        x.grad = None
+        return int(torch.deferred.memory_allocated())
+
+    model(x).sum().backward()
+    before = measured()
+    with on.delays(copy=1e-2):
+        model(x)
+        assert measured() == before
+        handle = model[3].register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="as planned"):
+            model(x)
+        assert measured() == before
+        handle.remove()
+        y = model[:3](x)
+        y.register_hook(fail)
+        with pytest.raises(ValueError, match="as planned"):
+            model[3:](y).sum().backward()
+        del y
+        assert measured() == before
+    model(x).sum().backward()
+    assert measured() == before
+
+
+@sdpa_kernel(SDPBackend.MATH)
+def held_by_a_real_run(level: str, in_flight: int | None) -> tuple[int, dict[str, int], str]:
+    model = simulated_gpt().to(on.NAME)
+    engine = fe.shard(model, strategy=level, min_unit_size=0, **dict(options(in_flight)))
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    batch = on_device(token_batch(64, 0), engine.mesh.device)
+    for _ in range(2):
+        torch.deferred.reset_peak_memory_stats()
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = int(torch.deferred.max_memory_allocated())
+    return peak, engine.memory_bytes("host"), str(engine.describe())
+
+
+def simulated_gpt() -> nn.Module:
+    return Transformer(6, dim=64)
+
+
+@pytest.mark.parametrize("in_flight", [None, 0])
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+def test_simulated_memory_is_that_of_the_device(
+    ranks: Ranks, level: str, in_flight: int | None
+) -> None:
+    ((peak, host, described), _) = ranks.run(held_by_a_real_run, level, in_flight, world_size=2)
+    # Kernels of this device are the CPU's, whose sums over rows need no memory.
+    without_sums = patch.object(operations, "_WITH_SCRATCH", set())
+    with sdpa_kernel(SDPBackend.MATH), without_sums:
+        found = fe.simulate(
+            simulated_gpt,
+            2,
+            batch=token_batch(64, 0),
+            optimizer=torch.optim.AdamW,
+            strategy=level,
+            min_unit_size=0,
+            **dict(options(in_flight)),
+        )
+    assert found.elsewhere == {"host": host["activations"]}
+    assert f"On the host: activations {format_bytes(host['activations'])}" in described
+    # The device rounds each tensor up to 512 bytes.
+    assert found.peak_bytes <= peak <= 1.01 * found.peak_bytes
+
+
+@on_ranks(1)
+def test_waits_for_copies_are_measured_by_block() -> None:
+    model = nn.Sequential(*(Waves() for _ in range(4))).to(on.NAME)
+    engine = fe.shard(model, strategy="no_shard", min_unit_size=0, **dict(options(0)))
+    x = torch.ones(WAVES, device=on.NAME, requires_grad=True)
+    delay = 1e-2
+    with on.delays(copy=delay), engine.measure() as measured:
+        model(x).sum().backward()
+    waits = {(each.lane, each.unit): each.seconds for each in measured.waited}
+    assert waits[("activations out", "3")] >= delay
+    assert waits[("activations in", "0")] >= delay
+    assert "copies of activations" in str(measured)
+    assert "activations in" in str(measured)
+
+
+# ---- Controls: without a wait training is wrong --------------------------------------------------
+
+
+@contextmanager
+def without(wait: str) -> Iterator[None]:
+    """Within it one kind of wait is left out."""
+    waits, submit = ActivationOffload._wait, ActivationOffload._submit
+
+    def some_waits(offload: Any, moved: Any) -> None:
+        restored = wait == "for copies back"
+        waits(offload, [each for each in moved if each.is_restored != restored])
+
+    def without_compute(offload: Any, lane: Any, *args: Any) -> None:
+        left_out = offload._out if wait == "of copies for compute" else offload._into
+        with pytest.MonkeyPatch.context() as patch:
+            if lane is left_out:
+                patch.setattr(offload._compute, "record", lambda: None)
+            submit(offload, lane, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if wait.startswith("for"):
+            patch.setattr(ActivationOffload, "_wait", some_waits)
+        else:
+            patch.setattr(ActivationOffload, "_submit", without_compute)
+        yield
+
+
+WAITS = {
+    "for copies back": {"copy": 1e-2},
+    "for copies before memory is freed": {"copy": 1e-2},
+    "of copies for compute": {"compute": 3e-3},
+    "of copies back for compute": {"compute": 3e-3},
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@on_ranks(1)
+def test_without_a_wait_training_is_wrong(wait: str) -> None:
+    """The control of the others: they would notice."""
+    given = job(("no_shard", "no_shard"), sizes=(1,))
+    expected = train(given, "cpu")
+    with on.delays(**WAITS[wait]):
+        assert not differences(train(given, on.NAME), expected)
+    with without(wait), on.delays(**WAITS[wait]):
+        assert differences(train(given, on.NAME), expected)

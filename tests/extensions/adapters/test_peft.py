@@ -1,0 +1,290 @@
+"""Adapters of PEFT: a base model under them, their own values, and their folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import fsdp_engine as fe
+from tests.checkpoint.scene import shared_folder
+from tests.extensions.adapters.peft_models import CONFIGS, adapted, llama, lora, peft
+from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.pretrained.families import FAMILIES
+
+# They begin with rows of the base.
+NOT_ON_META = {"tokens"}
+
+
+def held(engine: fe.Engine) -> dict[str, Tensor]:
+    """Whole parameters, by every name."""
+    return {
+        name: engine.full_tensor(name)
+        for name, _ in engine.model.named_parameters(remove_duplicate=False)
+    }
+
+
+def is_own(name: str) -> bool:
+    """Whether a parameter is an adapter's, and begins with random values or constants."""
+    return any(part in name for part in ("lora_A", "lora_B", "lora_embedding", "ia3_l", "prompt_"))
+
+
+def base_loaded(kind: str, folder: str, level: str, values: str) -> list[str]:
+    """Names that differ from a model of PEFT over what ``from_pretrained`` loads."""
+    expected = adapted(kind).state_dict()
+    model = adapted(kind, meta=values != "cpu")
+    engine = fe.shard(model, strategy=level, initial_values="same" if values == "cpu" else values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = fe.load_pretrained(engine, folder, strict=False)
+    assert report.unexpected == ()
+    assert report.missing
+    derived = ("magnitude", "trainable_tokens_delta")
+    assert all(is_own(name) or any(map(name.__contains__, derived)) for name in report.missing)
+    found = held(engine)
+    constant = [n for n in found if "lora_B" in n or "lora_embedding_A" in n or "ia3_l" in n]
+    random = [n for n in found if is_own(n) and n not in constant]
+    for name in random:
+        assert 0 < found[name].std() < 2, name
+    tokens = torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        assert model(input_ids=tokens).logits.isfinite().all()
+    same = [name for name in found if name not in random]
+    return [name for name in same if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_base_model_lands_under_adapters_that_begin_as_peft_begins_them(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    llama().save_pretrained(tmp_path)
+    for world_size, level, values in (
+        (1, "no_shard", "same"),
+        (2, "optim_grads_params", "empty"),
+        (2, "optim", "cpu"),
+    ):
+        if kind in NOT_ON_META and values != "cpu":
+            continue
+        found = ranks.run(base_loaded, kind, str(tmp_path), level, values, world_size=world_size)
+        assert found == [[]] * world_size, (level, values)
+
+
+def filled(model: torch.nn.Module, seed: int) -> None:
+    """Give adapters other values, as training does."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.copy_(torch.randn(param.shape))
+
+
+def trained(kind: str, dtype: torch.dtype = torch.float32) -> peft.PeftModel:
+    """A model whose first adapter, and a second one where that can be, have values of their own."""
+    model = adapted(kind, dtype)
+    filled(model, 1)
+    if kind == "lora":
+        model.add_adapter("other", lora(r=2))
+        model.set_adapter("other")
+        filled(model, 2)
+        model.set_adapter("default")
+    return model
+
+
+def adapters_saved(kind: str, folder: str, level: str) -> None:
+    model = trained(kind)
+    engine = fe.shard(model, strategy=level)
+    fe.save_pretrained(engine, folder)
+    fe.save_pretrained(engine, folder)  # once more, over it
+
+
+def config_of(text: str) -> dict[str, Any]:
+    """Sets are written in no order."""
+    values = json.loads(text)
+    return {k: sorted(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    """The contents of an adapter's folder: tensors, configs, other files."""
+    found: dict[str, Any] = {}
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".safetensors":
+            found[name] = load_file(path)
+        else:
+            found[name] = path.read_text()
+    return found
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapters_are_saved_as_peft_saves_them(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of embeddings that are targets
+        trained(kind).save_pretrained(str(tmp_path / "theirs"))
+    expected = files_of(tmp_path / "theirs")
+    for world_size, level in ((1, "no_shard"), (2, "optim_grads_params")):
+        ours = tmp_path / f"ours-{world_size}"
+        ranks.run(adapters_saved, kind, str(ours), level, world_size=world_size)
+        found = files_of(ours)
+        assert found.keys() == expected.keys()
+        for name, content in expected.items():
+            if isinstance(content, str):
+                assert name == "README.md" or config_of(found[name]) == config_of(content)
+                continue
+            assert found[name].keys() == content.keys()
+            for key, tensor in content.items():
+                assert found[name][key].dtype == tensor.dtype
+                assert torch.equal(found[name][key], tensor), key
+
+
+def adapter_loaded(kind: str, base: str, folder: str, level: str, values: str) -> list[str]:
+    """Names that differ from what PEFT loads."""
+    plain: Any = llama()
+    expected = peft.PeftModel.from_pretrained(plain, folder)
+    model = adapted(kind, meta=values == "empty")
+    engine = fe.shard(model, strategy=level, initial_values=values)
+    if values == "empty":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fe.load_pretrained(engine, base, strict=False)
+    report = fe.load_pretrained(engine, folder)
+    assert report.missing == report.unexpected == ()
+    tokens = torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        outputs = model(input_ids=tokens).logits
+        assert torch.equal(outputs, expected(input_ids=tokens).logits)
+    theirs, found = expected.state_dict(), held(engine)
+    return [name for name, value in found.items() if not torch.equal(value, theirs[name])]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_adapter_loads_as_peft_loads_it(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained(kind).save_pretrained(str(tmp_path / "adapter"))
+    folders = str(tmp_path / "base"), str(tmp_path / "adapter")
+    for world_size, level, values in ((1, "no_shard", "same"), (2, "optim_grads_params", "empty")):
+        if kind in NOT_ON_META and values == "empty":
+            continue
+        found = ranks.run(adapter_loaded, kind, *folders, level, values, world_size=world_size)
+        assert found == [[]] * world_size
+
+
+@on_ranks(2)
+def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        adapted("lora").save_pretrained(f"{folder}/fits")
+        other: Any = llama()
+        peft.get_peft_model(other, lora(lora_alpha=16)).save_pretrained(f"{folder}/alpha")
+        other = llama()
+        more = lora(target_modules=["q_proj", "k_proj"])
+        peft.get_peft_model(other, more).save_pretrained(f"{folder}/targets")
+        Path(f"{folder}/pickle").mkdir()
+        shutil.copy(f"{folder}/fits/adapter_config.json", f"{folder}/pickle")
+        torch.save({}, f"{folder}/pickle/adapter_model.bin")
+    dist.barrier()
+    model = trained("lora")
+    engine = fe.shard(model)
+    before = held(engine)
+    for name, error, told in (
+        ("alpha", ValueError, "expected lora_alpha of the model's adapter 'default', 8; found 16"),
+        ("targets", ValueError, r"missing base_model.*v_proj.lora_A.default.weight"),
+        ("targets", ValueError, r"unexpected base_model.*k_proj.lora_A.weight"),
+        ("pickle", ValueError, "found adapter_model.bin, a pickle"),
+    ):
+        with pytest.raises(error, match=told):
+            fe.load_pretrained(engine, f"{folder}/{name}")
+    with pytest.raises(ValueError, match="adapter: expected one of default, other; found 'third'"):
+        fe.load_pretrained(engine, f"{folder}/fits", adapter="third")
+    with pytest.raises(ValueError, match="expected a base model's folder"):
+        fe.load_pretrained(fe.shard(llama()), f"{folder}/fits")
+    after = held(engine)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def classifier(*, meta: bool) -> peft.PeftModel:
+    """Over a base model that has another head."""
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        **{**FAMILIES["llama"][2], "num_labels": 3, "pad_token_id": 0}
+    )
+    with torch.device("meta" if meta else "cpu"):
+        base: Any = transformers.LlamaForSequenceClassification(config).to(torch.bfloat16)
+    model: peft.PeftModel = peft.get_peft_model(base, lora(task_type="SEQ_CLS"))
+    return model
+
+
+@on_few_ranks
+def test_a_classifier_with_adapters_has_a_new_head_of_the_models_own() -> None:
+    folder = shared_folder()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        llama(torch.bfloat16).save_pretrained(folder)
+    if dist.is_initialized():
+        dist.barrier()
+    for values in ("empty", "same"):
+        model = classifier(meta=True)
+        engine = fe.shard(model, initial_values=values)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = fe.load_pretrained(engine, folder, strict=False)
+        assert report.unexpected == ("lm_head.weight",)
+        found = held(engine)
+        own = found["base_model.model.score.original_module.weight"]
+        copy = found["base_model.model.score.modules_to_save.default.weight"]
+        # As transformers makes a head; and the one that is trained begins with the same values.
+        assert own.dtype == torch.bfloat16
+        assert torch.equal(own.float(), copy)
+        assert 0.01 < own.float().std() < 0.04
+        adapters = {name: value for name, value in found.items() if "lora_" in name}
+        assert all(value.dtype == torch.float32 for value in adapters.values())
+        assert all(value.any() == ("lora_A" in name) for name, value in adapters.items())
+        tokens = torch.arange(8).view(2, 4)
+        model(input_ids=tokens, labels=torch.tensor([0, 2])).loss.backward()
+        assert engine.clip_grad_norm_(1.0) > 0
+
+
+@on_ranks(2)
+def test_adapters_that_begin_from_the_base_are_refused_on_the_meta_device() -> None:
+    base: Any = llama(meta=True)
+    model = peft.get_peft_model(base, peft.LoHaConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="expected an adapter with random initialization"):
+        fe.shard(model)
+
+
+@on_ranks(2)
+def test_what_cannot_be_written_leaves_the_older_adapter() -> None:
+    folder = shared_folder()
+    model = trained("lora")
+    engine = fe.shard(model)
+    fe.save_pretrained(engine, folder)
+    before = files_of(Path(folder))
+    dist.barrier()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    with (
+        patch.object(peft.LoraConfig, "save_pretrained", side_effect=OSError("no space left")),
+        pytest.raises(OSError, match="no space left"),
+    ):
+        fe.save_pretrained(engine, folder)
+    after = files_of(Path(folder))
+    assert after.keys() == before.keys()
+    name = "adapter_model.safetensors"
+    assert all(torch.equal(after[name][key], value) for key, value in before[name].items())
+    fe.save_pretrained(engine, folder, torch.bfloat16)
+    after = files_of(Path(folder))
+    assert all(
+        torch.equal(after[name][key], (2 * value).to(torch.bfloat16))
+        for key, value in before[name].items()
+    )

@@ -1,0 +1,194 @@
+"""Training of adapters over a frozen base: what PEFT does on one process, at every level."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.extensions.adapters.peft_models import adapted, lora, peft
+from tests.pool import Ranks, on_few_ranks, on_ranks
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STEPS = 3
+
+
+def made(kind: str, dtype: torch.dtype) -> peft.PeftModel:
+    model = adapted("lora" if kind in ("checkpointing", "dropped") else kind, dtype)
+    torch.manual_seed(1)
+    with torch.no_grad():  # lora_B is zero at first, and then lora_A has no gradient
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn(param.shape), alpha=0.1)
+    if kind == "checkpointing":
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    model.train()
+    return model
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, half: int = -1) -> float:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(48, (4, 8), generator=generator)
+    if half >= 0:
+        tokens = tokens.chunk(2)[half]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+def whole(engine: fe.Engine) -> dict[str, Tensor]:
+    return {name: engine.full_tensor(name) for name, _ in engine.model.named_parameters()}
+
+
+def differ(kind: str, dtype: torch.dtype, level: str) -> list[str]:
+    """Losses and parameters that are not bit for bit those of a model that is not sharded. All
+    ranks have the same batch, so that means over them are exact."""
+    plain, model = made(kind, dtype), made(kind, dtype)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    engine = fe.shard(model, strategy=level, initial_values="rank0")
+    jobs = (plain, optimizer_of(plain)), (model, optimizer_of(model))
+    found = []
+    for step in range(STEPS):
+        expected, loss = (step_of(*job, step) for job in jobs)
+        if loss != expected:
+            found.append(f"loss {step}: {loss} for {expected}")
+    own = whole(engine)
+    for name, param in plain.named_parameters():
+        # A trainable parameter that is bf16 has main weights of its own in fp32.
+        if own[name].dtype == param.dtype and not torch.equal(own[name], param.detach()):
+            found.append(name)
+        is_changed = not torch.equal(param, before[name])
+        assert is_changed == param.requires_grad, name
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_adapters_train_as_peft_trains_them(ranks: Ranks, level: str) -> None:
+    world_size = 1 if level == "no_shard" else 2
+    for kind, dtype in (("lora", torch.float32), ("lora", torch.bfloat16)):
+        assert ranks.run(differ, kind, dtype, level, world_size=world_size) == [[]] * world_size
+    if level in ("optim", "optim_grads_params"):
+        for kind in ("checkpointing", "dora", "modules to save", "ia3", "prompt"):
+            found = ranks.run(differ, kind, torch.float32, level, world_size=world_size)
+            assert found == [[]] * world_size, kind
+        found = ranks.run(differ, "checkpointing", torch.bfloat16, level, world_size=world_size)
+        assert found == [[]] * world_size
+
+
+@on_ranks(2)
+def test_each_rank_has_its_part_of_the_batch() -> None:
+    plain, model = made("lora", torch.float32), made("lora", torch.float32)
+    engine = fe.shard(model)
+    one, other = optimizer_of(plain), optimizer_of(model)
+    for step in range(STEPS):
+        expected = step_of(plain, one, step)
+        loss = torch.tensor(step_of(model, other, step, dist.get_rank()))
+        dist.all_reduce(loss)
+        assert loss / 2 == pytest.approx(expected, rel=1e-5)
+    own = whole(engine)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(own[name], param.detach(), rtol=1e-3, atol=1e-5)
+
+
+def two_adapters() -> peft.PeftModel:
+    model = made("lora", torch.float32)
+    model.add_adapter("other", lora(r=2))
+    return model
+
+
+@on_few_ranks
+def test_adapters_that_are_trainable_when_sharded_take_turns() -> None:
+    plain, model = two_adapters(), two_adapters()
+    for each in (plain, model):
+        each.base_model.set_adapter(["default", "other"])  # both require gradients
+    engine = fe.shard(model, initial_values="rank0")
+    jobs = (plain, optimizer_of(plain)), (model, optimizer_of(model))
+    for step, active in enumerate(["default", "other", "default"]):
+        losses = []
+        for each, optimizer in jobs:
+            each.set_adapter(active)
+            losses.append(step_of(each, optimizer, step))
+        assert losses[0] == losses[1]
+    with plain.disable_adapter(), model.disable_adapter(), torch.no_grad():
+        tokens = torch.arange(8).view(1, 8)
+        assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+    own = whole(engine)
+    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
+
+
+@on_ranks(2)
+def test_an_adapter_that_was_frozen_when_sharded_stays_so() -> None:
+    model = two_adapters()
+    engine = fe.shard(model, initial_values="rank0")
+    tokens = torch.arange(8).view(1, 8)
+    model.set_adapter("other")
+    with pytest.raises(RuntimeError, match=r"expected .*lora_A.other.weight to stay frozen"):
+        model(input_ids=tokens)
+    model.set_adapter("default")
+    engine.reset()
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()
+    # To compute with it, without training it, is fine.
+    model.set_adapter("other", inference_mode=True)
+    with torch.no_grad():
+        assert model(input_ids=tokens).logits.isfinite().all()
+
+
+@on_ranks(2)
+def test_adapters_merge_where_weights_are_whole() -> None:
+    plain, model = made("lora", torch.float32), made("lora", torch.float32)
+    engine = fe.shard(model, initial_values="rank0")
+    tokens = torch.arange(8).view(1, 8)
+    before = whole(engine)
+    # Weights are gathered, and the products change the shards.
+    model.merge_adapter()
+    plain.merge_adapter()
+    own = whole(engine)
+    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
+    model.unmerge_adapter()
+    plain.unmerge_adapter()
+    before = whole(engine)
+    with pytest.raises(ValueError, match="expected the parameters that the model had when"):
+        model.add_adapter("late", lora(r=2))
+    after = whole(engine)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    with engine.unsharded():
+        model.merge_adapter()
+    plain.merge_adapter()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+    own = whole(engine)
+    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
+    # One weight after the other, which no graph may follow.
+    with torch.no_grad():
+        model.unmerge_adapter()
+    plain.unmerge_adapter()
+    own = whole(engine)
+    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["dora", "ia3", "boft", "hra", "lora, embeddings"])
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_every_kind_of_adapter_merges(kind: str, level: str) -> None:
+    for dtype, safe_merge in ((torch.float32, False), (torch.bfloat16, True)):
+        plain, model = made(kind, dtype).eval(), made(kind, dtype).eval()
+        engine = fe.shard(model, strategy=level, initial_values="rank0")
+        for merges in (True, False, True):
+            with engine.unsharded():
+                for each in (plain, model):
+                    if merges:
+                        each.merge_adapter(safe_merge=safe_merge)
+                    else:
+                        each.unmerge_adapter()
+            for name, param in plain.named_parameters():
+                own = engine.full_tensor(name)
+                torch.testing.assert_close(own.to(param.dtype), param.detach(), msg=name)

@@ -1,0 +1,441 @@
+"""Transformer Engine's own Python tensor layer, on a CPU.
+
+``transformer_engine.pytorch`` needs CUDA torch to import, but its quantised tensors are Python over
+a dozen kernels. :func:`load` puts the package's files, without its ``__init__`` files, and
+``te_kernels.py`` into ``sys.modules``; after it ordinary imports find the tensor layer:
+
+    from transformer_engine.pytorch.tensor.utils import quantize_master_weights
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+
+In a process that has loaded the real library, recipes and weights are made of that.
+
+Modules (``te.Linear``) stay out of reach. :class:`QuantisedLinear` does what they do with their
+weights, and :class:`QuantisedStack` is a small model of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.extensions.transformer_engine import te_kernels
+from tests.extensions.transformer_engine.te_reference import Quantised, dequantise
+
+# Not among the packages: what looks for the library (peft) would import it, and fail.
+PYTHON_FILES = Path(sys.prefix) / "transformer_engine_python"
+RECIPES = ("delayed", "current", "block", "mxfp8")
+# Where a module's weight stands among the tensors of its forward: input, weight, output.
+WEIGHT = 1
+
+_native_tn = False
+_TN = "is_non_tn_fp8_gemm_supported"  # each of the modules that ask has the function
+
+
+def load() -> None:
+    """Makes Transformer Engine's tensor layer importable in this process, over the stand-ins.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+        RuntimeError: the process has already loaded the real one.
+    """
+    kernels = sys.modules.get("transformer_engine_torch")
+    if isinstance(kernels, te_kernels.Kernels):
+        return
+    if kernels is not None or "transformer_engine" in sys.modules:
+        raise RuntimeError("this process has loaded the real Transformer Engine")
+    places = [*sys.path, str(PYTHON_FILES)]
+    spec = importlib.machinery.PathFinder.find_spec("transformer_engine", places)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(
+            "no transformer_engine; tests need its Python files, as `make setup` installs them: "
+            f"pip install --no-deps --target {PYTHON_FILES} transformer_engine==2.20.2"
+        )
+    # Says not to look for shared libraries; children shall not either.
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
+    sys.modules["transformer_engine_torch"] = te_kernels.module()
+    root = Path(spec.origin).parent
+    top = _package("transformer_engine", root)
+    framework = _package("transformer_engine.pytorch", root / "pytorch")
+    _package("transformer_engine.pytorch.cpp_extensions", root / "pytorch" / "cpp_extensions")
+    # It would import onnxscript.
+    export = types.ModuleType("transformer_engine.pytorch.export")
+    vars(export).update(is_in_onnx_export_mode=lambda: False)
+    sys.modules[export.__name__] = export
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        # Or functions that are not called here would be compiled.
+        mock.patch.dict(os.environ, {"NVTE_TORCH_COMPILE": "0"}),
+    ):
+        vars(top).update(
+            __version__=_version(places),
+            common=importlib.import_module("transformer_engine.common"),
+            pytorch=framework,
+        )
+        # In this order: the other way round there is a circle of imports.
+        for name in ("tensor.utils", "quantization", "_extra_state"):
+            importlib.import_module(f"transformer_engine.pytorch.{name}")
+    for name, each in list(sys.modules.items()):
+        if name.startswith("transformer_engine.pytorch") and _TN in vars(each):
+            vars(each)[_TN] = has_native_tn
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor")
+    # It asks for the current CUDA device. Tensors copy their quantizer.
+    tensors.NVFP4Quantizer.copy = copy.copy
+    storage = importlib.import_module(
+        "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage"
+    )
+    dtypes = storage.torch_to_transformer_engine_dtype
+    # The only method that would move a CPU tensor to CUDA first.
+    storage._FromMXFP8Func.forward = staticmethod(
+        lambda ctx, tensor, dtype: te_kernels.dequantize(tensor, dtypes[dtype])
+    )
+
+
+def _version(places: list[str]) -> str:
+    (found, *_) = importlib.metadata.distributions(name="transformer_engine", path=places)
+    return found.version
+
+
+def _have_library() -> None:
+    """Some library: the real one where the process has loaded it, else :func:`load`."""
+    kernels = sys.modules.get("transformer_engine_torch")
+    if kernels is None or isinstance(kernels, te_kernels.Kernels):
+        load()
+
+
+def _package(name: str, folder: Path) -> types.ModuleType:
+    """A package of that folder, without running its ``__init__``."""
+    origin = str(folder / "__init__.py")
+    spec = importlib.util.spec_from_file_location(
+        name, origin, submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[name] = package
+    return package
+
+
+@contextlib.contextmanager
+def native_tn() -> Iterator[None]:
+    """Blackwell: matrix products read the row encoding in backward, too; there are no transposes.
+    Without it, Hopper."""
+    global _native_tn
+    before, _native_tn = _native_tn, True
+    try:
+        yield
+    finally:
+        _native_tn = before
+
+
+def has_native_tn() -> bool:
+    """Whether :func:`native_tn` holds."""
+    return _native_tn
+
+
+# Weights.
+
+
+def make_recipe(name: str) -> Any:
+    """Transformer Engine's recipe object."""
+    _have_library()
+    from transformer_engine.common import recipe
+
+    return {
+        "delayed": lambda: recipe.DelayedScaling(amax_history_len=4),
+        "current": recipe.Float8CurrentScaling,
+        "block": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+    }[name]()
+
+
+def make_state(recipe: Any, mode: str, device: str = "cpu") -> Any:
+    """A recipe's state, of one linear layer, forward or backward."""
+    _have_library()
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    count = 3 if mode == "forward" else 2
+    return RecipeState.create(recipe, mode=mode, num_quantizers=count, device=torch.device(device))
+
+
+def make_weight(
+    values: Tensor, recipe: str, *, preserve: bool = True, quantizer: Any = None
+) -> nn.Parameter:
+    """A quantised weight as modules make it under ``quantized_model_init``.
+
+    Args:
+        values: of bf16 or fp32, which becomes the nominal dtype; on the weight's device.
+        preserve: whether the parameter remembers ``values``.
+        quantizer: the module's; otherwise one with a state of its own.
+    """
+    _have_library()
+    if quantizer is None:
+        state = make_state(make_recipe(recipe), "forward", values.device.type)
+        quantizer = state.make_quantizers()[WEIGHT]
+    quantizer.set_usage(rowwise=True, columnwise=True)
+    quantizer.internal = False
+    weight = nn.Parameter(quantizer(values.detach()))
+    if preserve:
+        weight._high_precision_init_val = values.detach().clone()
+        weight.get_high_precision_init_val = MethodType(_get_high_precision_init_val, weight)
+        weight.clear_high_precision_init_val = MethodType(_clear_high_precision_init_val, weight)
+    return weight
+
+
+def _get_high_precision_init_val(weight: nn.Parameter) -> Tensor | None:
+    return getattr(weight, "_high_precision_init_val", None)
+
+
+def _clear_high_precision_init_val(weight: nn.Parameter) -> None:
+    if hasattr(weight, "_high_precision_init_val"):
+        del weight._high_precision_init_val
+
+
+def nvfp4_weight(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    """A parameter of type NVFP4Tensor; its values are of no use."""
+    load()
+    from transformer_engine.pytorch.tensor import NVFP4Quantizer
+
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        quantizer = NVFP4Quantizer(with_2d_quantization=True, with_random_sign_mask=False)
+    return nn.Parameter(quantizer.make_empty(shape, dtype=dtype, device="cpu"))
+
+
+def encodings(weight: Any) -> Quantised:
+    """A weight's bytes and scales as they are, without padding; the column encoding in the weight's
+    own orientation, its scales too. None for encodings that are not there or not valid."""
+    from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor
+
+    rows, columns = weight.shape
+    if isinstance(weight, Float8Tensor):
+        transposed = None if weight._transpose_invalid else weight._transpose
+        return Quantised(
+            weight._data,
+            weight._scale_inv.view(1, 1),
+            None if transposed is None else transposed.t(),
+            None if transposed is None else weight._scale_inv.view(1, 1),
+        )
+    row_scales, column_scales = weight._rowwise_scale_inv, weight._columnwise_scale_inv
+    column_bytes = weight._columnwise_data
+    if isinstance(weight, Float8BlockwiseQTensor):
+        tiles = (-(-rows // 128), -(-columns // 128))
+        if column_bytes is not None:
+            column_bytes, column_scales = column_bytes.t(), column_scales.t()
+            column_scales = column_scales[: tiles[0], : tiles[1]]
+        row_scales = row_scales[: tiles[0], : tiles[1]]
+    else:
+        row_scales = row_scales[:rows, : columns // 32]
+        if column_bytes is not None:
+            column_scales = column_scales[: rows // 32, :columns]
+    return Quantised(weight._rowwise_data, row_scales, column_bytes, column_scales)
+
+
+# Modules.
+
+
+class _Product(torch.autograd.Function):
+    """x W^T with the row encoding; its gradient with the column encoding, as the tensor cores read
+    them. The weight itself is saved, so that backward reads what it is then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        quantizer = weight._quantizer
+        weight.update_usage(
+            rowwise_usage=True if quantizer.rowwise_usage else None,
+            columnwise_usage=True if quantizer.columnwise_usage else None,
+        )
+        weight.update_usage(rowwise_usage=True)
+        ctx.save_for_backward(x, weight)
+        return x @ row_values(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            weight.update_usage(columnwise_usage=True)
+            dx = dy @ column_values(weight)
+        return dx, dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def row_values(weight: Any) -> Tensor:
+    """What forward computes with, in the nominal dtype."""
+    found = encodings(weight)
+    return dequantise(found.row_bytes, found.row_scale_inv).to(weight.dtype)
+
+
+def column_values(weight: Any) -> Tensor:
+    """What backward computes with, in the nominal dtype.
+
+    Raises:
+        RuntimeError: the column encoding is not there.
+    """
+    from transformer_engine.pytorch.tensor import Float8Tensor
+
+    if _native_tn and isinstance(weight, Float8Tensor):
+        return row_values(weight)
+    found = encodings(weight)
+    if found.column_bytes is None or found.column_scale_inv is None:
+        raise RuntimeError(f"{type(weight).__name__} has no column encoding in backward")
+    return dequantise(found.column_bytes, found.column_scale_inv).to(weight.dtype)
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer with a quantised weight, and around it what Transformer Engine's modules keep.
+    Every fourth row of the weight is small, so that all encodings differ.
+
+    Attributes:
+        fp8_meta: "recipe", and the states "scaling_fwd" and "scaling_bwd". With delayed scaling
+            they have ``scale`` and ``amax_history``, and the weight's quantizer has views of them.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        recipe: str,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        preserve: bool = True,
+    ) -> None:
+        super().__init__()
+        self.primary_weights_in_fp8 = True  # as modules built under quantized_model_init say
+        made = make_recipe(recipe)
+        self.fp8_meta: dict[str, Any] = {
+            "fp8_checkpoint": True,
+            "fp8_group": None,
+            "num_gemms": 1,
+            "recipe": made,
+            "scaling_fwd": make_state(made, "forward"),
+            "scaling_bwd": make_state(made, "backward"),
+        }
+        self.quantizers = {
+            key: self.fp8_meta[key].make_quantizers() for key in ("scaling_fwd", "scaling_bwd")
+        }
+        values = torch.randn(out_features, in_features, dtype=dtype) / in_features**0.5
+        # Or rows and columns of MXFP8 mean the same: only elements far below a block's largest
+        # depends on the block.
+        values[3::4] *= 2.0**-14
+        self.weight = make_weight(
+            values, recipe, preserve=preserve, quantizer=self.quantizers["scaling_fwd"][WEIGHT]
+        )
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Product.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+    @torch.no_grad()
+    def update_scales(self) -> None:
+        """Delayed scaling: new scales from the histories, which move on. Once in each step."""
+        recipe = self.fp8_meta["recipe"]
+        if not recipe.delayed():
+            return
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state = self.fp8_meta[key]
+            te_kernels.fused_amax_and_scale_update_after_reduction(
+                state.amax_history[0].clone(),
+                [state.amax_history],
+                [state.scale],
+                recipe.amax_compute_algo,
+                int(state.dtype),
+                recipe.margin,
+            )
+
+    def get_extra_state(self) -> Tensor:
+        """Nothing, or with delayed scaling the bytes of a pickle."""
+        from transformer_engine.pytorch._extra_state import is_stateless_recipe
+
+        recipe = self.fp8_meta["recipe"]
+        if is_stateless_recipe(recipe):
+            return torch.empty(0, dtype=torch.uint8)
+        state: dict[str, Any] = {"recipe": recipe}
+        for direction in ("fwd", "bwd"):
+            kept = self.fp8_meta[f"scaling_{direction}"]
+            state[f"scale_{direction}"] = kept.scale.clone()
+            state[f"amax_history_{direction}"] = kept.amax_history.clone()
+        state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": 1}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Takes nothing, refuses a pickle.
+
+        Raises:
+            RuntimeError: as Transformer Engine does by default.
+        """
+        from transformer_engine.pytorch._extra_state import should_load_extra_state_pickle
+
+        if state.numel():
+            assert not should_load_extra_state_pickle(
+                state.numpy().tobytes(), type(self).__name__
+            ), "the tests do not opt in to pickles"
+
+
+class QuantisedBlock(nn.Module):
+    """Norm, two quantised layers, and x added."""
+
+    def __init__(self, dim: int, hidden: int, recipe: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim, dtype=dtype)
+        self.up = QuantisedLinear(dim, hidden, recipe, dtype=dtype)
+        self.down = QuantisedLinear(hidden, dim, recipe, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class QuantisedStack(nn.Module):
+    """Blocks of quantised layers between a plain embedding of the input and a plain head; a scalar
+    loss. No weight but MXFP8's blocks divides it: 160 x 96 is cut anywhere."""
+
+    def __init__(
+        self,
+        recipe: str,
+        *,
+        num_blocks: int = 3,
+        dim: int = 96,
+        hidden: int = 160,
+        features: int = 7,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.embed = nn.Linear(features, dim, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            [QuantisedBlock(dim, hidden, recipe, dtype) for _ in range(num_blocks)]
+        )
+        self.norm = nn.LayerNorm(dim, dtype=dtype)
+        self.head = nn.Linear(dim, features, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean square of the difference between x, (batch, features), and the output."""
+        y = self.embed(x.to(self.dtype))
+        for block in self.blocks:
+            y = block(y)
+        return (self.head(self.norm(y)).float() - x.float()).square().mean()
+
+    def quantised_layers(self) -> list[QuantisedLinear]:
+        """All of them, in the order of forward."""
+        return [module for module in self.modules() if isinstance(module, QuantisedLinear)]
+
+    def update_scales(self) -> None:
+        """See :meth:`QuantisedLinear.update_scales`."""
+        for layer in self.quantised_layers():
+            layer.update_scales()

@@ -1,0 +1,392 @@
+"""The same training twice: by Transformer Engine alone, and sharded. Every bit must be the same.
+
+    alone     fp32 main weights beside the model; after each step all quantised weights are made
+              from them by Transformer Engine's own ``quantize_master_weights``
+    sharded   ``fe.shard``
+
+Both build one model from one seed, see the same batches, and take the same steps with an
+elementwise optimizer. Ranks have the same data, so that the mean of their gradients is each one's
+exactly: worlds are powers of two, and a gradient's half or quarter is exact. So main weights, and
+bytes and scales of both encodings whenever a module is about to multiply with them, are compared
+with ``torch.equal``. That asks of the device only that it computes the same twice.
+
+Models are Transformer Engine's modules on CUDA, and on a CPU ``QuantisedStack`` over the stand-ins:
+what runs on a GPU has run on a CPU before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import fsdp_engine as fe
+from fsdp_engine.codecs.transformer_engine import RECIPES, is_quantized
+from fsdp_engine.runtime.inputs import iter_tensors
+from tests.extensions.transformer_engine.te_on_cpu import (
+    QuantisedLinear,
+    QuantisedStack,
+    make_recipe,
+)
+from tests.extensions.transformer_engine.te_vectors import load, read_encodings
+
+BF16 = torch.bfloat16
+NUM_STEPS, NUM_MICRO = 3, 2
+# No dim is a multiple of 128, the block recipe's tile; all are of 32, MXFP8's.
+DIM, HIDDEN, TOKENS = 192, 320, (32, 4)
+
+
+class Encodings(NamedTuple):
+    """What a module was about to multiply with, on the CPU.
+
+    Attributes:
+        when: "forward" or "backward".
+        name: the weight's.
+        data: bytes of the encoding.
+        scale_inv: their scales.
+    """
+
+    when: str
+    name: str
+    data: Tensor
+    scale_inv: Tensor
+
+
+class Trained(NamedTuple):
+    """What training gave.
+
+    Attributes:
+        losses: of each microbatch.
+        seen: in the order of use.
+        main: main weights in the end, by name, on the CPU.
+    """
+
+    losses: list[float]
+    seen: list[Encodings]
+    main: dict[str, Tensor]
+
+
+class LinearBlock(nn.Module):
+    """Norm, two layers of Transformer Engine, and x added."""
+
+    def __init__(self) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM, dtype=BF16, device="cuda")
+        self.up = te.Linear(DIM, HIDDEN, params_dtype=BF16, device="cuda")
+        self.down = te.Linear(HIDDEN, DIM, bias=False, params_dtype=BF16, device="cuda")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class LayerBlock(nn.Module):
+    """A transformer layer, causal, without dropout."""
+
+    def __init__(self) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.layer = te.TransformerLayer(
+            DIM,
+            HIDDEN,
+            num_attention_heads=DIM // 64,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            fuse_qkv_params=True,  # a quantised weight cannot be split into three
+            params_dtype=BF16,
+            device="cuda",
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Stack(nn.Module):
+    """Blocks, and a quantised head that belongs to the root; a scalar loss."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = te.Linear(DIM, DIM, bias=False, params_dtype=BF16, device="cuda")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean square of the output less ``x``, (sequence, batch, DIM)."""
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        return (self.head(y).float() - x.float()).square().mean()
+
+
+class ImitatedStack(QuantisedStack):
+    """The like on a CPU: its last quantised layer belongs to the root."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__(recipe, num_blocks=2, features=8)
+        dim = self.embed.out_features
+        self.last = QuantisedLinear(dim, dim, recipe, bias=False, dtype=self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x.to(self.dtype))
+        for block in self.blocks:
+            y = block(y)
+        y = self.head(self.norm(self.last(y)))
+        return (y.float() - x.float()).square().mean()
+
+
+def make_model(kind: str, recipe: Any, name: str) -> nn.Module:
+    """A model of ``kind``: "linear" and "layer" on CUDA, "imitation" on a CPU."""
+    torch.manual_seed(0)
+    if kind == "imitation":
+        return ImitatedStack(name)
+    import transformer_engine.pytorch as te
+
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        return Stack({"linear": LinearBlock, "layer": LayerBlock}[kind])
+
+
+def make_batches(kind: str, seed: int) -> list[list[Tensor]]:
+    """Microbatches of each step, in bf16, to which an engine would cast them. Drawn on the CPU, so
+    that every process has the same. Those of one step are one batch: where gradients are cut, the
+    second's are added to the first's in as many parts as there are ranks, and no such sum of a
+    bf16 number and its parts is rounded."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (16, 8) if kind == "imitation" else (*TOKENS, DIM)
+    device = "cpu" if kind == "imitation" else "cuda"
+    steps = (torch.randn(shape, generator=generator).to(device, BF16) for _ in range(NUM_STEPS))
+    return [[x] * NUM_MICRO for x in steps]
+
+
+def make_optimizer(params: Any) -> torch.optim.Optimizer:
+    """Elementwise, and the same arithmetic whatever tensors elements lie in."""
+    return torch.optim.AdamW(params, lr=0.01, foreach=False, fused=False)
+
+
+class WatchedWeight(NamedTuple):
+    """A quantised weight, as it was before an engine had it.
+
+    Attributes:
+        name: in the model.
+        key: in its module.
+        weight: the parameter.
+        scales: identities of its scales.
+    """
+
+    name: str
+    key: str
+    weight: Any
+    scales: list[int]
+
+
+def scales_of(weight: Any, recipe: str) -> list[int]:
+    names = next(each.scales for each in RECIPES if each.name == recipe)
+    return [id(getattr(weight, name)) for name in names]
+
+
+def quantised_weights(model: nn.Module, recipe: str) -> dict[str, list[WatchedWeight]]:
+    """By the names of their modules."""
+    return {
+        prefix: [
+            WatchedWeight(f"{prefix}.{key}", key, param, scales_of(param, recipe))
+            for key, param in module.named_parameters(recurse=False)
+            if is_quantized(param)
+        ]
+        for prefix, module in model.named_modules()
+    }
+
+
+def watch(
+    model: nn.Module, recipe: str, weights: dict[str, list[WatchedWeight]], seen: list[Encodings]
+) -> None:
+    """Note the encodings of every quantised weight when its module is called, and when the gradient
+    of its module's output has come: after the hooks of an engine that the model has by now. Weights
+    must be the parameters that they were, and their scales the tensors that they were."""
+
+    def note(when: str, module: nn.Module) -> None:
+        for each in weights[names[module]]:
+            weight = getattr(module, each.key)
+            assert weight is each.weight, f"{each.name} is another parameter in {when}"
+            assert scales_of(weight, recipe) == each.scales, f"{each.name}: other scales in {when}"
+            found = read_encodings(weight)
+            data, scale_inv = found[:2] if when == "forward" else found[2:4]
+            assert data is not None, f"{each.name} has no columns in {when}"
+            assert scale_inv is not None
+            seen.append(Encodings(when, each.name, data.cpu().clone(), scale_inv.cpu().clone()))
+
+    def called(module: nn.Module, args: Any) -> None:
+        note("forward", module)
+
+    def returned(module: nn.Module, args: Any, output: Any) -> None:
+        # Some modules return their bias, too.
+        first = next(tensor for tensor in iter_tensors(output) if tensor.requires_grad)
+        first.grad_fn.register_prehook(lambda grads: note("backward", module))
+
+    names = {module: prefix for prefix, module in model.named_modules() if weights[prefix]}
+    for module in names:
+        module.register_forward_pre_hook(called)
+        module.register_forward_hook(returned)
+
+
+@contextlib.contextmanager
+def computing(kind: str, recipe: Any) -> Iterator[None]:
+    """What a forward runs in."""
+    if kind == "imitation":
+        yield
+        return
+    import transformer_engine.pytorch as te
+
+    with te.autocast(enabled=True, recipe=recipe):
+        yield
+
+
+def start(kind: str) -> None:
+    """Transformer Engine as a new process has it: it keeps the scales of all models that ran."""
+    load("cpu" if kind == "imitation" else "cuda")
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
+def run(model: nn.Module, kind: str, recipe: Any, x: Tensor) -> float:
+    """One microbatch's forward and backward."""
+    with computing(kind, recipe):
+        loss = model(x)
+    (loss / NUM_MICRO).backward()
+    return loss.item()
+
+
+def finish_step(model: nn.Module) -> None:
+    """Delayed scaling's update, which Transformer Engine does at the end of ``autocast``."""
+    if isinstance(model, QuantisedStack):
+        model.update_scales()
+
+
+def train_alone(kind: str, name: str, batches: list[list[Tensor]]) -> Trained:
+    """Without an engine. On several ranks each does the same."""
+    start(kind)
+    from transformer_engine.pytorch.tensor.utils import (
+        post_all_gather_processing,
+        quantize_master_weights,
+    )
+
+    recipe = make_recipe(name)
+    model = make_model(kind, recipe, name)
+    params = dict(model.named_parameters())
+    main = {}
+    for key, param in params.items():
+        value = param.get_high_precision_init_val() if is_quantized(param) else param.detach()
+        main[key] = nn.Parameter(value.to(param.device, torch.float32, copy=True))
+    quantised = [key for key, param in params.items() if is_quantized(param)]
+    optimizer = make_optimizer(main.values())
+    losses: list[float] = []
+    seen: list[Encodings] = []
+    watch(model, name, quantised_weights(model, name), seen)
+    for step in batches:
+        with torch.no_grad():
+            weights = [params[key] for key in quantised]
+            quantize_master_weights(
+                weights,
+                [main[key].detach().view(-1) for key in quantised],
+                [0] * len(weights),
+                dist.group.WORLD,
+                manual_post_all_gather_processing=True,
+            )
+            for weight in weights:
+                weight.update_usage(rowwise_usage=True, columnwise_usage=name == "mxfp8")
+            post_all_gather_processing(weights)
+            for key in params.keys() - set(quantised):
+                params[key].copy_(main[key])
+        for x in step:
+            losses.append(run(model, kind, recipe, x))
+            for key, param in params.items():
+                assert param.grad is not None, key
+                gradient = param.grad.float()
+                before = main[key].grad
+                main[key].grad = gradient if before is None else before + gradient
+                param.grad = None
+        finish_step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, seen, {key: value.detach().cpu() for key, value in main.items()})
+
+
+def train_sharded(kind: str, name: str, level: str, batches: list[list[Tensor]]) -> Trained:
+    """By an engine on all ranks of the world."""
+    start(kind)
+    recipe = make_recipe(name)
+    model = make_model(kind, recipe, name)
+    losses: list[float] = []
+    seen: list[Encodings] = []
+    names = [key for key, _ in model.named_parameters()]
+    weights = quantised_weights(model, name)
+    device = next(model.parameters()).device.type
+    # Not with fp8_param_gather: plain matrices shall stay what they are.
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    engine = fe.shard(model, mesh=mesh, strategy=level)
+    watch(model, name, weights, seen)
+    optimizer = make_optimizer(model.parameters())
+    for step in batches:
+        for index, x in enumerate(step):
+            last = index == len(step) - 1
+            with contextlib.nullcontext() if last else engine.no_sync():
+                losses.append(run(model, kind, recipe, x))
+        finish_step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, seen, {key: engine.full_tensor(key).cpu() for key in names})
+
+
+def assert_same(found: Trained, expected: Trained) -> None:
+    """Bit by bit."""
+    for ours, theirs in zip(found.seen, expected.seen, strict=True):
+        assert ours[:2] == theirs[:2]
+        what = f"{ours.name} in {ours.when}"
+        assert torch.equal(ours.data, theirs.data), f"bytes of {what}"
+        assert torch.equal(ours.scale_inv, theirs.scale_inv), f"scales of {what}"
+    assert found.losses == expected.losses, f"losses {found.losses}, not {expected.losses}"
+    assert found.main.keys() == expected.main.keys()
+    for key, value in expected.main.items():
+        assert torch.equal(found.main[key], value), f"main weights of {key}"
+
+
+def assert_changes(found: Trained) -> None:
+    """Bytes changed with every step: or all would be equal for nothing."""
+    rows = [each for each in found.seen if each.when == "forward"]
+    for key in {each.name for each in rows}:
+        bytes_of = [each.data for each in rows if each.name == key]
+        assert len(bytes_of) == NUM_STEPS * NUM_MICRO
+        for before, after in zip(bytes_of[:-NUM_MICRO], bytes_of[NUM_MICRO:], strict=True):
+            assert not torch.equal(before, after), key
+
+
+def train_both(kind: str, name: str, level: str) -> None:
+    """On every rank, with the same data: sharded is alone."""
+    batches = make_batches(kind, seed=1)
+    expected = train_alone(kind, name, batches)
+    assert_changes(expected)
+    assert_same(train_sharded(kind, name, level, batches), expected)
+
+
+def train_apart(kind: str, name: str, level: str) -> None:
+    """Ranks with data of their own: bytes, scales and main weights are the same on all of them."""
+    found = train_sharded(kind, name, level, make_batches(kind, seed=1 + dist.get_rank()))
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, found._replace(losses=[]))
+    for other in everybody:
+        assert_same(other, everybody[0])
+    assert_changes(found)
+
+
+def train_alone_twice(kind: str, name: str) -> None:
+    """The control: without an engine, too, the second run is the first one."""
+    batches = make_batches(kind, seed=1)
+    assert_same(train_alone(kind, name, batches), train_alone(kind, name, batches))
