@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -25,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.coverage_contexts import CONTEXTS
-from tools.mutants import CORE
+from tools.mutants import CORE, COVERAGE, TIMES, tests_by_line
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "tests.json"
-KEPT = ROOT / "build" / "tests"  # which test runs which line: tools/mutants.py
 SETTINGS = """[run]
 source = fsdp_engine
 parallel = true
@@ -61,9 +59,9 @@ def run(folders: list[str], *, coverage: bool) -> None:
             combine = ["coverage", "combine", "--rcfile", str(settings), "--quiet"]
             subprocess.run([sys.executable, "-m", *combine], cwd=folder, check=True)
             results["coverage"] = coverage_of(folder / "data", settings)
-            KEPT.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folder / "data", KEPT / "data")
-            shutil.copy(folder / "times.xml", KEPT / "times.xml")
+            COVERAGE.parent.mkdir(parents=True, exist_ok=True)  # tools/mutants.py reads both
+            shutil.copy(folder / "data", COVERAGE)
+            shutil.copy(folder / "times.xml", TIMES)
         else:
             results["times"] = times_of(folder / "times.xml")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
@@ -99,19 +97,7 @@ def coverage_of(data: Path, settings: Path) -> dict[str, Any]:
         for name, each in json.loads(report.read_text())["files"].items()
     }
     core = {name: each for name, each in files.items() if name.partition("/")[0] in CORE}
-    tests_of: dict[tuple[str, int], set[str]] = defaultdict(set)
-    with sqlite3.connect(data) as base:
-        query = (
-            "select path, context, numbits from line_bits "
-            "join file on file.id = file_id join context on context.id = context_id"
-        )
-        for path, context, bits in base.execute(query):
-            name = path.partition("fsdp_engine/")[2]
-            if context and name in core:
-                for byte, value in enumerate(bits):
-                    for bit in range(8):
-                        if value >> bit & 1:
-                            tests_of[name, 8 * byte + bit].add(context)
+    tests_of = {place: tests for place, tests in tests_by_line(data).items() if place[0] in core}
     alone = Counter(next(iter(tests)) for tests in tests_of.values() if len(tests) == 1)
     total = Counter(lines=0, covered=0)
     for each in core.values():

@@ -1,6 +1,7 @@
 """Mutation tests of the core: which changes of its code do the ordinary tests notice?
 
     python -m tools.mutants make [--number 200] [--seed 49]     write the list of mutants
+    python -m tools.measure_tests run --coverage                find out which test runs which line
     python -m tools.mutants run [--first 0] [--number 200]      run tests with each, write results
     python -m tools.mutants table                               print the results as a table
 
@@ -9,9 +10,10 @@ calls a function (a wait, for example) left out, a condition that is always true
 ``tests/mutants.json``: the place is named by file, function and source text, so that it survives
 changes elsewhere. A mutant whose text is gone is reported as *gone* and not counted.
 
-A mutant is caught when a test fails. :data:`TESTS` are run in their order with two processes, up to
-the first failure; a run that takes longer than :data:`TIMEOUT_SECONDS` counts as caught, too.
-Results are in ``benchmarks/results/mutants.json``.
+A mutant is caught when a test fails. Of the ordinary tests those are run that run the mutated line,
+quick ones first, as many as take :data:`SELECTED_SECONDS`, with two processes, up to the first
+failure. A run that takes longer than :data:`TIMEOUT_SECONDS` counts as caught, too. Results are in
+``benchmarks/results/mutants.json``, or where ``--results`` says.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ import os
 import random
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+import xml.etree.ElementTree as ElementTree
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "mutants.json"
@@ -38,20 +43,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 CORE = ("buffers", "comm", "flat_dtensor", "layout", "memory", "runtime", "strategies", "units")
 # Files that are not part of a training step of the core: measuring, disks, texts.
 LEFT_OUT = ("disk", "stall_monitor", "reports", "rehearsal", "meter")
-# The quick tests that say most about the core come first.
-TESTS = (
-    "tests/runtime/test_equivalence.py",
-    "tests/composition",
-    "tests/runtime",
-    "tests/layout",
-    "tests/strategies",
-    "tests/comm",
-    "tests/memory",
-    "tests/buffers",
-    "tests/flat_dtensor",
-    "tests/units",
-    "tests/promises",
-)
+# Of ``measure_tests run --coverage``: lines by test, and seconds of tests.
+COVERAGE = ROOT / "build" / "tests" / "data"
+TIMES = ROOT / "build" / "tests" / "times.xml"
+SELECTED_SECONDS = 240.0
 TIMEOUT_SECONDS = 900.0
 COMPARED = {
     ast.Lt: ast.LtE,
@@ -185,8 +180,8 @@ def make(number: int, seed: int) -> None:
     )
 
 
-def applied(mutant: Mutant, source: str) -> str | None:
-    """The source with the mutant; None: its text is gone."""
+def applied(mutant: Mutant, source: str) -> tuple[str, int] | None:
+    """The source with the mutant, and the number of its line; None: its text is gone."""
     lines = source.splitlines(keepends=True)
     for function, statement in in_functions(ast.parse(source)):
         at = statement.lineno - 1
@@ -199,39 +194,97 @@ def applied(mutant: Mutant, source: str) -> str | None:
             end = start + len(mutant.before)
             after = mutant.after if mutant.after == "pass" else f"({mutant.after})"
             lines[at] = lines[at][:start] + after + lines[at][end:]
-            return "".join(lines)
+            return "".join(lines), at + 1
     return None
 
 
-def run(first: int, number: int) -> None:
+def tests_by_line(data: Path) -> dict[tuple[str, int], set[str]]:
+    """Tests that run a line of the package, by file (``runtime/unit.py``) and line."""
+    found: dict[tuple[str, int], set[str]] = defaultdict(set)
+    with sqlite3.connect(data) as base:
+        query = (
+            "select path, context, numbits from line_bits "
+            "join file on file.id = file_id join context on context.id = context_id"
+        )
+        for path, context, bits in base.execute(query):
+            if not context:
+                continue
+            name = path.partition("fsdp_engine/")[2]
+            for byte, value in enumerate(bits):
+                for bit in range(8):
+                    if value >> bit & 1:
+                        found[name, 8 * byte + bit].add(context)
+    return found
+
+
+def seconds_by_test() -> Counter[str]:
+    """Seconds of each test function, all its cases together."""
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.parse(TIMES).iter("testcase"):
+        parts = case.attrib["classname"].split(".")
+        inner: list[str] = []
+        while parts and not (ROOT / "/".join(parts)).with_suffix(".py").exists():
+            inner.insert(0, parts.pop())  # a class of tests
+        name = case.attrib["name"].partition("[")[0]
+        test = "::".join(["/".join(parts) + ".py", *inner, name])
+        seconds[test] += float(case.attrib["time"])  # type: ignore[assignment]
+    return seconds
+
+
+def selected(tests: Iterable[str], seconds: Counter[str]) -> list[str]:
+    """The quickest tests that together take :data:`SELECTED_SECONDS`, or all."""
+    chosen: list[str] = []
+    total = 0.0
+    for test in sorted(tests, key=lambda each: (seconds[each], each)):
+        total += seconds[test]
+        if chosen and total > SELECTED_SECONDS:
+            break
+        chosen.append(test)
+    return chosen
+
+
+def run(first: int, number: int, results_file: Path) -> None:
     """Run the tests with some mutants, and add the outcomes to the results file."""
     chosen = [Mutant(**each) for each in json.loads(LIST.read_text())]
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(results_file.read_text()) if results_file.exists() else {}
+    tests, seconds = tests_by_line(COVERAGE), seconds_by_test()
     for index in range(first, min(first + number, len(chosen))):
         begin = time.monotonic()
-        outcome = outcome_of(chosen[index])
-        seconds = round(time.monotonic() - begin)
-        results[str(index)] = {"outcome": outcome, "seconds": seconds}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        results[str(index)] = {
+            **outcome_of(chosen[index], tests, seconds),
+            "seconds": round(time.monotonic() - begin),
+        }
+        results_file.write_text(json.dumps(results, indent=1) + "\n")
         each = chosen[index]
-        print(f"{index} {each.file} {each.before!r} -> {each.after!r}: {outcome}, {seconds} s")
+        print(f"{index} {each.file} {each.before!r} -> {each.after!r}: {results[str(index)]}")
         sys.stdout.flush()
 
 
-def outcome_of(mutant: Mutant) -> str:
-    """ "survived", "gone", "timeout", or the test that failed."""
+def outcome_of(
+    mutant: Mutant, tests: dict[tuple[str, int], set[str]], seconds: Counter[str]
+) -> dict[str, Any]:
+    """The outcome: "survived", "gone", "no test", "timeout", or the test that failed."""
+    changed = applied(mutant, (ROOT / mutant.file).read_text(encoding="utf-8"))
+    if changed is None:
+        return {"outcome": "gone"}
+    source, line = changed
+    found = tests.get((mutant.file.partition("fsdp_engine/")[2], line), set())
+    chosen = selected(found, seconds)
+    counts = {"tests": len(found), "run": len(chosen)}
+    if not chosen:
+        return {"outcome": "no test", **counts}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "results", "build")
         shutil.copytree(ROOT, copy, ignore=ignored)
-        path = copy / mutant.file
-        changed = applied(mutant, path.read_text(encoding="utf-8"))
-        if changed is None:
-            return "gone"
-        path.write_text(changed, encoding="utf-8")
+        device = ROOT / "tests" / "async_device" / "build"
+        if device.exists():
+            shutil.copytree(device, copy / "tests" / "async_device" / "build")
+        (copy / mutant.file).write_text(source, encoding="utf-8")
+        (Path(folder) / "tests").write_text("\n".join(chosen))
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
         command += ["--maxfail", "1", "--numprocesses", "2", "--dist", "loadfile"]
-        command += ["-m", "not thorough and not programs", *TESTS]
+        command += ["-m", "not thorough and not programs", f"@{folder}/tests"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
         with subprocess.Popen(
             command,
@@ -246,24 +299,25 @@ def outcome_of(mutant: Mutant) -> str:
                 output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
-                return "timeout"
+                return {"outcome": "timeout", **counts}
     if process.returncode == 0:
-        return "survived"
+        return {"outcome": "survived", **counts}
     named = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return named[1] if named else "failed: " + output.strip().splitlines()[-1][:80]
+    text = named[1] if named else "failed: " + output.strip().splitlines()[-1][:80]
+    return {"outcome": text, **counts}
 
 
-def table() -> str:
+def table(results_file: Path) -> str:
     """The results, in Markdown."""
     chosen = [Mutant(**each) for each in json.loads(LIST.read_text())]
-    results = json.loads(RESULTS.read_text())
+    results = json.loads(results_file.read_text())
     counts: dict[str, Counter[str]] = {}
     survivors = []
     for index, result in sorted(results.items(), key=lambda each: int(each[0])):
         mutant, outcome = chosen[int(index)], result["outcome"]
         if outcome == "gone":
             continue
-        kind = outcome if outcome == "survived" else "caught"
+        kind = "survived" if outcome in ("survived", "no test") else "caught"
         for row in (mutant.kind, "all"):
             counts.setdefault(row, Counter())[kind] += 1
         if kind == "survived":
@@ -281,13 +335,14 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=49)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.what == "make":
         make(given.number, given.seed)
     elif given.what == "run":
-        run(given.first, given.number)
+        run(given.first, given.number, given.results)
     else:
-        print(table())
+        print(table(given.results))
 
 
 if __name__ == "__main__":
