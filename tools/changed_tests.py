@@ -23,7 +23,10 @@ LANES: dict[str, tuple[list[str], list[str]]] = {
         ["tests/planner", "tests/simulation"],
     ),
     "integrations": (["fsdp_engine/integrations/*"], ["tests/integrations"]),
-    "pretrained": (["fsdp_engine/pretrained/*"], ["tests/pretrained"]),
+    "pretrained": (
+        ["fsdp_engine/pretrained/*"],
+        ["tests/pretrained", "tests/extensions/adapters"],
+    ),
     "docs": (
         ["*.md", "docs/*", "mkdocs.yml", "benchmarks/*", "examples/*"],
         ["tests/test_docs.py", "tests/test_docs_site.py", "tests/test_example.py"],
