@@ -39,6 +39,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -49,6 +50,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.nn.modules import module as torch_modules
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tests.coverage_contexts import current_context, switch_to
 
@@ -65,6 +68,9 @@ START_TIMEOUT_SECONDS = 240.0
 MOST_THREADS = 24
 # After so many calls threads are counted.
 CALLS_PER_COUNT = 8
+# At the start of a rank's process.
+_FOLDER = os.getcwd()
+_FILTERS = list(warnings.filters)
 # torch._dynamo: the first step of an optimizer imports it, in two seconds.
 PRELOADED = [
     "torch",
@@ -448,5 +454,30 @@ def _leave_group() -> None:
         while groups:
             _going.append(threading.Thread(target=_let_go, args=(groups.pop(),), daemon=True))
             _going[-1].start()
+    _restore_defaults()
+
+
+def _restore_defaults() -> None:
+    """Undo changes of a call to settings of the process."""
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    for hooks in _global_hooks():
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__module__", "").startswith("tests."):  # the package has its own
+                del hooks[key]
+    os.chdir(_FOLDER)
+    warnings.filters[:] = _FILTERS  # type: ignore[index]
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """Hooks that every module or every optimizer runs."""
+    of_modules = [
+        hooks
+        for name, hooks in vars(torch_modules).items()
+        if name.startswith("_global_") and name.endswith("hooks")
+    ]
+    return [*of_modules, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]  # type: ignore[list-item]

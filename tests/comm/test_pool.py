@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tests.pool import RankError, Ranks, on_ranks, wait_for_groups
 
@@ -58,13 +65,47 @@ def groups_and_resources() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
 
-def change_defaults() -> None:
+def leave_rubbish(folder: str) -> None:
+    """Change settings of the process, and leave groups, hooks and a collective behind."""
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    torch.autograd.set_detect_anomaly(True)
+    random.seed(7)
+    torch.manual_seed(7)
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    nn.modules.module.register_module_forward_hook(_fail)
+    nn.modules.module.register_module_full_backward_hook(_fail)
+    register_optimizer_step_pre_hook(_fail)
+    register_optimizer_step_post_hook(_fail)
+    group = dist.new_group(range(dist.get_world_size()))
+    dist.all_reduce(torch.ones(3, device="cpu"), group=group, async_op=True)
 
 
-def read_defaults() -> tuple[torch.dtype, bool, float]:
-    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.rand(()).item()
+def _fail(*_: object) -> None:
+    raise AssertionError("a hook of an earlier call")
+
+
+def read_defaults() -> tuple[object, ...]:
+    """Settings of the process, after a step of training."""
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    warnings.warn("not an error", stacklevel=1)
+    return (
+        layer.weight.dtype,
+        layer.weight.device.type,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.rand(()).item(),
+        random.random(),
+        os.getcwd(),
+        dist.get_world_size(),
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -76,12 +117,14 @@ def test_each_rank_of_the_asked_world_runs_and_returns_its_value(
     assert ranks.run(world_and_sum, 3, world_size=world_size) == expected
 
 
-def test_calls_share_processes_and_start_from_the_same_defaults(ranks: Ranks) -> None:
+def test_calls_share_processes_and_see_nothing_that_earlier_calls_left(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     first = ranks.run(process_id)
     before = ranks.run(read_defaults)
-    ranks.run(change_defaults)
+    ranks.run(leave_rubbish, str(tmp_path))
     assert ranks.run(read_defaults) == before
-    assert before[0][:2] == (torch.float32, True)
+    assert before[0][:5] == (torch.float32, "cpu", 1, False, False)
     assert ranks.run(process_id) == first
 
 
