@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough-part",
         metavar="K/N",
-        help="of the thorough tests those of every N-th file, K from 0 to N - 1",
+        help="of the thorough tests, but those of simulations, those of every N-th file, K from 0",
     )
 
 
@@ -40,14 +40,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (given := config.getoption("--thorough-part")) is None:
         return
     part, num_parts = map(int, given.split("/"))
-    others = [
+    others = {
         item
         for item in items
         if item.get_closest_marker("thorough") is not None
-        and zlib.crc32(item.path.name.encode()) % num_parts != part
-    ]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+        and (
+            item.path.parent.name == "simulation"
+            or zlib.crc32(item.path.name.encode()) % num_parts != part
+        )
+    }
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(scope="session")
