@@ -59,82 +59,72 @@ COUNTS = {
 STRATEGIES = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
 LEVEL_LIST = "no_shard, optim, optim_grads, optim_grads_params"
 
-# (fields, words that the message has in this order)
-Refused = tuple[dict[str, Any], tuple[str, ...]]
+# Fields, kind of error, words of its text in their order.
+Refused = tuple[dict[str, Any], type[Exception], tuple[str, ...]]
 
-WRONG_TYPES: list[Refused] = [
+
+def needs(field: str, other: str, **fields: Any) -> Refused:
+    """``field`` is set without the other one that it needs."""
+    found = repr(fields.get(other, False))
+    return {field: True, **fields}, ValueError, (field, f"expected {other}=True", "found", found)
+
+
+REFUSED: list[Refused] = [
     *(
-        ({name: value}, (name, "expected True or False", f"found {value!r}"))
+        ({name: value}, TypeError, (name, "expected True or False", f"found {value!r}"))
         for name in BOOLS
         for value in (1, None, "yes")
     ),
     *(
-        ({name: value}, (name, f"expected an integer of {least} or more", f"found {value!r}"))
+        (
+            {name: value},
+            TypeError,
+            (name, f"expected an integer of {least} or more", f"found {value!r}"),
+        )
         for name, least in COUNTS.items()
         for value in (1.5, "4", True)
     ),
     (
         {"num_distributed_optimizer_instances": None},
+        TypeError,
         ("num_distributed_optimizer_instances", "expected an integer of 1 or more", "found None"),
     ),
-]
-
-WRONG_VALUES: list[Refused] = [
     *(
-        ({name: value}, (name, f"expected {least} or more", f"found {value}"))
+        ({name: value}, ValueError, (name, f"expected {least} or more", f"found {value}"))
         for name, least in COUNTS.items()
         for value in (least - 1, -7)
     ),
     *(
         (
             {"use_megatron_fsdp": True, name: value},
+            ValueError,
             (name, f"expected one of {LEVEL_LIST}", f"found {value!r}"),
         )
         for name in STRATEGIES
         for value in ("zero3", "", "OPTIM", None, 3, ["optim"])
     ),
-]
-
-WRONG_COMBINATIONS: list[Refused] = [
-    (
-        {"overlap_param_gather": True},
-        ("overlap_param_gather", "expected overlap_grad_reduce=True", "found", "False"),
-    ),
-    (
-        {"align_param_gather": True},
-        ("align_param_gather", "expected overlap_param_gather=True", "found", "False"),
-    ),
-    (
-        {"align_param_gather": True, "overlap_grad_reduce": True},
-        ("align_param_gather", "expected overlap_param_gather=True", "found", "False"),
-    ),
-    (
-        {"reuse_grad_buf_for_mxfp8_param_ag": True},
-        ("reuse_grad_buf_for_mxfp8_param_ag", "expected fp8_param_gather=True", "found", "False"),
-    ),
-    (
-        {"keep_fp8_transpose_cache": True},
-        ("keep_fp8_transpose_cache", "expected fp8_param_gather=True", "found", "False"),
-    ),
-    (
-        {"disable_symmetric_registration": True},
-        ("disable_symmetric_registration", "expected nccl_ub=True", "found", "False"),
-    ),
-    (
-        {"disable_symmetric_registration": True, "fsdp_double_buffer": True},
-        ("disable_symmetric_registration", "expected nccl_ub=True", "found", "False"),
-    ),
+    # Combinations without a meaning.
+    needs("overlap_param_gather", "overlap_grad_reduce"),
+    needs("align_param_gather", "overlap_param_gather"),
+    needs("align_param_gather", "overlap_param_gather", overlap_grad_reduce=True),
+    needs("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather"),
+    needs("keep_fp8_transpose_cache", "fp8_param_gather"),
+    needs("disable_symmetric_registration", "nccl_ub"),
+    needs("disable_symmetric_registration", "nccl_ub", fsdp_double_buffer=True),
     (
         {"bucket_size": 10, "num_buckets": 3},
+        ValueError,
         ("bucket_size", "num_buckets", "expected at most one", "10 and 3"),
     ),
     (
         {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": True},
+        ValueError,
         ("reduce_scatter_with_fp32_accumulation", "expected grad_reduce_in_fp32=False", "True"),
     ),
     *(
         (
             {"data_parallel_sharding_strategy": level},
+            ValueError,
             ("data_parallel_sharding_strategy", "expected use_megatron_fsdp=True", level, "False"),
         )
         for level in list(LEVELS)[1:]
@@ -146,6 +136,7 @@ WRONG_COMBINATIONS: list[Refused] = [
                 "data_parallel_sharding_strategy": inner,
                 "outer_dp_sharding_strategy": outer,
             },
+            ValueError,
             (
                 "outer_dp_sharding_strategy",
                 f"at most that of data_parallel_sharding_strategy={inner!r}",
@@ -156,10 +147,12 @@ WRONG_COMBINATIONS: list[Refused] = [
     ),
     (
         {"outer_dp_sharding_strategy": "optim", "use_distributed_optimizer": True},
+        ValueError,
         ("outer_dp_sharding_strategy", "data_parallel_sharding_strategy='no_shard'", "'optim'"),
     ),
     (
         {"num_distributed_optimizer_instances": 2},
+        ValueError,
         (
             "num_distributed_optimizer_instances",
             "use_distributed_optimizer=True",
@@ -175,6 +168,7 @@ WRONG_COMBINATIONS: list[Refused] = [
             "use_distributed_optimizer": True,
             "use_megatron_fsdp": True,
         },
+        ValueError,
         ("num_distributed_optimizer_instances", "found 'no_shard'"),
     ),
 ]
@@ -183,30 +177,16 @@ WRONG_COMBINATIONS: list[Refused] = [
 def case_name(value: Any) -> str | None:
     if isinstance(value, dict):
         return "-".join(f"{name}={each!r}" for name, each in value.items())
-    return "" if isinstance(value, tuple) else None
+    return "" if isinstance(value, (tuple, type)) else None
 
 
-def assert_refuses(kind: type[Exception], fields: dict[str, Any], words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("fields", "kind", "words"), REFUSED, ids=case_name)
+def test_a_value_or_combination_without_a_meaning_is_refused(
+    fields: dict[str, Any], kind: type[Exception], words: tuple[str, ...]
+) -> None:
     with pytest.raises(kind) as caught:
         Config(**fields)
     assert re.search(".*".join(map(re.escape, words)), str(caught.value)), str(caught.value)
-
-
-@pytest.mark.parametrize(("fields", "words"), WRONG_TYPES, ids=case_name)
-def test_a_value_of_another_type_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
-    assert_refuses(TypeError, fields, words)
-
-
-@pytest.mark.parametrize(("fields", "words"), WRONG_VALUES, ids=case_name)
-def test_a_value_out_of_range_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
-    assert_refuses(ValueError, fields, words)
-
-
-@pytest.mark.parametrize(("fields", "words"), WRONG_COMBINATIONS, ids=case_name)
-def test_a_combination_without_a_meaning_is_refused(
-    fields: dict[str, Any], words: tuple[str, ...]
-) -> None:
-    assert_refuses(ValueError, fields, words)
 
 
 def test_fields_and_defaults_are_those_of_the_interface() -> None:

@@ -443,39 +443,3 @@ def test_outer_dp_sharding_strategy_says_what_is_cut_along_the_outer_axis() -> N
         weights.append(ddp.engine.full_state_dict())
     for other in weights[1:]:
         assert_close(other, weights[0])
-
-
-@on_ranks(world_size=2)
-def test_use_megatron_fsdp_takes_the_level_from_data_parallel_sharding_strategy() -> None:
-    strategies = []
-    for fields in (
-        {"use_distributed_optimizer": True},
-        {"use_distributed_optimizer": True, "use_megatron_fsdp": True},
-        {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
-    ):
-        ddp = fe.DistributedDataParallel(layers(), Config(**fields))
-        backward(ddp, batch())
-        strategies.append((ddp.engine.strategy.inner.name, ddp.engine.memory_bytes()))
-    assert strategies == [
-        (level, bytes_at_rest(level, "no_shard", 2, 1))
-        for level in ("optim", "no_shard", "optim_grads")
-    ]
-
-
-@on_ranks(world_size=2)
-def test_use_custom_fsdp_does_what_use_megatron_fsdp_does() -> None:
-    found = []
-    for name in ("use_custom_fsdp", "use_megatron_fsdp"):
-        fields = {name: True, "data_parallel_sharding_strategy": "optim_grads_params"}
-        if name == "use_custom_fsdp":
-            with pytest.warns(DeprecationWarning, match="use_megatron_fsdp"):
-                config = Config(**fields)
-        else:
-            config = Config(**fields)
-        ddp = fe.DistributedDataParallel(layers(), config)
-        messages = Messages()
-        with messages.counting():
-            backward(ddp, batch())
-        found.append((messages.operations, ddp.engine.memory_bytes()))
-    assert found[0] == found[1]
-    assert found[0][1] == bytes_at_rest("optim_grads_params", "no_shard", 2, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -193,25 +192,3 @@ def test_suggested_communication_unit_size_bounds_gradient_buffers_in_use() -> N
         timed_step(ddp, optimizer, timeline, batch(1))
         peaks[budget] = ddp.engine.peak_memory_bytes()["staging"]
     assert peaks == {0: 128 * 4, 256: 2 * 128 * 4, 10_000: 3 * 128 * 4}
-
-
-@on_ranks(world_size=2)
-def test_use_distributed_optimizer_reduces_to_slices_and_gathers_them() -> None:
-    found: dict[bool, Any] = {}
-    for distributed in (False, True):
-        ddp, optimizer, timeline = make(Config(use_distributed_optimizer=distributed))
-        timed_step(ddp, optimizer, timeline, batch(1))
-        (buffer,) = ddp.engine.buffers
-        found[distributed] = (
-            ddp.engine.strategy.inner.name,
-            buffer.weights.main.tensor.numel(),
-            [what for what in timeline.events if " of " in what[1]],
-        )
-    whole = NUM_LAYERS * 128
-    root = "the root module"
-    assert found[False] == ("no_shard", whole, [("finish", f"all-reduce of {root}")])
-    assert found[True] == (
-        "optim",
-        whole // 2,
-        [("finish", f"reduce-scatter of {root}"), ("optimizer", f"all-gather of {root}")],
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
@@ -22,96 +23,85 @@ from tests.models import Mlp, Transformer, token_batch, vector_batch
 from tests.pool import Ranks, on_ranks
 from tests.units.refusals import assert_still_trains, refused
 
+LEVEL_3 = "optim_grads_params"
+
+
+class Rootless(nn.Module):
+    """A parameter in a module that has no ``reset_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Mlp()
+        self.bias = nn.Parameter(torch.zeros(models.DIM))
+
+
+def bad_granule(name: str, parameter: nn.Parameter) -> int:
+    return 7 if name == "blocks.0.out.weight" else 1
+
+
+# Arguments of `shard`, the kind of error, and parts of its text.
+REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
+    *(
+        ({"strategy": inner, "outer_strategy": outer}, ValueError, ("outer_strategy", inner, outer))
+        for inner, outer in itertools.combinations(LEVELS, 2)
+    ),
+    *(
+        ({field: value}, ValueError, (f"{field}: expected one of", LEVEL_3, repr(value)))
+        for field in ("strategy", "outer_strategy")
+        for value in ("zero3", "", 3)
+    ),
+    ({"mesh": "cuda"}, TypeError, ("mesh",)),
+    ({"units": [3]}, TypeError, ("units",)),
+    ({"units": [int]}, TypeError, ("units", "int")),
+    ({"mp_policy": torch.bfloat16}, TypeError, ("mp_policy",)),
+    ({"config": {}}, TypeError, ("config",)),
+    # Units that match nothing, or a module that is not called by itself.
+    ({"units": nn.Conv2d}, ValueError, ("units", "Conv2d")),
+    ({"units": "layers.*"}, ValueError, ("units", "layers.*")),
+    ({"units": [models.Block, "layers.*"]}, ValueError, ("units", "layers.*")),
+    ({"units": lambda name, module: False}, ValueError, ("units", "predicate")),
+    ({"units": nn.GELU}, ValueError, ("units", "GELU")),
+    ({"units": "blocks"}, ValueError, ("units", "blocks", "ModuleList")),
+    # A granule that does not divide its parameter, or is none.
+    ({"granule": bad_granule}, ValueError, ("blocks.0.out.weight", "7", "144")),
+    ({"granule": lambda name, parameter: 0}, ValueError, ("embedding.weight", "found 0")),
+    ({"granule": lambda name, parameter: -3}, ValueError, ("embedding.weight", "found -3")),
+]
+
 
 @on_ranks(2)
-def test_an_outer_level_above_the_inner_one_is_refused() -> None:
-    names = list(LEVELS)
-    for inner in range(4):
-        for outer in range(inner + 1, 4):
-            model = Transformer(num_blocks=1)
-            with refused(model, "outer_strategy", names[inner], names[outer]):
-                fe.shard(model, strategy=names[inner], outer_strategy=names[outer])
-            assert_still_trains(model)
-
-
-@on_ranks(2)
-def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
-    for field in ("strategy", "outer_strategy"):
-        for value in ("zero3", "", 3):
-            model = Transformer(num_blocks=1)
-            with refused(model, f"{field}: expected one of", "optim_grads_params", repr(value)):
-                fe.shard(model, **{field: value})
-        assert_still_trains(model)
-
-
-@on_ranks(4)
-def test_a_mesh_of_three_axes_is_refused() -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+def test_bad_arguments_are_refused_and_the_model_can_still_be_sharded() -> None:
     model = Transformer(num_blocks=1)
-    with refused(model, "mesh", "3 axes"):
-        fe.shard(model, mesh)
+    for arguments, kind, parts in REFUSED:
+        with refused(model, *parts, kind=kind):
+            fe.shard(model, **arguments)
     assert_still_trains(model)
 
 
+@on_ranks(2)
+def test_models_that_cannot_be_sharded_are_refused() -> None:
+    with pytest.raises(TypeError, match="model"):
+        fe.shard(list(Transformer().parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="parameters"):
+        fe.shard(nn.Sequential(nn.ReLU(), nn.Tanh()))
+    with torch.device("meta"):
+        model = Rootless()
+    with refused(model, "bias", "reset_parameters", "meta"):
+        fe.shard(model)
+
+
 @on_ranks(4)
-def test_a_mesh_that_does_not_cover_a_rank_is_refused_there() -> None:
-    mesh = DeviceMesh("cpu", [0, 1])
+def test_meshes_of_three_axes_or_without_this_rank_are_refused() -> None:
     model = Transformer(num_blocks=1)
-    rank = dist.get_rank()
+    with refused(model, "mesh", "3 axes"):
+        fe.shard(model, init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
+    mesh, rank = DeviceMesh("cpu", [0, 1]), dist.get_rank()
     if rank < 2:
         fe.shard(model, mesh)
         model(*token_batch(2, rank)).backward()
     else:
         with refused(model, "mesh", f"covers this rank, {rank}", "[0, 1]"):
             fe.shard(model, mesh)
-
-
-@on_ranks(2)
-def test_things_of_the_wrong_kind_are_refused() -> None:
-    model = Transformer(num_blocks=1)
-    with refused(model, "mesh", kind=TypeError):
-        fe.shard(model, "cuda")  # type: ignore[arg-type]
-    with refused(model, "units", kind=TypeError):
-        fe.shard(model, units=[3])  # type: ignore[list-item]
-    with refused(model, "units", "int", kind=TypeError):
-        fe.shard(model, units=[int])  # type: ignore[list-item]
-    with refused(model, "mp_policy", kind=TypeError):
-        fe.shard(model, mp_policy=torch.bfloat16)  # type: ignore[arg-type]
-    with refused(model, "config", kind=TypeError):
-        fe.shard(model, config={})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="model"):
-        fe.shard(list(model.parameters()))  # type: ignore[arg-type]
-    assert_still_trains(model)
-
-
-@on_ranks(2)
-def test_a_model_without_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="parameters"):
-        fe.shard(nn.Sequential(nn.ReLU(), nn.Tanh()))
-
-
-@on_ranks(2)
-def test_units_that_match_nothing_are_refused() -> None:
-    model = Transformer(num_blocks=1)
-    choices: list[tuple[Any, str]] = [
-        (nn.Conv2d, "Conv2d"),
-        ("layers.*", "layers.*"),
-        ([models.Block, "layers.*"], "layers.*"),
-        (lambda name, module: False, "predicate"),
-        (nn.GELU, "GELU"),
-    ]
-    for units, part in choices:
-        with refused(model, "units", part):
-            fe.shard(model, units=units)
-    assert_still_trains(model)
-
-
-@on_ranks(2)
-def test_a_unit_that_is_never_called_by_itself_is_refused() -> None:
-    model = Transformer(num_blocks=1)
-    with refused(model, "units", "blocks", "ModuleList"):
-        fe.shard(model, units="blocks")
-    assert_still_trains(model)
 
 
 @on_ranks(2)
@@ -125,63 +115,52 @@ def test_nested_units_leave_every_parameter_in_one_unit() -> None:
     assert sorted(owned) == sorted(names)
 
 
-def differ(rank: int, change: str) -> nn.Module:
-    """A model that is another one on ``rank``."""
-    model = Transformer(num_blocks=2)
-    if dist.get_rank() != rank:
-        return model
-    if change == "name":
-        block = model.blocks[1]
-        block.other = block.out  # type: ignore[assignment]
-        del block.out
-    elif change == "shape":
-        model.blocks[1].out = nn.Linear(models.DIM, models.DIM + 1)
-    elif change == "dtype":
-        model.blocks[1].out.bfloat16()  # type: ignore[union-attr]
-    elif change == "frozen":
-        model.blocks[1].out.requires_grad_(False)  # type: ignore[union-attr]
-    elif change == "fewer":
-        del model.head
-    return model
+def _renamed(block: Any) -> None:
+    block.other = block.out
+    del block.out
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ("name", ("blocks.1.out.weight", "blocks.1.other.weight")),
-        ("shape", ("blocks.1.out.weight", "(12, 12)", "(13, 12)")),
-        ("dtype", ("blocks.1.out.weight", "float32", "bfloat16")),
-        ("frozen", ("blocks.1.out.weight", "trainable", "frozen")),
-        ("fewer", ("head.weight",)),
-    ],
-)
+# A change to a model on one rank, and parts of the error.
+DIFFERENT: list[tuple[Callable[[Any], object], tuple[str, ...]]] = [
+    (
+        lambda model: _renamed(model.blocks[1]),
+        ("blocks.1.out.weight", "blocks.1.other.weight"),
+    ),
+    (
+        lambda model: setattr(model.blocks[1], "out", nn.Linear(models.DIM, models.DIM + 1)),
+        ("blocks.1.out.weight", "(12, 12)", "(13, 12)"),
+    ),
+    (
+        lambda model: model.blocks[1].out.bfloat16(),
+        ("blocks.1.out.weight", "float32", "bfloat16"),
+    ),
+    (
+        lambda model: model.blocks[1].out.requires_grad_(False),
+        ("blocks.1.out.weight", "trainable", "frozen"),
+    ),
+    (lambda model: delattr(model, "head"), ("head.weight",)),
+]
+
+
 @on_ranks(4)
-def test_parameters_that_differ_between_ranks_are_refused_on_all_of_them(
-    change: str, parts: tuple[str, ...]
-) -> None:
-    for rank in (0, 2):
-        model = differ(rank, change)
-        other = f"rank {rank}" if rank else "rank 1"
-        with refused(model, *parts, other):
-            fe.shard(model)
-        dist.barrier()
+def test_parameters_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+    for change, parts in DIFFERENT:
+        for rank in (0, 2):
+            model = Transformer(num_blocks=2)
+            if dist.get_rank() == rank:
+                change(model)
+            with refused(model, *parts, f"rank {rank}" if rank else "rank 1"):
+                fe.shard(model)
+            dist.barrier()
 
 
 @on_ranks(2)
-def test_options_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
-    model = Transformer(num_blocks=1)
-    strategy = ("optim", "optim_grads")[dist.get_rank()]
+def test_arguments_that_differ_or_are_wrong_on_one_rank_are_refused_on_all() -> None:
+    model, rank = Transformer(num_blocks=1), dist.get_rank()
     with refused(model, "rank 1", "optim_grads"):
-        fe.shard(model, strategy=strategy)
-    assert_still_trains(model)
-
-
-@on_ranks(2)
-def test_an_error_on_one_rank_is_raised_on_all() -> None:
-    model = Transformer(num_blocks=1)
-    units = "blocks.*" if dist.get_rank() == 0 else "layers.*"
+        fe.shard(model, strategy=("optim", "optim_grads")[rank])
     with refused(model, "layers.*"):
-        fe.shard(model, units=units)
+        fe.shard(model, units=("blocks.*", "layers.*")[rank])
     assert_still_trains(model)
 
 
@@ -222,48 +201,11 @@ def test_sharding_a_model_twice_is_refused() -> None:
         assert step.norm > 0
 
 
-@on_ranks(2)
-def test_a_granule_that_does_not_divide_its_parameter_is_refused() -> None:
-    model = Transformer(num_blocks=1)
-
-    def granule(name: str, parameter: nn.Parameter) -> int:
-        return 7 if name == "blocks.0.out.weight" else 1
-
-    with refused(model, "blocks.0.out.weight", "7", "144"):
-        fe.shard(model, granule=granule)
-    for value in (0, -3):
-        with refused(model, "embedding.weight", f"found {value}"):
-            fe.shard(model, granule=lambda name, parameter, value=value: value)
-    assert_still_trains(model)
-
-
 def test_a_negative_budget_is_refused() -> None:
     with pytest.raises(ValueError, match=r"suggested_communication_unit_size.*found -1"):
         fe.DistributedDataParallelConfig(suggested_communication_unit_size=-1)
     with pytest.raises(TypeError, match="suggested_communication_unit_size"):
         fe.DistributedDataParallelConfig(suggested_communication_unit_size=1.5)  # type: ignore[arg-type]
-
-
-class Rootless(nn.Module):
-    """A meta tensor in a module that cannot give it a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Mlp(), Mlp()])
-        self.bias = nn.Parameter(torch.zeros(models.DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x + self.bias
-
-
-@on_ranks(2)
-def test_a_meta_parameter_that_nobody_can_initialise_is_refused() -> None:
-    with torch.device("meta"):
-        model = Rootless()
-    with refused(model, "bias", "reset_parameters", "meta"):
-        fe.shard(model)
 
 
 @on_ranks(2)
@@ -282,27 +224,27 @@ def test_a_gradient_edited_between_microbatches_names_the_parameter() -> None:
 
 
 @on_ranks(2)
-def test_registering_an_unknown_method_or_module_is_refused() -> None:
+def test_bad_arguments_of_methods_are_refused() -> None:
     model = Transformer(num_blocks=1)
     with pytest.raises(ValueError, match="module"):
         fe.register_forward_method(model, "generate")
-    fe.shard(model)
+    engine = fe.shard(model)
+    weight = model.blocks[0].out.weight
     with pytest.raises(ValueError, match="sample"):
         fe.register_forward_method(model, "sample")
-
-
-@on_ranks(2)
-def test_asking_for_an_unknown_parameter_is_refused() -> None:
-    engine = fe.shard(Transformer(num_blocks=1))
     with pytest.raises(KeyError, match=r"blocks\.9\.out"):
         engine.full_tensor("blocks.9.out")
-
-
-@on_ranks(2)
-def test_unsharding_a_module_of_another_model_is_refused() -> None:
-    engine = fe.shard(Transformer(num_blocks=1))
     with pytest.raises(ValueError, match="Mlp"), engine.unsharded(Mlp()):
         pass
+    with pytest.raises((ValueError, NotImplementedError, RuntimeError), match="redistribute"):
+        weight.redistribute(placements=[Shard(0)])
+    whole = weight.redistribute(placements=[Replicate()])
+    assert torch.equal(whole.to_local(), engine.full_tensor("blocks.0.out.weight"))
+    (model(*token_batch(2, 1)) * float("nan")).backward()
+    with pytest.raises(RuntimeError, match="finite"):
+        engine.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type"):
+        engine.clip_grad_norm_(1.0, norm_type=0.0)
 
 
 @on_ranks(2)
@@ -313,31 +255,6 @@ def test_training_within_unsharded_is_refused() -> None:
         with engine.unsharded(), pytest.raises(RuntimeError, match="no_grad"):
             model(*token_batch(2, 1))
         model(*token_batch(2, 1)).backward()
-
-
-@on_ranks(2)
-def test_redistributing_to_anything_but_replicated_is_refused() -> None:
-    from torch.distributed.tensor import Replicate
-
-    model = Transformer(num_blocks=1)
-    engine = fe.shard(model)
-    weight = model.blocks[0].out.weight
-    assert isinstance(weight, fe.FlatDTensor)
-    with pytest.raises((ValueError, NotImplementedError, RuntimeError), match="redistribute"):
-        weight.redistribute(placements=[Shard(0)])
-    whole = weight.redistribute(placements=[Replicate()])
-    assert torch.equal(whole.to_local(), engine.full_tensor("blocks.0.out.weight"))
-
-
-@on_ranks(2)
-def test_a_nonfinite_norm_is_refused_when_asked_for() -> None:
-    model = Transformer(num_blocks=1)
-    engine = fe.shard(model)
-    (model(*token_batch(2, 1)) * float("nan")).backward()
-    with pytest.raises(RuntimeError, match="finite"):
-        engine.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    with pytest.raises(ValueError, match="norm_type"):
-        engine.clip_grad_norm_(1.0, norm_type=0.0)
 
 
 def bigger(model: Transformer) -> None:
