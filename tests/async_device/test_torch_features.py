@@ -24,17 +24,21 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_engine import fsdp2
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.async_device.scene import Job, compare, differences, random_delays, train
+from tests.async_device.scene import (
+    FULL_AND_THOROUGH,
+    Job,
+    compare,
+    differences,
+    on_cpu,
+    random_delays,
+    small_job,
+    train,
+)
 from tests.fsdp2 import programs
-from tests.models import DIM, Block, Chain, Mlp, vector_batch
+from tests.models import DIM, Block, Chain, Mlp, Transformer, vector_batch
 from tests.pool import on_ranks
 
 ranks = device.ranks
-
-LEVELS = [
-    *(pytest.param(each, marks=pytest.mark.thorough) for each in ("no_shard", "optim")),
-    *(pytest.param("optim_grads", marks=pytest.mark.thorough), "optim_grads_params"),
-]
 
 
 # ---- FSDP2's names -----------------------------------------------------------------------------
@@ -210,17 +214,17 @@ def chain() -> nn.Module:
 MLP = Job(make_model=chain, make_batch=vector_batch, num_micro=1)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 @on_ranks(2)
 def test_compiled_units_train_as_on_the_cpu(level: str) -> None:
-    for job in (MLP, Job(num_micro=1)):
+    for job in (MLP, Job(functools.partial(Transformer, 1), num_micro=1)):
         job = dataclasses.replace(job, pair=(level, "no_shard"))
         expected = train_compiled(job, "cpu")
         with random_delays(seed=2):
             found = train_compiled(job, on.NAME)
         # Decompositions of attention and norms are other kernels than those of the CPU.
         assert not differences(found, expected, 1e-6)
-        assert not differences(found, train(job, "cpu"), 1e-6)
+        assert not differences(found, on_cpu(job), 1e-6)
 
 
 # ---- Activation checkpointing ------------------------------------------------------------------
@@ -245,30 +249,32 @@ class Recomputed(nn.Module):
         return (x.squeeze(0) - y).square().mean()
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not_reentrant"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 @on_ranks(2)
-def test_activations_that_are_computed_again_change_no_bit(level: str, kind: str) -> None:
-    job = Job(
-        make_model=functools.partial(Recomputed, kind),
-        make_batch=vector_batch,
-        pair=(level, "no_shard"),
-        num_micro=1,
-    )
-    assert not compare(job, seed=1)
-    plain = dataclasses.replace(job, make_model=functools.partial(Recomputed, "plain"))
+def test_activations_that_are_computed_again_change_no_bit(level: str) -> None:
+    plain, *others = [
+        Job(functools.partial(Recomputed, kind), vector_batch, (level, "no_shard"), num_micro=1)
+        for kind in ("plain", "reentrant", "not_reentrant")
+    ]
     with random_delays(seed=2):
-        assert not differences(train(job, on.NAME), train(plain, on.NAME))
+        expected = train(plain, on.NAME)
+    for job in others:
+        with random_delays(seed=1):
+            found = train(job, on.NAME)
+        assert not differences(found, on_cpu(job))
+        assert not differences(found, expected)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 @on_ranks(2)
 def test_checkpointing_by_the_engine_changes_no_bit(level: str) -> None:
-    job = Job(pair=(level, "no_shard"), num_micro=1)
+    job = small_job(pair=(level, "no_shard"), num_micro=1)
     recomputed = dataclasses.replace(job, options=(("checkpointing", True),))
-    assert not compare(recomputed, seed=1)
+    with random_delays(seed=1):
+        found = train(recomputed, on.NAME)
+    assert not differences(found, on_cpu(recomputed))
     with random_delays(seed=2):
-        assert not differences(train(recomputed, on.NAME), train(job, on.NAME))
+        assert not differences(found, train(job, on.NAME))
 
 
 class Dropping(nn.Module):
@@ -285,11 +291,7 @@ class Dropping(nn.Module):
 @on_ranks(2)
 def test_numbers_that_are_drawn_again_are_the_same_ones() -> None:
     jobs = [
-        Job(
-            make_model=functools.partial(Recomputed, kind, Dropping),
-            make_batch=vector_batch,
-            num_micro=1,
-        )
+        Job(functools.partial(Recomputed, kind, Dropping), vector_batch, num_micro=1)
         for kind in ("plain", "reentrant", "not_reentrant")
     ]
     with random_delays(seed=3):
@@ -321,7 +323,7 @@ CASES = [
 @on_ranks(2)
 def test_an_optimizer_steps_as_on_the_cpu(name: str, way: str) -> None:
     for level in ("no_shard", "optim_grads_params"):
-        job = Job(
+        job = small_job(
             pair=(level, "no_shard"),
             num_micro=1,
             make_optimizer=functools.partial(OPTIMIZERS[name], **WAYS[way]),
@@ -331,8 +333,8 @@ def test_an_optimizer_steps_as_on_the_cpu(name: str, way: str) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_with_a_learning_rate_on_the_device_steps_as_on_the_cpu() -> None:
-    job = Job(num_micro=1)
-    expected = train(dataclasses.replace(job, make_optimizer=OPTIMIZERS["adamw"]), "cpu")
+    job = small_job(num_micro=1)
+    expected = on_cpu(dataclasses.replace(job, make_optimizer=OPTIMIZERS["adamw"]))
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         rate = torch.tensor(1e-2, device=on.DEVICE)
