@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,6 @@ from tests.optim.optimizers import MAKERS, counting_chunks
 from tests.pool import Ranks
 
 OPTIM = ("optim", "no_shard")
-
-
-@pytest.fixture(autouse=True)
-def _no_group() -> Iterator[None]:
-    """``shard`` makes a group for a process that has none."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def continued(model: Any, engine: fe.Engine, optimizer: Any, checkpointer: Any) -> list[Any]:

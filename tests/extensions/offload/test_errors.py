@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,6 @@ from tests.units.refusals import refused
 OPTIM = ("optim", "no_shard")
 EIO = OSError(errno.EIO, "Input/output error")
 HOST, DISK = dict.fromkeys(ROLES, "host"), dict.fromkeys(ROLES, "disk")
-
-
-@pytest.fixture(autouse=True)
-def _no_group() -> Iterator[None]:
-    """``shard`` makes a group for a process that has none."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ whatever users do to parameters, gradients and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,6 @@ from tests.models import Small, vector_batch
 from tests.optim.optimizers import MAKERS, Lion, counting_chunks
 from tests.pairs import FEW_PAIRS, PAIRS
 from tests.pool import Ranks
-
-
-@pytest.fixture(autouse=True)
-def _no_group() -> Iterator[None]:
-    """``shard`` makes a group for a process that has none."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("micro", [1, 2])
