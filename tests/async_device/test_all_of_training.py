@@ -202,17 +202,6 @@ def weights_of_mixture(level: str, device_type: str) -> dict[str, torch.Tensor]:
     return {name: engine.full_tensor(name).cpu() for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
-@on_ranks(4)
-def test_experts_train_as_on_the_cpu(level: str) -> None:
-    expected = weights_of_mixture(level, "cpu")
-    with random_delays(seed=3):
-        found = weights_of_mixture(level, on.NAME)
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=ROUNDING)
-
-
 def weights_with_tensor_parallelism(level: str, device_type: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     model = tensor_parallel.Model()
@@ -231,15 +220,19 @@ def weights_with_tensor_parallelism(level: str, device_type: str) -> dict[str, t
     return {name: tensor_parallel.whole(p).cpu() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("level", FULL_AND_THOROUGH[2:])
+@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
+@pytest.mark.parametrize(
+    ("weights", "tolerance"),
+    [(weights_of_mixture, ROUNDING), (weights_with_tensor_parallelism, 2e-6)],
+)
 @on_ranks(4)
-def test_tensor_parallelism_trains_as_on_the_cpu(level: str) -> None:
-    expected = weights_with_tensor_parallelism(level, "cpu")
-    with random_delays(seed=4):
-        found = weights_with_tensor_parallelism(level, on.NAME)
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-6)
+def test_experts_and_tensor_parallelism_train_as_on_the_cpu(
+    weights: Callable[[str, str], dict[str, torch.Tensor]], tolerance: float, level: str
+) -> None:
+    expected = weights(level, "cpu")
+    with random_delays(seed=3):
+        found = weights(level, on.NAME)
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("schedule", pipelines.marked(pipelines.SCHEDULES, default=("1F1B",)))

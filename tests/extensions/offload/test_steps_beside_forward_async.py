@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -72,45 +72,15 @@ def test_forward_begins_before_the_last_chunk_is_stepped(level: str) -> None:
 # has made before.
 
 
-def clone_slices(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    return [param.to_local().clone() for param in engine.model.parameters()]
-
-
-def clone_locals(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    return [param.local.clone() for param in engine.model.parameters()]
-
-
-def gather(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    return [param.full_tensor().clone() for param in engine.model.parameters()]
-
-
-def average(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    averages = [torch.zeros_like(each) for each in kept]
-    torch._foreach_lerp_(averages, kept, 0.5)
-    return [each.local for each in averages]
-
-
-def full_state(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    return [value for value in engine.full_state_dict().values() if isinstance(value, Tensor)]
-
-
 def whole(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
     with engine.unsharded():
         return [param.detach().clone() for param in engine.model.parameters()]
-
-
-def all_state(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    return list(state_of(engine, optimizer).values())
 
 
 def change_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
     """Those that the step reads."""
     for param in engine.model.parameters():
         param.grad.mul_(0.0)
-
-
-def zero_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
-    optimizer.zero_grad(set_to_none=False)
 
 
 def clear_and_allocate(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
@@ -120,37 +90,16 @@ def clear_and_allocate(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Ten
     return [each.isnan().all().float() for each in made]
 
 
-def clip_again(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    return [engine.clip_grad_norm_(1e-3)]
-
-
 def change_weights(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
     with torch.no_grad():
         for param in engine.model.parameters():
             param.mul_(0.5)
 
 
-def step_again(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
-    optimizer.step()
-
-
-def step_another(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
-    other = torch.optim.SGD(engine.model.parameters(), lr=0.1)
-    fe.shard_optimizer(other).step()
-
-
-def accumulate(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
-    engine.model(*batch_of(5)).backward()
-
-
 def on_another_stream(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
     """The stream that has stepped waits, too, when another one reads first."""
     with torch.deferred.stream(torch.deferred.Stream()):
         assert all(param.local.ndim for param in engine.model.parameters())
-
-
-def convert(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    return [each.float() for each in kept] + [param.half().local for param in kept]
 
 
 def assign_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
@@ -163,31 +112,55 @@ def assign_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tenso
     return clear_and_allocate(engine, optimizer, kept)
 
 
-def reset(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
-    optimizer.zero_grad()
-    engine.reset()
+def average(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
+    averages = [torch.zeros_like(each) for each in kept]
+    torch._foreach_lerp_(averages, kept, 0.5)
+    return [each.local for each in averages]
 
 
-Access = Callable[[fe.Engine, Any, Any], list[Tensor] | None]
+def step_another(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
+    other = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    fe.shard_optimizer(other).step()
+
+
+def params(engine: fe.Engine) -> Iterator[Any]:
+    return engine.model.parameters()
+
+
+Access = Callable[[fe.Engine, Any, Any], Any]
 # Those that need a wait of their own.
-WAITING: list[Access] = [
-    *(clone_slices, clone_locals, gather, average, full_state, change_gradients),
-    *(zero_gradients, clip_again, change_weights, on_another_stream),
-]
-ACCESSES: list[Access] = [
-    *(clone_slices, clone_locals, gather, average, full_state, whole, all_state),
-    *(change_gradients, zero_gradients, clear_and_allocate, clip_again, change_weights),
-    *(step_again, step_another, accumulate, on_another_stream, convert, assign_gradients, reset),
-]
+WAITING: dict[str, Access] = {
+    "clone slices": lambda engine, *_: [each.to_local().clone() for each in params(engine)],
+    "clone locals": lambda engine, *_: [each.local.clone() for each in params(engine)],
+    "gather": lambda engine, *_: [each.full_tensor().clone() for each in params(engine)],
+    "average": average,
+    "full state": lambda engine, *_: list(engine.full_state_dict().values()),
+    "change gradients": change_gradients,
+    "zero gradients": lambda engine, optimizer, _: optimizer.zero_grad(set_to_none=False),
+    "clip again": lambda engine, *_: [engine.clip_grad_norm_(1e-3)],
+    "change weights": change_weights,
+    "on another stream": on_another_stream,
+}
+ACCESSES: dict[str, Access] = WAITING | {
+    "unsharded": whole,
+    "all state": lambda engine, optimizer, _: list(state_of(engine, optimizer).values()),
+    "clear and allocate": clear_and_allocate,
+    "step again": lambda engine, optimizer, _: optimizer.step(),
+    "step another": step_another,
+    "accumulate": lambda engine, *_: engine.model(*batch_of(5)).backward(),
+    "convert": lambda _, __, kept: [*(x.float() for x in kept), *(x.half().local for x in kept)],
+    "assign gradients": assign_gradients,
+    "reset": lambda engine, optimizer, _: (optimizer.zero_grad(), engine.reset())[1],
+}
 
 
 def after_steps(
-    accesses: Sequence[Access], place: str, level: str = FULL[0], *, holds: bool = False
+    accesses: Mapping[str, Access], place: str, level: str = FULL[0], *, holds: bool = False
 ) -> list[tuple[str, Tensor]]:
     """Trains a step before each access.
 
     Args:
-        accesses: what a user does right after a step.
+        accesses: by name, what a user does right after a step.
         place: of the optimizer's state.
         level: of the engine.
         holds: the step runs when the access has run on the device, which must not wait for it.
@@ -199,18 +172,18 @@ def after_steps(
     batches = [batch_of(seed) for seed in range(3)]
     kept = [param.data for param in engine.model.parameters()]
     found: list[tuple[str, Tensor]] = []
-    name = "nothing"
+    name = ""
     with on.delays(copy=SLOW), memory_is_overwritten():
-        for number, access in enumerate([None, *accesses, None]):
+        for number, (access, call) in enumerate([("", None), *accesses.items(), ("", None)]):
             optimizer.zero_grad()
             loss = engine.model(*batches[number % 3])
             found.append((name, loss.detach()))
             loss.backward()
-            with held_step(engine) if holds and access else nullcontext():
+            with held_step(engine) if holds and call else nullcontext():
                 optimizer.step()
-                if access:
-                    name = access.__name__
-                    found += [(name, each) for each in access(engine, optimizer, kept) or ()]
+                if call:
+                    name = access
+                    found += [(name, each) for each in call(engine, optimizer, kept) or ()]
         found += engine.full_state_dict().items()
         torch.deferred.synchronize()
     return [(name, each.detach().cpu()) for name, each in found]
@@ -242,18 +215,18 @@ def begin_without_caller(self: PendingStep, ticket: Any) -> None:
 @on_ranks(1)
 def test_accesses_without_a_wait_are_wrong() -> None:
     """The control of the accesses."""
-    for access in WAITING:
+    for access, call in WAITING.items():
         with pytest.MonkeyPatch.context() as patch:
-            if access is on_another_stream:
+            if access == "on another stream":
                 patch.setattr(PendingStep, "begin", begin_without_caller)
             else:
                 for module in (functions, tensor):
                     patch.setattr(module, "PENDING", ())
-            if access in (full_state, clip_again):
+            if access in ("full state", "clip again"):
                 patch.setattr(PendingStep, "finish", lambda self: None)
-            found = after_steps([access], BESIDE, holds=True)
+            found = after_steps({access: call}, BESIDE, holds=True)
         finish_pending_steps()
-        assert differing(found, after_steps([access], AFTER)), access
+        assert differing(found, after_steps({access: call}, AFTER)), access
 
 
 @on_ranks(1)
