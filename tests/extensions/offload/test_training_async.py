@@ -116,6 +116,7 @@ def test_every_optimizer_steps_as_with_state_on_the_device(name: str, every_leve
         if index >= 2 and (every_level or number % 2 == index - 2):
             places.append("all on a disk")
         given: Any = {"pair": (level, "no_shard"), "name": name, "micro": 1 + index % 2}
+        given["mp_policy"] = policy_of(given["pair"]) if level == "optim_grads" else None
         expected = offloaded.train(None, **given) if places else []
         for place in places:
             delays = on.delays(copy=2e-3 * (place == "beside forward"))
