@@ -217,9 +217,10 @@ def test_without_a_wait_or_a_copy_training_is_wrong(place: str, left_out: str) -
     """The control of the others: they would notice."""
     pair = ("optim", "no_shard") if place == "state on the host" else FULL
     compute = 2e-3 if place == "beside forward" else 0.0
+    copy = 5e-2 if left_out == "wait" else 2e-2
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        stack.enter_context(on.delays(copy=1e-2, compute=compute))
+        stack.enter_context(on.delays(copy=copy, compute=compute))
         stack.enter_context(slow_disk(2e-3))
         if place == "beside forward":
             stack.enter_context(memory_is_overwritten())
