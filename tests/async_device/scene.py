@@ -7,12 +7,14 @@ read after the last one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,9 +23,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdp_engine as fe
 from tests.async_device import device as on
-from tests.models import Transformer, token_batch
+from tests.models import Small, Transformer, token_batch, vector_batch
 from tests.reference import Data, OptimizerMaker, make_data, sgd
 
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+# The last level always, the others in ``make test-all``.
+FULL_AND_THOROUGH = [
+    *(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3]),
+    LEVELS[3],
+]
 NUM_STEPS = 3
 MAX_NORM = 0.5
 
@@ -60,6 +68,10 @@ class Job:
     def data(self) -> Data:
         """Batches by step, microbatch and rank."""
         return make_data(self.make_batch, NUM_STEPS, self.num_micro, dist.get_world_size())
+
+
+# A job of three units with few kernels; further arguments are those of a job.
+small_job = functools.partial(Job, functools.partial(Small, 2), vector_batch)
 
 
 @dataclass
@@ -158,6 +170,18 @@ def train(job: Job, device_type: str) -> Result:
     return train_with(engine, job.make_optimizer(parameters), job.data(), job.clips)
 
 
+_ON_CPU: dict[Any, Result] = {}
+
+
+def on_cpu(job: Job) -> Result:
+    """:func:`train` on the CPU, which is done once for equal jobs of this process."""
+    fields = (getattr(job, each.name) for each in dataclasses.fields(job))
+    key = (dist.get_world_size(), *(each if callable(each) else repr(each) for each in fields))
+    if key not in _ON_CPU:
+        _ON_CPU[key] = train(job, "cpu")
+    return _ON_CPU[key]
+
+
 def differences(found: Result, expected: Result, tolerance: float = 0.0) -> list[str]:
     """Each loss, norm and weight that is off by more than ``tolerance``; NaN always is."""
     lines = []
@@ -177,9 +201,9 @@ def differences(found: Result, expected: Result, tolerance: float = 0.0) -> list
 
 def compare(job: Job, tolerance: float = 0.0, seed: int = 0, delay: float = 2e-4) -> list[str]:
     """Differences between the device, with delays drawn from ``seed``, and the CPU."""
-    expected = train(job, "cpu")
     with random_delays(seed, delay):
         found = train(job, on.NAME)
+    expected = on_cpu(job)
     return [f"rank {dist.get_rank()}: {line}" for line in differences(found, expected, tolerance)]
 
 

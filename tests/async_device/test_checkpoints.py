@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +17,33 @@ from fsdp_engine.checkpoint import checkpointer as checkpointer_module
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import (
+    FULL_AND_THOROUGH,
     Job,
     assert_same,
     differences,
+    on_cpu,
     random_delays,
+    small_job,
     state_of,
-    train,
     train_with,
     weights_of,
 )
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
 from tests.reference import adamw
 
 ranks = device.ranks
 
-JOB = Job(make_optimizer=adamw, num_micro=1)
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+JOB = small_job(make_optimizer=adamw, num_micro=1)
+
+
+def job_at(level: str) -> Job:
+    return dataclasses.replace(JOB, pair=(level, "no_shard"), sizes=(dist.get_world_size(),))
 
 
 def prepare(level: str, device_type: str) -> tuple[fe.Engine, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = JOB.make_model()
-    job = Job(pair=(level, "no_shard"), num_micro=1, sizes=(dist.get_world_size(),))
-    engine = job.shard(model, device_type)
-    return engine, JOB.make_optimizer(model.parameters())
+    return job_at(level).shard(model, device_type), JOB.make_optimizer(model.parameters())
 
 
 def save_while_training(level: str, folder: str) -> None:
@@ -84,10 +88,7 @@ def run_steps(engine: fe.Engine, optimizer: torch.optim.Optimizer, data: Any) ->
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(
-    "level",
-    [*(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3]), LEVELS[3]],
-)
+@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 def test_an_asynchronous_save_holds_the_moment_of_the_call_bit_for_bit(
     ranks: Ranks, level: str, num_ranks: int, tmp_path: Path
 ) -> None:
@@ -155,7 +156,7 @@ def test_each_kind_of_checkpoint_saved_on_the_device_loads_there(
 def edit_and_read(level: str) -> None:
     model: nn.Module = JOB.make_model()
     alone = copy.deepcopy(model)
-    engine = Job(pair=(level, "no_shard"), sizes=(dist.get_world_size(),)).shard(model, on.NAME)
+    engine = job_at(level).shard(model, on.NAME)
     with random_delays(seed=3), torch.no_grad():
         with engine.unsharded(model):
             for parameter in model.parameters():
@@ -170,14 +171,14 @@ def test_edits_of_full_weights_are_written_back(ranks: Ranks, level: str, num_ra
     ranks.run(edit_and_read, level, world_size=num_ranks)
 
 
-def train_after_an_error(level: str) -> None:
+@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_training_goes_on_after_an_error_and_a_reset(level: str) -> None:
     """Forward and backward raise with gathers in flight; ``reset()`` keeps the weights."""
-    expected = train(Job(pair=(level, "no_shard"), num_micro=1), "cpu")
-    job = Job(pair=(level, "no_shard"), num_micro=1)
-    torch.manual_seed(1)
-    model: Any = job.make_model()
-    engine = job.shard(model, on.NAME)
-    optimizer = job.make_optimizer(model.parameters())
+    job = job_at(level)
+    expected = on_cpu(job)
+    engine, optimizer = prepare(level, on.NAME)
+    model: Any = engine.model
     batch = [part.to(on.DEVICE) for part in job.make_batch(2, 5)]
 
     def fail(*_: Any) -> None:
@@ -185,7 +186,7 @@ def train_after_an_error(level: str) -> None:
 
     with random_delays(seed=4):
         for where in (
-            model.norm.register_forward_hook,
+            model.last.register_forward_hook,
             model.blocks[0].register_full_backward_hook,
         ):
             handle = where(fail)
@@ -194,8 +195,3 @@ def train_after_an_error(level: str) -> None:
             handle.remove()
             engine.reset()
         assert not differences(train_with(engine, optimizer, job.data()), expected)
-
-
-@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
-def test_training_goes_on_after_an_error_and_a_reset(ranks: Ranks, level: str) -> None:
-    ranks.run(train_after_an_error, level, world_size=2)

@@ -21,17 +21,46 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_engine as fe
 from fsdp_engine.comm import mesh as mesh_module
 from fsdp_engine.comm.collectives import Communicator
-from fsdp_engine.comm.lanes import make_lanes
+from fsdp_engine.comm.lanes import DeviceLane, make_lanes
 from fsdp_engine.engine import engine_of
 from fsdp_engine.memory.host_memory import HostBlock
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.models import Transformer, token_batch
-from tests.pool import on_ranks
+from tests.async_device.scene import LEVELS
+from tests.models import Small, vector_batch
+from tests.pool import on_few_ranks, on_ranks
 
 ranks = device.ranks
 
-LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+@on_few_ranks
+def test_the_engine_without_a_mesh_is_on_the_accelerator_and_its_lanes_are_streams() -> None:
+    for level in ("optim", "optim_grads_params"):
+        model = Small(2)
+        engine = fe.shard(copy.deepcopy(model), strategy=level, min_unit_size=0)
+        assert engine.mesh.device == on.DEVICE
+        assert all(isinstance(lane, DeviceLane) for lane in make_lanes(engine.mesh.device).all)
+        state = engine.full_state_dict()
+        assert all(
+            torch.equal(state[name].cpu(), each) for name, each in model.state_dict().items()
+        )
+
+
+@on_ranks(2)
+def test_the_host_waits_for_nothing_in_a_steady_step() -> None:
+    for level in LEVELS:
+        model = Small()
+        engine = fe.shard(model, strategy=level, min_unit_size=0)
+        assert len(engine.units) > 3
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        batch = [part.to(on.DEVICE) for part in vector_batch(2, dist.get_rank())]
+        for step in range(3):
+            with on.count_host_syncs() as syncs:
+                model(*batch).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert step == 0 or not syncs
 
 
 class Towers(nn.Module):
@@ -136,13 +165,14 @@ def train_on(
     for step in range(2):
         for part in range(2):
             with torch.deferred.stream(forward):
-                batch = (each[rows].to(device) for each in token_batch(4, 2 * step + part))
+                batch = (each[rows].to(device) for each in vector_batch(4, 2 * step + part))
                 loss = model(*batch)
             if backward is not None:
                 backward.wait_stream(forward)
             with torch.deferred.stream(backward):
                 loss.backward()
         with torch.deferred.stream(backward):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
         if forward is not None:
@@ -154,7 +184,7 @@ def train_on(
 @on_ranks(2)
 def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart: bool) -> None:
     rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    model = Transformer(num_blocks=2)
+    model = Small(2)
     on_device = copy.deepcopy(model)
     fe.shard(model, dist.init_device_mesh("cpu", (2,)), strategy=level, min_unit_size=0)
     train_on(model, rows, None, None)

@@ -14,27 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_engine import fsdp2
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.async_device.scene import Job, compare, differences, random_delays, train
+from tests.async_device.scene import (
+    FULL_AND_THOROUGH,
+    Job,
+    compare,
+    differences,
+    on_cpu,
+    random_delays,
+    small_job,
+    train,
+)
 from tests.fsdp2 import programs
-from tests.models import DIM, Block, Chain, Mlp, vector_batch
+from tests.models import DIM, Block, Chain, Mlp, Transformer, vector_batch
 from tests.pool import on_ranks
 
 ranks = device.ranks
-
-LEVELS = [
-    *(pytest.param(each, marks=pytest.mark.thorough) for each in ("no_shard", "optim")),
-    *(pytest.param("optim_grads", marks=pytest.mark.thorough), "optim_grads_params"),
-]
 
 
 # ---- FSDP2's names -----------------------------------------------------------------------------
@@ -85,103 +84,6 @@ def test_fully_shard_of_the_engine_trains_on_the_device_as_torchs(
             torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-7)
 
 
-def offloaded(
-    api: Any, offloads: str, *, on_meta: bool = False, pins: bool = True
-) -> tuple[Any, torch.optim.Optimizer]:
-    """A model whose layers, or all of it, have FSDP2's offload, and its optimizer."""
-    torch.manual_seed(3)
-    on_cpu = programs.Model()
-    on_cpu.init_weights()
-    with torch.device("meta" if on_meta else "cpu"):
-        model = OnDevice()
-    if not on_meta:
-        model.load_state_dict(on_cpu.state_dict())
-        model.to(on.DEVICE)
-    mesh = dist.init_device_mesh(on.NAME, (dist.get_world_size(),))
-    policy = fsdp.CPUOffloadPolicy(pin_memory=pins)
-    for layer in model.layers.values():
-        api.fully_shard(layer, mesh=mesh, offload_policy=policy)
-    rest = {"offload_policy": policy} if offloads == "all" else {}
-    api.fully_shard(model, mesh=mesh, **rest)
-    if on_meta:
-        model.to_empty(device="cpu")
-        for module, there in zip(model.modules(), on_cpu.modules(), strict=True):
-            for name, buffer in there._buffers.items():
-                assert buffer is not None
-                module._buffers[name] = buffer.to(on.DEVICE)
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, on_cpu.state_dict(), options=options)
-    # One optimizer for each device, as torch's foreach steps want it.
-    by_device = [
-        [param for param in model.parameters() if param.device.type == kind]
-        for kind in ("cpu", on.NAME)
-    ]
-    groups = [{"params": params} for params in by_device if params]
-    return model, torch.optim.AdamW(groups, lr=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("offloads", "on_meta"), [("all", False), ("all", True), ("layers", False)]
-)
-@on_ranks(2)
-def test_fsdp2s_offload_trains_as_torchs(offloads: str, on_meta: bool) -> None:
-    logs = []
-    for api in (fsdp2, fsdp):
-        with random_delays(seed=1):
-            model, optimizer = offloaded(api, offloads, on_meta=on_meta)
-            logs.append(programs.train(model, optimizer, range(3)))
-            saved = get_model_state_dict(model)
-        for name, param in model.named_parameters():
-            is_offloaded = offloads == "all" or "layers" in name
-            assert param.device.type == ("cpu" if is_offloaded else on.NAME)
-            assert saved[name].device.type == param.device.type
-            if is_offloaded:
-                assert param.to_local().is_pinned()
-        for state in optimizer.state.values():
-            assert state["exp_avg"].device.type in ("cpu", on.NAME)
-    assert logs[0] == logs[1]
-
-
-@on_ranks(2)
-def test_a_change_of_what_was_on_the_meta_device_waits_for_gathers() -> None:
-    found = []
-    for on_meta in (False, True):
-        with torch.device("meta" if on_meta else on.DEVICE):
-            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        mesh = dist.init_device_mesh(on.NAME, (2,))
-        fsdp2.fully_shard(model, mesh=mesh, offload_policy=fsdp.CPUOffloadPolicy())
-        if on_meta:
-            model.to_empty(device="cpu")
-        for param in model.parameters():
-            nn.init.constant_(param, 0.5)
-        x = torch.ones(2, 4).to(on.DEVICE)
-        model(x)
-        with on.delays(copy=2e-2):
-            output = model(x)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(2.0)
-        found.append(output.detach().cpu())
-    assert torch.equal(*found)
-
-
-@on_ranks(2)
-def test_memory_of_fsdp2s_offload_is_not_pinned_where_it_shall_not_be() -> None:
-    model, optimizer = offloaded(fsdp2, "all", pins=False)
-    programs.train(model, optimizer, range(2))
-    assert not any(param.to_local().is_pinned() for param in model.parameters())
-
-
-@on_ranks(2)
-def test_fsdp2s_offload_needs_sharded_parameters() -> None:
-    linear = nn.Linear(4, 4).to(on.NAME)
-    mesh = dist.init_device_mesh(on.NAME, (2,))
-    policy = fsdp.CPUOffloadPolicy()
-    with pytest.raises(ValueError, match=r"offload.main_weights: .*of Linear that are no part"):
-        fsdp2.fully_shard(linear, mesh=mesh, offload_policy=policy, strategy="optim_grads")
-    assert type(linear) is nn.Linear
-
-
 # ---- torch.compile -----------------------------------------------------------------------------
 
 
@@ -210,17 +112,17 @@ def chain() -> nn.Module:
 MLP = Job(make_model=chain, make_batch=vector_batch, num_micro=1)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 @on_ranks(2)
 def test_compiled_units_train_as_on_the_cpu(level: str) -> None:
-    for job in (MLP, Job(num_micro=1)):
+    for job in (MLP, Job(functools.partial(Transformer, 1), num_micro=1)):
         job = dataclasses.replace(job, pair=(level, "no_shard"))
         expected = train_compiled(job, "cpu")
         with random_delays(seed=2):
             found = train_compiled(job, on.NAME)
         # Decompositions of attention and norms are other kernels than those of the CPU.
         assert not differences(found, expected, 1e-6)
-        assert not differences(found, train(job, "cpu"), 1e-6)
+        assert not differences(found, on_cpu(job), 1e-6)
 
 
 # ---- Activation checkpointing ------------------------------------------------------------------
@@ -245,30 +147,32 @@ class Recomputed(nn.Module):
         return (x.squeeze(0) - y).square().mean()
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not_reentrant"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 @on_ranks(2)
-def test_activations_that_are_computed_again_change_no_bit(level: str, kind: str) -> None:
-    job = Job(
-        make_model=functools.partial(Recomputed, kind),
-        make_batch=vector_batch,
-        pair=(level, "no_shard"),
-        num_micro=1,
-    )
-    assert not compare(job, seed=1)
-    plain = dataclasses.replace(job, make_model=functools.partial(Recomputed, "plain"))
+def test_activations_that_are_computed_again_change_no_bit(level: str) -> None:
+    plain, *others = [
+        Job(functools.partial(Recomputed, kind), vector_batch, (level, "no_shard"), num_micro=1)
+        for kind in ("plain", "reentrant", "not_reentrant")
+    ]
     with random_delays(seed=2):
-        assert not differences(train(job, on.NAME), train(plain, on.NAME))
+        expected = train(plain, on.NAME)
+    for job in others:
+        with random_delays(seed=1):
+            found = train(job, on.NAME)
+        assert not differences(found, on_cpu(job))
+        assert not differences(found, expected)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 @on_ranks(2)
 def test_checkpointing_by_the_engine_changes_no_bit(level: str) -> None:
-    job = Job(pair=(level, "no_shard"), num_micro=1)
+    job = small_job(pair=(level, "no_shard"), num_micro=1)
     recomputed = dataclasses.replace(job, options=(("checkpointing", True),))
-    assert not compare(recomputed, seed=1)
+    with random_delays(seed=1):
+        found = train(recomputed, on.NAME)
+    assert not differences(found, on_cpu(recomputed))
     with random_delays(seed=2):
-        assert not differences(train(recomputed, on.NAME), train(job, on.NAME))
+        assert not differences(found, train(job, on.NAME))
 
 
 class Dropping(nn.Module):
@@ -285,11 +189,7 @@ class Dropping(nn.Module):
 @on_ranks(2)
 def test_numbers_that_are_drawn_again_are_the_same_ones() -> None:
     jobs = [
-        Job(
-            make_model=functools.partial(Recomputed, kind, Dropping),
-            make_batch=vector_batch,
-            num_micro=1,
-        )
+        Job(functools.partial(Recomputed, kind, Dropping), vector_batch, num_micro=1)
         for kind in ("plain", "reentrant", "not_reentrant")
     ]
     with random_delays(seed=3):
@@ -321,7 +221,7 @@ CASES = [
 @on_ranks(2)
 def test_an_optimizer_steps_as_on_the_cpu(name: str, way: str) -> None:
     for level in ("no_shard", "optim_grads_params"):
-        job = Job(
+        job = small_job(
             pair=(level, "no_shard"),
             num_micro=1,
             make_optimizer=functools.partial(OPTIMIZERS[name], **WAYS[way]),
@@ -331,8 +231,8 @@ def test_an_optimizer_steps_as_on_the_cpu(name: str, way: str) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_with_a_learning_rate_on_the_device_steps_as_on_the_cpu() -> None:
-    job = Job(num_micro=1)
-    expected = train(dataclasses.replace(job, make_optimizer=OPTIMIZERS["adamw"]), "cpu")
+    job = small_job(num_micro=1)
+    expected = on_cpu(dataclasses.replace(job, make_optimizer=OPTIMIZERS["adamw"]))
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         rate = torch.tensor(1e-2, device=on.DEVICE)

@@ -1,23 +1,47 @@
-"""A model whose state lies elsewhere, and its training."""
+"""A model whose state lies elsewhere, its training, and disks that fail."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
 from fsdp_engine.offload import ROLES
-from tests.models import Transformer, token_batch
+from tests.models import Small, vector_batch
 from tests.optim.optimizers import MAKERS
+from tests.reference import rank_and_size
+
+STATE = ("optimizer_state",)
+# All combinations but that of state alone.
+COMBINATIONS = [
+    roles for count in (1, 2, 3) for roles in itertools.combinations(ROLES, count) if roles != STATE
+]
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FULL = ("optim_grads_params", "no_shard")
+BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+POLICIES = {
+    "fp32": None,
+    "bf16": BF16,
+    "bf16 gradients": fe.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16
+    ),
+    "bf16 alone": fe.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, main_params_dtype=torch.bfloat16
+    ),
+}
+# Called with a model, its engine, its optimizer and the number of a step, before the step.
+Change = Callable[[Any, fe.Engine, Any, int], object]
 
 
-def on_disk(folder: str | Path, roles: Sequence[str] = ("optimizer_state",)) -> fe.Offload:
+def on_disk(folder: str | Path, roles: Sequence[str] = STATE) -> fe.Offload:
     return fe.Offload(folder=folder, **dict.fromkeys(roles, "disk"))
 
 
@@ -27,12 +51,15 @@ def all_roles(level: str) -> tuple[str, ...]:
 
 
 def make(
-    pair: tuple[str, str], name: str, offload: fe.Offload | None, **options: Any
+    pair: tuple[str, str] = FULL,
+    name: str = "AdamW",
+    offload: fe.Offload | None = None,
+    **options: Any,
 ) -> tuple[Any, fe.Engine, Any]:
     """A model, its engine, and an optimizer of two groups."""
     torch.manual_seed(0)
-    model = Transformer()
-    mesh = (2, 2) if dist.is_initialized() and dist.get_world_size() == 4 else None
+    model = Small(2)
+    mesh = (2, 2) if rank_and_size()[1] == 4 else None
     engine = fe.shard(model, mesh, *pair, offload=offload, min_unit_size=0, **options)
     params = list(model.parameters())
     groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
@@ -41,23 +68,23 @@ def make(
     return model, engine, optimizer
 
 
-def step(model: Any, engine: fe.Engine, optimizer: Any, number: int, micro: int = 1) -> list[float]:
-    """One step of two, of which every third is skipped, on this rank's rows; the losses."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    losses = []
+def step(model: Any, engine: fe.Engine, optimizer: Any, number: int, micro: int = 1) -> list[Any]:
+    """One step, of which every third is skipped, on this rank's rows; losses and norms."""
+    rank, size = rank_and_size()
+    device, found = engine.mesh.device, list[Any]()
     for index in range(micro):
         rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
-        batch = (part[rows] for part in token_batch(4, 10 * number + index))
+        batch = [part[rows].to(device) for part in vector_batch(4, 10 * number + index)]
         with nullcontext() if index == micro - 1 else engine.no_sync():
             loss = model(*batch) / micro
             loss.backward()
-        losses.append(loss.item())
+        found.append(("loss", number, loss.detach()))
     if micro == 2:
-        engine.clip_grad_norm_(0.5)
+        found.append(("norm", number, engine.clip_grad_norm_(0.5)))
     if number % 3 != 2:
         optimizer.step()
-    optimizer.zero_grad()
-    return losses
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    return found
 
 
 def values(optimizer: Any) -> list[Any]:
@@ -73,40 +100,80 @@ def values(optimizer: Any) -> list[Any]:
     return [*found, groups, getattr(optimizer, "num_steps", None)]
 
 
+def weights(engine: fe.Engine) -> list[Any]:
+    """Full weights, as :func:`assert_same` takes them. A collective."""
+    return [(key, "", value) for key, value in engine.full_state_dict().items()]
+
+
+def train(
+    offload: fe.Offload | None,
+    pair: tuple[str, str] = FULL,
+    name: str = "AdamW-fused",
+    change: Change = lambda *args: None,
+    micro: int = 2,
+    **options: Any,
+) -> list[Any]:
+    """Losses, norms, weights and state of four steps, one of which is skipped.
+
+    Args:
+        offload: of the engine.
+        pair: inner and outer level.
+        name: of the optimizer.
+        change: Called before each step.
+        micro: microbatches of a step; of two the gradients are clipped.
+        options: other arguments of ``shard``.
+    """
+    model, engine, optimizer = make(pair, name, offload, **options)
+    found = []
+    for number in range(4):
+        change(model, engine, optimizer, number)
+        found += step(model, engine, optimizer, number, micro)
+    assert "optimizer" not in engine.memory_bytes() or offload is None
+    return [*found, *weights(engine), *values(optimizer)]
+
+
+def compare(
+    folder: str | Path, roles: Sequence[Sequence[str]], pair: tuple[str, str] = FULL, **given: Any
+) -> None:
+    """Assert that :func:`train` gives the same bits with each of ``roles`` on a disk."""
+    expected = train(None, pair, **given)
+    for each in roles:
+        assert_same(train(on_disk(folder, each), pair, **given), expected)
+    assert not os.listdir(folder)  # its files have no names
+
+
 def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         if isinstance(one, tuple) and isinstance(one[2], Tensor):
             assert one[:2] == other[:2]
-            assert torch.equal(one[2], other[2]), one[:2]
+            assert torch.equal(one[2].cpu(), other[2].cpu()), one[:2]
         else:
             assert one == other
 
 
-def save(folder: str, offload: fe.Offload | None, pair: tuple[str, str]) -> list[Any]:
-    """The weights of a run that saves after two steps, at its end."""
-    model, engine, optimizer = make(pair, "AdamW", offload)
-    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
-    for number in range(2):
-        step(model, engine, optimizer, number)
-    checkpointer.save_async(2)
-    return resumed(model, engine, optimizer, checkpointer)
+@contextmanager
+def failing(name: str, number: int, result: int | OSError) -> Iterator[list[int]]:
+    """Within it the call of that number of a function of ``os`` fails or is short; the calls."""
+    call, calls = getattr(os, name), [0]
+
+    def broken(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == number + 1:
+            if isinstance(result, OSError):
+                raise result
+            return result
+        found: int = call(*args)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, broken)
+        yield calls
 
 
-def load(
-    folder: str, offload: fe.Offload | None, pair: tuple[str, str], steps_before: int
-) -> list[Any]:
-    """The weights of a run that loads what :func:`save` saved, after so many other steps."""
-    model, engine, optimizer = make(pair, "AdamW", offload)
-    for number in range(steps_before):
-        step(model, engine, optimizer, 20 + number)
-    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
-    checkpointer.load()
-    return resumed(model, engine, optimizer, checkpointer)
-
-
-def resumed(model: Any, engine: fe.Engine, optimizer: Any, checkpointer: Any) -> list[Any]:
-    for number in range(3, 5):
-        step(model, engine, optimizer, number)
-    checkpointer.close()
-    return list(engine.full_state_dict().values())
+def state_files() -> set[str]:
+    """Files with state that this process has open."""
+    folder = "/proc/self/fd"
+    links = [os.path.join(folder, number) for number in os.listdir(folder)]
+    found = {os.readlink(link) for link in links if os.path.lexists(link)}
+    return {name for name in found if "fsdp_engine-state" in name}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def test_a_short_write_is_an_error(
 
 
 def test_files_are_closed_with_their_block(access: str, tmp_path: Path) -> None:
+    gc.collect()  # files of other tests
     before = os.listdir("/proc/self/fd")
     block = DiskBlock(4096, DiskFile(tmp_path))
     assert len(os.listdir("/proc/self/fd")) > len(before)
@@ -100,6 +102,7 @@ def test_ten_thousand_blocks_share_the_descriptors_of_their_file(tmp_path: Path)
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # files of other tests
     before = descriptors()
     file = DiskFile(tmp_path)
     with_file = descriptors()

@@ -1,0 +1,229 @@
+"""Numbers of training with state elsewhere than on the device, against the CPU and the device
+without an offload; and the waits and copies without which they are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_engine as fe
+from fsdp_engine.comm.lanes import DeviceLane, ThreadLane, ThreadTicket
+from fsdp_engine.comm.offloading import Offloading
+from fsdp_engine.comm.pending_steps import PendingStep
+from fsdp_engine.memory.disk_staging import Staging
+from fsdp_engine.memory.home import HostHome, StagedHome
+from fsdp_engine.optim.offloaded_step import _Chunk
+from tests.async_device import device as on
+from tests.async_device import ranks as device
+from tests.async_device.scene import (
+    differences,
+    on_cpu,
+    random_delays,
+    train,
+)
+from tests.async_device.waits import memory_is_overwritten
+from tests.extensions.offload import offloaded
+from tests.extensions.offload.device_jobs import (
+    BF16,
+    FP32_PAIRS,
+    FULL,
+    LEVELS,
+    PLACES,
+    REST_ON_DISK,
+    REST_ON_HOST,
+    SHARDED_PAIRS,
+    STATE,
+    job,
+    slow_disk,
+    small_pieces,
+)
+from tests.optim.optimizers import MAKERS, counting_chunks
+from tests.pairs import FEW_PAIRS, PAIRS
+from tests.pool import on_ranks
+
+ranks = device.ranks
+
+OFFLOADS = [*STATE, *REST_ON_HOST, *REST_ON_DISK]
+Case = tuple[tuple[str, str], fe.MixedPrecisionPolicy | None, int]
+
+
+def policy_of(pair: tuple[str, str]) -> fe.MixedPrecisionPolicy | None:
+    """One with which main weights are no part of compute weights."""
+    return None if pair in FP32_PAIRS else BF16
+
+
+def few_cases(place: str) -> list[Case]:
+    """Pairs, policies and numbers of seeds of the ordinary tests."""
+    if place in STATE:
+        return [
+            *((pair, None, 2) for pair in FEW_PAIRS),
+            (FULL, BF16, 1),
+            (("optim", "optim"), BF16, 1),
+        ]
+    others = [pair for pair in SHARDED_PAIRS if pair != FULL]
+    pair = others[OFFLOADS.index(place) % len(others)]
+    return [(FULL, None, 2), (pair, policy_of(pair), 2)]
+
+
+def all_cases(place: str) -> list[Case]:
+    if place in STATE:
+        return [(pair, policy, 3) for pair in PAIRS for policy in (None, BF16)]
+    return [(pair, policy_of(pair), 3) for pair in SHARDED_PAIRS]
+
+
+@pytest.mark.parametrize("cases", [few_cases, pytest.param(all_cases, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("place", OFFLOADS)
+@on_ranks(2)
+def test_two_ranks_train_as_on_the_cpu_bit_for_bit(
+    place: str, cases: Callable[[str], list[Case]]
+) -> None:
+    for pair, policy, num_seeds in cases(place):
+        given = job(place, pair, policy, sizes=(1, 2))
+        there = place if place in REST_ON_DISK else None  # norms are sums in another order
+        expected = on_cpu(job(there, pair, policy, sizes=(1, 2)))
+        for seed in range(num_seeds):
+            with counting_chunks() as counts, small_pieces(), random_delays(seed):
+                found = train(given, on.NAME)
+            assert not differences(found, expected), (pair, policy, seed)
+            assert max(counts) == (0 if place == "stepped on the host" else 2)
+
+
+@on_ranks(2)
+def test_microbatches_train_as_without_an_offload() -> None:
+    """The CPU adds in another order: compared with the device."""
+    for places, clips in (((*STATE, *REST_ON_HOST), True), (REST_ON_DISK, False)):
+        options: Any = {"sizes": (2,), "num_micro": 3, "clips": clips}
+        expected = train(job(None, **options), on.NAME)
+        for place in places:
+            with random_delays(1), small_pieces():
+                assert not differences(train(job(place, **options), on.NAME), expected), place
+
+
+@pytest.mark.parametrize(
+    "every_level", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["one", "every"]
+)
+@pytest.mark.parametrize("name", MAKERS)
+@on_ranks(1)
+def test_every_optimizer_steps_as_with_state_on_the_device(name: str, every_level: bool) -> None:
+    """In the ordinary tests each at one level of all, and at one of those with all elsewhere."""
+    number = list(MAKERS).index(name)
+    for index, level in enumerate(LEVELS):
+        places = [*STATE] if every_level or number % 4 == index else []
+        if index >= 2 and (every_level or number % 2 == index - 2):
+            places.append("all on a disk")
+        given: Any = {"pair": (level, "no_shard"), "name": name, "micro": 1 + index % 2}
+        given["mp_policy"] = policy_of(given["pair"]) if level == "optim_grads" else None
+        expected = offloaded.train(None, **given) if places else []
+        for place in places:
+            delays = on.delays(copy=2e-3 * (place == "beside forward"))
+            with counting_chunks() as counts, delays, memory_is_overwritten():
+                found = offloaded.train(PLACES[place], **given)
+            if place == "all on a disk" and index % 2:  # norms are sums in another order at home
+                for (*_, one), (*_, other) in zip(found[:-2], expected[:-2], strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, check_device=False)
+            else:
+                offloaded.assert_same(found, expected)
+            assert max(counts) <= 2
+
+
+@on_ranks(1)
+def test_a_slow_disk_and_a_slow_device_change_nothing() -> None:
+    expected = on_cpu(job(None, clips=False))
+    for disk, delays in (
+        (5e-3, {}),
+        (0.0, {"copy": 1e-2}),
+        (2e-3, {"copy": 5e-3, "compute": 1e-3}),
+    ):
+        with slow_disk(disk), on.delays(**delays):
+            assert not differences(train(job("all on a disk", clips=False), on.NAME), expected)
+
+
+# Controls: training is wrong without one of these.
+
+
+def stream_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """The host waits for the thread, and no stream for the other."""
+    wait = DeviceLane.wait
+
+    def without(lane: DeviceLane, *tickets: Any) -> None:
+        kept = []
+        for each in tickets:
+            if isinstance(each, ThreadTicket):
+                each.finish()
+            else:
+                kept.append(each)
+        wait(lane, *kept)
+
+    patch.setattr(DeviceLane, "wait", without)
+
+
+def gathers_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PendingStep, "tickets", ())
+
+
+def steps_do_not_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def unordered(self: Any) -> Iterator[None]:
+        """:meth:`Offloading.beside_compute` without the wait for compute."""
+        compute, self.compute = self.compute, self._step_lane
+        with self._step_lane.entered():
+            yield
+        self.compute = compute
+
+    patch.setattr(Offloading, "beside_compute", unordered)
+
+
+def replaced(owner: type, name: str, by: Callable[..., Any]) -> Callable[..., None]:
+    return lambda patch: patch.setattr(owner, name, by)
+
+
+def nothing(*args: Any) -> None:
+    """Neither waits nor marks."""
+
+
+def no_steps(*args: Any) -> Iterator[Any]:
+    """A copy of nothing."""
+    return iter(())
+
+
+LEFT_OUT: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
+    ("state on the host", "wait"): replaced(_Chunk, "await_brought", nothing),
+    ("state on the host", "take"): replaced(HostHome, "take", no_steps),
+    ("stepped on the host", "bring"): replaced(HostHome, "bring", no_steps),
+    ("stepped on the host", "take"): replaced(HostHome, "take", no_steps),
+    ("stepped on the host", "wait"): replaced(Offloading, "wait", nothing),
+    ("beside forward", "wait of gathers"): gathers_do_not_wait,
+    ("beside forward", "wait for gradients"): steps_do_not_wait_for_gradients,
+    # Gradients are freed at once.
+    ("beside forward", "memory of gradients"): replaced(
+        PendingStep, "free", lambda self, label, storage: storage.drain()
+    ),
+    # A piece is read, or written again, before the device has copied it.
+    ("all on a disk", "mark of a piece"): replaced(Staging, "copied", nothing),
+    ("all on a disk", "wait for streams"): stream_is_not_awaited,
+    ("all on a disk", "wait for compute"): replaced(ThreadLane, "wait", nothing),
+    ("all on a disk", "take"): replaced(StagedHome, "take", no_steps),
+    ("all on a disk", "bring"): replaced(StagedHome, "bring", no_steps),
+}
+
+
+@pytest.mark.parametrize(("place", "left_out"), LEFT_OUT)
+@on_ranks(1)
+def test_without_a_wait_or_a_copy_training_is_wrong(place: str, left_out: str) -> None:
+    """The control of the others: they would notice."""
+    pair = ("optim", "no_shard") if place == "state on the host" else FULL
+    compute = 2e-3 if place == "beside forward" else 0.0
+    copy = 5e-2 if left_out == "wait" else 2e-2
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        stack.enter_context(on.delays(copy=copy, compute=compute))
+        stack.enter_context(slow_disk(2e-3))
+        if place == "beside forward":
+            stack.enter_context(memory_is_overwritten())
+        LEFT_OUT[place, left_out](patch)
+        found = train(job(place, pair, clips=False), on.NAME)
+    assert differences(found, on_cpu(job(None, pair, clips=False)))
