@@ -86,11 +86,11 @@ def load_damaged(work: str, manifest: bool, num: int) -> dict[str, int]:
 
     load(f"{work}/1")
     saved = contents(model, optimizer)
-    before = {}
+    before: dict[str, Any] = {}
     draw = random.Random(7)
     counts = {"before": 0, "half way": 0, "loaded": 0}
     for number in range(num):
-        if different(contents(model, optimizer, whole=False), before):
+        if not different(contents(model, optimizer, whole=False), saved):
             for param in model.parameters():  # values that the checkpoint does not have
                 param.data.add_(1.0)
             for state in optimizer.state.values():

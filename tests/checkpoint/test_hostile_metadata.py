@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -40,11 +41,17 @@ from tests.pool import Ranks
 STATE = {"model": {"weight": torch.arange(12.0).view(4, 3), "bias": torch.ones(())}, "step": 3}
 
 
+@functools.cache
+def plain_metadata(folder: Path) -> bytes:
+    """As plain DCP saves it."""
+    dcp.save(STATE, checkpoint_id=folder)
+    return (folder / METADATA).read_bytes()
+
+
 def refused(folder: Path, change: bytes | Callable[[Any], Any], *parts: str) -> None:
-    """Metadata as plain DCP saves it, or its bytes, are refused after a change."""
+    """Metadata is refused after a change, or with these bytes."""
     if not isinstance(change, bytes):
-        dcp.save(STATE, checkpoint_id=folder)
-        metadata = pickle.loads((folder / METADATA).read_bytes())
+        metadata = pickle.loads(plain_metadata(folder))
         change(metadata)
         change = pickle.dumps(metadata)
     (folder / METADATA).write_bytes(change)
@@ -128,7 +135,7 @@ def test_a_few_bytes_take_no_memory(tmp_path: Path, content: bytes) -> None:
 
 
 def test_every_protocol_is_read(tmp_path: Path) -> None:
-    dcp.save(STATE, checkpoint_id=tmp_path)
+    plain_metadata(tmp_path)
     expected = read_metadata(tmp_path)
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         if protocol > 1:  # the classes of metadata need 2
@@ -181,8 +188,7 @@ def test_chunks_must_make_up_their_tensor(tmp_path: Path) -> None:
     for chunks in UNCOVERED.values():
         refused(tmp_path, lambda metadata, chunks=chunks: cut(metadata, chunks), r"model\.weight")
     for chunks in COVERED:
-        dcp.save(STATE, checkpoint_id=tmp_path)
-        metadata = cut(pickle.loads((tmp_path / METADATA).read_bytes()), chunks)
+        metadata = cut(pickle.loads(plain_metadata(tmp_path)), chunks)
         (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
         assert read_metadata(tmp_path).state_dict_metadata == metadata.state_dict_metadata
 

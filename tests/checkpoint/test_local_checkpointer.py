@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -92,9 +93,9 @@ def test_each_node_may_be_lost_at_any_levels(
             place = tmp_path / str(number)
             if lost == 0:
                 shutil.copytree(place / "node0", place / "kept")
-            else:
-                (place / "kept").rename(place / "node0")
             shutil.rmtree(place / f"node{lost}")
+            if lost == 1:  # the other node has the files of the first
+                (place / "kept").rename(place / "node1")
         found = ranks.run(load_each, str(tmp_path), configs, expected, world_size=4)
         assert found == [[]] * 4
 
@@ -156,7 +157,8 @@ def test_any_ranks_load_the_files_that_are_left(ranks: Ranks, tmp_path: Path) ->
             positions = [100 + each if world_size == 4 else 100 for each in range(world_size)]
             assert found == [(3, position, [], [3]) for position in positions]
         else:
-            assert all("expected the latest complete checkpoint" in each for each in found), found
+            for error in found:
+                assert re.search("expected the latest complete checkpoint.*found none", error)
         # Nothing is left of the load, and nothing was added to the checkpoint.
         assert not list(root.glob("node*/.loading*"))
 
