@@ -32,13 +32,13 @@ def fsdp2(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, two_groups(model)
 
 
-def plain(seed: int) -> Transformer:
+def plain(seed: int, tied: bool = False) -> Transformer:
     torch.manual_seed(seed)
-    return Transformer(num_blocks=1, tied=True)
+    return Transformer(num_blocks=1, tied=tied)
 
 
-def save_here(folder: str) -> dict[str, Any]:
-    model = plain(0)
+def save_here(folder: str, tied: bool) -> dict[str, Any]:
+    model = plain(0, tied)
     engine = fe.shard(model)
     optimizer = two_groups(model)
     train(model, optimizer)
@@ -76,8 +76,8 @@ def save_fsdp2(folder: str) -> dict[str, Any]:
     return save_elsewhere(folder, model, optimizer)
 
 
-def load_here(folder: str, strategy: str, expected: dict[str, Any]) -> list[str]:
-    model = plain(1)
+def load_here(folder: str, strategy: str, tied: bool, expected: dict[str, Any]) -> list[str]:
+    model = plain(1, tied)
     engine = fe.shard(model, strategy=strategy)
     assert fe.load_checkpoint(f"{folder}/weights", engine) == {}
     weights = {key: value for key, value in expected.items() if key.startswith("model.")}
@@ -92,22 +92,23 @@ def load_here(folder: str, strategy: str, expected: dict[str, Any]) -> list[str]
 def test_an_unsharded_and_an_fsdp2_model_load_what_was_saved_here(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    for world_size in (0, 2):
+    for world_size, tied in ((0, False), (2, True)):
         folder = tmp_path / str(world_size)
-        expected = run_on(ranks, world_size, save_here, str(folder))[0]
+        expected = run_on(ranks, world_size, save_here, str(folder), tied)[0]
         for place in (folder / "run" / "step-00000002", folder / "one"):
-            model = plain(5)
+            model = plain(5, tied)
             found = load_elsewhere(str(place), model, two_groups(model, lr=0.5))
             assert different(found, expected) == []
-            for found in ranks.run(load_into_fsdp2, str(place), world_size=2 + world_size):
-                assert different(found, expected) == []
+            for number in () if tied else (2, 4):
+                for found in ranks.run(load_into_fsdp2, str(place), world_size=number):
+                    assert different(found, expected) == []
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_checkpoints_of_unsharded_and_fsdp2_models_are_loaded_here(
     ranks: Ranks, tmp_path: Path, strategy: str
 ) -> None:
-    model = plain(0)
+    model = plain(0, tied=True)
     optimizer = two_groups(model)
     model(*token_batch(2, 1)).backward()
     optimizer.step()
@@ -117,7 +118,7 @@ def test_checkpoints_of_unsharded_and_fsdp2_models_are_loaded_here(
         "fsdp2": ranks.run(save_fsdp2, str(tmp_path / "fsdp2"), world_size=4)[0],
     }
     for (name, expected), world_size in itertools.product(saved.items(), (0, 2)):
-        call = (load_here, str(tmp_path / name), strategy, expected)
+        call = (load_here, str(tmp_path / name), strategy, name == "plain", expected)
         for lines in run_on(ranks, world_size, *call):
             assert lines == []
 

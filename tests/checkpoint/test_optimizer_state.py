@@ -284,7 +284,7 @@ def test_state_without_one_of_its_tensors_is_refused_by_name(name: str, key: str
         model, engine, optimizer = make(name, torch.float32, "optim_grads_params")
         steps(model, optimizer, range(number))
         part = "missing optimizer.state.up.weight: expected the"
-        with refused(model, part, optimizer=optimizer):
+        with refused(model, part, optimizer=None if name == "offloaded" else optimizer):
             load_checkpoint(folder, engine, optimizer)
 
 
