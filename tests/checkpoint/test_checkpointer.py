@@ -124,7 +124,7 @@ def held_up_writes() -> Iterator[threading.Event]:
 def test_the_moment_of_the_call_is_saved_though_training_goes_on() -> None:
     folder = shared_folder()
     model, engine, optimizer = small()
-    checkpointer = fe.Checkpointer(folder, engine, optimizer)
+    checkpointer = fe.Checkpointer(folder, engine, optimizer, keep=5)
     with held_up_writes() as go:
         for number in range(2):  # the second takes the first one's memory again
             before = contents(model, optimizer)
