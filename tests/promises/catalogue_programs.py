@@ -137,7 +137,10 @@ def _scale_data(s: Scene) -> None:
 @torch.no_grad()
 def _copy(s: Scene) -> None:
     for p in s.model.parameters():
-        p.copy_(torch.full(tuple(p.shape), 0.05))
+        whole = s.full(p.detach()).clone()
+        for factor in (0.01, -0.02, 0.01):  # moved by noise, and back
+            p.copy_(s.full(p.detach()) + factor * torch.sin(torch.ones(p.shape).cumsum(0)))
+        p.copy_(whole * 0.5)
 
 
 def _by_hand(s: Scene) -> None:
@@ -153,7 +156,10 @@ catalogue.changes(
     {
         "p.data = ...": _set_data,
         ("p.data.mul_()", "weights clamped after each step (p.data.clamp_)"): _scale_data,
-        "p.copy_() of a whole tensor": _copy,
+        (
+            "p.copy_() of a whole tensor",
+            "evolution strategies: weights moved by seeded noise, and back",
+        ): _copy,
         "SGD by hand: p -= lr * p.grad": _by_hand,
     }
 )

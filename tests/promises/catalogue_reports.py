@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils.checkpoint import checkpoint
 
 from tests.promises.scene import ROWS, WIDTH, Block, Catalogue, Model, Scene
 
@@ -32,6 +31,7 @@ catalogue.elsewhere(
     "tests/promises/test_kept_tensors.py",
     "early exits: kept tensors computed after the output",
     "early exits alone: the outputs get no gradient",
+    "early exits, checkpointed by hand around blocks",
     "local losses: each unit returns a detached output",
     "logits kept in an attribute, computed with another module's weight",
     "outputs that are views, written in place",
@@ -56,6 +56,13 @@ catalogue.elsewhere(
 )
 catalogue.elsewhere(
     "tests/promises/test_outside_reads.py", "a gradient penalty on inputs (WGAN-GP)"
+)
+catalogue.elsewhere(
+    "tests/promises/test_outside_reads.py",
+    "gradients of two losses by autograd.grad over parameters (PCGrad)",
+    "a fused loss outside of the model's forward, with the head's weight",
+    "a Function of a norm's weight, outside of any unit",
+    outcome="right at `no_shard`, else raises",
 )
 
 
@@ -99,27 +106,6 @@ class _LinearLoss(Function):
         return grad_x * grad, grad_weight * grad, None
 
 
-class FusedLoss(Model):
-    """The head's weight is used by a function in the root's forward, as fused losses do."""
-
-    make = staticmethod(torch.zeros_like)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return _LinearLoss.apply(x, self.head.weight, self.make).sqrt()
-
-
-class FusedLossNewZeros(FusedLoss):
-    make = staticmethod(lambda weight: weight.new_zeros(weight.shape))
-
-
-@tries("a fused loss outside of the model's forward, with the head's weight")
-def _fused_outside(s: Scene) -> Any:
-    hidden = s.model.blocks[1](s.model.blocks[0](s.x))
-    _LinearLoss.apply(hidden, s.model.head.weight, torch.zeros_like).backward()
-
-
 class _Scaled(Function):
     """``x * gain``, whose gradient of the gain is written into a copy of it."""
 
@@ -132,17 +118,6 @@ class _Scaled(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, gain = ctx.saved_tensors
         return grad * gain, torch.empty_like(gain).copy_((grad * x).sum(0))
-
-
-class ScaledBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + _Scaled.apply(F.gelu(self.linear(self.norm(x))), self.norm.weight)
-
-
-@tries("a Function of a norm's weight, outside of any unit")
-def _scaled_outside(s: Scene) -> Any:
-    y = _Scaled.apply(s.model.blocks[0](s.x), s.model.blocks[1].norm.weight)
-    s.model.blocks[1](y).square().mean().backward()
 
 
 class _SetupContext(Function):
@@ -161,19 +136,6 @@ class _SetupContext(Function):
         return grad @ weight, grad_weight
 
 
-class SetupContextBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + _SetupContext.apply(self.norm(x), self.linear.weight) + self.linear.bias
-
-
-@tries("a Function with setup_context and needs_input_grad", make=variant(SetupContextBlock))
-def _setup_context(s: Scene) -> Any:
-    weight = s.model.blocks[1].linear.weight.requires_grad_(False)
-    first = s.train()
-    weight.requires_grad_(True)
-    return first, s.train()
-
-
 class _Identity(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -181,18 +143,7 @@ class _Identity(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad / grad.norm().clamp(min=1.0)
-
-
-class IdentityBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(self.norm(x), 2 * _Identity.apply(self.linear.weight))
-
-
-@tries("a Function that returns a view of a weight", make=variant(IdentityBlock), goes_on=False)
-def _identity(s: Scene) -> Any:
-    # The loss is small, so that the gradient's norm, of which each rank has its own, is below 1.
-    (0.01 * s.loss()).backward()
+        return grad * 0.5
 
 
 class _Dirty(Function):
@@ -206,9 +157,45 @@ class _Dirty(Function):
         return grad * 2
 
 
-class DirtyBlock(Block):
+class FunctionsBlock(Block):
+    """Rounds one weight straight through, and computes with others by the functions above."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return _Dirty.apply(self.linear(x)) + x
+        weight = self.linear.weight
+        rounded = weight + ((weight * 16).round() / 16 - weight).detach()
+        y = F.linear(self.norm(x), rounded, self.linear.bias)
+        y = y + 0.1 * F.linear(x, 2 * _Identity.apply(weight))
+        y = _Dirty.apply(y) + _SetupContext.apply(self.norm(x), weight)
+        return x + _Scaled.apply(F.gelu(y), self.norm.weight)
+
+
+class Functions(variant(FunctionsBlock)):  # type: ignore[misc]
+    """The head's weight is used by a function in the root's forward, as fused losses do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        makers = (torch.zeros_like, lambda weight: weight.new_zeros(weight.shape))
+        return sum(_LinearLoss.apply(x, self.head.weight, make) for make in makers).sqrt()  # type: ignore[no-any-return]
+
+
+@tries(
+    "a fused loss: gradients of the head in forward, by new_zeros",
+    "a fused loss: gradients of the head in forward, by zeros_like",
+    "a Function whose gradient is written into empty_like",
+    "a Function with setup_context and needs_input_grad",
+    "a Function that returns a view of a weight",
+    "a Function that marks its input dirty",
+    "quantisation-aware training (straight-through rounding)",
+    make=Functions,
+)
+def _functions(s: Scene) -> Any:
+    weight = s.model.blocks[1].linear.weight.requires_grad_(False)
+    first = s.train()
+    weight.requires_grad_(True)
+    losses = s.train()
+    s.backward()
+    return first, losses
 
 
 class _Again(Function):
@@ -278,23 +265,11 @@ class Reversible(Model):
         return self.head(a + b)
 
 
-class Quantized(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear.weight
-        rounded = weight + ((weight * 16).round() / 16 - weight).detach()
-        return x + F.linear(self.norm(x), rounded, self.linear.bias)
-
-
 catalogue.trains(
     {
-        "a fused loss: gradients of the head in forward, by new_zeros": FusedLossNewZeros,
-        "a fused loss: gradients of the head in forward, by zeros_like": FusedLoss,
-        "a Function whose gradient is written into empty_like": variant(ScaledBlock),
-        "a Function that marks its input dirty": variant(DirtyBlock),
         "a checkpoint by hand around units": AgainOutside,
         "a checkpoint by hand within a unit": variant(AgainInside),
         "a reversible network": Reversible,
-        "quantisation-aware training (straight-through rounding)": variant(Quantized),
     }
 )
 
@@ -356,33 +331,6 @@ def _kept_by_hooks(s: Scene) -> Any:
     return [s.per_row(each.grad) for each in kept], counts  # type: ignore[arg-type]
 
 
-class EarlyExit(Block):
-    """It keeps a tensor that it computed from its output."""
-
-    kept: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.kept = self.linear(out)
-        return out
-
-
-class EarlyExits(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([EarlyExit(), EarlyExit(), EarlyExit()])
-
-
-@tries("early exits, checkpointed by hand around blocks", make=EarlyExits)
-def _checkpointed_exits(s: Scene) -> Any:
-    x, losses = s.x.clone().requires_grad_(), []
-    for block in s.model.blocks:
-        x = checkpoint(block, x, use_reentrant=False)
-        losses.append(block.kept.square().mean())
-        block.kept = None
-    (s.model.head(x).square().mean() + sum(losses)).backward()
-
-
 @tries("saved_tensors_hooks around forward: copies, and save_on_cpu")
 def _saved_hooks(s: Scene) -> Any:
     graph = torch.autograd.graph
@@ -402,6 +350,7 @@ class Counting(Block):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("table", None, persistent=False)
         self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("mask", (torch.arange(WIDTH * WIDTH) % 3 > 0).view(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
@@ -409,26 +358,17 @@ class Counting(Block):
         if self.table is None or len(self.table) < size:
             self.table = torch.arange(size, dtype=torch.float32) / size
         self.average.lerp_(self.linear.weight.detach().mean(0), 0.1)
-        return super().forward(x) * self.table[-1] + self.average
+        y = F.linear(self.norm(x), self.linear.weight * self.mask, self.linear.bias)
+        return x + y * self.table[-1] + self.average
 
 
-@tries("buffers that grow, count, and follow weights in forward", make=variant(Counting))
+@tries(
+    "buffers that grow, count, and follow weights in forward",
+    "pruning by a mask in forward, applied to weights at the end",
+    make=variant(Counting),
+)
 def _buffers(s: Scene) -> Any:
-    return s.train(steps=3)
-
-
-class Masked(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", (torch.arange(WIDTH * WIDTH) % 3 > 0).view(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(self.norm(x), self.linear.weight * self.mask, self.linear.bias)
-
-
-@tries("pruning by a mask in forward, applied to weights at the end", make=variant(Masked))
-def _masked(s: Scene) -> Any:
-    losses = s.train()
+    losses = s.train(steps=3)
     with torch.no_grad():
         s.model.blocks[1].linear.weight.mul_(s.model.blocks[1].mask)
     return losses, s.train()
@@ -483,6 +423,7 @@ def _swapped(s: Scene) -> Any:
 @tries(
     "an average of weights by hand (EMA)",
     "an average by torch._foreach_lerp_, copied in and out",
+    "Lookahead: slow weights by hand",
 )
 def _foreach(s: Scene) -> Any:
     params = list(s.model.parameters())
@@ -496,6 +437,9 @@ def _foreach(s: Scene) -> Any:
         torch._foreach_copy_(params, average)
         evaluated = s.mean_loss()
         torch._foreach_copy_(params, kept)
+        for each, p in zip(average, params, strict=True):
+            each += 0.5 * (p - each)
+            p.copy_(each)
     return losses, evaluated, average, s.train()
 
 
@@ -519,45 +463,14 @@ def _sam(s: Scene) -> Any:
     return losses
 
 
-@tries("Lookahead: slow weights by hand")
-def _lookahead(s: Scene) -> Any:
-    slow = [p.detach().clone() for p in s.model.parameters()]
-    losses = s.train()
-    with torch.no_grad():
-        for p, q in zip(s.model.parameters(), slow, strict=True):
-            q += 0.5 * (p - q)
-            p.copy_(q)
-    return losses, s.train()
-
-
-@tries("evolution strategies: weights moved by seeded noise, and back")
-def _evolution(s: Scene) -> Any:
-    losses = []
-    for seed in range(2):
-        noise = {
-            n: torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-            for n, p in s.model.named_parameters()
-        }
-        for sign in (1, -2, 1):
-            with torch.no_grad():
-                for n, p in s.model.named_parameters():
-                    p.copy_(s.full(p.detach()) + sign * 0.01 * noise[n])
-                losses.append(s.mean(s.loss()))
-    return losses
-
-
+@tries("a view of views is written: view_as, t, flatten, unbind")
 @torch.no_grad()
-def _set_views(s: Scene) -> None:
+def _views(s: Scene) -> Any:
     weight = s.model.blocks[0].linear.weight
     weight.t()[0].fill_(0.5)
     weight.flatten()[5:9].zero_()
     weight.unbind()[2].mul_(2.0)
     weight.view_as(weight)[1].add_(1.0)
-
-
-@tries("a view of views is written: view_as, t, flatten, unbind")
-def _written_views(s: Scene) -> Any:
-    _set_views(s)
 
 
 @tries("the head starts anew within training (reset_parameters)")
@@ -620,49 +533,42 @@ def _switch(s: Scene, active: bool) -> None:
         block.active = active
 
 
-@tries("adapters switched off for reference logits within a step", make=AdaptedModel)
-def _reference_logits(s: Scene) -> Any:
+@tries(
+    "adapters switched off for reference logits within a step",
+    "adapters switched off in one forward of two that are backpropagated",
+    "adapters merged by hand: weight += up @ down",
+    make=AdaptedModel,
+)
+def _adapters(s: Scene) -> Any:
     def loss() -> Tensor:
         _switch(s, False)
         with torch.no_grad():
             reference = s.model(s.x)
+        one = s.loss()
         _switch(s, True)
-        return (s.model(s.x) - reference).square().mean() + s.loss()
+        return (s.model(s.x) - reference).square().mean() + s.loss(s.x * 2) + one
 
-    return s.train(loss=loss)
-
-
-@tries("adapters switched off in one forward of two that are backpropagated", make=AdaptedModel)
-def _half_active(s: Scene) -> Any:
-    _switch(s, False)
-    one = s.loss()
-    _switch(s, True)
-    (one + s.loss(s.x * 2)).backward()
-
-
-@tries("adapters merged by hand: weight += up @ down", make=AdaptedModel)
-def _merges(s: Scene) -> Any:
+    losses = s.train(loss=loss)
+    loss().backward()
     with torch.no_grad():
         for block in s.model.blocks:
             update = s.full(block.up.weight) @ s.full(block.down.weight)
             block.linear.weight.copy_(s.full(block.linear.weight) + update)
             block.active = False
-        return s.mean(s.loss())
+        return losses, s.mean_loss()
 
 
-@tries("layers thawed one after the other (gradual unfreezing)")
+@tries(
+    "layers thawed one after the other (gradual unfreezing)",
+    "a different block is frozen in each step",
+)
 def _gradual(s: Scene) -> Any:
     losses = []
     s.model.requires_grad_(False)
     for part in (s.model.head, s.model.blocks[1], s.model.blocks[0]):
         part.requires_grad_(True)
         losses += s.train()
-    return losses
-
-
-@tries("a different block is frozen in each step")
-def _alternating(s: Scene) -> Any:
-    optimizer, losses = torch.optim.SGD(s.model.parameters(), lr=0.1), []
+    optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
     for step in range(4):
         for index, block in enumerate(s.model.blocks):
             block.requires_grad_(index == step % 2)
@@ -762,24 +668,20 @@ def _two_losses(s: Scene) -> Any:
     torch.autograd.backward([y.square().mean(), y.abs().mean()])
 
 
-@tries("backward by hand at a cut: detached leaf, then the rest")
-def _cut(s: Scene) -> Any:
-    hidden = s.model.blocks[0](s.x)
-    leaf = hidden.detach().requires_grad_()
-    s.model.head(s.model.blocks[1](leaf)).square().mean().backward()
-    hidden.backward(leaf.grad)
-
-
-@tries("a head called for chunks, each with its own backward (chunked loss)")
+@tries(
+    "backward by hand at a cut: detached leaf, then the rest",
+    "a head called for chunks, each with its own backward (chunked loss)",
+)
 def _chunked(s: Scene) -> Any:
-    optimizer = s.sgd()
+    optimizer, scale = s.sgd(), 1 / ROWS / (s.size if s.engine is None else 1)
     for _ in range(2):
-        hidden = s.model.blocks[1](s.model.blocks[0](s.x))
+        hidden = s.model.blocks[0](s.x)
         leaf = hidden.detach().requires_grad_()
-        for part in leaf.split(1):
-            (
-                s.model.head(part).square().mean() / ROWS / (s.size if s.engine is None else 1)
-            ).backward()
+        last = s.model.blocks[1](leaf)
+        cut = last.detach().requires_grad_()
+        for part in cut.split(1):
+            (s.model.head(part).square().mean() * scale).backward()
+        last.backward(cut.grad)
         hidden.backward(leaf.grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -794,16 +696,6 @@ def _truncated(s: Scene) -> Any:
         return s.model.head(s.model.blocks[1](states[-1])).square().mean()  # type: ignore[no-any-return]
 
     return s.train(steps=3, loss=loss)
-
-
-@tries("gradients of two losses by autograd.grad over parameters (PCGrad)")
-def _pcgrad(s: Scene) -> Any:
-    params = list(s.model.parameters())
-    y = s.model(s.x)
-    one = torch.autograd.grad(y.square().mean(), params, retain_graph=True)
-    two = torch.autograd.grad(y.abs().mean(), params)
-    for p, a, b in zip(params, one, two, strict=True):
-        p.grad = s.mean(a + b)
 
 
 @tries("a module called with and without gradients in one forward (a target network)")
@@ -918,14 +810,10 @@ class CachingModel(Model):
 
 
 @tries("a cache object of the user's, backpropagated", make=CachingModel)
+@tries("a cache object alone is backpropagated, the output dropped", make=CachingModel)
 def _cache_object(s: Scene) -> Any:
-    cache = Cache()
+    cache, alone = Cache(), Cache()
     y = s.model(s.x, cache)
     (y.square().mean() + cache.loss()).backward()
-
-
-@tries("a cache object alone is backpropagated, the output dropped", make=CachingModel)
-def _cache_alone(s: Scene) -> Any:
-    cache = Cache()
-    s.model(s.x, cache)
-    cache.loss().backward()
+    s.model(s.x, alone)
+    alone.loss().backward()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from tests.pool import on_ranks
@@ -113,6 +114,16 @@ def elsewhere_after_output(block: Any, x: Tensor) -> Tensor:
     return out
 
 
+class Recomputed(Net):
+    """Its blocks are recomputed by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
 class HeadOfAnother(Net):
     """Reads the weights of another unit, and keeps the result."""
 
@@ -154,6 +165,7 @@ def test_a_loss_of_tensors_that_units_keep_has_its_gradients(place: Place) -> No
             check(place, Net(run), loss)
         check(place, HeadOfAnother(lambda block, x: block.hidden(x)), loss)
     check(place, Net(after_output), of_both, num_backwards=2)
+    check(place, Recomputed(after_output), of_both)
 
 
 @everywhere
