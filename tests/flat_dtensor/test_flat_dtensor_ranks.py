@@ -81,7 +81,7 @@ DTYPES = [
 def whole_tensors_are_exact(mesh_shape: tuple[int, ...], num_cut: int) -> None:
     mesh = mesh_of(mesh_shape)
     for shape in SHAPES:
-        for dtype in DTYPES:
+        for dtype in DTYPES if len(shape) < 2 else DTYPES[:3]:
             num_bytes = math.prod(shape) * dtype.itemsize
             bits = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,))
             full = bits.to(torch.uint8).view(dtype).view(shape)
@@ -161,9 +161,9 @@ OF_LISTS: list[Callable[[Any], Any]] = [
 def reductions_agree(mesh_shape: tuple[int, ...], num_cut: int) -> None:
     mesh = mesh_of(mesh_shape)
     for shape in SHAPES:
-        for spoiled in (False, True):
+        for spoiled in (False, True) if shape in ((), (17,), (4, 5)) else (False,):
             full = torch.randn(shape)
-            if spoiled and full.numel():
+            if spoiled:
                 full.view(-1)[full.numel() // 2] = math.nan
             flat = flat_of(full, mesh, num_cut)
             for index, reduction in enumerate(REDUCTIONS + OF_LISTS * bool(full.numel())):

@@ -155,7 +155,7 @@ def check(place: Place, model: Any, loss: Any, num_backwards: int = 1, **options
     acts = [lambda model, x: loss(model(x), model.take_kept())] * num_backwards
     options = {"min_unit_size": 0, **options}
     tolerance = {"rtol": 1e-4, "atol": 1e-5}
-    return assert_as_alone(place, model, *acts, clear=(True,) * 3, **tolerance, **options)
+    return assert_as_alone(place, model, *acts, **tolerance, **options)
 
 
 @everywhere
