@@ -330,7 +330,7 @@ catalogue.excludes("takes no model", "func.rearrange", "func.debug_unwrap")
 def _backwards(s: Scene) -> Any:
     x, model = s.x.requires_grad_(), s.model
     s.loss(x).backward(inputs=[x])
-    found = [s.per_row(x.grad), s.per_row(autograd.grad(s.loss(x), x)[0])]  # type: ignore[arg-type]
+    found = [s.per_row(x.grad).clone(), s.per_row(autograd.grad(s.loss(x), x)[0])]  # type: ignore[arg-type]
     found += [p.grad for p in model.parameters()]
     autograd.backward([s.loss()])
     y = model(x)

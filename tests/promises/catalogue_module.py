@@ -68,10 +68,12 @@ def _forward_block(s: Scene) -> Any:
 
 @tries("Module.__call__", "Module.forward", "Module.__call__ of a block, without the root's")
 def _call(s: Scene) -> Any:
-    made = [s.model(s.x), s.model.forward(s.x), s.model.blocks[1](s.x)]
-    for y in made:
+    made = []
+    for call in (s.model, s.model.forward, s.model.blocks[1]):
+        y = call(s.x)
         y.square().mean().backward()
-    return [s.rows(y) for y in made]
+        made.append(s.rows(y))
+    return made
 
 
 class WithExtra(Model):
