@@ -496,6 +496,9 @@ def test_copy_takes_the_slice_of_a_full_tensor(mesh: DeviceMesh) -> None:
     check(flat.copy_(torch.tensor(4.0)), torch.full(SHAPE, 4.0))
     check(flat.copy_(3.0), torch.full(SHAPE, 3.0))
     check(flat.copy_(full.double()), full)
+    params = [param_of(torch.zeros(SHAPE), mesh), nn.Parameter(torch.zeros(3))]
+    nn.utils.vector_to_parameters(torch.cat([full.view(-1), torch.ones(3)]), params)
+    check(params[0], full)
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
