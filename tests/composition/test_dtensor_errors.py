@@ -22,64 +22,49 @@ def two_by_two() -> DeviceMesh:
     return mesh_of((2, 2), ("dp", "tp"))
 
 
-def refused(model: nn.Module, mesh: DeviceMesh | None, *said: str, **options: Any) -> None:
+def refused(model: nn.Module, mesh: DeviceMesh | None, *said: str) -> None:
     """``fe.shard`` raises ValueError here, with these words; the model is as it was."""
     before = {name: id(param) for name, param in model.named_parameters()}
     with pytest.raises(ValueError, match=re.escape(said[0])) as raised:
-        fe.shard(model, mesh, **options)
+        fe.shard(model, mesh)
     for word in said:
         assert word in str(raised.value), raised.value
     assert before == {name: id(param) for name, param in model.named_parameters()}
 
 
+def with_norm(weight: Any, model: Any) -> Any:
+    model.norm.weight = nn.Parameter(weight)
+    return model
+
+
 @on_ranks(4)
-def test_dimensions_that_overlap() -> None:
+def test_dtensors_that_cannot_be_sharded() -> None:
     mesh = two_by_two()
-    model = cut(Model(), mesh["tp"])
+    tp, dp = mesh["tp"], mesh["dp"]
+    model = cut(Model(), tp)
     refused(model, None, "embedding.weight", 'mesh["dp"]')
     refused(model, mesh, "embedding.weight", "overlapping")
-    refused(model, mesh["tp"], "embedding.weight", "overlapping")
-    other = mesh_of((4,), ("all",))
-    refused(model, other, "embedding.weight")
-
-
-@on_ranks(4)
-def test_meshes_that_are_not_cut_from_one() -> None:
-    tp = two_by_two()["tp"]
+    refused(model, tp, "embedding.weight", "overlapping")
+    refused(model, mesh_of((4,), ("all",)), "embedding.weight")
+    # A mesh that is not cut from the same one.
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     data = DeviceMesh.from_group(groups[dist.get_rank() % 2], "cpu")
-    refused(cut(Model(), tp), data, "embedding.weight", "names")
-
-
-@on_ranks(4)
-def test_another_device_type() -> None:
-    mesh = two_by_two()
-    model = cut(Model(), mesh["tp"])
-    ranks = mesh["tp"].mesh
-    elsewhere = DeviceMesh("cuda", ranks, mesh_dim_names=("tp",), _init_backend=False)
+    refused(model, data, "embedding.weight", "names")
+    # Another device.
+    elsewhere = DeviceMesh("cuda", tp.mesh, mesh_dim_names=("tp",), _init_backend=False)
     meta = TensorMeta(torch.Size((12,)), (1,), torch.float32)
     spec = DTensorSpec(elsewhere, (Shard(0),), tensor_meta=meta)
     make: Any = DTensor
-    model.norm.weight = nn.Parameter(make(torch.ones(6), spec, requires_grad=False))
-    refused(model, mesh["dp"], "norm.weight", "one on cuda")
-
-
-@on_ranks(4)
-def test_placements_that_are_no_shards() -> None:
-    mesh = two_by_two()
-    model = Model()
-    partial = DTensor.from_local(torch.ones(12), mesh["tp"], [Partial()])
-    model.norm.weight = nn.Parameter(partial)
-    refused(model, mesh["dp"], "norm.weight", "Partial")
-
-
-@on_ranks(4)
-def test_a_plain_and_a_dtensor_in_one_tie() -> None:
-    mesh = two_by_two()
+    on_cuda = make(torch.ones(6), spec, requires_grad=False)
+    refused(with_norm(on_cuda, cut(Model(), tp)), dp, "norm.weight", "one on cuda")
+    # Placements that are no shards.
+    partial = DTensor.from_local(torch.ones(12), tp, [Partial()])
+    refused(with_norm(partial, Model()), dp, "norm.weight", "Partial")
+    # A plain tensor and a DTensor in one tie.
     model = Model(tied=True)
     whole = model.embedding.weight.detach()
-    model.head.weight = nn.Parameter(DTensor.from_local(whole, mesh["tp"], [Replicate()]))
-    refused(model, mesh["dp"], "embedding.weight", "head.weight", "same elements")
+    model.head.weight = nn.Parameter(DTensor.from_local(whole, tp, [Replicate()]))
+    refused(model, dp, "embedding.weight", "head.weight", "same elements")
 
 
 @on_ranks(4)

@@ -14,8 +14,8 @@ import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import FlatDTensor
 from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for, whole
 from tests.pool import on_ranks
+from tests.promises.everywhere import LEVELS
 
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 UNEVEN = {"width": 6, "hidden": 17}
 
 
@@ -51,57 +51,24 @@ def test_shape_placements_and_mesh() -> None:
 
 
 @on_ranks(4)
-def test_what_is_computed_of_the_whole() -> None:
+def test_values_are_those_of_one_tensor() -> None:
     for level in LEVELS:
-        for shape in ({}, UNEVEN):
-            for name, plain, param in pairs(*both(level, **shape)):
-                value, mine = plain.detach(), param.detach()
-                assert torch.equal(whole(mine), value), (level, name)
-                assert torch.allclose(whole(mine.norm()), value.norm()), (level, name)
-                assert torch.allclose(whole(mine.sum()), value.sum(), atol=1e-5), (level, name)
-                assert torch.allclose(whole(mine.mean()), value.mean(), atol=1e-6), (level, name)
+        for shape in ({}, UNEVEN) if level == LEVELS[-1] else (UNEVEN,):
+            model, engine = both(level, **shape)
+            state = engine.full_state_dict()
+            for name, plain, param in pairs(model, engine):
+                value, mine, label = plain.detach(), param.detach(), f"{level}: {name}"
+                assert torch.equal(whole(mine), value), label
+                assert torch.allclose(whole(mine.norm()), value.norm()), label
+                assert torch.allclose(whole(mine.sum()), value.sum(), atol=1e-5), label
+                assert torch.allclose(whole(mine.mean()), value.mean(), atol=1e-6), label
                 assert whole(mine.max()) == value.max()
                 assert whole(mine.abs().min()) == value.abs().min()
                 assert torch.equal(whole(mine * 2 + mine), value * 2 + value)
                 replicated = mine.redistribute(placements=[Replicate()] * mine.device_mesh.ndim)
                 assert torch.equal(replicated.to_local(), value)
-
-
-@on_ranks(4)
-def test_values_from_whole_tensors() -> None:
-    for level in LEVELS[1:]:  # where nothing is cut, parameters are DTensors of torch's own
-        for shape in ({}, UNEVEN):
-            _, engine = both(level, **shape)
-            torch.manual_seed(9)
-            other = Model(**shape)
-            engine.model.load_state_dict(other.state_dict())
-            for name, plain, param in pairs(other, engine):
-                assert torch.equal(whole(param), plain.detach()), (level, name)
-            expected = other(tokens_for(0, 0, 0))
-            assert torch.allclose(engine.model(tokens_for(0, 0, 0)), expected, atol=1e-5)
-
-
-@on_ranks(4)
-def test_random_values_are_those_of_one_process() -> None:
-    for level in ("optim", "optim_grads_params"):
-        model, engine = both(level, **UNEVEN)
-        for each in (model, engine.model):
-            torch.manual_seed(11)
-            with torch.no_grad():
-                for param in each.parameters():
-                    nn.init.normal_(param, std=0.02)
-        for name, plain, param in pairs(model, engine):
-            assert torch.equal(whole(param), plain.detach()), (level, name)
-
-
-@on_ranks(4)
-def test_full_weights_of_the_engine() -> None:
-    for level in LEVELS:
-        model, engine = both(level, **UNEVEN)
-        state = engine.full_state_dict()
-        for name, plain in model.state_dict().items():
-            assert torch.equal(state[name], plain), (level, name)
-            assert torch.equal(engine.full_tensor(name), plain), (level, name)
+                assert torch.equal(state[name], value), label
+                assert torch.equal(engine.full_tensor(name), value), label
         with engine.unsharded():
             weight: Any = engine.model.get_parameter("blocks.1.up.weight")
             assert isinstance(weight, DTensor)
@@ -113,42 +80,41 @@ def test_full_weights_of_the_engine() -> None:
 
 
 @on_ranks(4)
+def test_values_from_whole_tensors_and_from_generators() -> None:
+    for level in LEVELS[1:]:  # where nothing is cut, parameters are DTensors of torch's own
+        model, engine = both(level, **UNEVEN)
+        for each in (model, engine.model):
+            torch.manual_seed(11)
+            with torch.no_grad():
+                for param in each.parameters():
+                    nn.init.normal_(param, std=0.02)
+        for name, plain, param in pairs(model, engine):
+            assert torch.equal(whole(param), plain.detach()), (level, name)
+        torch.manual_seed(9)
+        other = Model(**UNEVEN)
+        engine.model.load_state_dict(other.state_dict())
+        for name, plain, param in pairs(other, engine):
+            assert torch.equal(whole(param), plain.detach()), (level, name)
+        expected = other(tokens_for(0, 0, 0))
+        assert torch.allclose(engine.model(tokens_for(0, 0, 0)), expected, atol=1e-5)
+
+
+@on_ranks(4)
 def test_a_penalty_on_parameters_outside_forward() -> None:
+    weights = torch.arange(17.0 * 6).view(17, 6) / 100
     for level in ("optim", "optim_grads_params"):
         model, engine = both(level, **UNEVEN)
         for each in (model, engine.model):
             penalty: Tensor = torch.zeros(())
             for param in each.parameters():
                 penalty = penalty + param.square().sum() + param.norm()
+            full: Any = each.get_parameter("blocks.2.up.weight")
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            penalty = penalty + (full * weights).sum()
             (each(tokens_for(0, 0, 0)) + 0.1 * penalty).backward()
         for name, plain, param in pairs(model, engine):
             found = whole(param.grad)
             assert torch.allclose(found, plain.grad, rtol=1e-3, atol=1e-5), (level, name)
-
-
-@on_ranks(4)
-def test_full_tensor_has_a_gradient() -> None:
-    model, engine = both("optim_grads_params", **UNEVEN)
-    name = "blocks.2.up.weight"
-    plain, param = model.get_parameter(name), engine.model.get_parameter(name)
-    weights = torch.arange(plain.numel(), dtype=torch.float32).view(plain.shape)
-    (plain * weights).sum().backward()
-    full: Any = param
-    loss = (full.full_tensor() * weights).sum() + 0 * engine.model(tokens_for(0, 0, 0))
-    loss.backward()
-    assert torch.allclose(whole(param.grad), plain.grad)  # type: ignore[arg-type]
-
-
-@on_ranks(4)
-def test_optimizer_state_lies_as_parameters_do() -> None:
-    _, engine = both("optim_grads_params", **UNEVEN)
-    optimizer = fe.shard_optimizer(torch.optim.AdamW(engine.model.parameters(), lr=0.1))
-    engine.model(tokens_for(0, 0, 0)).backward()
-    optimizer.step()
-    for param in engine.model.parameters():
-        state = optimizer.state[param]["exp_avg"]
-        assert state.shape == param.shape
-        assert state.flat_placement == param.flat_placement  # type: ignore[attr-defined]
 
 
 @on_ranks(4)
@@ -198,7 +164,7 @@ def test_an_estimate_counts_what_is_here() -> None:
 
 
 @on_ranks(4)
-def test_optimizer_state_of_whole_tensors_is_taken() -> None:
+def test_optimizer_state_of_whole_tensors_is_taken_and_lies_as_parameters_do() -> None:
     model, engine = both("optim_grads_params", **UNEVEN)
     alone = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(tokens_for(0, 0, 0)).backward()
@@ -213,3 +179,4 @@ def test_optimizer_state_of_whole_tensors_is_taken() -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             found, expected = optimizer.state[param][key], alone.state[plain][key]
             assert torch.equal(whole(found), expected), (name, key)
+            assert found.flat_placement == param.flat_placement, (name, key)

@@ -54,7 +54,6 @@ def _model() -> tuple[nn.Module, Tensor, Any]:
     return model, whole, model[0].weight
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_functions_along_dims_answer_as_plain_torch() -> None:
     _, whole, param = _model()
@@ -110,7 +109,6 @@ _CHANGES: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("in_bf16", [False, True])
-@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_changes_of_a_part_are_changes_of_the_shards(in_bf16: bool) -> None:
     for level in LEVELS:
@@ -130,7 +128,6 @@ def test_changes_of_a_part_are_changes_of_the_shards(in_bf16: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.5)
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_a_held_view_is_written_unless_its_tensor_has_changed_since() -> None:
     model, whole, param = _model()
@@ -147,7 +144,6 @@ def test_a_held_view_is_written_unless_its_tensor_has_changed_since() -> None:
     torch.testing.assert_close(param.full_tensor()[2:].detach(), whole[2:] + 1)
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_a_change_that_would_be_lost_raises() -> None:
     _, whole, param = _model()
@@ -173,7 +169,6 @@ def test_a_change_that_would_be_lost_raises() -> None:
     torch.testing.assert_close(param.full_tensor().detach(), whole)
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_a_view_is_a_tensor_for_everything_else() -> None:
     model, whole, param = _model()

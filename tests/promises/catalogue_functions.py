@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
-from torch import Tensor, nn
+from torch import Tensor, autograd, func, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.nn.utils import parametrizations, parametrize, prune, stateless
 from torch.optim import swa_utils
@@ -20,8 +21,21 @@ catalogue = Catalogue([])
 tries = catalogue.tries
 
 
-def _backward(s: Scene) -> None:
-    s.loss().backward()
+def _names(space: str, *names: str) -> list[str]:
+    return [f"{space}.{name}" for name in names]
+
+
+catalogue.elsewhere(
+    "tests/promises/test_dtensor_face.py",
+    "state_dict.set_model_state_dict, broadcast_from_rank0",
+    "state_dict.set_optimizer_state_dict, broadcast_from_rank0",
+)
+catalogue.elsewhere(
+    "tests/promises/test_outside_reads.py",
+    *("func.functional_call", "func.functional_call of its own weights"),
+    "autograd.grad of parameters",
+    outcome="right at `no_shard`, else raises",
+)
 
 
 # --- torch.nn.utils ---
@@ -38,70 +52,47 @@ catalogue.excludes(
 catalogue.excludes("makes a module before it is sharded", "utils.skip_init")
 
 
-@tries("utils.clip_grad_norm_", "utils.clip_grad_norm")
-def _clip(s: Scene) -> Any:
-    _backward(s)
-    norm = nn.utils.clip_grad_norm_(s.model.parameters(), 0.1)
-    return s.full(norm)
-
-
-@tries("utils.clip_grad_norm_, foreach=False, inf")
-def _clip_inf(s: Scene) -> Any:
-    _backward(s)
-    return s.full(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1, float("inf"), foreach=False))
-
-
-@tries("utils.clip_grad_value_")
-def _clip_value(s: Scene) -> Any:
-    _backward(s)
-    nn.utils.clip_grad_value_(s.model.parameters(), 0.001)
-
-
-@tries("utils.get_total_norm", "utils.clip_grads_with_norm_")
-def _total_norm(s: Scene) -> Any:
-    _backward(s)
-    norm = nn.utils.get_total_norm([p.grad for p in s.model.parameters()])
-    nn.utils.clip_grads_with_norm_(s.model.parameters(), 0.1, norm)
-    return s.full(norm)
-
-
-@tries("utils.parameters_to_vector")
-def _to_vector(s: Scene) -> Any:
-    return nn.utils.parameters_to_vector(s.model.parameters())
-
-
-@tries("utils.vector_to_parameters")
-def _from_vector(s: Scene) -> Any:
-    count = sum(p.numel() for p in s.model.parameters())
-    nn.utils.vector_to_parameters(torch.linspace(-0.1, 0.1, count), s.model.parameters())
-    return s.mean(s.loss())
-
-
-def _parametrizes(name: str, function: Any) -> None:
-    @tries(name)
-    def _parametrize(s: Scene) -> Any:
-        function(s.model.blocks[0].linear)
-        loss = s.loss()
-        loss.backward()
-        return s.mean(loss)
-
-
-_parametrizes("utils.weight_norm", nn.utils.weight_norm)
-_parametrizes("utils.spectral_norm", nn.utils.spectral_norm)
-_parametrizes("parametrizations.weight_norm", parametrizations.weight_norm)
-_parametrizes("parametrizations.spectral_norm", parametrizations.spectral_norm)
-_parametrizes("parametrizations.orthogonal", parametrizations.orthogonal)
-
-
 class _Halved(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 0.5
 
 
-_parametrizes(
-    "parametrize.register_parametrization",
-    lambda module: parametrize.register_parametrization(module, "weight", _Halved()),
+@tries(
+    *_names("utils", "clip_grad_norm_", "clip_grad_norm", "clip_grad_norm_, foreach=False, inf"),
+    *_names("utils", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_"),
 )
+def _clip(s: Scene) -> Any:
+    parameters, utils = list(s.model.parameters()), nn.utils
+    s.backward()
+    norms = [utils.clip_grad_norm_(parameters, 0.1)]
+    norms.append(utils.clip_grad_norm_(parameters, 0.01, float("inf"), foreach=False))
+    norms.append(utils.get_total_norm([p.grad for p in parameters]))
+    utils.clip_grads_with_norm_(parameters, 0.005, norms[-1])
+    utils.clip_grad_value_(parameters, 0.0001)
+    return [s.full(norm) for norm in norms]
+
+
+@tries("utils.parameters_to_vector", "utils.vector_to_parameters")
+def _vector(s: Scene) -> Any:
+    vector = nn.utils.parameters_to_vector(s.model.parameters())
+    given = torch.linspace(-0.1, 0.1, vector.numel())
+    nn.utils.vector_to_parameters(given, s.model.parameters())
+    return vector, s.mean_loss()
+
+
+def _halve(module: nn.Module) -> None:
+    parametrize.register_parametrization(module, "weight", _Halved())
+
+
+for _name, _function in {
+    "utils.weight_norm": nn.utils.weight_norm,
+    "utils.spectral_norm": nn.utils.spectral_norm,
+    "parametrizations.weight_norm": parametrizations.weight_norm,
+    "parametrizations.spectral_norm": parametrizations.spectral_norm,
+    "parametrizations.orthogonal": parametrizations.orthogonal,
+    "parametrize.register_parametrization": _halve,
+}.items():
+    catalogue.changes({_name: lambda s, f=_function: (f(s.model.blocks[0].linear), s.backward())})
 
 
 class Parametrized(Model):
@@ -111,28 +102,7 @@ class Parametrized(Model):
         super().__init__()
         parametrizations.weight_norm(self.blocks[0].linear)
         parametrizations.spectral_norm(self.blocks[1].linear)
-        parametrize.register_parametrization(self.head, "weight", _Halved())
-
-
-@tries("parametrizations before shard", make=Parametrized)
-def _parametrized(s: Scene) -> Any:
-    loss = s.loss()
-    loss.backward()
-    return s.mean(loss)
-
-
-@tries("parametrize.remove_parametrizations", make=Parametrized)
-def _unparametrize(s: Scene) -> Any:
-    parametrize.remove_parametrizations(s.model.head, "weight")
-    return s.mean(s.loss())
-
-
-@tries("parametrize.cached", make=Parametrized)
-def _cached(s: Scene) -> Any:
-    with parametrize.cached():
-        loss = s.loss()
-    loss.backward()
-    return s.mean(loss)
+        _halve(self.head)
 
 
 class OldNorms(Model):
@@ -146,18 +116,36 @@ class OldNorms(Model):
         nn.utils.spectral_norm(self.blocks[1].linear)
 
 
-@tries("utils.weight_norm and spectral_norm before shard", make=OldNorms)
-def _old_norms(s: Scene) -> Any:
-    loss = s.loss()
+def _cached(s: Scene) -> Any:
+    with parametrize.cached():
+        loss = s.loss()
     loss.backward()
     return s.mean(loss)
 
 
-@tries("utils.remove_weight_norm", "utils.remove_spectral_norm", make=OldNorms)
-def _remove_norms(s: Scene) -> Any:
+def _remove_norms(s: Scene) -> None:
     nn.utils.remove_weight_norm(s.model.blocks[0].linear)
     nn.utils.remove_spectral_norm(s.model.blocks[1].linear)
-    return s.mean(s.loss())
+
+
+catalogue.trains(
+    {
+        "parametrizations before shard": Parametrized,
+        "utils.weight_norm and spectral_norm before shard": OldNorms,
+    }
+)
+catalogue.changes(
+    {
+        "parametrize.remove_parametrizations": (
+            lambda s: parametrize.remove_parametrizations(s.model.head, "weight")
+        )
+    },
+    make=Parametrized,
+)
+catalogue.table({"parametrize.cached": _cached}, make=Parametrized)
+catalogue.changes(
+    {("utils.remove_weight_norm", "utils.remove_spectral_norm"): _remove_norms}, make=OldNorms
+)
 
 
 class WithBatchNorm(nn.Module):
@@ -172,49 +160,18 @@ class WithBatchNorm(nn.Module):
         return self.blocks[0](x)
 
 
-@tries("utils.fuse_linear_bn_eval", "utils.fuse_conv_bn_eval", make=WithBatchNorm, goes_on=False)
-def _fuse(s: Scene) -> Any:
-    linear, norm = s.model.blocks[0]
-    fused = nn.utils.fuse_linear_bn_eval(linear, norm)
-    return s.rows(fused(s.x))
-
-
 @tries(
-    "utils.fuse_linear_bn_weights", "utils.fuse_conv_bn_weights", make=WithBatchNorm, goes_on=False
+    *_names("utils", "fuse_linear_bn_eval", "fuse_conv_bn_eval"),
+    *_names("utils", "fuse_linear_bn_weights", "fuse_conv_bn_weights"),
+    make=WithBatchNorm,
+    goes_on=False,
 )
-def _fuse_weights(s: Scene) -> Any:
+def _fuse(s: Scene) -> Any:
     linear, bn = s.model.blocks[0]
-    return nn.utils.fuse_linear_bn_weights(
+    weights = nn.utils.fuse_linear_bn_weights(
         linear.weight, linear.bias, bn.running_mean, bn.running_var, bn.eps, bn.weight, bn.bias
     )
-
-
-def _prunes(name: str, *args: Any, **kwargs: Any) -> None:
-    @tries(f"prune.{name}")
-    def _prune(s: Scene) -> Any:
-        getattr(prune, name)(s.model.head, "weight", *args, **kwargs)
-        return s.mean(s.loss())
-
-
-_prunes("identity")
-_prunes("l1_unstructured", 0.3)
-_prunes("random_unstructured", 0.3)
-_prunes("ln_structured", 0.3, 2, 0)
-_prunes("random_structured", 0.3, 0)
-
-
-@tries("prune.global_unstructured")
-def _prune_global(s: Scene) -> Any:
-    pairs = [(s.model.head, "weight"), (s.model.blocks[0].linear, "weight")]
-    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.2)
-    return s.mean(s.loss())
-
-
-@tries("prune.custom_from_mask")
-def _prune_mask(s: Scene) -> Any:
-    mask = (torch.arange(7 * WIDTH) % 2).reshape(7, WIDTH)
-    prune.custom_from_mask(s.model.head, "weight", mask)
-    return s.mean(s.loss())
+    return weights, s.rows(nn.utils.fuse_linear_bn_eval(linear, bn)(s.x))
 
 
 class Pruned(Model):
@@ -225,17 +182,37 @@ class Pruned(Model):
         prune.l1_unstructured(self.head, "weight", 0.3)
 
 
-@tries("prune before shard", "prune.is_pruned", make=Pruned)
-def _pruned(s: Scene) -> Any:
-    loss = s.loss()
-    loss.backward()
-    return s.mean(loss), prune.is_pruned(s.model)
-
-
-@tries("prune.remove", make=Pruned)
-def _prune_remove(s: Scene) -> Any:
-    prune.remove(s.model.head, "weight")
-    return s.mean(s.loss())
+for _name, *_args in (
+    ("identity",),
+    ("l1_unstructured", 0.3),
+    ("random_unstructured", 0.3),
+    ("ln_structured", 0.3, 2, 0),
+    ("random_structured", 0.3, 0),
+    ("custom_from_mask", (torch.arange(7 * WIDTH) % 2).reshape(7, WIDTH)),
+):
+    catalogue.changes(
+        {
+            f"prune.{_name}": lambda s, name=_name, args=_args: getattr(prune, name)(
+                s.model.head, "weight", *args
+            )
+        }
+    )
+catalogue.changes(
+    {
+        "prune.global_unstructured": lambda s: prune.global_unstructured(
+            [(s.model.head, "weight"), (s.model.blocks[0].linear, "weight")],
+            prune.L1Unstructured,
+            amount=0.2,
+        )
+    }
+)
+catalogue.table(
+    {
+        ("prune before shard", "prune.is_pruned"): lambda s: (s.train(), prune.is_pruned(s.model)),
+        "prune.remove": lambda s: (prune.remove(s.model.head, "weight"), s.mean_loss()),
+    },
+    make=Pruned,
+)
 
 
 # --- torch.nn.init ---
@@ -244,27 +221,19 @@ def _prune_remove(s: Scene) -> Any:
 def _initialises(name: str, *args: Any) -> None:
     @tries(f"init.{name}")
     def _init(s: Scene) -> Any:
-        getattr(nn.init, name)(s.model.head.weight, *args)
-        getattr(nn.init, name)(s.model.blocks[0].linear.weight, *args)
-        return s.mean(s.loss())
+        for each in (s.model.head, s.model.blocks[0].linear):
+            getattr(nn.init, name)(each.weight, *args)
+        return s.mean_loss()
 
 
-for _name, *_args in (
-    ("constant_", 0.1),
-    ("eye_",),
-    ("kaiming_normal_",),
-    ("kaiming_uniform_",),
-    ("normal_",),
-    ("ones_",),
-    ("orthogonal_",),
-    ("sparse_", 0.1),
-    ("trunc_normal_",),
-    ("uniform_",),
-    ("xavier_normal_",),
-    ("xavier_uniform_",),
-    ("zeros_",),
-):
-    _initialises(_name, *_args)
+for _name in ("eye_", "orthogonal_", "zeros_"):
+    _initialises(_name)
+_initialises("sparse_", 0.1)
+catalogue.elsewhere(
+    "tests/promises/test_random_values.py",
+    *_names("init", "kaiming_normal_", "kaiming_uniform_", "normal_", "ones_", "trunc_normal_"),
+    *_names("init", "uniform_", "xavier_normal_", "xavier_uniform_", "constant_"),
+)
 catalogue.excludes("of convolutions", "init.dirac_")
 
 
@@ -280,10 +249,6 @@ class Pure(Model):
         return self.head(x)
 
 
-def _own(s: Scene) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in s.model.named_parameters()}
-
-
 def _given(s: Scene) -> dict[str, Tensor]:
     """Whole weights of the user's."""
     with torch.no_grad():
@@ -293,20 +258,9 @@ def _given(s: Scene) -> dict[str, Tensor]:
         }
 
 
-@tries("func.functional_call")
-def _functional_call(s: Scene) -> Any:
-    return s.rows(torch.func.functional_call(s.model, _given(s), (s.x,)))
-
-
-@tries("func.functional_call of its own weights")
-def _functional_own(s: Scene) -> Any:
-    weights = {name: p.detach() * 0.5 for name, p in s.model.named_parameters()}
-    return s.rows(torch.func.functional_call(s.model, weights, (s.x,)))
-
-
 @tries("func.functional_call of other buffers")
 def _functional_buffers(s: Scene) -> Any:
-    y = torch.func.functional_call(s.model, {"calls": torch.ones(())}, (s.x,))
+    y = func.functional_call(s.model, {"calls": torch.ones(())}, (s.x,))
     y.square().mean().backward()
     return s.rows(y)
 
@@ -320,208 +274,151 @@ def _of_weights(name: str, function: Any) -> None:
     @tries(f"func.{name}", make=Pure)
     def _transformed(s: Scene) -> Any:
         def loss(weights: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(s.model, weights, (s.x,)).square().mean()
+            return func.functional_call(s.model, weights, (s.x,)).square().mean()
 
-        return function(loss, _given(s), s)
+        return function(loss, _given(s))
 
 
-def _first(tree: Any) -> Any:
+def _shape(tree: Any) -> Any:
     return tree["head.weight"].shape
 
 
-_of_weights("grad", lambda loss, w, s: _first(torch.func.grad(loss)(w)))
-_of_weights("grad_and_value", lambda loss, w, s: _first(torch.func.grad_and_value(loss)(w)[0]))
-_of_weights("vjp", lambda loss, w, s: _first(torch.func.vjp(loss, w)[1](torch.ones(()))[0]))
-_of_weights("jvp", lambda loss, w, s: torch.func.jvp(loss, (w,), (w,))[1].shape)
-_of_weights("jacrev", lambda loss, w, s: _first(torch.func.jacrev(loss)(w)))
-_of_weights("jacfwd", lambda loss, w, s: _first(torch.func.jacfwd(loss)(w)))
-_of_weights("linearize", lambda loss, w, s: torch.func.linearize(loss, w)[1](w).shape)
-_of_weights(
-    "hessian",
-    lambda loss, w, s: (
-        torch.func.hessian(lambda b: loss({**w, "head.bias": b}))(w["head.bias"]).shape
-    ),
+def _hessian(loss: Any, w: dict[str, Tensor]) -> Any:
+    return func.hessian(lambda bias: loss({**w, "head.bias": bias}))(w["head.bias"]).shape
+
+
+_of_weights("grad", lambda loss, w: _shape(func.grad(loss)(w)))
+_of_weights("grad_and_value", lambda loss, w: _shape(func.grad_and_value(loss)(w)[0]))
+_of_weights("vjp", lambda loss, w: _shape(func.vjp(loss, w)[1](torch.ones(()))[0]))
+_of_weights("jvp", lambda loss, w: func.jvp(loss, (w,), (w,))[1].shape)
+_of_weights("jacrev", lambda loss, w: _shape(func.jacrev(loss)(w)))
+_of_weights("jacfwd", lambda loss, w: _shape(func.jacfwd(loss)(w)))
+_of_weights("linearize", lambda loss, w: func.linearize(loss, w)[1](w).shape)
+_of_weights("hessian", _hessian)
+_of_weights("functionalize", lambda loss, w: func.functionalize(loss)(w).shape)
+catalogue.table(
+    {
+        "func.vmap": lambda s: s.rows(func.vmap(s.model)(s.x)),
+        "func.grad of an input": (
+            lambda s: s.per_row(func.grad(lambda x: s.model(x).square().mean())(s.x))
+        ),
+        "func.jvp of an input": (
+            lambda s: s.rows(func.jvp(s.model, (s.x,), (torch.ones_like(s.x),))[1])
+        ),
+        "func.stack_module_state": lambda s: func.stack_module_state(list(s.model.blocks)),
+    },
+    make=Pure,
 )
-_of_weights("functionalize", lambda loss, w, s: torch.func.functionalize(loss)(w).shape)
-
-
-@tries("func.vmap", make=Pure)
-def _vmap(s: Scene) -> Any:
-    return s.rows(torch.func.vmap(s.model)(s.x))
-
-
-@tries("func.grad of an input", make=Pure)
-def _grad_of_input(s: Scene) -> Any:
-    return s.per_row(torch.func.grad(lambda x: s.model(x).square().mean())(s.x))
-
-
-@tries("func.jvp of an input", make=Pure)
-def _jvp_of_input(s: Scene) -> Any:
-    return s.rows(torch.func.jvp(s.model, (s.x,), (torch.ones_like(s.x),))[1])
-
-
-@tries("func.stack_module_state")
-def _stack(s: Scene) -> Any:
-    return torch.func.stack_module_state([s.model.blocks[0], s.model.blocks[1]])
-
-
-@tries("func.replace_all_batch_norm_modules_")
-def _replace_norms(s: Scene) -> Any:
-    torch.func.replace_all_batch_norm_modules_(s.model)
-    return s.mean(s.loss())
-
-
+catalogue.changes(
+    {
+        "func.replace_all_batch_norm_modules_": (
+            lambda s: func.replace_all_batch_norm_modules_(s.model)
+        )
+    }
+)
 catalogue.excludes("takes no model", "func.rearrange", "func.debug_unwrap")
 
 
 # --- torch.autograd ---
 
 
-@tries("autograd.backward")
-def _autograd_backward(s: Scene) -> Any:
-    torch.autograd.backward([s.loss()])
-
-
-@tries("autograd.backward, inputs=")
-def _backward_inputs(s: Scene) -> Any:
-    s.loss().backward(inputs=list(s.model.head.parameters()))
-    return [p.grad for p in s.model.parameters()]
-
-
-@tries("autograd.backward, inputs= the input")
-def _backward_to_input(s: Scene) -> Any:
-    x = s.x.requires_grad_()
+@tries(
+    *_names("autograd", "backward", "backward, inputs= the input", "grad of an input"),
+    *_names("autograd", "grad, create_graph=True", "backward, retain_graph=True, twice"),
+    *_names("autograd", "detect_anomaly", "graph.increment_version"),
+)
+def _backwards(s: Scene) -> Any:
+    x, model = s.x.requires_grad_(), s.model
     s.loss(x).backward(inputs=[x])
-    return s.per_row(x.grad), [p.grad for p in s.model.parameters()]
-
-
-@tries("autograd.grad of parameters")
-def _autograd_grad(s: Scene) -> Any:
-    found = torch.autograd.grad(s.loss(), list(s.model.parameters()))
-    return [s.mean(gradient) for gradient in found]  # each rank's own
-
-
-@tries("autograd.grad of an input")
-def _autograd_grad_input(s: Scene) -> Any:
-    x = s.x.requires_grad_()
-    return s.per_row(torch.autograd.grad(s.loss(x), x)[0])
-
-
-@tries("autograd.grad, create_graph=True")
-def _penalty(s: Scene) -> Any:
-    x = s.x.requires_grad_()
-    y = s.model(x)
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    (y.square().mean() + g.square().mean()).backward()
-
-
-@tries("autograd.backward, retain_graph=True, twice")
-def _retain(s: Scene) -> Any:
-    loss = s.loss()
+    found = [s.per_row(x.grad).clone(), s.per_row(autograd.grad(s.loss(x), x)[0])]  # type: ignore[arg-type]
+    found += [p.grad for p in model.parameters()]
+    autograd.backward([s.loss()])
+    y = model(x)
+    (slope,) = autograd.grad(y.sum(), x, create_graph=True)
+    loss = y.square().mean() + (slope.norm(dim=1) - 1).square().mean()
     loss.backward(retain_graph=True)
-    loss.backward()
-
-
-@tries("autograd.functional.jacobian", "autograd.functional.vjp", "autograd.functional.jvp")
-def _jacobian(s: Scene) -> Any:
-    f = torch.autograd.functional
-    one = s.x[:1].clone() if s.engine else s.rows(s.x)[:1].clone()
-    with torch.no_grad():
-        ones = torch.ones(1, 7)
-    return f.jacobian(s.model, one), f.vjp(s.model, one, ones)[1]
-
-
-@tries("autograd.functional.jvp of a model")
-def _functional_jvp(s: Scene) -> Any:
-    one = s.x[:1].clone() if s.engine else s.rows(s.x)[:1].clone()
-    return torch.autograd.functional.jvp(s.model, one, torch.ones_like(one))[1]
-
-
-@tries("autograd.functional.hvp", "autograd.functional.vhp", "autograd.functional.hessian")
-def _hvp(s: Scene) -> Any:
-    one = s.x[:1].clone() if s.engine else s.rows(s.x)[:1].clone()
-    f = torch.autograd.functional
-    return f.hvp(lambda x: s.model(x).square().sum(), one, torch.ones_like(one))[1]
-
-
-@tries("autograd.forward_ad")
-def _forward_ad(s: Scene) -> Any:
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(s.x, torch.ones_like(s.x))
-        return s.rows(torch.autograd.forward_ad.unpack_dual(s.model(dual)).tangent)
-
-
-@tries("autograd.graph.save_on_cpu")
-def _save_on_cpu(s: Scene) -> Any:
-    with torch.autograd.graph.save_on_cpu():
-        loss = s.loss()
-    loss.backward()
-
-
-@tries("autograd.graph.saved_tensors_hooks")
-def _saved_hooks(s: Scene) -> Any:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        loss = s.loss()
-    loss.backward()
+    autograd.graph.increment_version(model.head.weight)
+    with autograd.detect_anomaly(check_nan=True):
+        s.backward()
+    again = s.loss()
+    for _ in range(2):
+        again.backward(retain_graph=True)
+    return found, s.mean(loss)
 
 
 @tries(
-    "autograd.graph.disable_saved_tensors_hooks", "autograd.graph.allow_mutation_on_saved_tensors"
+    *_names("autograd.graph", "save_on_cpu", "saved_tensors_hooks"),
+    *_names("autograd.graph", "disable_saved_tensors_hooks", "allow_mutation_on_saved_tensors"),
 )
-def _disable_hooks(s: Scene) -> Any:
-    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
-        loss = s.loss()
-    loss.backward()
+def _saved_hooks(s: Scene) -> Any:
+    for context in (
+        autograd.graph.save_on_cpu(),
+        autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+        autograd.graph.disable_saved_tensors_hooks("no hooks"),
+    ):
+        with context:
+            loss = s.loss()
+        loss.backward()
 
 
-@tries("autograd.graph.register_multi_grad_hook")
+@tries(
+    *_names("autograd.functional", "jacobian", "vjp", "jvp", "jvp of a model"),
+    *_names("autograd.functional", "hvp", "vhp", "hessian"),
+    "autograd.forward_ad",
+)
+def _functional(s: Scene) -> Any:
+    f, ad = autograd.functional, autograd.forward_ad
+    row = (s.x if s.engine else s.rows(s.x))[:1].clone()
+    ones = torch.ones_like(row)
+    with ad.dual_level():
+        tangent = ad.unpack_dual(s.model(ad.make_dual(s.x, torch.ones_like(s.x)))).tangent
+    return (
+        f.jacobian(s.model, row),
+        f.vjp(s.model, row, torch.ones(1, 7))[1],
+        f.jvp(s.model, row, ones)[1],
+        f.hvp(lambda x: s.model(x).square().sum(), row, ones)[1],
+        s.rows(tangent),
+    )
+
+
+@tries(*_names("autograd", "inference_mode", "no_grad", "enable_grad", "set_grad_enabled"))
+def _modes(s: Scene) -> Any:
+    with torch.inference_mode():
+        found = [s.model.head(s.x).clone(), s.model.blocks[0](s.x)]
+    with torch.no_grad():
+        found.append(s.model(s.x))
+        with torch.enable_grad():
+            s.backward()
+    with torch.set_grad_enabled(False):
+        found.append(s.model(s.x))
+        with torch.set_grad_enabled(True):
+            s.backward()
+    return [s.rows(y) for y in found]
+
+
 def _multi_hook(s: Scene) -> Any:
     seen: list[int] = []
-    torch.autograd.graph.register_multi_grad_hook(
+    autograd.graph.register_multi_grad_hook(
         list(s.model.head.parameters()), lambda grads: seen.append(len(grads))
     )
-    s.loss().backward()
+    s.backward()
     return seen
 
 
-@tries("autograd.graph.get_gradient_edge")
 def _edge(s: Scene) -> Any:
-    edge = torch.autograd.graph.get_gradient_edge(s.model.head.weight)
-    return s.mean(torch.autograd.grad(s.loss(), [edge])[0])  # each rank's own
+    edge = autograd.graph.get_gradient_edge(s.model.head.weight)
+    return s.mean(autograd.grad(s.loss(), [edge])[0])  # each rank's own
 
 
-@tries("autograd.graph.increment_version")
-def _increment(s: Scene) -> Any:
-    torch.autograd.graph.increment_version(s.model.head.weight)
-    s.loss().backward()
-
-
-@tries("autograd.detect_anomaly")
-def _anomaly(s: Scene) -> Any:
-    with torch.autograd.detect_anomaly(check_nan=True):
-        s.loss().backward()
-
-
-@tries("autograd.inference_mode")
-def _inference(s: Scene) -> Any:
-    with torch.inference_mode():
-        y = s.model.head(s.x).clone()
-        z = s.model.blocks[0](s.x)
-    return s.rows(y), s.rows(z)
-
-
-@tries("autograd.no_grad", "autograd.enable_grad", "autograd.set_grad_enabled")
-def _modes(s: Scene) -> Any:
-    with torch.no_grad():
-        before = s.model(s.x)
-        with torch.enable_grad():
-            s.loss().backward()
-    torch.set_grad_enabled(False)
-    inside = s.model(s.x)
-    torch.set_grad_enabled(True)
-    s.model.zero_grad()
-    s.loss().backward()
-    return s.rows(before), s.rows(inside)
+catalogue.table(
+    {
+        "autograd.backward, inputs=": (
+            lambda s: s.loss().backward(inputs=list(s.model.head.parameters()))
+        ),
+        "autograd.graph.register_multi_grad_hook": _multi_hook,
+        "autograd.graph.get_gradient_edge": _edge,
+    }
+)
 
 
 # --- torch.amp ---
@@ -566,60 +463,33 @@ def _overflow(s: Scene) -> Any:
 # --- torch.utils.checkpoint ---
 
 
-def _checkpoints(reentrant: bool) -> None:
-    @tries(f"checkpoint.checkpoint, use_reentrant={reentrant}", "checkpoint.checkpoint")
-    def _checkpoint(s: Scene) -> Any:
-        x = s.x.requires_grad_()
-        for block in s.model.blocks:
-            x = ckpt.checkpoint(block, x, use_reentrant=reentrant)
+@tries(
+    *_names("checkpoint", "checkpoint, use_reentrant=True", "checkpoint, use_reentrant=False"),
+    *_names("checkpoint", "checkpoint", "checkpoint_sequential"),
+    *_names("checkpoint", "create_selective_checkpoint_contexts"),
+    "checkpoint within the model",
+)
+def _checkpoints(s: Scene) -> Any:
+    leaf, blocks = s.x.requires_grad_(), s.model.blocks
+    for is_reentrant in (True, False):
+        x = leaf
+        for block in blocks:
+            x = ckpt.checkpoint(block, x, use_reentrant=is_reentrant)
         s.model.head(x).square().mean().backward()
-
-
-_checkpoints(True)
-_checkpoints(False)
-
-
-class Checkpointed(Model):
-    """Blocks are checkpointed from within."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = ckpt.checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
-
-@tries("checkpoint within the model", make=Checkpointed)
-def _checkpoint_within(s: Scene) -> Any:
-    s.loss().backward()
-
-
-@tries("checkpoint.checkpoint_sequential")
-def _sequential(s: Scene) -> Any:
-    x = s.x.requires_grad_()
-    y = ckpt.checkpoint_sequential(list(s.model.blocks), 2, x, use_reentrant=False)
-    s.model.head(y).square().mean().backward()
-
-
-@tries("checkpoint.create_selective_checkpoint_contexts")
-def _selective(s: Scene) -> Any:
-    ops = [torch.ops.aten.addmm.default]
-    x = s.x.requires_grad_()
-    y = ckpt.checkpoint(
-        s.model,
-        x,
-        use_reentrant=False,
-        context_fn=lambda: ckpt.create_selective_checkpoint_contexts(ops),
-    )
-    y.square().mean().backward()
+    x = ckpt.checkpoint_sequential(list(blocks), 2, leaf, use_reentrant=False)
+    s.model.head(x).square().mean().backward()
+    contexts = partial(ckpt.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    x = ckpt.checkpoint(s.model, leaf, use_reentrant=False, context_fn=contexts)
+    x.square().mean().backward()
 
 
 # --- torch.optim.swa_utils ---
 
 
 def _averages(name: str, **options: Any) -> None:
-    @tries(name)
+    @tries(f"swa_utils.{name}")
     def _average(s: Scene) -> Any:
-        average = swa_utils.AveragedModel(s.model, **{k: v() for k, v in options.items()})
+        average = swa_utils.AveragedModel(s.model, **options)
         optimizer = s.sgd()
         for _ in range(2):
             s.step(optimizer)
@@ -628,11 +498,9 @@ def _averages(name: str, **options: Any) -> None:
             return s.rows(average(s.x)), dict(average.module.named_parameters())
 
 
-_averages("swa_utils.AveragedModel")
-_averages("swa_utils.get_ema_multi_avg_fn", multi_avg_fn=swa_utils.get_ema_multi_avg_fn)
-_averages("swa_utils.get_swa_multi_avg_fn", multi_avg_fn=swa_utils.get_swa_multi_avg_fn)
-_averages("swa_utils.get_ema_avg_fn", avg_fn=swa_utils.get_ema_avg_fn)
-_averages("swa_utils.get_swa_avg_fn", avg_fn=swa_utils.get_swa_avg_fn)
+_averages("AveragedModel")
+for _name in ("get_ema_multi_avg_fn", "get_swa_multi_avg_fn", "get_ema_avg_fn", "get_swa_avg_fn"):
+    _averages(_name, **{_name[8:]: getattr(swa_utils, _name)()})
 
 
 @tries("swa_utils.SWALR")
@@ -644,29 +512,18 @@ def _swalr(s: Scene) -> Any:
     return s.step(optimizer), scheduler.get_last_lr()
 
 
-@tries("swa_utils.update_bn")
-def _update_bn(s: Scene) -> Any:
-    swa_utils.update_bn([s.x], s.model)
-    return s.mean(s.loss())
+catalogue.changes({"swa_utils.update_bn": lambda s: swa_utils.update_bn([s.x], s.model)})
 
 
 # --- torch.distributed.checkpoint.state_dict ---
 
 catalogue.excludes(
     "no function: a type",
-    *(
-        f"state_dict.{n}"
-        for n in (
-            "FQNS_T",
-            "PrimitiveType",
-            "ValueType",
-            "DictValueType",
-            "ListDictValueType",
-            "OptimizerStateType",
-        )
-    ),
+    *(f"state_dict.{n}" for n in ("FQNS_T", "PrimitiveType", "ValueType", "DictValueType")),
+    *(f"state_dict.{n}" for n in ("ListDictValueType", "OptimizerStateType")),
 )
 
+_STATES = ("model_", "optimizer_", "")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "full_state_dict": {"full_state_dict": True},
@@ -682,41 +539,24 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def _gets(label: str, options: dict[str, Any]) -> None:
     suffix = f", {label}" if label else ""
 
-    @tries(f"state_dict.get_model_state_dict{suffix}", "state_dict.StateDictOptions")
-    def _get_model(s: Scene) -> Any:
-        if s.rank and options.get("cpu_offload") and options.get("full_state_dict"):
-            dcp.get_model_state_dict(s.model, options=StateDictOptions(**options))
-            return None  # only rank 0 has it
-        return dcp.get_model_state_dict(s.model, options=StateDictOptions(**options))
+    functions = [f"{do}_{what}state_dict" for do in ("get", "set") for what in _STATES]
 
-    @tries(f"state_dict.get_optimizer_state_dict{suffix}", f"state_dict.get_state_dict{suffix}")
-    def _get_optimizer(s: Scene) -> Any:
+    @tries(*(f"state_dict.{name}{suffix}" for name in functions), "state_dict.StateDictOptions")
+    def _get_and_set(s: Scene) -> Any:
+        chosen = StateDictOptions(**options)
         optimizer = torch.optim.AdamW(s.model.parameters(), lr=0.01)
         s.step(optimizer)
-        found = dcp.get_state_dict(s.model, optimizer, options=StateDictOptions(**options))
-        if s.rank and options.get("cpu_offload") and options.get("full_state_dict"):
-            return None
-        return found
-
-    @tries(
-        f"state_dict.set_model_state_dict{suffix}",
-        f"state_dict.set_optimizer_state_dict{suffix}",
-        f"state_dict.set_state_dict{suffix}",
-    )
-    def _set(s: Scene) -> Any:
-        if "cpu_offload" in options and "full_state_dict" in options:
+        found = copy.deepcopy(dcp.get_state_dict(s.model, optimizer, options=chosen))
+        assert dcp.get_model_state_dict(s.model, options=chosen).keys() == found[0].keys()
+        if is_of_rank_0 := options.keys() >= {"full_state_dict", "cpu_offload"}:
             chosen = StateDictOptions(full_state_dict=True)
-        else:
-            chosen = StateDictOptions(**options)
-        optimizer = torch.optim.AdamW(s.model.parameters(), lr=0.01)
-        s.step(optimizer)
         model_state, state = dcp.get_state_dict(s.model, optimizer, options=chosen)
         kept = {key: value.detach().clone() for key, value in model_state.items()}
         state = copy.deepcopy(state)
         s.step(optimizer)
         dcp.set_model_state_dict(s.model, kept, options=chosen)
         dcp.set_optimizer_state_dict(s.model, optimizer, state, options=chosen)
-        return s.step(optimizer)
+        return s.step(optimizer), None if is_of_rank_0 and s.rank else found
 
 
 for _label, _options in _OPTIONS.items():
@@ -729,27 +569,4 @@ def _set_part(s: Scene) -> Any:
     dcp.set_model_state_dict(
         s.model, given, options=StateDictOptions(full_state_dict=True, strict=False)
     )
-    return s.mean(s.loss())
-
-
-@tries("state_dict.set_model_state_dict, broadcast_from_rank0")
-def _broadcast(s: Scene) -> Any:
-    has = s.engine is None or s.rank == 0
-    given = {**_given(s), "calls": torch.ones(())} if has else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=s.engine is not None)
-    dcp.set_model_state_dict(s.model, given, options=options)
-    return s.mean(s.loss())
-
-
-@tries("state_dict.set_optimizer_state_dict, broadcast_from_rank0")
-def _broadcast_optimizer(s: Scene) -> Any:
-    optimizer = torch.optim.AdamW(s.model.parameters(), lr=0.01)
-    s.step(optimizer)
-    full = StateDictOptions(full_state_dict=True)
-    state = copy.deepcopy(dcp.get_optimizer_state_dict(s.model, optimizer, options=full))
-    s.step(optimizer)
-    if s.engine is not None:
-        state = state if s.rank == 0 else {}
-        full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp.set_optimizer_state_dict(s.model, optimizer, state, options=full)
-    return s.step(optimizer)
+    return s.mean_loss()

@@ -5,39 +5,55 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 
-from tests.promises.scene import ROWS, WIDTH, Catalogue, Model, Scene
+from tests.promises.scene import WIDTH, Catalogue, Model, Scene
 
 catalogue = Catalogue([])
 tries = catalogue.tries
+
+catalogue.elsewhere(
+    "tests/promises/test_gradients.py",
+    "gradient accumulation without no_sync",
+    "p.grad by hand: mul_, a new tensor, None",
+    "an L2 term over model.parameters() in the loss",
+    "an output within a class of the user's",
+    "an auxiliary loss kept on a module",
+    "only a part of the model is trained (model.blocks[0](x))",
+)
+catalogue.elsewhere(
+    "tests/promises/test_param_hooks.py",
+    "p.register_hook that changes the gradient",
+    "p.register_hook before shard",
+    "p.register_post_accumulate_grad_hook that steps an optimizer",
+)
+catalogue.elsewhere(
+    "tests/promises/test_inputs.py",
+    "lists and dicts that units fill",
+    "in-place operations on two inputs of a unit",
+)
+catalogue.elsewhere("tests/promises/test_outside_reads.py", "a 0-d parameter read outside forward")
+catalogue.elsewhere("tests/flat_dtensor/test_gathered.py", "one row of a weight is written")
+catalogue.elsewhere(
+    "tests/promises/test_modules.py", "adapters (LoRA) put in after shard", outcome="raises"
+)
 
 
 # --- loops ---
 
 
-@tries("gradient accumulation without no_sync")
-def _accumulate(s: Scene) -> Any:
-    optimizer = s.sgd()
-    for _ in range(2):
-        for part in s.x.tensor_split(ROWS):
-            (s.loss(part) / ROWS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @tries("gradient accumulation, clip_grad_norm_, a scheduler")
 def _trainer(s: Scene) -> Any:
-    optimizer = torch.optim.AdamW(s.model.parameters(), lr=0.01, eps=1e-4)
+    optimizer = AdamW(s.model.parameters(), lr=0.01, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     norms = []
     for _ in range(3):
-        s.loss().backward()
+        s.backward()
         norms.append(s.full(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1)))
         optimizer.step()
         scheduler.step()
@@ -57,154 +73,96 @@ def _evaluation(s: Scene) -> Any:
     return seen
 
 
-@tries("a forward without gradients between forward and backward")
+@tries(
+    "a forward without gradients between forward and backward",
+    "a forward whose output is dropped",
+    "a forward under set_grad_enabled(False), then True",
+)
 def _between(s: Scene) -> Any:
-    loss = s.loss()
-    with torch.no_grad():
-        y = s.model(s.x * 2)
+    loss, found = s.loss(), []
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            found.append(s.rows(s.model(s.x * 2)))
     loss.backward()
-    return s.rows(y)
+    s.backward()
+    return found
 
 
 @tries("two forwards, then two backwards in order")
-def _two_in_order(s: Scene) -> Any:
-    one, two = s.loss(), s.loss(s.x * 2)
-    one.backward()
-    two.backward()
-
-
 @tries("two forwards, then two backwards in reverse")
-def _two_in_reverse(s: Scene) -> Any:
-    one, two = s.loss(), s.loss(s.x * 2)
-    two.backward()
-    one.backward()
-
-
 @tries("two forwards, one backward of the sum")
-def _two_in_one(s: Scene) -> Any:
+def _two(s: Scene) -> Any:
+    for order in ([0, 1], [1, 0]):
+        losses = [s.loss(), s.loss(s.x * 2)]
+        for index in order:
+            losses[index].backward()
     (s.loss() + s.loss(s.x * 2)).backward()
-
-
-@tries("a forward whose output is dropped")
-def _dropped(s: Scene) -> Any:
-    s.model(s.x * 3)
-    s.loss().backward()
-
-
-@tries("a forward under set_grad_enabled(False), then True")
-def _grad_modes(s: Scene) -> Any:
-    found = []
-    for enabled in (False, True):
-        with torch.set_grad_enabled(enabled):
-            found.append(s.rows(s.model(s.x)))
-    s.loss().backward()
-    return found
 
 
 @tries("two optimizers over parts of the model")
 def _two_optimizers(s: Scene) -> Any:
-    first = torch.optim.SGD(s.model.blocks.parameters(), lr=0.1)
-    second = torch.optim.AdamW(s.model.head.parameters(), lr=0.01)
+    optimizers = [SGD(s.model.blocks.parameters(), 0.1), AdamW(s.model.head.parameters(), 0.01)]
     for _ in range(2):
-        s.loss().backward()
-        first.step()
-        second.step()
-        first.zero_grad()
-        second.zero_grad()
+        s.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-@tries("another optimizer in the middle")
-def _swap(s: Scene) -> Any:
-    s.step(s.sgd())
-    return s.step(torch.optim.AdamW(s.model.parameters(), lr=0.01))
-
-
-@tries("groups without weight decay, by name and ndim")
+@tries("another optimizer in the middle", "groups without weight decay, by name and ndim")
 def _groups(s: Scene) -> Any:
     named = list(s.model.named_parameters())
     groups = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    return s.step(optimizer), s.step(optimizer)
+    return s.train(s.sgd(), 1), s.train(AdamW(groups, lr=0.01))
 
 
 # --- weights by hand ---
 
 
-@tries("an average of weights by hand (EMA)")
-def _ema(s: Scene) -> Any:
-    average = {name: p.detach().clone() for name, p in s.model.named_parameters()}
-    optimizer = s.sgd()
-    for _ in range(2):
-        s.step(optimizer)
-        for name, p in s.model.named_parameters():
-            average[name].mul_(0.9).add_(p.detach(), alpha=0.1)
-    kept = {name: p.detach().clone() for name, p in s.model.named_parameters()}
-    with torch.no_grad():
-        for name, p in s.model.named_parameters():
-            p.copy_(average[name])
-        y = s.rows(s.model(s.x))
-        for name, p in s.model.named_parameters():
-            p.copy_(kept[name])
-    return y, average
-
-
-@tries("p.data = ...")
-def _data(s: Scene) -> Any:
+def _set_data(s: Scene) -> None:
     for p in s.model.parameters():
         p.data = torch.full(tuple(p.shape), 0.05)
-    return s.mean(s.loss())
 
 
-@tries("p.data.mul_()")
-def _data_mul(s: Scene) -> Any:
-    s.loss().backward()
+def _scale_data(s: Scene) -> None:
+    s.backward()
     for p in s.model.parameters():
         p.data.mul_(0.5)
-    return s.mean(s.loss())
+        p.data.clamp_(-0.1, 0.1)
 
 
-@tries("p.copy_() of a whole tensor")
-def _copy(s: Scene) -> Any:
-    with torch.no_grad():
-        for p in s.model.parameters():
-            p.copy_(torch.full(tuple(p.shape), 0.05))
-    return s.mean(s.loss())
+@torch.no_grad()
+def _copy(s: Scene) -> None:
+    for p in s.model.parameters():
+        whole = s.full(p.detach()).clone()
+        for factor in (0.01, -0.02, 0.01):  # moved by noise, and back
+            p.copy_(s.full(p.detach()) + factor * torch.sin(torch.ones(p.shape).cumsum(0)))
+        p.copy_(whole * 0.5)
 
 
-@tries("SGD by hand: p -= lr * p.grad")
-def _by_hand(s: Scene) -> Any:
+def _by_hand(s: Scene) -> None:
     for _ in range(2):
-        s.loss().backward()
+        s.backward()
         with torch.no_grad():
             for p in s.model.parameters():
                 p -= 0.1 * p.grad
                 p.grad = None
-    return s.mean(s.loss())
 
 
-@tries("p.grad by hand: mul_, a new tensor, None")
-def _grad_by_hand(s: Scene) -> Any:
-    s.loss().backward()
-    named = dict(s.model.named_parameters())
-    named["head.weight"].grad.mul_(2)
-    named["head.bias"].grad = named["head.bias"].grad * 3
-    named["blocks.0.norm.weight"].grad = None
-
-
-@tries("one row or element of a weight is read")
-def _row(s: Scene) -> Any:
-    with torch.no_grad():
-        return s.model.head.weight[0]
-
-
-@tries("one row of a weight is written")
-def _write_row(s: Scene) -> Any:
-    with torch.no_grad():
-        s.model.head.weight[0] = 0.0
-    return s.mean(s.loss())
+catalogue.changes(
+    {
+        "p.data = ...": _set_data,
+        ("p.data.mul_()", "weights clamped after each step (p.data.clamp_)"): _scale_data,
+        (
+            "p.copy_() of a whole tensor",
+            "evolution strategies: weights moved by seeded noise, and back",
+        ): _copy,
+        "SGD by hand: p -= lr * p.grad": _by_hand,
+    }
+)
 
 
 @tries("weights by numpy()")
@@ -212,82 +170,36 @@ def _numpy(s: Scene) -> Any:
     return torch.from_numpy(s.model.head.weight.detach().cpu().numpy())
 
 
-@tries("parameters as keys, hash and equality of objects")
+@tries("parameters as keys, hash and equality of objects", "number of parameters, bytes, shapes")
 def _keys(s: Scene) -> Any:
     names = {p: name for name, p in s.model.named_parameters()}
-    s.loss().backward()
-    return [names[p] for p in s.model.parameters()], len(set(s.model.parameters()))
-
-
-@tries("number of parameters, bytes, shapes")
-def _counts(s: Scene) -> Any:
+    s.backward()
     parameters = list(s.model.parameters())
     return (
-        sum(p.numel() for p in parameters),
-        sum(p.numel() * p.element_size() for p in parameters),
-        [tuple(p.shape) for p in parameters],
-        [isinstance(p, nn.Parameter) for p in parameters],
-        [p.is_leaf for p in parameters],
+        [names[p] for p in parameters],
+        [(p.numel(), p.numel() * p.element_size(), tuple(p.shape)) for p in parameters],
+        [(isinstance(p, nn.Parameter), p.is_leaf) for p in parameters],
+        len(set(parameters)),
     )
 
 
-@tries("a statistic of weights and gradients: norm, mean, std, max")
+@tries(
+    "a statistic of weights and gradients: norm, mean, std, max",
+    "one row or element of a weight is read",
+    "the standard deviation of a weight",
+    "foreach functions over gradients",
+)
+@torch.no_grad()
 def _statistics(s: Scene) -> Any:
-    s.loss().backward()
-    with torch.no_grad():
-        return [
-            (s.full(p.norm()), s.full(p.mean()), s.full(p.abs().max()), s.full(p.grad.norm()))
-            for p in s.model.parameters()
-        ]
-
-
-@tries("the standard deviation of a weight")
-def _std(s: Scene) -> Any:
-    return s.model.head.weight.detach().std()
-
-
-@tries("an L2 term over model.parameters() in the loss")
-def _l2(s: Scene) -> Any:
-    for _ in range(2):
-        penalty = sum(p.square().sum() for p in s.model.parameters())
-        (s.loss() + 1e-3 * penalty).backward()
-        s.model.zero_grad(set_to_none=False)
-
-
-# --- hooks ---
-
-
-@tries("p.register_hook that changes the gradient")
-def _hook(s: Scene) -> Any:
-    s.model.head.weight.register_hook(lambda g: g * 2)
-    s.loss().backward()
-
-
-class Hooked(Model):
-    """With a hook from before it was sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight.register_hook(lambda g: g * 2)
-
-
-@tries("p.register_hook before shard", make=Hooked)
-def _hook_before(s: Scene) -> Any:
-    s.loss().backward()
-
-
-@tries("p.register_post_accumulate_grad_hook that steps an optimizer")
-def _step_in_hook(s: Scene) -> Any:
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in s.model.parameters()}
-
-    def step(p: Tensor) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in optimizers:
-        p.register_post_accumulate_grad_hook(step)
-    for _ in range(2):
-        s.loss().backward()
+    with torch.enable_grad():
+        s.backward()
+    parameters = list(s.model.parameters())
+    gradients = [p.grad for p in parameters]
+    found = [p.norm() for p in parameters] + [g.norm() for g in gradients]
+    found += [p.mean() for p in parameters] + [p.abs().max() for p in parameters]
+    torch._foreach_mul_(gradients, 0.5)
+    found += torch._foreach_norm(gradients)
+    return [s.full(each) for each in found], s.model.head.weight[0], s.model.head.weight.std()
 
 
 # --- buffers ---
@@ -296,10 +208,10 @@ def _step_in_hook(s: Scene) -> Any:
 @tries("a buffer is edited in place and replaced")
 def _buffer(s: Scene) -> Any:
     s.model.calls.add_(3)
-    s.loss().backward()
+    s.backward()
     s.model.calls = torch.tensor(7.0)
     s.model.zero_grad()
-    s.loss().backward()
+    s.backward()
     return s.model.calls
 
 
@@ -321,68 +233,6 @@ def _outputs(s: Scene) -> Any:
     return s.rows(found["y"]), found["none"], found["n"], s.rows(found["ids"])
 
 
-@dataclass
-class Result:
-    """What a model of the user's returns."""
-
-    y: Tensor
-
-
-class Hidden(nn.Module):
-    """Its output is hidden in an unknown class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x).tanh()
-
-        class Answer:
-            y = x
-
-        return Answer()
-
-
-@tries("an output within a class of the user's", make=Hidden, goes_on=False)
-def _hidden(s: Scene) -> Any:
-    for _ in range(2):
-        s.model.zero_grad()
-        s.model(s.x).y.square().mean().backward()
-
-
-class Lists(nn.Module):
-    """Blocks that take a list and a dict, and append to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([_Appends(), _Appends()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        history: list[Tensor] = [x]
-        cache: dict[str, Tensor] = {}
-        for index, block in enumerate(self.blocks):
-            block(history, cache, index)
-        return history[-1] + cache["0"] + len(history)
-
-
-class _Appends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, history: list[Tensor], cache: dict[str, Tensor], index: int) -> None:
-        y = self.linear(history[-1])
-        history.append(y)
-        cache[str(index)] = y
-
-
-@tries("lists and dicts that units fill", make=Lists)
-def _lists(s: Scene) -> Any:
-    s.loss().backward()
-
-
 class Shared(nn.Module):
     """One block called twice, and weights that are tied."""
 
@@ -392,18 +242,12 @@ class Shared(nn.Module):
         self.blocks = nn.ModuleList([one, nn.Linear(WIDTH, WIDTH), one])
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.blocks[1].weight
+        assert len(list(self.named_parameters(remove_duplicate=False))) == 7
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x).tanh()
         return self.head(x)
-
-
-@tries("shared modules and tied weights", make=Shared)
-def _shared(s: Scene) -> Any:
-    names = [name for name, _ in s.model.named_parameters(remove_duplicate=False)]
-    s.loss().backward()
-    return names
 
 
 class Nested(nn.Module):
@@ -419,16 +263,6 @@ class Nested(nn.Module):
         return self.body(x) * self.scale.exp()
 
 
-@tries("nested containers and a 0-d parameter", make=Nested)
-def _nested(s: Scene) -> Any:
-    s.loss().backward()
-
-
-@tries("a 0-d parameter read outside forward", make=Nested)
-def _scale_outside(s: Scene) -> Any:
-    (s.model(s.x) * s.model.scale.exp()).square().mean().backward()
-
-
 class Unused(Model):
     """A block that only gets a gradient sometimes."""
 
@@ -436,21 +270,19 @@ class Unused(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
-        if not self.skip:
-            x = self.blocks[1](x)
-        return self.head(x)
+        return self.head(x if self.skip else self.blocks[1](x))
 
 
 @tries("a block that is not used", make=Unused)
 def _unused(s: Scene) -> Any:
-    optimizer = torch.optim.AdamW(s.model.parameters(), lr=0.01, weight_decay=0.5)
+    optimizer = AdamW(s.model.parameters(), lr=0.01, weight_decay=0.5)
     s.step(optimizer)
     s.model.skip = False
     s.step(optimizer)
 
 
 class Dropouts(Model):
-    """With dropout of the same mask on every rank, since nothing is dropped in eval."""
+    """Nothing is dropped in eval."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,32 +295,7 @@ class Dropouts(Model):
 @tries("dropout in eval", make=Dropouts, goes_on=False)
 def _dropout(s: Scene) -> Any:
     s.model.eval()
-    s.loss().backward()
-
-
-class Auxiliary(Model):
-    """Keeps a loss on a module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        self.extra = x.square().mean()
-        return self.head(self.blocks[1](x))
-
-
-@tries("an auxiliary loss kept on a module", make=Auxiliary)
-def _auxiliary(s: Scene) -> Any:
-    for _ in range(2):
-        s.model.zero_grad()
-        loss = s.loss()
-        (loss + s.model.extra).backward()
-    s.model.extra = None
-
-
-@tries("only a part of the model is trained (model.blocks[0](x))")
-def _part(s: Scene) -> Any:
-    for _ in range(2):
-        s.model.zero_grad()
-        s.model.blocks[0](s.x).square().mean().backward()
+    s.backward()
 
 
 @tries("an inner module is called (model.blocks[0].linear(x))")
@@ -496,18 +303,12 @@ def _inner(s: Scene) -> Any:
     return s.rows(s.model.blocks[0].linear(s.x))
 
 
-@tries("an input that requires grad; its gradient")
+@tries("an input that requires grad; its gradient", "keyword arguments")
 def _input_gradient(s: Scene) -> Any:
     x = s.x.requires_grad_()
-    s.loss(x).backward()
-    return s.per_row(x.grad)
-
-
-@tries("keyword arguments")
-def _keywords(s: Scene) -> Any:
-    y = s.model(x=s.x)
+    y = s.model(x=x)
     y.square().mean().backward()
-    return s.rows(y)
+    return s.rows(y), s.per_row(x.grad)  # type: ignore[arg-type]
 
 
 class InPlace(Model):
@@ -517,40 +318,6 @@ class InPlace(Model):
         for block in self.blocks:
             x = block(x.mul(1.0)).add_(1)
         return F.relu_(self.head(x))
-
-
-@tries("in-place operations on outputs of units", make=InPlace)
-def _in_place(s: Scene) -> Any:
-    s.loss().backward()
-
-
-class _InPlaceBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x += 1
-        y *= 2
-        return self.linear(x) + y
-
-
-class InPlaceInputs(nn.Module):
-    """Its block changes two inputs in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([_InPlaceBlock()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.blocks[0](x, x * 2)
-
-
-@tries("in-place operations on two inputs of a unit", make=InPlaceInputs)
-def _in_place_inputs(s: Scene) -> Any:
-    s.loss().backward()
 
 
 # --- adapters ---
@@ -579,17 +346,14 @@ class Lora(Model):
             block.linear = Adapter(block.linear)
 
 
-@tries("adapters (LoRA) put in before shard", make=Lora)
-def _lora(s: Scene) -> Any:
-    optimizer = torch.optim.AdamW([p for p in s.model.parameters() if p.requires_grad], lr=0.01)
-    return s.step(optimizer), s.step(optimizer)
-
-
-@tries("adapters (LoRA) put in after shard")
-def _lora_after(s: Scene) -> Any:
-    for block in s.model.blocks:
-        block.linear = Adapter(block.linear)
-    return s.mean(s.loss())
+catalogue.trains(
+    {
+        "shared modules and tied weights": Shared,
+        "nested containers and a 0-d parameter": Nested,
+        "in-place operations on outputs of units": InPlace,
+        "adapters (LoRA) put in before shard": Lora,
+    }
+)
 
 
 # --- processes, memory, errors ---
@@ -607,7 +371,7 @@ def _exception(s: Scene) -> Any:
         handle.remove()
     if s.engine is not None:
         s.engine.reset()
-    s.loss().backward()
+    s.backward()
 
 
 @tries("a loss that is NaN in one step, which is skipped")
@@ -643,13 +407,4 @@ def _memory(s: Scene) -> Any:
     for p in s.model.parameters():
         p.data_ptr()
         p.share_memory_()
-    s.loss().backward()
-
-
-@tries("foreach functions over gradients")
-def _foreach(s: Scene) -> Any:
-    s.loss().backward()
-    gradients = [p.grad for p in s.model.parameters()]
-    torch._foreach_mul_(gradients, 0.5)
-    norms = torch._foreach_norm(gradients)
-    return [s.full(norm) for norm in norms]
+    s.backward()

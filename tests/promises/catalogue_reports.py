@@ -7,6 +7,7 @@ collectives of the user's, backwards within backwards, and tensors that modules 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,55 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils.checkpoint import checkpoint
 
 from tests.promises.scene import ROWS, WIDTH, Block, Catalogue, Model, Scene
 
 catalogue = Catalogue([])
 tries = catalogue.tries
+
+catalogue.elsewhere(
+    "tests/runtime/test_nested_backwards.py",
+    "GradCache: forward and backward of mini-batches in a hook of an outer backward",
+    "a tiled MLP, which is the unit",
+    "a block applied until a fixed point, its gradient by a hook (deep equilibrium)",
+)
+catalogue.elsewhere(
+    "tests/promises/test_kept_tensors.py",
+    "early exits: kept tensors computed after the output",
+    "early exits alone: the outputs get no gradient",
+    "early exits, checkpointed by hand around blocks",
+    "local losses: each unit returns a detached output",
+    "logits kept in an attribute, computed with another module's weight",
+    "outputs that are views, written in place",
+)
+catalogue.elsewhere(
+    "tests/promises/test_written_weights.py",
+    "forced weight normalisation in forward",
+    "a forward pre-hook that clamps weights",
+    "a pre-hook of the model that clamps all weights",
+)
+catalogue.elsewhere(
+    "tests/flat_dtensor/test_gathered.py",
+    "half of a layer is set: weight[:6], chunk, nn.init of a slice",
+    "one expert of a stacked weight is set by torch._foreach_zero_",
+)
+catalogue.elsewhere(
+    "tests/promises/test_unsharded.py", "weights within engine.unsharded(): weight.data = merged"
+)
+catalogue.elsewhere(
+    "tests/promises/test_dtensor_face.py",
+    "slices of weights written by a collective into p.to_local()",
+)
+catalogue.elsewhere(
+    "tests/promises/test_outside_reads.py", "a gradient penalty on inputs (WGAN-GP)"
+)
+catalogue.elsewhere(
+    "tests/promises/test_outside_reads.py",
+    "gradients of two losses by autograd.grad over parameters (PCGrad)",
+    "a fused loss outside of the model's forward, with the head's weight",
+    "a Function of a norm's weight, outside of any unit",
+    outcome="right at `no_shard`, else raises",
+)
 
 
 class Variant(Model):
@@ -35,12 +79,6 @@ class Variant(Model):
 def variant(inner: type[nn.Module]) -> type[Model]:
     """A model class with a block of class ``inner``."""
     return type(f"With{inner.__name__}", (Variant,), {"inner": inner})
-
-
-def train(s: Scene, optimizer: torch.optim.Optimizer | None = None, steps: int = 2) -> list[Tensor]:
-    """Some steps of training; their losses."""
-    optimizer = s.sgd() if optimizer is None else optimizer
-    return [s.step(optimizer) for _ in range(steps)]
 
 
 # --- functions of the user's own ---
@@ -68,33 +106,6 @@ class _LinearLoss(Function):
         return grad_x * grad, grad_weight * grad, None
 
 
-class FusedLoss(Model):
-    """The head's weight is used by a function in the root's forward, as fused losses do."""
-
-    make = staticmethod(torch.zeros_like)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return _LinearLoss.apply(x, self.head.weight, self.make).sqrt()
-
-
-class FusedLossNewZeros(FusedLoss):
-    make = staticmethod(lambda weight: weight.new_zeros(weight.shape))
-
-
-@tries("a fused loss: gradients of the head in forward, by zeros_like", make=FusedLoss)
-@tries("a fused loss: gradients of the head in forward, by new_zeros", make=FusedLossNewZeros)
-def _fused(s: Scene) -> Any:
-    return train(s)
-
-
-@tries("a fused loss outside of the model's forward, with the head's weight")
-def _fused_outside(s: Scene) -> Any:
-    hidden = s.model.blocks[1](s.model.blocks[0](s.x))
-    _LinearLoss.apply(hidden, s.model.head.weight, torch.zeros_like).backward()
-
-
 class _Scaled(Function):
     """``x * gain``, whose gradient of the gain is written into a copy of it."""
 
@@ -107,22 +118,6 @@ class _Scaled(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, gain = ctx.saved_tensors
         return grad * gain, torch.empty_like(gain).copy_((grad * x).sum(0))
-
-
-class ScaledBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + _Scaled.apply(F.gelu(self.linear(self.norm(x))), self.norm.weight)
-
-
-@tries("a Function whose gradient is written into empty_like", make=variant(ScaledBlock))
-def _scaled(s: Scene) -> Any:
-    return train(s)
-
-
-@tries("a Function of a norm's weight, outside of any unit")
-def _scaled_outside(s: Scene) -> Any:
-    y = _Scaled.apply(s.model.blocks[0](s.x), s.model.blocks[1].norm.weight)
-    s.model.blocks[1](y).square().mean().backward()
 
 
 class _SetupContext(Function):
@@ -141,19 +136,6 @@ class _SetupContext(Function):
         return grad @ weight, grad_weight
 
 
-class SetupContextBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + _SetupContext.apply(self.norm(x), self.linear.weight) + self.linear.bias
-
-
-@tries("a Function with setup_context and needs_input_grad", make=variant(SetupContextBlock))
-def _setup_context(s: Scene) -> Any:
-    s.model.blocks[1].linear.weight.requires_grad_(False)
-    first = train(s, torch.optim.SGD([p for p in s.model.parameters() if p.requires_grad], lr=0.1))
-    s.model.blocks[1].linear.weight.requires_grad_(True)
-    return first, train(s)
-
-
 class _Identity(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -161,18 +143,7 @@ class _Identity(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad / grad.norm().clamp(min=1.0)
-
-
-class IdentityBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(self.norm(x), 2 * _Identity.apply(self.linear.weight))
-
-
-@tries("a Function that returns a view of a weight", make=variant(IdentityBlock), goes_on=False)
-def _identity(s: Scene) -> Any:
-    # The loss is small, so that the gradient's norm, of which each rank has its own, is below 1.
-    (0.01 * s.loss()).backward()
+        return grad * 0.5
 
 
 class _Dirty(Function):
@@ -186,14 +157,45 @@ class _Dirty(Function):
         return grad * 2
 
 
-class DirtyBlock(Block):
+class FunctionsBlock(Block):
+    """Rounds one weight straight through, and computes with others by the functions above."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return _Dirty.apply(self.linear(x)) + x
+        weight = self.linear.weight
+        rounded = weight + ((weight * 16).round() / 16 - weight).detach()
+        y = F.linear(self.norm(x), rounded, self.linear.bias)
+        y = y + 0.1 * F.linear(x, 2 * _Identity.apply(weight))
+        y = _Dirty.apply(y) + _SetupContext.apply(self.norm(x), weight)
+        return x + _Scaled.apply(F.gelu(y), self.norm.weight)
 
 
-@tries("a Function that marks its input dirty", make=variant(DirtyBlock))
-def _dirty(s: Scene) -> Any:
-    return train(s)
+class Functions(variant(FunctionsBlock)):  # type: ignore[misc]
+    """The head's weight is used by a function in the root's forward, as fused losses do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        makers = (torch.zeros_like, lambda weight: weight.new_zeros(weight.shape))
+        return sum(_LinearLoss.apply(x, self.head.weight, make) for make in makers).sqrt()  # type: ignore[no-any-return]
+
+
+@tries(
+    "a fused loss: gradients of the head in forward, by new_zeros",
+    "a fused loss: gradients of the head in forward, by zeros_like",
+    "a Function whose gradient is written into empty_like",
+    "a Function with setup_context and needs_input_grad",
+    "a Function that returns a view of a weight",
+    "a Function that marks its input dirty",
+    "quantisation-aware training (straight-through rounding)",
+    make=Functions,
+)
+def _functions(s: Scene) -> Any:
+    weight = s.model.blocks[1].linear.weight.requires_grad_(False)
+    first = s.train()
+    weight.requires_grad_(True)
+    losses = s.train()
+    s.backward()
+    return first, losses
 
 
 class _Again(Function):
@@ -227,45 +229,6 @@ class AgainOutside(Model):
         for block in self.blocks:
             x = _Again.apply(x, block)
         return self.head(x)
-
-
-@tries("a checkpoint by hand within a unit", make=variant(AgainInside))
-@tries("a checkpoint by hand around units", make=AgainOutside)
-def _again(s: Scene) -> Any:
-    return train(s)
-
-
-class _Tiled(Function):
-    """An MLP over slices of the rows, whose backward runs forward and backward of each slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Any, *params: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return torch.cat([run(part) for part in x.split(1)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        parts = []
-        for part, one in zip(x.split(1), grad.split(1), strict=True):
-            part = part.detach().requires_grad_()
-            with torch.enable_grad():
-                y = ctx.run(part)
-            torch.autograd.backward(y, one)
-            parts.append(part.grad)
-        return torch.cat(parts), None, *[None] * (len(ctx.needs_input_grad) - 2)
-
-
-class TiledBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return _Tiled.apply(x, super().forward, *self.parameters())
-
-
-@tries("a tiled MLP, which is the unit", make=variant(TiledBlock))
-def _tiled(s: Scene) -> Any:
-    return train(s)
 
 
 class _Coupling(Function):
@@ -302,187 +265,78 @@ class Reversible(Model):
         return self.head(a + b)
 
 
-@tries("a reversible network", make=Reversible)
-def _reversible(s: Scene) -> Any:
-    return train(s)
-
-
-class Quantized(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear.weight
-        rounded = weight + ((weight * 16).round() / 16 - weight).detach()
-        return x + F.linear(self.norm(x), rounded, self.linear.bias)
-
-
-@tries("quantisation-aware training (straight-through rounding)", make=variant(Quantized))
-def _quantized(s: Scene) -> Any:
-    return train(s)
-
+catalogue.trains(
+    {
+        "a checkpoint by hand around units": AgainOutside,
+        "a checkpoint by hand within a unit": variant(AgainInside),
+        "a reversible network": Reversible,
+    }
+)
 
 # --- hooks ---
 
 
-@tries("a forward hook that replaces outputs, removed later")
-def _replaces(s: Scene) -> Any:
-    handle = s.model.blocks[0].register_forward_hook(lambda m, args, out: out * 0.5)
-    first = train(s)
-    handle.remove()
-    return first, train(s)
-
-
-@tries("a forward pre-hook that replaces inputs")
-def _replaces_inputs(s: Scene) -> Any:
-    s.model.blocks[1].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
-    return train(s)
-
-
-@tries("full backward hooks: one reads, one scales")
-def _backward_hooks(s: Scene) -> Any:
-    seen: list[Tensor] = []
-    s.model.blocks[0].register_full_backward_hook(
-        lambda m, given, out: seen.append(s.per_row(out[0]).clone())
-    )
-    s.model.blocks[1].register_full_backward_hook(lambda m, given, out: (given[0] * 0.5,))
-    return train(s), seen
-
-
-@tries("a full backward pre-hook that scales")
-def _backward_pre_hook(s: Scene) -> Any:
-    s.model.blocks[1].register_full_backward_pre_hook(lambda m, out: (out[0] * 0.5,))
-    return train(s)
-
-
-@tries("an activation that a hook keeps, with retain_grad")
-def _retained(s: Scene) -> Any:
-    kept: list[Tensor] = []
-
-    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
-        out.retain_grad()
-        kept.append(out)
-
-    s.model.blocks[0].register_forward_hook(keep)
-    s.loss().backward()
-    return s.per_row(kept[0].grad)
-
-
-@tries("a forward hook that computes an auxiliary loss of a unit's output")
-def _deep_supervision(s: Scene) -> Any:
-    kept: list[Tensor] = []
-    s.model.blocks[0].register_forward_hook(
-        lambda m, args, out: kept.append(m.linear(out).square().mean())
-    )
-    (s.loss() + kept[0]).backward()
-
-
-class EarlyExit(Block):
-    """It keeps a tensor that it computed from its output."""
-
-    kept: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.kept = self.linear(out)
-        return out
-
-
-class EarlyExits(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([EarlyExit(), EarlyExit(), EarlyExit()])
-
-
-@tries("early exits: kept tensors computed after the output", make=EarlyExits)
-def _early_exits(s: Scene) -> Any:
-    optimizer, losses = s.sgd(), []
-    for _ in range(2):
-        loss = s.loss() + sum(block.kept.square().mean() for block in s.model.blocks)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(s.mean(loss))
-    for block in s.model.blocks:
-        block.kept = None
-    return losses
-
-
-@tries("early exits alone: the outputs get no gradient", make=EarlyExits)
-def _exits_alone(s: Scene) -> Any:
-    s.model(s.x)
-    sum(block.kept.square().mean() for block in s.model.blocks).backward()
-    for block in s.model.blocks:
-        block.kept = None
-
-
-@tries("early exits, checkpointed by hand around blocks", make=EarlyExits)
-def _checkpointed_exits(s: Scene) -> Any:
-    x, losses = s.x.clone().requires_grad_(), []
-    for block in s.model.blocks:
-        x = checkpoint(block, x, use_reentrant=False)
-        losses.append(block.kept.square().mean())
-        block.kept = None
-    (s.model.head(x).square().mean() + sum(losses)).backward()
-    for block in s.model.blocks:
-        block.kept = None
-
-
-class LocalLoss(Block):
-    """Greedy training: each block's input is detached."""
-
-    kept: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.kept = out.square().mean()
-        return out.detach()
-
-
-@tries("local losses: each unit returns a detached output", make=variant(LocalLoss))
-def _local_losses(s: Scene) -> Any:
-    losses = []
-    for _ in range(2):
-        loss = s.loss() + s.model.blocks[1].kept
-        loss.backward()
-        losses.append(s.mean(loss))
-    s.model.blocks[1].kept = None
-    return losses
-
-
-@tries("a hook on every module (register_module_forward_hook)")
-def _global_hook(s: Scene) -> Any:
-    names: list[str] = []
-    handle = nn.modules.module.register_module_forward_hook(
+@tries(
+    "a forward hook that replaces outputs, removed later",
+    "a forward pre-hook that replaces inputs",
+    "full backward hooks: one reads, one scales",
+    "a full backward pre-hook that scales",
+    "a hook on every module (register_module_forward_hook)",
+)
+def _hooks(s: Scene) -> Any:
+    blocks, seen, names = s.model.blocks, [], []
+    everywhere = nn.modules.module.register_module_forward_hook(
         lambda module, args, out: names.append(type(module).__name__)
     )
+    handles = [
+        everywhere,
+        blocks[0].register_forward_hook(lambda m, args, out: out * 0.5),
+        blocks[1].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,)),
+        blocks[0].register_full_backward_hook(
+            lambda m, given, out: seen.append(s.per_row(out[0]).clone())
+        ),
+        blocks[1].register_full_backward_hook(lambda m, given, out: (given[0] * 0.5,)),
+        blocks[1].register_full_backward_pre_hook(lambda m, out: (out[0] * 0.5,)),
+    ]
     try:
-        losses = train(s)
+        losses = s.train()
     finally:
-        handle.remove()
-    return losses, names
+        for handle in handles:
+            handle.remove()
+    return losses, s.train(), seen, names
 
 
-@tries("register_multi_grad_hook over activations")
-def _multi_grad(s: Scene) -> Any:
+@tries(
+    "an activation that a hook keeps, with retain_grad",
+    "a forward hook that computes an auxiliary loss of a unit's output",
+    "register_multi_grad_hook over activations",
+)
+def _kept_by_hooks(s: Scene) -> Any:
     kept: list[Tensor] = []
-    s.model.blocks[0].register_forward_hook(lambda m, args, out: kept.append(out))
-    s.model.blocks[1].register_forward_hook(lambda m, args, out: kept.append(out))
-    loss, norms = s.loss(), []
+    losses: list[Tensor] = []
+    counts: list[int] = []
+
+    def keep(module: Any, args: Any, out: Tensor) -> None:
+        out.retain_grad()
+        kept.append(out)
+        losses.append(module.linear(out).square().mean())
+
+    for block in s.model.blocks:
+        block.register_forward_hook(keep)
+    loss = s.loss()
     torch.autograd.graph.register_multi_grad_hook(
-        kept, lambda grads: norms.append(len([each for each in grads if each is not None]))
+        kept, lambda grads: counts.append(len([each for each in grads if each is not None]))
     )
-    loss.backward()
-    return norms
+    (loss + losses[0]).backward()
+    return [s.per_row(each.grad) for each in kept], counts  # type: ignore[arg-type]
 
 
 @tries("saved_tensors_hooks around forward: copies, and save_on_cpu")
 def _saved_hooks(s: Scene) -> Any:
-    optimizer = s.sgd()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+    graph = torch.autograd.graph
+    with graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t), graph.save_on_cpu():
         loss = s.loss()
     loss.backward()
-    with torch.autograd.graph.save_on_cpu():
-        loss = s.loss()
-    loss.backward()
-    optimizer.step()
 
 
 # --- buffers ---
@@ -496,6 +350,7 @@ class Counting(Block):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("table", None, persistent=False)
         self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("mask", (torch.arange(WIDTH * WIDTH) % 3 > 0).view(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
@@ -503,29 +358,20 @@ class Counting(Block):
         if self.table is None or len(self.table) < size:
             self.table = torch.arange(size, dtype=torch.float32) / size
         self.average.lerp_(self.linear.weight.detach().mean(0), 0.1)
-        return super().forward(x) * self.table[-1] + self.average
+        y = F.linear(self.norm(x), self.linear.weight * self.mask, self.linear.bias)
+        return x + y * self.table[-1] + self.average
 
 
-@tries("buffers that grow, count, and follow weights in forward", make=variant(Counting))
+@tries(
+    "buffers that grow, count, and follow weights in forward",
+    "pruning by a mask in forward, applied to weights at the end",
+    make=variant(Counting),
+)
 def _buffers(s: Scene) -> Any:
-    return train(s, steps=3)
-
-
-class Masked(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", (torch.arange(WIDTH * WIDTH) % 3 > 0).view(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(self.norm(x), self.linear.weight * self.mask, self.linear.bias)
-
-
-@tries("pruning by a mask in forward, applied to weights at the end", make=variant(Masked))
-def _masked(s: Scene) -> Any:
-    losses = train(s)
+    losses = s.train(steps=3)
     with torch.no_grad():
         s.model.blocks[1].linear.weight.mul_(s.model.blocks[1].mask)
-    return losses, train(s)
+    return losses, s.train()
 
 
 class CachedWeight(Block):
@@ -558,178 +404,81 @@ def _cached_view(s: Scene) -> Any:
 # --- weights written at odd places ---
 
 
-@tries("weights clamped after each step (p.data.clamp_)")
-def _clamped(s: Scene) -> Any:
-    optimizer, losses = s.sgd(), []
-    for _ in range(2):
-        losses += train(s, optimizer, 1)
-        for p in s.model.parameters():
-            p.data.clamp_(-0.2, 0.2)
-    return losses
-
-
-class Forced(Block):
-    """Forced weight normalisation, as in EDM2."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.linear.weight.copy_(F.normalize(self.linear.weight, dim=1))
-        return super().forward(x)
-
-
-@tries("forced weight normalisation in forward", make=variant(Forced))
-def _forced(s: Scene) -> Any:
-    return train(s, steps=3)
-
-
-@tries("a forward pre-hook that clamps weights")
-def _clamps_before(s: Scene) -> Any:
-    def clamp(module: Any, args: Any) -> None:
-        with torch.no_grad():
-            module.linear.weight.clamp_(-0.1, 0.1)
-
-    s.model.blocks[0].register_forward_pre_hook(clamp)
-    return train(s)
-
-
-@tries("a pre-hook of the model that clamps all weights")
-def _clamps_all(s: Scene) -> Any:
-    def clamp(module: Any, args: Any) -> None:
-        for p in module.parameters():
-            p.data.clamp_(-0.1, 0.1)
-
-    s.model.register_forward_pre_hook(clamp)
-    return train(s)
-
-
 @tries("weights swapped with their average for an evaluation (p.data)")
 def _swapped(s: Scene) -> Any:
-    average = {n: p.detach().clone() for n, p in s.model.named_parameters()}
-    losses = train(s)
     named = dict(s.model.named_parameters())
+    average = {n: p.detach().clone() for n, p in named.items()}
+    losses = s.train()
     for name, p in named.items():
         average[name].lerp_(p.detach(), 0.5)
-    for name, p in named.items():
-        p.data, average[name] = average[name], p.data
-    with torch.no_grad():
-        evaluated = s.mean(s.loss())
-    for name, p in named.items():
-        p.data, average[name] = average[name], p.data
-    return losses, evaluated, train(s)
+    evaluated = []
+    for _ in range(2):  # swapped in, and out
+        for name, p in named.items():
+            p.data, average[name] = average[name], p.data
+        with torch.no_grad():
+            evaluated.append(s.mean_loss())
+    return losses, evaluated, s.train()
 
 
-@tries("an average by torch._foreach_lerp_, copied in and out")
+@tries(
+    "an average of weights by hand (EMA)",
+    "an average by torch._foreach_lerp_, copied in and out",
+    "Lookahead: slow weights by hand",
+)
 def _foreach(s: Scene) -> Any:
     params = list(s.model.parameters())
     average = [p.detach().clone() for p in params]
-    losses = train(s)
+    losses = s.train()
     with torch.no_grad():
         torch._foreach_lerp_(average, params, 0.5)
+        for each, p in zip(average, params, strict=True):
+            each.mul_(0.9).add_(p.detach(), alpha=0.1)
         kept = [p.clone() for p in params]
         torch._foreach_copy_(params, average)
-        evaluated = s.mean(s.loss())
+        evaluated = s.mean_loss()
         torch._foreach_copy_(params, kept)
-    return losses, evaluated, train(s)
+        for each, p in zip(average, params, strict=True):
+            each += 0.5 * (p - each)
+            p.copy_(each)
+    return losses, evaluated, average, s.train()
 
 
 @tries("sharpness-aware minimisation (SAM)")
 def _sam(s: Scene) -> Any:
     optimizer, losses = s.sgd(), []
+    params = list(s.model.parameters())
     for _ in range(2):
-        s.loss().backward()
-        grads = [p.grad.clone() for p in s.model.parameters()]
-        with torch.no_grad():
-            for p, g in zip(s.model.parameters(), grads, strict=True):
-                p.add_(g, alpha=0.05)
-        optimizer.zero_grad()
-        loss = s.loss()
-        loss.backward()
-        with torch.no_grad():
-            for p, g in zip(s.model.parameters(), grads, strict=True):
-                p.sub_(g, alpha=0.05)
+        s.backward()
+        grads = [p.grad.clone() for p in params]
+        for sign in (1, -1):
+            with torch.no_grad():
+                for p, g in zip(params, grads, strict=True):
+                    p.add_(g, alpha=0.05 * sign)
+            if sign == 1:
+                optimizer.zero_grad()
+                losses.append(s.mean_loss())
+                s.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(s.mean(loss))
     return losses
-
-
-@tries("Lookahead: slow weights by hand")
-def _lookahead(s: Scene) -> Any:
-    slow = [p.detach().clone() for p in s.model.parameters()]
-    losses = train(s)
-    with torch.no_grad():
-        for p, q in zip(s.model.parameters(), slow, strict=True):
-            q += 0.5 * (p - q)
-            p.copy_(q)
-    return losses, train(s)
-
-
-@tries("evolution strategies: weights moved by seeded noise, and back")
-def _evolution(s: Scene) -> Any:
-    losses = []
-    for seed in range(2):
-        noise = {
-            n: torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-            for n, p in s.model.named_parameters()
-        }
-        for sign in (1, -2, 1):
-            with torch.no_grad():
-                for n, p in s.model.named_parameters():
-                    p.copy_(s.full(p.detach()) + sign * 0.01 * noise[n])
-                losses.append(s.mean(s.loss()))
-    return losses
-
-
-@tries("half of a layer is set: weight[:6], chunk, nn.init of a slice")
-def _halves(s: Scene) -> Any:
-    weight = s.model.blocks[0].linear.weight
-    with torch.no_grad():
-        weight[:6] = 0.5
-        weight.chunk(2)[1].zero_()
-        nn.init.constant_(weight[3:9], 0.25)
-    return train(s)
-
-
-@tries("one expert of a stacked weight is set by torch._foreach_zero_")
-def _foreach_parts(s: Scene) -> Any:
-    with torch.no_grad():
-        torch._foreach_zero_(list(s.model.blocks[0].linear.weight.chunk(3))[:2])
-    return train(s)
 
 
 @tries("a view of views is written: view_as, t, flatten, unbind")
+@torch.no_grad()
 def _views(s: Scene) -> Any:
     weight = s.model.blocks[0].linear.weight
-    with torch.no_grad():
-        weight.t()[0].fill_(0.5)
-        weight.flatten()[5:9].zero_()
-        weight.unbind()[2].mul_(2.0)
-        weight.view_as(weight)[1].add_(1.0)
-    return train(s)
+    weight.t()[0].fill_(0.5)
+    weight.flatten()[5:9].zero_()
+    weight.unbind()[2].mul_(2.0)
+    weight.view_as(weight)[1].add_(1.0)
 
 
 @tries("the head starts anew within training (reset_parameters)")
 def _reset(s: Scene) -> Any:
-    losses = train(s)
+    losses = s.train()
     torch.manual_seed(3)
     s.model.head.reset_parameters()
-    return losses, train(s)
-
-
-@tries("weights within engine.unsharded(): weight.data = merged")
-def _merged(s: Scene) -> Any:
-    def merge() -> None:
-        linear = s.model.blocks[0].linear
-        linear.weight.data = linear.weight.data + 0.1 * torch.ones(WIDTH, WIDTH)
-        linear.bias.data.zero_()
-
-    if s.engine is None:
-        merge()
-    else:
-        with s.engine.unsharded():
-            merge()
-    return train(s)
+    return losses, s.train()
 
 
 @tries("one weight of two is frozen between forward and backward")
@@ -738,7 +487,7 @@ def _freezes(s: Scene) -> Any:
     s.model.blocks[0].linear.weight.requires_grad_(False)
     loss.backward()
     s.model.blocks[0].linear.weight.requires_grad_(True)
-    s.loss().backward()
+    s.backward()
 
 
 class TransposedTie(Model):
@@ -750,9 +499,7 @@ class TransposedTie(Model):
         return self.head(x) + (x @ self.blocks[0].linear.weight).mean(1, keepdim=True)
 
 
-@tries("the weight of a block read in the model's forward, transposed", make=TransposedTie)
-def _transposed(s: Scene) -> Any:
-    return train(s)
+catalogue.trains({"the weight of a block read in the model's forward, transposed": TransposedTie})
 
 
 # --- adapters ---
@@ -781,63 +528,51 @@ class AdaptedModel(Model):
         self.blocks = nn.ModuleList([Adapted(), Adapted()])
 
 
-@tries("adapters switched off for reference logits within a step", make=AdaptedModel)
-def _reference_logits(s: Scene) -> Any:
-    optimizer = torch.optim.SGD([p for p in s.model.parameters() if p.requires_grad], lr=0.1)
-    losses = []
-    for _ in range(2):
+def _switch(s: Scene, active: bool) -> None:
+    for block in s.model.blocks:
+        block.active = active
+
+
+@tries(
+    "adapters switched off for reference logits within a step",
+    "adapters switched off in one forward of two that are backpropagated",
+    "adapters merged by hand: weight += up @ down",
+    make=AdaptedModel,
+)
+def _adapters(s: Scene) -> Any:
+    def loss() -> Tensor:
+        _switch(s, False)
         with torch.no_grad():
-            for block in s.model.blocks:
-                block.active = False
             reference = s.model(s.x)
-            for block in s.model.blocks:
-                block.active = True
-        loss = (s.model(s.x) - reference).square().mean() + s.loss()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(s.mean(loss))
-    return losses
+        one = s.loss()
+        _switch(s, True)
+        return (s.model(s.x) - reference).square().mean() + s.loss(s.x * 2) + one
 
-
-@tries("adapters switched off in one forward of two that are backpropagated", make=AdaptedModel)
-def _half_active(s: Scene) -> Any:
-    for block in s.model.blocks:
-        block.active = False
-    one = s.loss()
-    for block in s.model.blocks:
-        block.active = True
-    (one + s.loss(s.x * 2)).backward()
-
-
-@tries("adapters merged by hand: weight += up @ down", make=AdaptedModel)
-def _merges(s: Scene) -> Any:
+    losses = s.train(loss=loss)
+    loss().backward()
     with torch.no_grad():
         for block in s.model.blocks:
             update = s.full(block.up.weight) @ s.full(block.down.weight)
             block.linear.weight.copy_(s.full(block.linear.weight) + update)
             block.active = False
-        return s.mean(s.loss())
+        return losses, s.mean_loss()
 
 
-@tries("layers thawed one after the other (gradual unfreezing)")
+@tries(
+    "layers thawed one after the other (gradual unfreezing)",
+    "a different block is frozen in each step",
+)
 def _gradual(s: Scene) -> Any:
     losses = []
     s.model.requires_grad_(False)
     for part in (s.model.head, s.model.blocks[1], s.model.blocks[0]):
         part.requires_grad_(True)
-        trainable = [p for p in s.model.parameters() if p.requires_grad]
-        losses += train(s, torch.optim.SGD(trainable, lr=0.1))
-    return losses
-
-
-@tries("a different block is frozen in each step")
-def _alternating(s: Scene) -> Any:
-    optimizer, losses = torch.optim.SGD(s.model.parameters(), lr=0.1), []
+        losses += s.train()
+    optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
     for step in range(4):
         for index, block in enumerate(s.model.blocks):
             block.requires_grad_(index == step % 2)
-        losses += train(s, optimizer, 1)
+        losses += s.train(optimizer, 1)
     s.model.requires_grad_(True)
     return losses
 
@@ -868,102 +603,43 @@ def _contrastive(s: Scene) -> Any:
     (loss * scale / 2).backward()
 
 
-@tries("weights are broadcast at the start (dist.broadcast(p.data, 0))")
-def _broadcast(s: Scene) -> Any:
-    if s.engine is not None:
-        for p in s.model.parameters():
-            dist.broadcast(p.data, 0)
-    return train(s)
+def _of_ranks(call: Callable[[Tensor], object]) -> Any:
+    """A trial of a collective for each parameter of a sharded model, between steps."""
+
+    def trial(s: Scene) -> Any:
+        losses = s.train()
+        s.backward()
+        for p in s.model.parameters() if s.engine is not None else ():
+            call(p)
+        return losses, s.train()
+
+    return trial
 
 
-@tries("models are averaged over ranks (dist.all_reduce(p.data))")
-def _averaged(s: Scene) -> Any:
-    losses = train(s)
-    if s.engine is not None:
-        for p in s.model.parameters():
-            dist.all_reduce(p.data)
-            p.data /= s.size
-    return losses, train(s)
+def _average(p: Tensor) -> None:
+    dist.all_reduce(p.data)
+    p.data /= dist.get_world_size()
 
 
-@tries("gradients are averaged by hand once more (dist.all_reduce(p.grad))")
-def _gradients_averaged(s: Scene) -> Any:
-    optimizer = s.sgd()
-    s.loss().backward()
-    if s.engine is not None:
-        for p in s.model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= s.size
-    optimizer.step()
+def _average_gradient(p: Any) -> None:
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
 
 
-@tries("slices of weights written by a collective into p.to_local()")
-def _local_collective(s: Scene) -> Any:
-    first = train(s)
-    if s.engine is None:
-        with torch.no_grad():
-            for p in s.model.parameters():
-                p.mul_(2.0)
-    else:
-        for p in s.model.parameters():
-            local = p.to_local() if hasattr(p, "to_local") else p.data
-            dist.all_reduce(local, group=_alone(s))
-            buffer = local.detach().clone()
-            local_group = _alone(s)
-            dist.all_reduce(buffer, group=local_group)
-            # The slice of every rank is doubled, unseen by version counters.
-            torch.from_numpy(local.detach().numpy()).add_(buffer)
-    return first, train(s)
-
-
-_GROUPS: dict[int, Any] = {}
-
-
-def _alone(s: Scene) -> Any:
-    """A process group of this rank alone."""
-    key = id(dist.group.WORLD)
-    if key not in _GROUPS:
-        _GROUPS.clear()
-        _GROUPS[key] = [dist.new_group([rank]) for rank in range(s.size)]
-    return _GROUPS[key][s.rank]
+catalogue.table(
+    {
+        "weights are broadcast at the start (dist.broadcast(p.data, 0))": _of_ranks(
+            lambda p: dist.broadcast(p.data, 0)
+        ),
+        "models are averaged over ranks (dist.all_reduce(p.data))": _of_ranks(_average),
+        "gradients are averaged by hand once more (dist.all_reduce(p.grad))": _of_ranks(
+            _average_gradient
+        ),
+    }
+)
 
 
 # --- backwards within backwards, several backwards ---
-
-
-@tries("GradCache: forward and backward of mini-batches in a hook of an outer backward")
-def _grad_cache(s: Scene) -> Any:
-    optimizer, losses = s.sgd(), []
-    for _ in range(2):
-        parts = s.x.tensor_split(ROWS)
-        with torch.no_grad():
-            embeddings = torch.cat([s.model(part) for part in parts])
-        leaf = embeddings.detach().requires_grad_()
-        loss = leaf.square().mean()
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        outer = leaf.detach().sum().requires_grad_()
-
-        def run(unused: Tensor, parts: Any = parts, gradient: Tensor = gradient) -> None:
-            with torch.enable_grad():
-                for part, one in zip(parts, gradient.tensor_split(ROWS), strict=True):
-                    (s.model(part) * one).sum().backward()
-
-        outer.register_hook(run)
-        (outer * 1.0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(s.mean(loss))
-    return losses
-
-
-@tries("a gradient penalty on inputs (WGAN-GP)")
-def _penalty(s: Scene) -> Any:
-    x = s.x.clone().requires_grad_()
-    y = s.model(x)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    loss = y.square().mean() + (slope.norm(dim=1) - 1).square().mean()
-    loss.backward()
-    return s.mean(loss)
 
 
 class Forces(Model):
@@ -977,42 +653,35 @@ class Forces(Model):
         return force
 
 
-@tries("forces: the gradient of an energy, within forward", make=Forces)
-def _forces(s: Scene) -> Any:
-    return train(s)
+catalogue.trains({"forces: the gradient of an energy, within forward": Forces})
 
 
-@tries("two losses, two backwards with retain_graph")
-def _retain(s: Scene) -> Any:
+@tries(
+    "two losses, two backwards with retain_graph",
+    "two losses in one torch.autograd.backward",
+)
+def _two_losses(s: Scene) -> Any:
     y = s.model(s.x)
     y.square().mean().backward(retain_graph=True)
     y.abs().mean().backward()
-
-
-@tries("two losses in one torch.autograd.backward")
-def _two_losses(s: Scene) -> Any:
     y = s.model(s.x)
     torch.autograd.backward([y.square().mean(), y.abs().mean()])
 
 
-@tries("backward by hand at a cut: detached leaf, then the rest")
-def _cut(s: Scene) -> Any:
-    hidden = s.model.blocks[0](s.x)
-    leaf = hidden.detach().requires_grad_()
-    s.model.head(s.model.blocks[1](leaf)).square().mean().backward()
-    hidden.backward(leaf.grad)
-
-
-@tries("a head called for chunks, each with its own backward (chunked loss)")
+@tries(
+    "backward by hand at a cut: detached leaf, then the rest",
+    "a head called for chunks, each with its own backward (chunked loss)",
+)
 def _chunked(s: Scene) -> Any:
-    optimizer = s.sgd()
+    optimizer, scale = s.sgd(), 1 / ROWS / (s.size if s.engine is None else 1)
     for _ in range(2):
-        hidden = s.model.blocks[1](s.model.blocks[0](s.x))
+        hidden = s.model.blocks[0](s.x)
         leaf = hidden.detach().requires_grad_()
-        for part in leaf.split(1):
-            (
-                s.model.head(part).square().mean() / ROWS / (s.size if s.engine is None else 1)
-            ).backward()
+        last = s.model.blocks[1](leaf)
+        cut = last.detach().requires_grad_()
+        for part in cut.split(1):
+            (s.model.head(part).square().mean() * scale).backward()
+        last.backward(cut.grad)
         hidden.backward(leaf.grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -1020,63 +689,26 @@ def _chunked(s: Scene) -> Any:
 
 @tries("truncated backpropagation through time")
 def _truncated(s: Scene) -> Any:
-    state = torch.zeros_like(s.x)
-    optimizer, losses = s.sgd(), []
-    for _ in range(3):
-        state = s.model.blocks[0](state.detach() + s.x)
-        loss = s.model.head(s.model.blocks[1](state)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(s.mean(loss))
-    return losses
+    states = [torch.zeros_like(s.x)]
 
+    def loss() -> Tensor:
+        states.append(s.model.blocks[0](states[-1].detach() + s.x))
+        return s.model.head(s.model.blocks[1](states[-1])).square().mean()  # type: ignore[no-any-return]
 
-@tries("a block applied until a fixed point, its gradient by a hook (deep equilibrium)")
-def _equilibrium(s: Scene) -> Any:
-    block = s.model.blocks[0]
-    with torch.no_grad():
-        z = torch.zeros_like(s.x)
-        for _ in range(3):
-            z = 0.1 * block(z) + s.x
-    z = 0.1 * block(z) + s.x
-    start = z.detach().requires_grad_()
-    again = 0.1 * block(start) + s.x
-
-    def solve(gradient: Tensor) -> Tensor:
-        total = gradient
-        for _ in range(3):
-            (step,) = torch.autograd.grad(again, start, total, retain_graph=True)
-            total = step + gradient
-        return total
-
-    z.register_hook(solve)
-    s.model.head(s.model.blocks[1](z)).square().mean().backward()
-
-
-@tries("gradients of two losses by autograd.grad over parameters (PCGrad)")
-def _pcgrad(s: Scene) -> Any:
-    params = list(s.model.parameters())
-    y = s.model(s.x)
-    one = torch.autograd.grad(y.square().mean(), params, retain_graph=True)
-    two = torch.autograd.grad(y.abs().mean(), params)
-    for p, a, b in zip(params, one, two, strict=True):
-        p.grad = s.mean(a + b)
+    return s.train(steps=3, loss=loss)
 
 
 @tries("a module called with and without gradients in one forward (a target network)")
 def _target(s: Scene) -> Any:
-    optimizer, losses = s.sgd(), []
-    for _ in range(2):
-        y = s.model.blocks[0](s.x)
+    first, second = s.model.blocks
+
+    def loss() -> Tensor:
+        y = first(s.x)
         with torch.no_grad():
-            target = s.model.blocks[1](s.model.blocks[0](s.x + 1.0))
-        loss = (s.model.blocks[1](y) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(s.mean(loss))
-    return losses
+            target = second(first(s.x + 1.0))
+        return (second(y) - target).square().mean()  # type: ignore[no-any-return]
+
+    return s.train(s.sgd(), loss=loss)
 
 
 # --- two networks, odd containers ---
@@ -1094,23 +726,14 @@ class Pair(Model):
 def _gan(s: Scene) -> Any:
     model, losses = s.model, []
     makers = [p for m in (model.blocks, model.head) for p in m.parameters()]
-    first, second = (
-        torch.optim.SGD(makers, lr=0.1),
-        torch.optim.SGD(model.other.parameters(), lr=0.1),
-    )
+    first, second = (torch.optim.SGD(each, 0.1) for each in (makers, model.other.parameters()))
     for _ in range(2):
         made = model.blocks[1](model.blocks[0](s.x))
-        loss = model.other(made.detach()).mean() - model.other(s.x).mean()
-        loss.backward()
-        second.step()
-        second.zero_grad()
+        s.train(second, 1, lambda y=made: model.other(y.detach()).mean() - model.other(s.x).mean())
         model.other.requires_grad_(False)
         loss = -model.other(made).mean() + model.head(made).square().mean()
-        loss.backward()
-        first.step()
-        first.zero_grad()
+        losses += s.train(first, 1, lambda loss=loss: loss)
         model.other.requires_grad_(True)
-        losses.append(s.mean(loss))
     return losses
 
 
@@ -1122,19 +745,19 @@ class Momentum(Model):
 
 @tries("a momentum encoder: target.lerp_(online) after each step", make=Momentum)
 def _momentum(s: Scene) -> Any:
-    online = [p for p in s.model.parameters() if p.requires_grad]
-    optimizer, losses = torch.optim.SGD(online, lr=0.1), []
-    for _ in range(2):
+    (first, second), (target1, target2) = s.model.blocks, s.model.target
+    losses = []
+
+    def loss() -> Tensor:
         with torch.no_grad():
-            wanted = s.model.target[1](s.model.target[0](s.x))
-        loss = (s.model.blocks[1](s.model.blocks[0](s.x * 1.1)) - wanted).square().mean() + s.loss()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            wanted = target2(target1(s.x))
+        return (second(first(s.x * 1.1)) - wanted).square().mean() + s.loss()  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        losses += s.train(steps=1, loss=loss)
         with torch.no_grad():
             for q, p in zip(s.model.target.parameters(), s.model.blocks.parameters(), strict=True):
                 q.lerp_(p, 0.5)
-        losses.append(s.mean(loss))
     return losses
 
 
@@ -1153,53 +776,7 @@ class Containers(Model):
         return self.head(x)
 
 
-@tries("parameters in lists and dicts, modules in a plain dict", make=Containers)
-def _containers(s: Scene) -> Any:
-    return train(s)
-
-
-class KeepsWeight(Model):
-    """The head's weight is kept in an attribute of the root, and used by F.linear."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        self.logits = F.linear(x, self.head.weight, self.head.bias)
-        return x.detach()
-
-
-@tries("logits kept in an attribute, computed with another module's weight", make=KeepsWeight)
-def _keeps(s: Scene) -> Any:
-    s.model(s.x)
-    s.model.logits.square().mean().backward()
-    s.model.logits = None
-
-
-class Views(Block):
-    """Its output is a view."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).view(x.shape[0], 2, WIDTH // 2).flatten(1)
-
-
-class InPlaceViews(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Views(), Views()])
-        self.token = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        x += self.token
-        x = self.blocks[1](x)
-        x[:, 0] += self.token[0]
-        x.view(-1, 2, WIDTH // 2)[:, 1].mul_(2.0)
-        return self.head(x)
-
-
-@tries("outputs that are views, written in place", make=InPlaceViews)
-def _in_place_views(s: Scene) -> Any:
-    return train(s)
+catalogue.trains({"parameters in lists and dicts, modules in a plain dict": Containers})
 
 
 class Cache:
@@ -1207,6 +784,9 @@ class Cache:
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
+
+    def loss(self) -> Tensor:
+        return torch.stack([key.square().mean() for key in self.keys]).sum()
 
 
 class Caching(Block):
@@ -1230,14 +810,10 @@ class CachingModel(Model):
 
 
 @tries("a cache object of the user's, backpropagated", make=CachingModel)
-def _cache_object(s: Scene) -> Any:
-    cache = Cache()
-    y = s.model(s.x, cache)
-    (y.square().mean() + sum(key.square().mean() for key in cache.keys)).backward()
-
-
 @tries("a cache object alone is backpropagated, the output dropped", make=CachingModel)
-def _cache_alone(s: Scene) -> Any:
-    cache = Cache()
-    s.model(s.x, cache)
-    sum(key.square().mean() for key in cache.keys).backward()
+def _cache_object(s: Scene) -> Any:
+    cache, alone = Cache(), Cache()
+    y = s.model(s.x, cache)
+    (y.square().mean() + cache.loss()).backward()
+    s.model(s.x, alone)
+    alone.loss().backward()

@@ -17,17 +17,20 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
+from tests import reference
 from tests.pool import Ranks
 
 
@@ -110,3 +113,75 @@ def _run_at(place: Place, check: Callable[[Place], None]) -> None:
     except Exception as error:
         error.add_note(f"at {place}")
         raise
+
+
+# A loss, or what to do before the next one.
+Act = Callable[[Any, Tensor], Tensor | None]
+
+
+def mean_square(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def assert_as_alone(
+    place: Place,
+    model: nn.Module,
+    *acts: Act | tuple[Act, bool],
+    clear: Sequence[bool] = (True, True),
+    shape: tuple[int, ...] = (4, 6),
+    optimizer: reference.OptimizerMaker = reference.sgd,
+    rtol: float = 2e-5,
+    atol: float = 1e-6,
+    **options: Any,
+) -> fe.Engine:
+    """Training has the gradients and weights of one process with the batches of all ranks.
+
+    Args:
+        acts: What each step consists of. Backward is run of what an act returns; in a pair with
+            False, within ``no_sync``.
+        clear: Whether ``zero_grad`` sets to None, for each step.
+        shape: Of a batch.
+        options: Of ``shard``.
+    """
+    alone = deepcopy(model)
+    engine = place.shard(model, **options)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    optimizers = [optimizer(each.parameters()) for each in (model, alone)]
+    for step, to_none in enumerate(clear):
+        for number, act in enumerate(acts or [mean_square]):
+            act, sync = act if isinstance(act, tuple) else (act, True)
+            seeds = [1000 * step + 10 * number + each for each in range(world)]
+            xs = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
+            with nullcontext() if sync else engine.no_sync():
+                loss = act(model, xs[rank])
+                if loss is not None:
+                    assert type(loss) is Tensor
+                    loss.backward()
+            for x in xs if loss is not None else xs[:1]:
+                expected = act(alone, x)
+                if expected is not None:
+                    (expected / world).backward()
+        assert_same_gradients(model, alone, rtol=rtol, atol=atol)
+        for each in optimizers:
+            each.step()
+            each.zero_grad(set_to_none=to_none)
+    reference.assert_same_weights(model, alone, rtol=rtol, atol=atol)
+    return engine
+
+
+def assert_same_gradients(
+    model: nn.Module, alone: nn.Module, rtol: float = 2e-5, atol: float = 1e-6
+) -> None:
+    """Gradients are those of one process; where it has none, there are none."""
+    for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert (param.grad is None) == (wanted.grad is None), f"{name}: {param.grad}"
+        if param.grad is not None and wanted.grad is not None:
+            found, expected = param.grad, reference.slice_like(wanted.grad, param.grad)
+            torch.testing.assert_close(
+                reference.held(found),
+                expected,
+                rtol=rtol,
+                atol=atol,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )

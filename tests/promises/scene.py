@@ -8,8 +8,9 @@ training on them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp_engine as fe
 from tests.promises.trial import Outcome, Verdict, judge, outcome_of
 
+FOLDER = Path(__file__).parents[2]
 ROWS = 3  # of each rank
 WIDTH = 12
 
@@ -95,15 +97,43 @@ class Scene:
 
     def step(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """One step of training; the loss."""
-        loss = self.loss()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return self.mean(loss)
+        return self.train(optimizer, 1)[0]
+
+    def backward(self, x: Tensor | None = None) -> None:
+        """Backward of the loss."""
+        self.loss(x).backward()
+
+    def mean_loss(self) -> Tensor:
+        """The loss of all ranks' rows."""
+        return self.mean(self.loss())
 
     def sgd(self) -> torch.optim.SGD:
         """An optimizer of all parameters."""
         return torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        steps: int = 2,
+        loss: Callable[[], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Steps of training; their losses.
+
+        Args:
+            optimizer: None: of the trainable parameters.
+            loss: Computes the loss of a step; None: ``self.loss``.
+        """
+        if optimizer is None:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        losses = []
+        for _ in range(steps):
+            found = self.loss() if loss is None else loss()
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(self.mean(found))
+        return losses
 
     def full(self, tensor: Tensor) -> Tensor:
         """A whole tensor. Every rank must call."""
@@ -111,6 +141,7 @@ class Scene:
 
 
 Trial = Callable[[Scene], Any]
+Names = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -119,8 +150,8 @@ class Entry:
 
     Attributes:
         name: the expression, as users write it.
-        trial: how; None: it does not apply.
-        why: why it does not apply.
+        trial: how; None: it does not apply, or a test proves it.
+        why: why it does not apply; or the outcome and its test.
         goes_on: afterwards the model is trained one step more.
         make: the model, before it is sharded.
     """
@@ -138,24 +169,45 @@ class Catalogue:
 
     entries: list[Entry]
 
-    def tries(
-        self,
-        *names: str,
-        goes_on: bool = True,
-        make: Callable[[], nn.Module] = Model,
-    ) -> Callable[[Trial], Trial]:
-        """Enters a trial under one or several names."""
+    def tries(self, *names: str, **options: Any) -> Callable[[Trial], Trial]:
+        """Enters a trial under one or several names.
+
+        Args:
+            options: ``goes_on`` and ``make`` of the entries.
+        """
 
         def enter(trial: Trial) -> Trial:
-            for name in names:
-                self.entries.append(Entry(name, trial, goes_on=goes_on, make=make))
+            self.entries += [Entry(name, trial, **options) for name in names]
             return trial
 
         return enter
 
+    def table(self, trials: Mapping[Names, Trial], **options: Any) -> None:
+        """Enters trials by name, or by several names."""
+        for names, trial in trials.items():
+            self.tries(*([names] if isinstance(names, str) else names), **options)(trial)
+
+    def changes(self, changes: Mapping[Names, Trial], **options: Any) -> None:
+        """Enters trials of a change, after which the loss is compared."""
+
+        def after(change: Trial) -> Trial:
+            return lambda scene: (change(scene), scene.mean_loss())[1]
+
+        self.table({names: after(change) for names, change in changes.items()}, **options)
+
+    def trains(self, models: Mapping[str, Callable[[], nn.Module]]) -> None:
+        """Enters models that are trained for two steps, and once more backward."""
+        for name, make in models.items():
+            self.tries(name, make=make)(lambda scene: (scene.train(), scene.backward())[0])
+
     def excludes(self, why: str, *names: str) -> None:
         """Enters names that do not apply."""
         self.entries += [Entry(name, None, why) for name in names]
+
+    def elsewhere(self, test: str, *names: str, outcome: str = "right") -> None:
+        """Enters names that a test proves at every level."""
+        assert (FOLDER / test).exists(), test
+        self.excludes(f"{outcome} | `{test}`", *names)
 
 
 def _state(scene: Scene) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from tests import reference
-from tests.promises.everywhere import Place, everywhere
+from tests.promises.everywhere import Place, assert_as_alone, everywhere
 
 DIM = 6
 
@@ -58,37 +56,6 @@ class Model(nn.Module):
         return self.drive(self.blocks, self.before(x))
 
 
-def assert_as_alone(place: Place, model: nn.Module, **options: Any) -> None:
-    """Two steps of training give the weights that one process has."""
-    alone = copy.deepcopy(model)
-    place.shard(model, **options)
-    x = torch.randn(4, DIM)
-    for each in (model, alone):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
-        for _ in range(2):
-            each(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    reference.assert_same_weights(model, alone, rtol=1e-4, atol=1e-6)
-
-
-@everywhere
-def test_a_list_that_units_append_to_is_the_users_list(place: Place) -> None:
-    def use(block: Block, x: Tensor, seen: list[Tensor]) -> Tensor:
-        y = block.run(x + seen[0])
-        seen.append(y)
-        return y
-
-    def drive(blocks: Any, x: Tensor) -> Tensor:
-        seen = [x]
-        for block in blocks:
-            x = block(x, seen)
-        assert len(seen) == 4
-        return torch.stack(seen).sum(0)
-
-    assert_as_alone(place, Model(use, drive))
-
-
 @everywhere
 def test_gradients_that_enter_a_unit_by_a_list_alone_are_right(place: Place) -> None:
     def use(block: Block, x: Tensor, seen: list[Tensor]) -> None:
@@ -98,6 +65,7 @@ def test_gradients_that_enter_a_unit_by_a_list_alone_are_right(place: Place) -> 
         seen = [x]
         for block in blocks:
             block(x, seen=seen)
+        assert len(seen) == 4
         return seen[1] + seen[-1].exp()
 
     assert_as_alone(place, Model(use, drive))
@@ -148,10 +116,9 @@ def test_after_a_call_a_container_holds_the_users_own_tensors(place: Place) -> N
     model(torch.randn(2, DIM)).sum().backward()
     given = {"x": torch.randn(1, DIM, requires_grad=True)}
     before = dict(given)
-    try:
+    with pytest.raises(KeyError, match="on purpose"):
         model.blocks[0](given["x"], given)
-    except KeyError:
-        engine.reset()
+    engine.reset()
     assert given["x"] is before["x"]
 
 
@@ -177,64 +144,52 @@ def test_inputs_that_a_policy_casts_are_the_users_where_a_unit_changes_them(plac
 
 
 @everywhere
-def test_one_input_may_be_changed_in_place(place: Place) -> None:
-    def use(block: Block, x: Tensor) -> Tensor:
+def test_inputs_may_be_changed_in_place(place: Place) -> None:
+    def use_one(block: Block, x: Tensor) -> Tensor:
         x.mul_(2).add_(block.run(x.detach().clone()))
         return block.run(x * 1)
 
-    def drive(blocks: Any, x: Tensor) -> Tensor:
+    def drive_one(blocks: Any, x: Tensor) -> Tensor:
         for block in blocks:
             y = block(x)
             x = x + y
         return x
 
-    assert_as_alone(place, Model(use, drive))
-
-
-@everywhere
-def test_two_inputs_may_be_changed_in_place(place: Place) -> None:
-    def use(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    def use_two(block: Block, x: Tensor, y: Tensor) -> Tensor:
         x.mul_(2)
         y.add_(block.run(x * 1))
         return block.run(y * 1)
 
-    def drive(blocks: Any, x: Tensor) -> Tensor:
+    def drive_two(blocks: Any, x: Tensor) -> Tensor:
         y = x * 3
         for block in blocks:
             z = block(x, y)
         return x + y * z
 
-    assert_as_alone(place, Model(use, drive))
-
-
-@everywhere
-def test_gradients_that_enter_a_unit_by_an_input_changed_in_place_are_right(place: Place) -> None:
-    def use(block: Block, x: Tensor, out: Tensor) -> None:
+    def use_without_gradient(block: Block, x: Tensor, out: Tensor) -> None:
         out[:, :3] += block.run(x)[:, :3]
 
-    def drive(blocks: Any, x: Tensor) -> Tensor:
+    def drive_without_gradient(blocks: Any, x: Tensor) -> Tensor:
         out = torch.zeros(4, DIM)  # needs no gradient before
         for block in blocks:
             block(x, out)
             x = x + out
         return x
 
-    assert_as_alone(place, Model(use, drive))
-
-
-@everywhere
-def test_inputs_that_are_views_of_each_other_stay_so(place: Place) -> None:
-    def use(block: Block, whole: Tensor, part: Tensor) -> Tensor:
+    def use_view(block: Block, whole: Tensor, part: Tensor) -> Tensor:
         part.mul_(2)
         return block.run(whole) + whole
 
-    def drive(blocks: Any, x: Tensor) -> Tensor:
+    def drive_view(blocks: Any, x: Tensor) -> Tensor:
         for block in blocks:
             x = x * 1
             x = block(x, x[:, 1:3])
         return x
 
-    assert_as_alone(place, Model(use, drive))
+    assert_as_alone(place, Model(use_one, drive_one))
+    assert_as_alone(place, Model(use_two, drive_two))
+    assert_as_alone(place, Model(use_without_gradient, drive_without_gradient))
+    assert_as_alone(place, Model(use_view, drive_view))
 
 
 @everywhere
@@ -262,12 +217,10 @@ def test_parameters_that_share_memory_are_refused_unless_they_share_no_element(
 ) -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
     first, second = model[0], model[1]
-    second.weight = nn.Parameter(first.weight.data)
-    with pytest.raises(ValueError, match=r"0\.weight: expected.*the parameter 1\.weight over"):
-        place.shard(model)
-    second.weight = nn.Parameter(first.weight.data[1:].t()[1:])
-    with pytest.raises(ValueError, match=r"0\.weight: expected.*the parameter 1\.weight over"):
-        place.shard(model)
+    for shared in (first.weight.data, first.weight.data[1:].t()[1:]):
+        second.weight = nn.Parameter(shared)
+        with pytest.raises(ValueError, match=r"0\.weight: expected.*the parameter 1\.weight over"):
+            place.shard(model)
     second.weight = nn.Parameter(torch.randn(DIM, DIM))
     first.register_buffer("copy", first.weight.data)
     with pytest.raises(ValueError, match=r"0\.weight: expected.*the buffer 0\.copy over"):

@@ -6,20 +6,18 @@ computes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from tests import reference
 from tests.pool import on_ranks
-from tests.promises.everywhere import Place, everywhere
+from tests.promises.everywhere import Place, assert_as_alone, everywhere
 from tests.torch_versions import swaps_memory
 
 DIM = 6
@@ -116,6 +114,16 @@ def elsewhere_after_output(block: Any, x: Tensor) -> Tensor:
     return out
 
 
+class Recomputed(Net):
+    """Its blocks are recomputed by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
 class HeadOfAnother(Net):
     """Reads the weights of another unit, and keeps the result."""
 
@@ -136,50 +144,33 @@ def of_kept(out: Tensor, kept: list[Tensor]) -> Tensor:
     return torch.stack([tensor.square().mean() for tensor in kept]).sum()
 
 
-def check(
-    place: Place,
-    model: Any,
-    loss: Callable[[Tensor, list[Tensor]], Tensor],
-    num_backwards: int = 1,
-    within: str | None = None,
-    **options: Any,
-) -> fe.Engine:
-    """Three steps have the gradients of one process with the batches of all ranks."""
-    alone = copy.deepcopy(model)
-    engine = place.shard(model, **{"min_unit_size": 0, **options})
-    world, rank = dist.get_world_size(), dist.get_rank()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
-    for _ in range(3):
-        xs = torch.randn(num_backwards, world, 4, DIM)
-        for x in xs:
-            loss(model(x[rank]), model.take_kept()).backward()
-            for each in x:
-                (loss(alone(each), alone.take_kept()) / world).backward()
-        for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert (param.grad is None) == (wanted.grad is None), name
-            if param.grad is not None and wanted.grad is not None:
-                held = reference.held(param.grad)
-                expected = reference.slice_like(wanted.grad, param.grad)
-                torch.testing.assert_close(held, expected, rtol=1e-4, atol=1e-5, msg=name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return engine
+def of_output(out: Tensor, kept: list[Tensor]) -> Tensor:
+    return out.square().mean()
+
+
+LOSSES = (of_both, of_kept)
+
+
+def check(place: Place, model: Any, loss: Any, num_backwards: int = 1, **options: Any) -> fe.Engine:
+    acts = [lambda model, x: loss(model(x), model.take_kept())] * num_backwards
+    options = {"min_unit_size": 0, **options}
+    tolerance = {"rtol": 1e-4, "atol": 1e-5}
+    return assert_as_alone(place, model, *acts, **tolerance, **options)
 
 
 @everywhere
 def test_a_loss_of_tensors_that_units_keep_has_its_gradients(place: Place) -> None:
-    for run in KEEPING:
-        for loss in (of_both, of_kept):
+    for loss in LOSSES:
+        for run in KEEPING:
             check(place, Net(run), loss)
-    for loss in (of_both, of_kept):
         check(place, HeadOfAnother(lambda block, x: block.hidden(x)), loss)
     check(place, Net(after_output), of_both, num_backwards=2)
+    check(place, Recomputed(after_output), of_both)
 
 
 @everywhere
 def test_a_unit_that_keeps_tensors_where_they_are_not_found_stays_full(place: Place) -> None:
-    for loss in (of_both, of_kept):
+    for loss in LOSSES:
         model = Net(elsewhere_after_output)
         if place.inner != "optim_grads_params":
             check(place, model, loss)
@@ -191,24 +182,20 @@ def test_a_unit_that_keeps_tensors_where_they_are_not_found_stays_full(place: Pl
 @on_ranks(2)
 def test_tensors_that_units_keep_have_their_gradients_in_other_ways() -> None:
     config = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
-    for run in (after_output, within_output):
-        for loss in (of_both, of_kept):
+    for loss in LOSSES:
+        for run in (after_output, within_output):
             check(LEVEL_3, Net(run), loss, config=config)
             check(LEVEL_3, Net(run), loss, checkpointing="offload")
             check(LEVEL_3, Net(run), loss, min_unit_size=10**6)
-    check(LEVEL_3, Net(after_output), of_both, checkpointing=True)
-
-
-@on_ranks(2)
-def test_forward_hooks_may_compute_with_outputs() -> None:
-    def keep(block: Any, args: Any, out: Tensor) -> None:
-        block.kept = [block.leave(out)]
-
-    for loss in (of_both, of_kept):
         model = Net(lambda block, x: x + block.hidden(x))
         for block in model.blocks:
             block.register_forward_hook(keep)
         check(LEVEL_3, model, loss)
+    check(LEVEL_3, Net(after_output), of_both, checkpointing=True)
+
+
+def keep(block: Any, args: Any, out: Tensor) -> None:
+    block.kept = [block.leave(out)]
 
 
 @on_ranks(2)
@@ -218,7 +205,7 @@ def test_a_unit_that_computes_a_metric_is_freed() -> None:
         block.metric = block.leave(out).norm().item()
         return out
 
-    engine = check(LEVEL_3, Net(run), lambda out, kept: out.square().mean())
+    engine = check(LEVEL_3, Net(run), of_output)
     assert all(not unit.kept for unit in engine.units)
 
 
@@ -237,7 +224,7 @@ def test_an_output_that_is_a_view_may_be_changed_in_place(place: Place) -> None:
                 x = x.reshape(-1, DIM)
             return self.head(x)
 
-    check(place, Changing(run), lambda out, kept: out.square().mean())
+    check(place, Changing(run), of_output)
 
 
 @swaps_memory

@@ -8,6 +8,7 @@ import operator
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,51 +78,14 @@ def test_values_that_are_assigned_to_parameters_are_taken(place: Place) -> None:
     model.load_state_dict(own, assign=True)
     alone.load_state_dict({name: reference.full(value) for name, value in own.items()}, assign=True)
     assert_as_alone(model, engine, alone)
-
-
-@everywhere
-def test_loading_without_assign_and_within_unsharded_is_right(place: Place) -> None:
-    model, values = Model(), Model().state_dict()
-    alone = copy.deepcopy(model)
-    engine = place.shard(model)
-    assert_as_alone(model, engine, alone)
-    model.load_state_dict(values)
-    alone.load_state_dict(values)
+    for each in (model, alone):
+        each.load_state_dict(values)
     with engine.unsharded(), torch.no_grad():
         model.head.weight = nn.Parameter(torch.ones(7, 4))
         model.head.weight.mul_(2)
     with torch.no_grad():
         alone.head.weight.fill_(2)
     assert_as_alone(model, engine, alone)
-
-
-def tie(model: Model) -> None:
-    model.head.weight = model.embedding.weight
-
-
-def share(model: Model) -> None:
-    model.head.weight = nn.Parameter(model.embedding.weight.data)
-
-
-def add_parameter(model: Model) -> None:
-    model.head.bias = nn.Parameter(torch.zeros(7))
-
-
-def add_module(model: Model) -> None:
-    model.new = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-
-
-def add_to_list(model: Model) -> None:
-    model.blocks.append(nn.Linear(2, 2))
-
-
-def add_to_new_list(model: Model) -> None:
-    model.more = nn.ModuleList()
-    model.more.append(nn.Linear(2, 2))
-
-
-def replace_module(model: Model) -> None:
-    model.head = nn.Linear(4, 9)
 
 
 def adapt(model: Model) -> None:
@@ -132,30 +96,38 @@ def adapt(model: Model) -> None:
     model.head = adapter
 
 
-def resize(model: Model) -> None:
-    model.embedding.weight = nn.Parameter(torch.zeros(9, 4))
+def add_to_new_list(model: Model) -> None:
+    model.more = nn.ModuleList()
+    model.more.append(nn.Linear(2, 2))
 
 
-def narrow(model: Model) -> None:
-    model.embedding.weight = nn.Parameter(torch.zeros(7, 4, dtype=torch.float64))
+def embeds(*shape: int, **options: Any) -> Callable[[Model], None]:
+    """A change that assigns zeros to the embedding's weight."""
+    return lambda m: setattr(m.embedding, "weight", nn.Parameter(torch.zeros(*shape, **options)))
 
 
-def on_meta(model: Model) -> None:
-    model.embedding.weight = nn.Parameter(torch.zeros(7, 4, device="meta"))
+def tie(model: Model) -> None:
+    model.head.weight = model.embedding.weight
 
 
-CHANGES: dict[Callable[[Model], None], str] = {
+CHANGES: dict[Callable[[Model], object], str] = {
     tie: r"head\.weight: expected.*embedding\.weight.*before shard",
-    share: r"head\.weight: expected.*(memory of another|another slice)",
-    add_parameter: r"head\.bias: expected.*before shard",
-    add_module: r"new\.1\.weight: expected.*before shard",
-    add_to_list: r"blocks\.2\.weight: expected.*before shard",
+    lambda m: setattr(m.head, "weight", nn.Parameter(m.embedding.weight.data)): (
+        r"head\.weight: expected.*(memory of another|another slice)"
+    ),
+    lambda m: setattr(m.head, "bias", nn.Parameter(torch.zeros(7))): (
+        r"head\.bias: expected.*before shard"
+    ),
+    lambda m: setattr(m, "new", nn.Sequential(nn.ReLU(), nn.Linear(2, 2))): (
+        r"new\.1\.weight: expected.*before shard"
+    ),
+    lambda m: m.blocks.append(nn.Linear(2, 2)): r"blocks\.2\.weight: expected.*before shard",
     add_to_new_list: r"0\.weight: expected.*before shard",
-    replace_module: r"head\.weight: expected.*before shard",
+    lambda m: setattr(m, "head", nn.Linear(4, 9)): r"head\.weight: expected.*before shard",
     adapt: r"head\.lora_A\.default\.weight: expected.*before shard",
-    resize: r"embedding\.weight: expected.*\(9, 4\)",
-    narrow: r"embedding\.weight: expected.*float64",
-    on_meta: r"embedding\.weight: expected.*meta",
+    embeds(9, 4): r"embedding\.weight: expected.*\(9, 4\)",
+    embeds(7, 4, dtype=torch.float64): r"embedding\.weight: expected.*float64",
+    embeds(7, 4, device="meta"): r"embedding\.weight: expected.*meta",
 }
 
 

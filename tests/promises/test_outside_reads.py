@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from tests import reference
-from tests.promises.everywhere import Place, everywhere
+from tests.promises.everywhere import Place, assert_as_alone, everywhere
 from tests.torch_versions import marks_gradients
 
 
@@ -46,33 +44,10 @@ class Model(nn.Module):
         return x
 
 
-Loss = Callable[[Any, Tensor], Tensor]
-
-
-def _check(place: Place, *losses: Loss, **options: Any) -> None:
-    """Each loss has the gradients that one process has for the mean over the ranks."""
+def _check(place: Place, *losses: Any, **options: Any) -> None:
     for loss in losses:
         torch.manual_seed(0)
-        model = Model()
-        alone = copy.deepcopy(model)
-        place.shard(model, **options)
-        xs = torch.randn(dist.get_world_size(), 4, 3)
-        for _ in range(2):
-            model.zero_grad()
-            alone.zero_grad()
-            value = loss(model, xs[dist.get_rank()])
-            assert type(value) is Tensor
-            value.backward()
-            torch.stack([loss(alone, x) for x in xs]).mean().backward()
-            for (name, param), expected in zip(
-                model.named_parameters(), alone.parameters(), strict=True
-            ):
-                label = f"{name} of {loss.__name__}"
-                assert (param.grad is None) == (expected.grad is None), label
-                if param.grad is not None and expected.grad is not None:
-                    found = reference.held(param.grad)
-                    wanted = reference.slice_like(expected.grad, param.grad)
-                    torch.testing.assert_close(found, wanted, msg=label)
+        assert_as_alone(place, Model(), loss, shape=(4, 3), **options)
 
 
 def _read_before(model: Any, x: Tensor) -> Tensor:
@@ -109,19 +84,8 @@ def _penalty(model: Any, x: Tensor) -> Tensor:
 
 
 @everywhere
-def test_a_scale_that_is_read_before_or_after_forward_gets_its_gradient(place: Place) -> None:
-    _check(place, _read_before, _read_after)
-
-
-@everywhere
-def test_small_parameters_beside_activations_are_whole_and_get_their_gradient(
-    place: Place,
-) -> None:
-    _check(place, _read_bias, _read_within_a_unit, _read_in_full)
-
-
-@everywhere
-def test_norms_and_penalties_get_the_mean_gradient_of_all_ranks(place: Place) -> None:
+def test_parameters_that_a_loss_reads_get_the_gradient_of_one_process(place: Place) -> None:
+    _check(place, _read_before, _read_after, _read_bias, _read_within_a_unit, _read_in_full)
     _check(place, _scaled_by_data, _penalty)
 
 
@@ -167,8 +131,10 @@ def test_functional_call_uses_the_weights_it_is_given_or_raises(place: Place) ->
     if place.inner == "no_shard":
         torch.testing.assert_close(torch.func.functional_call(model, weights, (x,)), expected)
         return
-    with pytest.raises(RuntimeError, match=r"functional_call: .* found another tensor for"):
-        torch.func.functional_call(model, weights, (x,))
+    own = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
+    for given in (weights, own):
+        with pytest.raises(RuntimeError, match=r"functional_call: .* found another tensor for"):
+            torch.func.functional_call(model, given, (x,))
     model(x).sum().backward()  # nothing was changed
 
 

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
 from torch import nn
 
-from tests import reference
 from tests.pool import RankError, Ranks
-from tests.promises.everywhere import Place, _run_at_places, everywhere
+from tests.promises.everywhere import Place, _run_at_places, assert_as_alone, everywhere
 
 
 @everywhere
 def test_two_steps_of_training_are_those_of_one_process(place: Place) -> None:
-    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    alone = copy.deepcopy(model)
-    place.shard(model)
-    x = torch.randn(4, 6)
-    for each in (model, alone):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(2):
-            each(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    reference.assert_same_weights(model, alone)
+    assert_as_alone(place, nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
 
 
 @everywhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests.pool import on_ranks
-from tests.promises.everywhere import Place, everywhere
+from tests.promises.everywhere import LEVELS, Place, everywhere
 from tests.reference import full_weights
 
 
@@ -39,65 +40,50 @@ def values(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
+def value(*shape: int) -> nn.Parameter:
+    return nn.Parameter(values(*shape))
+
+
 def assign_data(model: Model) -> None:
     model.blocks[0].weight.data = values(4, 4)
     model.embedding.weight.data = values(7, 4)
     model.lstm.weight_hh_l0.data = values(16, 4)
 
 
-def assign_narrow_data(model: Model) -> None:
-    model.blocks[0].weight.data = values(4, 4).bfloat16()
-
-
-def assign_own_view(model: Model) -> None:
-    model.blocks[0].weight.data = model.blocks[0].weight.data.t()
-
-
+@torch.no_grad()
 def set_memory(model: Model) -> None:
-    with torch.no_grad():
-        model.blocks[0].weight.set_(values(4, 4).t())
+    model.blocks[0].weight.set_(values(4, 4).t())
 
 
 def put_past_hooks(model: Model) -> None:
-    model.blocks[0]._parameters["weight"] = nn.Parameter(values(4, 4))
-    model.embedding._parameters["weight"] = nn.Parameter(values(7, 4))
+    model.blocks[0]._parameters["weight"] = value(4, 4)
+    model.embedding._parameters["weight"] = value(7, 4)
     model.head._parameters["weight"] = model.embedding.weight
 
 
+@torch.no_grad()
 def assign_and_write(model: Model) -> None:
-    new = nn.Parameter(values(4, 4))
-    model.blocks[0].weight = new
-    with torch.no_grad():
-        new.mul_(2)
-
-
-def delete_and_assign(model: Model) -> None:
-    del model.blocks[0].weight
-    model.blocks[0].weight = nn.Parameter(values(4, 4))
+    del model.blocks[1].weight
+    model.blocks[0].weight, model.blocks[1].weight = new = value(4, 4), value(4, 4)
+    new[0].mul_(2)
 
 
 def swap(model: Model) -> None:
-    torch.utils.swap_tensors(model.blocks[0].weight, nn.Parameter(values(4, 4)))
+    torch.utils.swap_tensors(model.blocks[0].weight, value(4, 4))
 
 
-def apply(model: Model) -> None:
-    model._apply(lambda tensor: tensor * 2)
+def apply(how: str) -> Callable[[Model], None]:
+    """Every parameter is doubled by ``_apply``, while a flag of torch's is set."""
 
+    def edit(model: Model) -> None:
+        choose = getattr(torch.__future__, f"set_{how}_module_params_on_conversion")
+        choose(True)
+        try:
+            (model if how == "swap" else model.blocks)._apply(lambda tensor: tensor * 2)
+        finally:
+            choose(False)
 
-def apply_by_swapping(model: Model) -> None:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model._apply(lambda tensor: tensor * 2)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def apply_by_overwriting(model: Model) -> None:
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        model.blocks._apply(lambda tensor: tensor * 2)
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    return edit
 
 
 def write_through_data(model: Model) -> None:
@@ -110,18 +96,17 @@ def freeze(model: Model) -> None:
     model.head.weight.requires_grad_(False)
 
 
-EDITS: tuple[Callable[[Model], None], ...] = (
+EDITS: tuple[Callable[[Model], object], ...] = (
     assign_data,
-    assign_narrow_data,
-    assign_own_view,
+    lambda m: setattr(m.blocks[0].weight, "data", values(4, 4).bfloat16()),
+    lambda m: setattr(m.blocks[0].weight, "data", m.blocks[0].weight.data.t()),
     set_memory,
     put_past_hooks,
     assign_and_write,
-    delete_and_assign,
     swap,
-    apply,
-    apply_by_swapping,
-    apply_by_overwriting,
+    lambda m: m._apply(lambda tensor: tensor * 2),
+    apply("swap"),
+    apply("overwrite"),
     write_through_data,
     freeze,
 )
@@ -140,9 +125,8 @@ def test_edits_of_any_kind_are_written_back(place: Place) -> None:
         with engine.unsharded():
             edit(model)
             inside = {name: param.detach().clone() for name, param in model.named_parameters()}
-            assert torch.equal(
-                engine.full_state_dict()["blocks.0.weight"], inside["blocks.0.weight"]
-            )
+            state = engine.full_state_dict()
+            assert torch.equal(state["blocks.0.weight"], inside["blocks.0.weight"])
         edit(alone)
         assert all(param is params[name] for name, param in model.named_parameters())
         expected = dict(alone.named_parameters())
@@ -170,20 +154,7 @@ def test_edits_are_written_to_fp32_main_weights(place: Place) -> None:
         assert torch.equal(model(TOKENS), alone.bfloat16()(TOKENS))
 
 
-def delete(model: Model) -> None:
-    del model.blocks[0].weight
-
-
-def tie(model: Model) -> None:
-    model.blocks[1].weight = model.blocks[0].weight
-
-
-def tie_past_hooks(model: Model) -> None:
-    model.blocks[1]._parameters["weight"] = model.blocks[0].weight
-
-
-def tie_memory(model: Model) -> None:
-    model.blocks[1].weight.data = model.blocks[0].weight.data
+VALUES = torch.ones(4, 4)
 
 
 def tie_new_memory(model: Model) -> None:
@@ -191,79 +162,58 @@ def tie_new_memory(model: Model) -> None:
         block.weight.data = VALUES
 
 
-VALUES = torch.ones(4, 4)
-
-
-def untie(model: Model) -> None:
-    model.head._parameters["weight"] = nn.Parameter(values(7, 4))
-
-
-def reshape(model: Model) -> None:
-    model.blocks[0].weight.data = values(2, 8)
-
-
-def widen(model: Model) -> None:
-    model.blocks[0].weight.data = values(4, 4).double()
-
-
-def add_past_hooks(model: Model) -> None:
-    model.blocks[0]._parameters["scale"] = nn.Parameter(values(4))
-
-
-def convert(model: Model) -> None:
-    model.bfloat16()
-
-
-def set_gradient(model: Model) -> None:
-    model.blocks[0].weight.grad = values(4, 4)
-
-
-def run_backward(model: Model) -> None:
-    model.blocks[0].weight.square().sum().backward()
-
-
 def differ_by_rank(model: Model) -> None:
     torch.manual_seed(dist.get_rank())
     nn.init.normal_(model.blocks[0].weight)
 
 
-def edit_on_one_rank(model: Model) -> None:
-    if dist.get_rank() == 0:
-        model.blocks[0].weight.data.zero_()
+def on_rank_0(edit: Callable[[Model], object]) -> Callable[[Model], object]:
+    return lambda model: edit(model) if dist.get_rank() == 0 else None
 
 
-def raise_on_one_rank(model: Model) -> None:
-    if dist.get_rank() == 0:
-        del model.blocks[0].weight
+def put(model: Model, name: str, value: Any) -> None:
+    """Past the hooks of modules."""
+    module, _, key = name.rpartition(".")
+    model.get_submodule(module)._parameters[key] = value
 
 
-REFUSED: dict[Callable[[Model], None], str] = {
-    delete: "blocks.0.weight: .* found none",
-    tie: "blocks.1.weight: .*another",
-    tie_past_hooks: "blocks.1.weight: .*another",
-    tie_memory: "blocks.1.weight: .*memory of another",
+REFUSED: dict[Callable[[Model], object], str] = {
+    lambda m: delattr(m.blocks[0], "weight"): "blocks.0.weight: .* found none",
+    on_rank_0(lambda m: delattr(m.blocks[0], "weight")): "blocks.0.weight: .*found none",
+    lambda m: setattr(m.blocks[1], "weight", m.blocks[0].weight): "blocks.1.weight: .*another",
+    lambda m: put(m, "blocks.1.weight", m.blocks[0].weight): "blocks.1.weight: .*another",
+    lambda m: setattr(m.blocks[1].weight, "data", m.blocks[0].weight.data): (
+        "blocks.1.weight: .*memory of another"
+    ),
     tie_new_memory: "blocks.1.weight: .*memory of blocks.0.weight",
-    untie: "embedding.weight: .*embedding.weight, head.weight.*which were tied",
-    reshape: "blocks.0.weight: .*shape",
-    widen: "blocks.0.weight: .*float64",
-    add_past_hooks: "blocks.0.scale: .*found a new one",
-    convert: "conversion of a sharded model: .*unsharded",
-    set_gradient: "blocks.0.weight: .*gradient",
-    run_backward: "blocks.0.weight: .*which have no gradients",
+    lambda m: put(m, "head.weight", value(7, 4)): (
+        "embedding.weight: .*embedding.weight, head.weight.*which were tied"
+    ),
+    lambda m: setattr(m.blocks[0].weight, "data", values(2, 8)): "blocks.0.weight: .*shape",
+    lambda m: setattr(m.blocks[0].weight, "data", values(4, 4).double()): (
+        "blocks.0.weight: .*float64"
+    ),
+    lambda m: put(m, "blocks.0.scale", value(4)): "blocks.0.scale: .*found a new one",
+    lambda m: m.bfloat16(): "conversion of a sharded model: .*unsharded",
+    lambda m: setattr(m.blocks[0].weight, "grad", values(4, 4)): "blocks.0.weight: .*gradient",
+    lambda m: m.blocks[0].weight.square().sum().backward(): (
+        "blocks.0.weight: .*which have no gradients"
+    ),
     differ_by_rank: "blocks.0.weight: .*same edits .*on all ranks",
-    edit_on_one_rank: "blocks.0.weight: .*same edits .*on all ranks",
-    raise_on_one_rank: "blocks.0.weight: .*found none",
+    on_rank_0(lambda m: m.blocks[0].weight.data.zero_()): (
+        "blocks.0.weight: .*same edits .*on all ranks"
+    ),
 }
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @on_ranks(2)
 def test_edits_that_cannot_be_written_back_raise_on_all_ranks(dtype: torch.dtype | None) -> None:
-    for level in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+    policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
+    for level in LEVELS:
         for edit, message in REFUSED.items():
             torch.manual_seed(0)
             model = Model()
-            policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
             engine = fe.shard(model, strategy=level, mp_policy=policy)
             before = full_weights(model)
             with pytest.raises((ValueError, RuntimeError), match=message), engine.unsharded():

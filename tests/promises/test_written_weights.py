@@ -16,10 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from tests.pool import on_ranks
-from tests.promises.everywhere import Place, everywhere
+from tests.promises.everywhere import LEVELS, Place, everywhere
 from tests.reference import full_weights
-
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class ForcedNorm(nn.Linear):
@@ -42,7 +40,7 @@ class Model(nn.Module):
         super().__init__()
         self.stem = layer(4, 8)
         self.blocks = nn.ModuleList(
-            [nn.Sequential(layer(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(3)]
+            [nn.Sequential(layer(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(2)]
         )
         self.head = nn.Linear(8, 8)
         self.tied = layer(8, 8)
@@ -70,30 +68,22 @@ def clamp_data(module: nn.Module, args: Any) -> None:
         param.data.clamp_(-0.1, 0.1)
 
 
-def forced_norm() -> Model:
-    return Model()
-
-
 def recomputed() -> Model:
     model = Model()
     model.recomputes = True
     return model
 
 
-def clamped() -> Model:
+def clamped(how: Any = clamp) -> Model:
     model = Model(nn.Linear)
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not model.head:
-            module.register_forward_pre_hook(clamp)
+            module.register_forward_pre_hook(how)
     return model
 
 
 def clamped_through_data() -> Model:
-    model = Model(nn.Linear)
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not model.head:
-            module.register_forward_pre_hook(clamp_data)
-    return model
+    return clamped(clamp_data)
 
 
 def clamped_at_root() -> Model:
@@ -116,13 +106,13 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Te
 
 @everywhere
 def test_training_with_written_weights_is_that_of_one_process(place: Place) -> None:
-    for make in (forced_norm, recomputed, clamped, clamped_through_data, clamped_at_root):
+    for make in (Model, recomputed, clamped, clamped_through_data, clamped_at_root):
         torch.manual_seed(0)
         model = make()
         alone = copy.deepcopy(model)
         place.shard(model)
         jobs = [(each, torch.optim.SGD(each.parameters(), 0.5)) for each in (model, alone)]
-        for step in range(3):
+        for step in range(3 if make is Model else 2):
             rows = [batch(step, rank) for rank in range(place.num_ranks)]
             losses = [step_of(*jobs[0], rows[dist.get_rank()]), step_of(*jobs[1], torch.cat(rows))]
             dist.all_reduce(losses[0])
@@ -138,8 +128,15 @@ def test_training_with_written_weights_is_that_of_one_process(place: Place) -> N
                 torch.testing.assert_close(weight, expected[name].detach(), msg=name)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("begin", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("begin", "dtype"),
+    [
+        (1, None),
+        (2, torch.bfloat16),
+        (5, None),
+        pytest.param(5, torch.bfloat16, marks=pytest.mark.thorough),
+    ],
+)
 @on_ranks(2)
 def test_writes_through_data_that_begin_late_are_found(
     begin: int, dtype: torch.dtype | None
@@ -193,7 +190,7 @@ def test_written_compute_weights_are_taken_where_they_differ(place: Place) -> No
         torch.testing.assert_close(full, grad.float(), rtol=2e-2, atol=2e-3, msg=name)
 
 
-def write_noise(module: nn.Module, args: Any) -> None:
+def write_rank(module: nn.Module, args: Any) -> None:
     with torch.no_grad():
         module.weight.add_(dist.get_rank())
 
@@ -204,49 +201,46 @@ def write_on_one_rank(module: nn.Module, args: Any) -> None:
             module.weight.zero_()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("level", LEVELS)
-@on_ranks(2)
-def test_weights_that_ranks_write_differently_raise(level: str, dtype: torch.dtype | None) -> None:
+def replace_data(module: nn.Module, args: Any) -> None:
+    module.weight.data = module.weight.data * 0.5
+
+
+def hooked(hook: Any, **options: Any) -> tuple[Model, fe.Engine]:
     model = Model(nn.Linear)
-    model.blocks[1][0].register_forward_pre_hook(write_noise)
-    engine = fe.shard(model, strategy=level, mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype))
-    message = r"(?s)blocks.1.0.weight.*expected the same on all ranks"
-    with pytest.raises(ValueError, match=message):
-        model(batch(0, 0))
-    engine.reset()
+    model.blocks[1][0].register_forward_pre_hook(hook)
+    return model, fe.shard(model, **options)
+
+
+@on_ranks(2)
+def test_weights_that_ranks_write_differently_raise_and_so_does_other_memory() -> None:
+    for level in LEVELS:
+        for dtype in (None, torch.bfloat16):
+            policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
+            model, engine = hooked(write_rank, strategy=level, mp_policy=policy)
+            message = r"(?s)blocks.1.0.weight.*expected the same on all ranks"
+            with pytest.raises(ValueError, match=message):
+                model(batch(0, 0))
+            engine.reset()
+        if level != "no_shard":
+            model, engine = hooked(replace_data, strategy=level)
+            with pytest.raises(RuntimeError, match=r"blocks.1.0.weight: .*in place"):
+                model(batch(0, 0))
+            engine.reset()
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_a_weight_that_one_rank_writes_raises_on_all(level: str) -> None:
-    model = Model(nn.Linear)
-    model.blocks[1][0].register_forward_pre_hook(write_on_one_rank)
-    fe.shard(model, strategy=level)
+    model, _ = hooked(write_on_one_rank, strategy=level)
     with pytest.raises((ValueError, RuntimeError), match=r"blocks.1.0.weight"):
         model(batch(0, 0)).sum().backward()
 
 
-def replace_data(module: nn.Module, args: Any) -> None:
-    module.weight.data = module.weight.data * 0.5
-
-
-@pytest.mark.parametrize("level", LEVELS[1:])
 @on_ranks(2)
-def test_other_memory_for_a_weight_in_forward_raises(level: str) -> None:
-    model = Model(nn.Linear)
-    model.blocks[1][0].register_forward_pre_hook(replace_data)
-    fe.shard(model, strategy=level)
-    with pytest.raises(RuntimeError, match=r"blocks.1.0.weight: .*in place"):
-        model(batch(0, 0))
-
-
-@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
-@on_ranks(2)
-def test_embeddings_that_renormalize_their_rows_are_refused(layer: type[nn.Module]) -> None:
-    model = nn.Sequential(layer(4, 4, max_norm=1.0))
-    with pytest.raises(ValueError, match=r"0.weight: .*max_norm=1.0"):
-        fe.shard(model)
+def test_embeddings_that_renormalize_their_rows_are_refused() -> None:
+    for layer in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(ValueError, match=r"0.weight: .*max_norm=1.0"):
+            fe.shard(nn.Sequential(layer(4, 4, max_norm=1.0)))
 
 
 @on_ranks(1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.buffers import param_and_grad_buffer as pgb
@@ -50,26 +53,22 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
+def without_reset() -> nn.Module:
+    """Its parameter cannot make itself values."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    model.register_parameter("bare", nn.Parameter(torch.randn(3)))
+    return model
+
+
 @everywhere
 def test_ranks_on_the_meta_device_get_the_values_of_the_first_rank(place: Place) -> None:
-    model = WithStatistics()
-    expected = everything(model)
-    if dist.get_rank():
-        model = copy.deepcopy(model).to("meta")
-    place.shard(model)
-    check_equal(everything(model), expected)
-    model(torch.randn(4, 5)).sum().backward()
-
-
-@everywhere
-def test_a_model_that_cannot_make_values_gets_those_of_the_first_rank(place: Place) -> None:
-    torch.manual_seed(3)
-    model = models_without_reset()
-    expected = everything(model)
-    if dist.get_rank():
-        model.to("meta")
-    place.shard(model)
-    check_equal(everything(model), expected)
+    for model, width in ((WithStatistics(), 5), (without_reset(), 3)):
+        expected = everything(model)
+        if dist.get_rank():
+            model = copy.deepcopy(model).to("meta")
+        place.shard(model)
+        check_equal(everything(model), expected)
+        model(torch.randn(4, width)).sum().backward()
 
 
 class Rotated(nn.Module):
@@ -115,6 +114,14 @@ def all_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @everywhere
 def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
+    with torch.device("meta"):
+        model = SharedTable()
+    place.shard(model)
+    assert model.holder.again is model.blocks[0].table
+    assert len(set(map(id, all_buffers(model).values()))) == 5
+    assert torch.equal(model.holder.again, torch.arange(4.0).expand(2, 4))
+    assert torch.equal(model.last, torch.full((5,), 3.0))
+    assert all(block.own.eq(2).all() for block in model.blocks)
     for how in ("built on meta", "moved to meta", "other values", "separate"):
         torch.manual_seed(0)
         model = SharedTable()
@@ -135,28 +142,6 @@ def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
         assert len(set(map(id, found.values()))) == 5
         assert model.holder.again is model.blocks[2].table
         model(torch.randn(4, 4)).sum().backward()
-
-
-@everywhere
-def test_a_buffer_of_several_modules_stays_one_where_all_ranks_are_on_meta(place: Place) -> None:
-    with torch.device("meta"):
-        model = SharedTable()
-    place.shard(model)
-    found = all_buffers(model)
-    assert model.holder.again is model.blocks[0].table
-    assert len(set(map(id, found.values()))) == 5
-    assert torch.equal(model.holder.again, torch.arange(4.0).expand(2, 4))
-    assert torch.equal(model.last, torch.full((5,), 3.0))
-    assert all(block.own.eq(2).all() for block in model.blocks)
-
-
-@on_ranks(2)
-def test_buffers_that_only_one_rank_has_are_an_error_on_all_ranks() -> None:
-    model = SharedTable()
-    if dist.get_rank():
-        model.register_buffer("more", torch.ones(2))
-    with pytest.raises(ValueError, match=r"more: expected the same buffers on all ranks"):
-        fe.shard(model, initial_values="rank0")
 
 
 class PlainTable(nn.Module):
@@ -192,71 +177,61 @@ def test_a_meta_tensor_in_a_plain_attribute_is_named_on_all_ranks(first: str) ->
         model(torch.randn(2, 4)).sum().backward()
 
 
-def models_without_reset() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    model.register_parameter("bare", nn.Parameter(torch.randn(3)))
-    return model
-
-
 @everywhere
-def test_ranks_that_built_other_values_raise_and_name_the_parameter(place: Place) -> None:
-    if place.num_ranks == 1:
-        return
-    model = WithStatistics()
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            model.blocks[1][0].weight[0, 0] += 1  # type: ignore[index]
-    before = dict(model.named_parameters())
-    with pytest.raises(ValueError, match=r"blocks.1.0.weight: expected the same.*rank 1 than on"):
-        place.shard(model)
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    place.shard(model, initial_values="rank0")
-
-
-@everywhere
-def test_a_saved_buffer_that_differs_raises(place: Place) -> None:
-    if place.num_ranks == 1:
-        return
-    model = WithStatistics()
-    model.frequencies += dist.get_rank()  # not saved: made from something else
-    model.blocks[0][1].running_mean += dist.get_rank()  # type: ignore[index, operator]
-    with pytest.raises(ValueError, match=r"blocks.0.1.running_mean: expected the same.*rank0"):
-        place.shard(model)
-
-
-@everywhere
-def test_rank_0_decides_where_it_is_asked_to(place: Place) -> None:
-    torch.manual_seed(0)
+def test_ranks_that_built_other_values_raise_unless_rank_0_decides(place: Place) -> None:
     expected = everything(WithStatistics())
+    if place.num_ranks > 1:
+        for name in ("blocks.1.0.weight", "blocks.0.1.running_mean"):
+            torch.manual_seed(0)
+            model = WithStatistics()
+            model.frequencies += dist.get_rank()  # not saved: made from something else
+            with torch.no_grad():
+                model.state_dict()[name].flatten()[0] += dist.get_rank() == 1
+            before = dict(model.named_parameters())
+            with pytest.raises(
+                ValueError, match=f"{name}: expected the same.*rank 1 than on.*rank0"
+            ):
+                place.shard(model)
+            assert all(p is before[name] for name, p in model.named_parameters())
     torch.manual_seed(dist.get_rank())
     model = WithStatistics()
     place.shard(model, initial_values="rank0")
     check_equal(everything(model), expected)
 
 
-@on_ranks(2)
-def test_values_on_another_rank_than_the_first_raise() -> None:
+def first_on_meta() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     if not dist.get_rank():
         model[1].to("meta")
-    with pytest.raises(ValueError, match=r"1.weight: expected values on data-parallel rank 0.*"):
-        fe.shard(model)
+    return model
 
 
-@on_ranks(2)
-def test_what_no_rank_has_and_cannot_make_raises_on_all() -> None:
-    model = models_without_reset()
+def nowhere() -> nn.Module:
+    model = without_reset()
     model.bare = nn.Parameter(torch.empty(3, device="meta"))
+    return model.to("meta") if dist.get_rank() else model
+
+
+def more_buffers() -> nn.Module:
+    model = SharedTable()
     if dist.get_rank():
-        model.to("meta")
-    with pytest.raises(ValueError, match=r"the root module .*bare.*found none"):
-        fe.shard(model)
+        model.register_buffer("more", torch.ones(2))
+    return model
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (first_on_meta, {}, r"1.weight: expected values on data-parallel rank 0.*"),
+    (nowhere, {}, r"the root module .*bare.*found none"),
+    (more_buffers, {"initial_values": "rank0"}, "more: expected the same buffers on all ranks"),
+    (SharedTable, {"initial_values": "rank1"}, "initial_values: expected one of .*found 'rank1'"),
+]
 
 
 @on_ranks(2)
-def test_an_unknown_choice_raises() -> None:
-    with pytest.raises(ValueError, match=r"initial_values: expected one of .*found 'rank1'"):
-        fe.shard(nn.Linear(2, 2), initial_values="rank1")
+def test_what_cannot_be_made_alike_raises_on_all_ranks() -> None:
+    for make, options, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            fe.shard(make(), **options)
 
 
 @on_ranks(2)
@@ -274,26 +249,15 @@ def test_values_travel_one_unit_at_a_time() -> None:
     model = Transformer(num_blocks=6, dim=32)
     if dist.get_rank():
         model.to("meta")
-    sizes: list[int] = []
-    broadcast = pgb.broadcast_
-
-    def counted(tensor: Tensor, group: Any) -> Tensor:
-        sizes.append(tensor.numel())
-        return broadcast(tensor, group)
-
-    pgb.broadcast_ = counted
-    try:
+    with patch.object(pgb, "broadcast_", wraps=pgb.broadcast_) as broadcast:
         engine = fe.shard(model)
-    finally:
-        pgb.broadcast_ = broadcast
+    sizes = [call.args[0].numel() for call in broadcast.call_args_list]
     assert sizes == [buffer.layout.numel for buffer in engine.buffers]
     assert max(sizes) < sum(sizes) / 4
 
 
 @on_ranks(4)
 def test_experts_are_compared_among_the_ranks_that_share_them() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
     rank = dist.get_rank()
     for case in ("own", "differs", "meta"):
@@ -324,16 +288,13 @@ def test_a_checksum_tells_values_and_their_order_apart() -> None:
         for shape in ((), (0,), (7,), (3, 5), (130, 65), (4099, 3)):
             noise = torch.randn(shape).mul(100)
             value = noise > 0 if dtype is torch.bool else noise.to(dtype)
-            found = int(checksum(value))
-            assert int(checksum(value.clone())) == found
             spaced = value.new_zeros((value.numel() + 1,))
             spaced[1:] = value.flatten()
-            assert int(checksum(spaced[1:].view(shape))) == found
+            same = [value.clone(), spaced[1:].view(shape)]
+            same += [value.t().contiguous().t()] if value.ndim == 2 else []
+            assert {int(checksum(each)) for each in same} == {int(checksum(value))}
             if value.numel() > 10:
                 other = value.clone().flatten()
                 place = int((other != other[0]).nonzero()[-1])
                 other[[0, place]] = other[[place, 0]]
-                assert int(checksum(other)) != found, (dtype, shape)
-            if value.ndim == 2:
-                turned = value.t().contiguous().t()
-                assert int(checksum(turned)) == found
+                assert int(checksum(other)) != int(checksum(value)), (dtype, shape)

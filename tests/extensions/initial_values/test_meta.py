@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fsdp_engine as fe
-from tests import reference
 from tests.pool import on_ranks
 from tests.promises.everywhere import LEVELS, Place, everywhere
 
@@ -55,40 +54,36 @@ def on_meta() -> nn.Module:
 
 
 @everywhere
-def test_children_get_the_values_that_their_parents_give_them(place: Place) -> None:
-    alone, model = Model(), on_meta()
-    place.shard(model)
-    for name, param in model.named_parameters():
-        if name.endswith("table.weight"):
-            wanted = reference.slice_like(alone.get_parameter(name), param)
-            assert torch.equal(reference.held(param), wanted), name
-
-
-@everywhere
-def test_a_weight_that_is_normalised_starts_as_its_module_would_without(place: Place) -> None:
+def test_children_and_normalised_weights_get_the_values_that_modules_give(place: Place) -> None:
     torch.manual_seed(0)
-    model = on_meta()
+    alone, model = Model(), on_meta()
     engine = place.shard(model)
     state = engine.full_state_dict()
+    for name, value in alone.state_dict().items():
+        if name.endswith("table.weight"):
+            assert torch.equal(state[name], value), name
     lengths, directions = (state[f"conv.parametrizations.weight.original{i}"] for i in range(2))
     torch.testing.assert_close(directions.norm(dim=(0, 1), keepdim=True), lengths)
     assert 0.1 < directions.abs().max() < 1 / (6 * 3) ** 0.5  # kaiming_uniform_(a=sqrt(5))
-    alone = Model()
     alone.load_state_dict(state)
     x = torch.randn(2, 6, 4)
     torch.testing.assert_close(model(x), alone(x))
 
 
-def state_of(level: str) -> Any:
-    return fe.shard(on_meta(), strategy=level).full_state_dict()
+def states() -> list[Any]:
+    found = []
+    for level in LEVELS:
+        torch.manual_seed(0)
+        found.append(fe.shard(on_meta(), strategy=level).full_state_dict())
+    return found
 
 
 def test_values_are_the_same_whatever_the_number_of_ranks_and_the_level(ranks: Any) -> None:
-    (expected,) = ranks.run(state_of, "no_shard", world_size=1)
-    for level in LEVELS:
-        for world_size in (1, 2, 4):
-            for found in ranks.run(state_of, level, world_size=world_size):
-                assert all(torch.equal(found[name], value) for name, value in expected.items())
+    ((expected, *others),) = ranks.run(states, world_size=1)
+    for world_size in (2, 4):
+        others += [each for found in ranks.run(states, world_size=world_size) for each in found]
+    for found in others:
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 class Late(nn.Module):
@@ -102,29 +97,28 @@ class Late(nn.Module):
         nn.init.ones_(self.first)
 
 
-@on_ranks(2)
-def test_what_stays_without_values_is_an_error_on_all_ranks() -> None:
-    with torch.device("meta"):
-        old = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)))
-        late = nn.Sequential(Late())
-    with pytest.raises(ValueError, match=r"Linear\.weight_g: expected its reset_parameters\(\) to"):
-        fe.shard(old)
-    with pytest.raises(ValueError, match=r"Late\.second: expected its reset_parameters\(\) to"):
-        fe.shard(late)
-
-
 class Tripled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 3 * x
 
 
+def tripled() -> nn.Module:
+    linear = nn.Linear(3, 3)
+    nn.utils.parametrize.register_parametrization(linear, "weight", Tripled())
+    return linear
+
+
 @on_ranks(2)
-def test_a_parametrisation_that_cannot_be_turned_around_is_an_error_on_all_ranks() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3))
-        nn.utils.parametrize.register_parametrization(model[0], "weight", Tripled())
-    with pytest.raises(ValueError, match=r"Linear\.weight: expected a parametrisation that turns"):
-        fe.shard(model)
+def test_what_stays_without_values_is_an_error_on_all_ranks() -> None:
+    for make, message in (
+        (lambda: nn.utils.weight_norm(nn.Linear(3, 3)), r"Linear\.weight_g: expected its reset_"),
+        (Late, r"Late\.second: expected its reset_parameters\(\) to"),
+        (tripled, r"Linear\.weight: expected a parametrisation that turns"),
+    ):
+        with torch.device("meta"):
+            model = nn.Sequential(make())
+        with pytest.raises(ValueError, match=message):
+            fe.shard(model)
 
 
 class FailsOnOneRank(nn.Linear):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.units import build
+from tests import reference
 from tests.models import Transformer, token_batch
 
 
@@ -48,7 +49,11 @@ def full_values_alive(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **optio
 def test_one_unit_at_a_time_is_full(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device(device):
         model = Transformer(4)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     assert full_values_alive(model, monkeypatch) == 0
+    for name, param in model.named_parameters():
+        assert device == "meta" or torch.equal(reference.full(param), expected[name])
+    model(*token_batch(4, 0)).backward()
 
 
 class Tied(nn.Module):
@@ -77,12 +82,3 @@ def test_a_module_with_parameters_of_two_units_has_the_values_of_one_process() -
     for name, value in weights[0].items():
         assert torch.equal(weights[1][name], value)
         assert value.abs().sum() > 0
-
-
-def test_a_model_that_was_sharded_from_its_values_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Transformer(2)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    engine = fe.shard(model, min_unit_size=0)
-    for name, value in engine.full_state_dict().items():
-        assert torch.equal(value, expected[name])
-    model(*token_batch(4, 0)).backward()
