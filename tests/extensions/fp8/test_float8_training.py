@@ -66,7 +66,7 @@ class Watch:
     Attributes:
         weights: Main weights by all names of the parameters, at the last :meth:`expect`.
         expected: What modules must compute with, by name.
-        used: What they computed with.
+        used: What they computed with; before the first :meth:`expect`, copies.
         wrong: The differences.
         looks: How often each (moment, name) was compared.
         places: All of these.
@@ -123,7 +123,8 @@ class Watch:
     def _called(self, own: list[tuple[str, str]], module: nn.Module, args: Any) -> None:
         for name, attribute in own:
             # Autograd saves it, whatever the module has in backward.
-            self.used[name] = getattr(module, attribute).detach()
+            used = getattr(module, attribute).detach()
+            self.used[name] = used if self.expected else used.clone()  # its memory may be freed
         self._compare("forward", own)
 
     def _returned(self, own: Any, module: nn.Module, args: Any, output: Tensor) -> None:
