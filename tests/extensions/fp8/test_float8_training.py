@@ -1,6 +1,6 @@
-"""fp8 gathers in training: modules compute with what is, bit by bit, an unsharded quantisation of
-the main weights, in every forward and backward, at every level, and after a checkpoint; each change
-is encoded once."""
+"""fp8 gathers in training: modules compute with an unsharded quantisation of the main weights, bit
+by bit, in every forward and backward, at every level, and after a checkpoint; each change is
+encoded once."""
 
 from __future__ import annotations
 
