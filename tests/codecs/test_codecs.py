@@ -1,33 +1,28 @@
-"""The codec seam, with a toy: weights travel as one byte each, quantised by a global amax."""
+"""The codec seam, with toys: weights travel as one byte each, quantised by an amax."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.precision import ParamDtypes
+from tests import reference
+from tests.codecs.int8_codec import Int8
+from tests.codecs.rounding import rounded_loss
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
-
-
-def quantise(values: Tensor, amax: Tensor) -> Tensor:
-    """Signed steps of ``amax / 127``, in a byte."""
-    return (values * (127.0 / amax)).round().to(torch.int8).view(torch.uint8)
-
-
-def dequantise(steps: Tensor, amax: Tensor) -> Tensor:
-    return steps.view(torch.int8).to(torch.float32) * (amax / 127.0)
+from tests.scenario import Scenario
+from tests.training import mesh_of
 
 
 class ByteCodec(ParamCodec):
@@ -57,13 +52,14 @@ class ByteCodec(ParamCodec):
             yield [dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=group, async_op=True)]
         self.amax.clamp_(min=1e-12)
         for piece in self.pieces:
-            end = piece.offset + piece.stop - piece.start
-            wire[piece.offset : end] = quantise(main[piece.offset : end], self.amax[piece.index])
+            place = slice(piece.offset, piece.offset + piece.stop - piece.start)
+            steps = (main[place] * (127.0 / self.amax[piece.index])).round()
+            wire[place] = steps.to(torch.int8).view(torch.uint8)
 
     def decode(self, wire: Tensor, offsets: Sequence[int], params: Sequence[Tensor]) -> None:
-        for index, (offset, param) in enumerate(zip(offsets, params, strict=True)):
-            steps = wire[offset : offset + param.numel()]
-            param.view(-1).copy_(dequantise(steps, self.amax[index]))
+        for amax, offset, param in zip(self.amax, offsets, params, strict=True):
+            steps = wire[offset : offset + param.numel()].view(torch.int8)
+            param.view(-1).copy_(steps * (amax / 127.0))
 
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
         self.full.append(full[0])
@@ -80,53 +76,34 @@ def matrices_in_bytes(
     return ("bytes", ByteCodec) if param.ndim >= 2 and param.requires_grad else None
 
 
-def quantised_in_forward(model: nn.Module) -> None:
-    """The reference: every forward computes with quantised copies of the matrices."""
-
-    def swap(module: nn.Module, args: Any) -> None:
-        for param in model.parameters():
-            if param.ndim >= 2:
-                param.main = param.detach().clone()
-                amax = param.main.abs().max()
-                param.data.copy_(dequantise(quantise(param.main, amax), amax))
-
-    model.register_forward_pre_hook(swap)
+def by_tensor(weight: Tensor) -> Tensor:
+    amax = weight.abs().max()
+    return (weight * (127.0 / amax)).round() * (amax / 127.0)
 
 
-def restore(model: nn.Module) -> None:
-    for param in model.parameters():
-        if param.ndim >= 2:
-            param.data.copy_(param.main)
+def by_row(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round() * scale
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS)
+RULES: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "bytes": (matrices_in_bytes, by_tensor),
+    "int8, on the base class of fp8's": (Int8(), by_row),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("pair", FEW_PAIRS)
 @on_ranks(4)
 def test_a_quantising_codec_trains_like_one_process_with_the_same_quantiser(
-    strategy: str, outer: str
+    pair: tuple[str, str], rule: str
 ) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    torch.manual_seed(0)
-    model = Transformer(num_blocks=2)
-    alone = copy.deepcopy(model)
-    fe.shard(model, mesh, strategy=strategy, outer_strategy=outer, codec_rules=[matrices_in_bytes])
-    quantised_in_forward(alone)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for step in range(3):
-        batches = [token_batch(2, 4 * step + rank) for rank in range(4)]
-        model(*batches[dist.get_rank()]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sum(alone(*batch) / 4 for batch in batches[:1]).backward()  # type: ignore[union-attr]
-        restore(alone)
-        for batch in batches[1:]:
-            (alone(*batch) / 4).backward()
-            restore(alone)
-        alone_optimizer.step()
-        alone_optimizer.zero_grad()
-    for (name, param), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-        found = param.full_tensor() if isinstance(param, fe.FlatDTensor) else param
-        assert torch.allclose(found, expected, atol=2e-5), (name, strategy, outer)
+    codec_rule, quantise = RULES[rule]
+    scenario = Scenario(model=partial(Transformer, 2), pair=pair, mesh=mesh_of(2, 2))
+    found = scenario.but(options={"codec_rules": [codec_rule]}).sharded()
+    expected = scenario.but(loss_of=partial(rounded_loss, quantise)).alone()
+    lines = reference.differences(found.steps, expected.steps, 2e-5)
+    assert not lines, "\n".join([f"{pair}:", *lines[:8]])
 
 
 @on_ranks(2)

@@ -1,88 +1,63 @@
-"""``checkpoint_units``: what it wraps, and that nothing but memory is different with it."""
+"""``checkpoint_units`` and ``fe.shard(checkpointing=)``: what they wrap, and that nothing but
+memory is different with them."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
+from tests import reference
+from tests.extensions.activations.checkpointed import (
+    BLOCKS,
+    WIDTH,
+    Dropping,
+    made,
+    scenario_at,
+)
 from tests.models import VOCABULARY, Block, Transformer, token_batch
 from tests.pool import on_ranks
+from tests.scenario import assert_same_bits
 from tests.simulation.live_storages import LiveStorages
 
-WIDTH = 12
-
-
-class Dropping(nn.Module):
-    """A block that drops, reads an argument by name, and counts its runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block(WIDTH)
-        self.runs = 0
-
-    def forward(self, x: Tensor, *, debug: float = 1.0) -> Tensor:
-        self.runs += 1
-        return x + F.dropout(self.inner(x), 0.3, self.training) * debug
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Dropping() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, debug=0.5)  # a name that torch's checkpoint takes for itself
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-
-def made() -> Model:
-    torch.manual_seed(1)
-    return Model()
+ALL_BLOCKS = tuple(f"blocks.{number}" for number in range(BLOCKS))
+EVERY_SECOND = fe.Checkpointing(every=2)
 
 
 def test_blocks_are_checkpointed_and_nothing_else_changes() -> None:
     model = made()
     names = [name for name, _ in model.named_modules()]
-    assert fe.checkpoint_units(model) == ("blocks.0", "blocks.1", "blocks.2")
+    for _ in range(2):  # a second call changes nothing
+        assert fe.checkpoint_units(model) == ALL_BLOCKS
     assert [name for name, _ in model.named_modules()] == names
     assert type(model.blocks[0]) is Dropping
     assert str(inspect.signature(model.blocks[0].forward)).startswith("(x: ")
     batch = token_batch(2, 0)
     model(*batch).backward()
-    assert [block.runs for block in model.blocks] == [2, 2, 2]
+    assert [block.runs for block in model.blocks] == [2] * BLOCKS
     with torch.no_grad():
         model(*batch)
-    assert [block.runs for block in model.blocks] == [3, 3, 3]
-
-
-def test_a_second_call_changes_nothing() -> None:
-    model = made()
-    first = fe.checkpoint_units(model)
-    assert fe.checkpoint_units(model) == first
-    model(*token_batch(2, 0)).backward()
-    assert model.blocks[0].runs == 2
+    assert [block.runs for block in model.blocks] == [3] * BLOCKS
 
 
 @pytest.mark.parametrize(
     ("units", "names"),
     [
         (["blocks.0"], ("blocks.0",)),
-        ([nn.Embedding, Dropping], ("blocks.0", "blocks.1", "blocks.2")),
+        ([nn.Embedding, Dropping], ALL_BLOCKS),
         # Each contains the next.
-        ([Block, "blocks.1"], ("blocks.0.inner", "blocks.1", "blocks.2.inner")),
+        (
+            [Block, "blocks.1"],
+            ("blocks.0.inner", "blocks.1", "blocks.2.inner", "blocks.3.inner"),
+        ),
         ([("blocks.0", "head")], ("blocks.0", "head")),
     ],
 )
@@ -92,12 +67,24 @@ def test_units_are_named_as_for_shard(units: Any, names: tuple[str, ...]) -> Non
     model(*token_batch(2, 0)).backward()
 
 
+def test_every_kth_block_is_recomputed() -> None:
+    for every, expected in ((1, [2, 2, 2, 2]), (2, [1, 2, 1, 2]), (3, [1, 1, 2, 1])):
+        model = made()
+        names = fe.checkpoint_units(model, None, fe.Checkpointing(every=every))
+        assert names == ALL_BLOCKS[every - 1 :: every]
+        model(*token_batch(2, 0)).backward()
+        assert [block.runs for block in model.blocks] == expected
+
+
 def test_what_cannot_be_checkpointed() -> None:
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module; found int"):
         fe.checkpoint_units(3)
     with pytest.raises(ValueError, match=r"units: expected pattern 'layers\.\*' to match a module"):
         fe.checkpoint_units(made(), "layers.*")
     assert fe.checkpoint_units(nn.Linear(2, 2)) == ()
+    for given in ("select", False, "offload", 2):
+        with pytest.raises(ValueError, match=r"checkpointing: expected True, 'selective' or fe\.C"):
+            fe.checkpoint_units(made(), None, given)
 
 
 def test_a_forward_of_the_instance_s_own_is_run() -> None:
@@ -133,80 +120,97 @@ def test_a_copy_recomputes_with_its_own_weights(how: str) -> None:
     assert model.blocks[0].runs == 0
 
 
-def trained(level: str, when: str, units: Any = None) -> tuple[list[float], list[Tensor], Any]:
-    model = made()
-    if when == "before":
+# ---- Training ------------------------------------------------------------------------------------
+
+
+WAYS: dict[str, Any] = {
+    "checkpoint_units before": False,
+    "checkpoint_units after": False,
+    "selective": "selective",
+    "every second": EVERY_SECOND,
+    "every second, selective": fe.Checkpointing(2, "selective"),
+}
+
+
+@pytest.mark.parametrize("units", [None, [Block, Dropping, nn.Embedding]], ids=["blocks", "nested"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_training_is_the_same_to_the_last_bit(way: str, level: str, units: Any) -> None:
+    scenario = scenario_at(level, units=units)
+    model = scenario.made()
+    if way == "checkpoint_units before":
         fe.checkpoint_units(model, units)
-    engine = fe.shard(model, strategy=level, min_unit_size=0, units=units)
-    if when == "after":
+    options = {**scenario.options, "checkpointing": WAYS[way]}
+    engine = fe.shard(model, strategy=level, **options)
+    if way == "checkpoint_units after":
         fe.checkpoint_units(model, units)
-    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses, gradients = [], []
-    for step in range(3):
+    assert_same_bits(scenario.train(model, engine), scenario.sharded())
+    num_runs = 2 * 2 * BLOCKS
+    again = num_runs // 2 if way.startswith("every second") else num_runs
+    assert sum(block.runs for block in model.blocks) == num_runs + again
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_training_proceeds_after_exceptions(level: str) -> None:
+    def raising(*_: Any) -> None:
+        raise KeyError("on purpose")
+
+    def fail(model: Any, step: int) -> None:
+        """A forward raises in a block; then, after the blocks ran again, a backward does."""
+        for is_late in (False, True) if step == 1 else ():
+            loss = model(*token_batch(2, 0)) if is_late else None
+            hook = model.blocks[2].inner.register_forward_hook(raising)
+            with pytest.raises(KeyError, match="on purpose"):
+                loss.backward() if is_late else model(*token_batch(2, 0))
+            hook.remove()
+            engine.reset()
         torch.manual_seed(step)
-        for micro in range(2):
-            rank = torch.distributed.get_rank()
-            loss = model(*token_batch(2, 10 * step + 2 * micro + rank))
-            loss.backward()
-            losses.append(loss.item())
-        gradients += [
-            param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad.clone()
-            for param in model.parameters()
-        ]
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, engine
+
+    scenario = scenario_at(level)
+    model, engine = scenario.but(options={"checkpointing": "selective"}).sharded_model()
+    assert_same_bits(scenario.but(before_step=fail).train(model, engine), scenario.sharded())
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
-def test_training_is_the_same_to_the_last_bit(level: str) -> None:
-    losses, gradients, _ = trained(level, "never")
-    for when in ("before", "after"):
-        found = trained(level, when)
-        assert found[0] == losses
-        assert all(map(torch.equal, found[1], gradients))
-
-
-@on_ranks(2)
-def test_units_within_units_train_the_same() -> None:
-    units = [Block, Dropping, nn.Embedding]
-    losses, gradients, _ = trained("optim_grads_params", "never", units)
-    found = trained("optim_grads_params", "after", units)
-    assert found[0] == losses
-    assert all(map(torch.equal, found[1], gradients))
-
-
-class Deep(nn.Module):
-    """Blocks that keep much, and have few weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(Block(32), nn.Tanh()) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@on_ranks(2)
-def test_activations_take_less_memory(level: str) -> None:
+def test_memory_is_between_that_of_all_and_of_nothing(level: str) -> None:
     peaks = []
-    for checkpointed in (False, True):
+    for checkpointing in (True, "selective", EVERY_SECOND, False):
         with LiveStorages() as watch:
-            model = Deep()
-            if checkpointed:
-                fe.checkpoint_units(model)
-            engine = fe.shard(model, strategy=level, min_unit_size=0)
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Sequential(Block(32), nn.Tanh()) for _ in range(6)))
+            fe.shard(model, strategy=level, min_unit_size=0, checkpointing=checkpointing)
             x = torch.zeros(4, 64, 32)
             for _ in range(2):
                 watch.restart()
-                model(x).backward()
+                model(x).sum().backward()
             peaks.append(watch.peak)
-        del engine, model
-    assert peaks[1] < 0.5 * peaks[0]
+        del model
+    of_all, selective, every_second, of_nothing = peaks
+    assert of_all < 0.5 * of_nothing
+    assert of_all < 0.8 * selective < 0.7 * of_nothing
+    assert of_all < 0.8 * every_second < 0.7 * of_nothing
+
+
+def test_a_recomputation_gathers_nothing() -> None:
+    def gathers(checkpointing: Any) -> int:
+        found = fe.simulate(
+            lambda: Transformer(3),
+            8,
+            batch=token_batch(4, 0),
+            strategy="optim_grads_params",
+            min_unit_size=0,
+            checkpointing=checkpointing,
+        )
+        return sum(span.lane == "inner gather" for span in found.spans)
+
+    (count,) = {gathers(how) for how in (True, "selective", EVERY_SECOND, False)}
+    assert count > 0
+
+
+# ---- Blocks of other kinds -----------------------------------------------------------------------
 
 
 class Skipping(nn.Module):
@@ -270,9 +274,19 @@ class Delegated(nn.Module):
         self.blocks = nn.ModuleList(Delegating(Block(WIDTH)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+        return nn.Sequential(*self.blocks)(x).square().mean()
+
+
+def assert_same_gradients(
+    model: nn.Module, level: str, checkpointing: Any, run: Callable[[nn.Module], Tensor]
+) -> None:
+    alone = copy.deepcopy(model)
+    fe.shard(model, strategy=level, checkpointing=checkpointing, min_unit_size=0)
+    for each in (model, alone):
+        for _ in range(2):
+            run(each).backward()
+    found, expected = reference.full_gradients(model), reference.full_gradients(alone)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("make", [Skipping, Delegated])
@@ -280,22 +294,12 @@ class Delegated(nn.Module):
 @on_ranks(2)
 def test_lists_that_blocks_change_and_wrappers_that_delegate(level: str, make: Any) -> None:
     torch.manual_seed(1)
-    model = make()
-    alone = copy.deepcopy(model)
-    fe.shard(model, strategy=level, checkpointing=True, min_unit_size=0)
     x = torch.randn(3, 4, WIDTH)
-    for each in (model, alone):
-        for _ in range(2):
-            each(x).backward()
-    expected = dict(alone.named_parameters())
-    for name, param in model.named_parameters():
-        found = param.grad.full_tensor() if isinstance(param.grad, fe.FlatDTensor) else param.grad
-        torch.testing.assert_close(found, expected[name].grad, msg=f"{name}")
+    assert_same_gradients(make(), level, True, lambda model: model(x))
 
 
-@pytest.mark.parametrize("checkpointing", [True, "selective"])
 @on_ranks(1)
-def test_a_cache_of_transformers_is_left_out(checkpointing: Any) -> None:
+def test_a_cache_of_transformers_is_left_out() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16,
@@ -305,15 +309,20 @@ def test_a_cache_of_transformers_is_left_out(checkpointing: Any) -> None:
         vocab_size=VOCABULARY,
         use_cache=True,
     )
-    torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(config)
-    alone = copy.deepcopy(model)
-    fe.shard(model, strategy="no_shard", checkpointing=checkpointing, min_unit_size=0)
     tokens = torch.randint(VOCABULARY, (2, 7))
-    for each in (model, alone):
-        each(input_ids=tokens, labels=tokens).loss.backward()
-    for name, param in alone.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, param.grad, msg=name)
+
+    def run(model: nn.Module) -> Tensor:
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    for checkpointing in (True, "selective"):
+        model = transformers.LlamaForCausalLM(config)
+        assert_same_gradients(
+            model,
+            "no_shard",
+            checkpointing,
+            lambda each: each(input_ids=tokens, labels=tokens).loss,
+        )
 
 
 class Cached(nn.Module):
@@ -334,19 +343,3 @@ def test_an_argument_named_cache_is_the_module_s() -> None:
     expected = model[1](model[0](x, cache=cache), cache=cache)
     assert fe.checkpoint_units(model) == ("0", "1")
     assert torch.equal(model[1](model[0](x, cache=cache), cache=cache), expected)
-
-
-def test_a_recomputation_gathers_nothing() -> None:
-    def gathers(checkpointed: bool) -> int:
-        def build() -> nn.Module:
-            model = Transformer(3)
-            if checkpointed:
-                fe.checkpoint_units(model)
-            return model
-
-        found = fe.simulate(
-            build, 8, batch=token_batch(4, 0), strategy="optim_grads_params", min_unit_size=0
-        )
-        return sum(span.lane == "inner gather" for span in found.spans)
-
-    assert gathers(True) == gathers(False) > 0

@@ -6,6 +6,7 @@ order is tested in ``tests/extensions/activations/test_offload_async.py``.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +27,10 @@ from fsdp_engine.runtime import activations
 from fsdp_engine.runtime.activations import ActivationOffload
 from fsdp_engine.strategies import LEVELS
 from fsdp_engine.units.checkpointing import find_blocks
+from tests import reference
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
+from tests.scenario import Scenario, assert_same_bits
 
 ALL = fe.OffloadActivations(min_bytes=0)
 CPU = torch.device("cpu")
@@ -261,7 +264,6 @@ def test_a_saved_output_that_the_next_block_changes_raises(in_flight: int | None
 def test_a_change_before_a_tensor_is_saved_again_is_seen() -> None:
     model = blocks(lambda x: x.detach() * x, lambda x: x)
     shared = torch.ones(16)
-    model[0].function = model[1].function = lambda x: (x * shared).detach() + x
     Keeps.seen.clear()
     model[0].function = model[1].function = lambda x: Keeps.apply(x, lambda x: [shared])
     offload(model)
@@ -282,119 +284,88 @@ def gradients(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[Tensor]
     return [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
-def plainly(model: nn.Module) -> None:
+def plainly(model: Any) -> None:
     model(*token_batch(2, 0)).backward()
 
 
-def keeping_the_graph(model: nn.Module) -> None:
+def keeping_the_graph(model: Any) -> None:
     loss = model(*token_batch(2, 0))
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def in_order(model: nn.Module) -> None:
-    for loss in [model(*token_batch(2, seed)) for seed in range(3)]:
+def of_three_forwards(model: Any, in_order: Callable[[list[Tensor]], Any]) -> None:
+    for loss in in_order([model(*token_batch(2, seed)) for seed in range(3)]):
         loss.backward()
 
 
-def in_reverse(model: nn.Module) -> None:
-    for loss in reversed([model(*token_batch(2, seed)) for seed in range(3)]):
-        loss.backward()
-
-
-def together(model: nn.Module) -> None:
-    torch.stack([model(*token_batch(2, seed)) for seed in range(3)]).sum().backward()
-
-
-def beside_evaluation(model: nn.Module) -> None:
+def after_other_forwards(model: Any) -> None:
+    model(*token_batch(2, 1))  # its backward is never called
     loss = model(*token_batch(2, 0))
     with torch.no_grad():
         model(*token_batch(2, 1))
     loss.backward()
 
 
-def after_a_forward_without_backward(model: nn.Module) -> None:
-    model(*token_batch(2, 1))
+def of_some_gradients(model: Any) -> None:
     loss = model(*token_batch(2, 0))
+    torch.autograd.grad(loss, list(model.blocks[2].parameters()), retain_graph=True)
     loss.backward()
 
 
-def of_some_gradients(model: nn.Module) -> None:
-    loss = model(*token_batch(2, 0))
-    last = list(model.blocks[2].parameters())  # type: ignore
-    torch.autograd.grad(loss, last, retain_graph=True)
-    loss.backward()
-
-
-def of_gradients(model: nn.Module) -> None:
+def of_gradients(model: Any) -> None:
     # From torch 2.14 on, attention over three dims takes a fused kernel on a CPU, too, which has no
     # second derivative.
     with sdpa_kernel(SDPBackend.MATH):
         loss = model(*token_batch(2, 0))
     first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    sum(each.square().sum() for each in first).backward()  # type: ignore
+    torch.stack([each.square().sum() for each in first]).sum().backward()
 
 
-def with_a_frozen_block(model: nn.Module) -> None:
-    for param in model.blocks[1].parameters():  # type: ignore
-        param.requires_grad_(False)
+def with_frozen(model: Any, choose: Callable[[Any], list[nn.Module]]) -> None:
+    for module in choose(model):
+        module.requires_grad_(False)
     plainly(model)
 
 
-def with_frozen_blocks_below(model: nn.Module) -> None:
-    model.embedding.requires_grad_(False)  # type: ignore
-    model.blocks[:2].requires_grad_(False)  # type: ignore
-    plainly(model)
-
-
-def under_autocast(model: nn.Module) -> None:
+def under_autocast(model: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(*token_batch(2, 0))
     loss.backward()
 
 
-def checkpointed_around(use_reentrant: bool) -> Callable[[nn.Module], None]:
-    def run(model: nn.Module) -> None:
-        tokens, targets = token_batch(2, 0)
-        x = model.embedding(tokens)  # type: ignore
-        for block in model.blocks:  # type: ignore
-            x = checkpoint(block, x, use_reentrant=use_reentrant)
-        nn.functional.cross_entropy(model.head(x).flatten(0, 1), targets.flatten()).backward()  # type: ignore
-
-    return run
+def checkpointed_around(model: Any, use_reentrant: bool) -> None:
+    tokens, targets = token_batch(2, 0)
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=use_reentrant)
+    nn.functional.cross_entropy(model.head(x).flatten(0, 1), targets.flatten()).backward()
 
 
-def checkpointed_within(use_reentrant: bool) -> Callable[[nn.Module], None]:
-    def run(model: nn.Module) -> None:
-        for block in model.blocks:  # type: ignore
-            up = type(block.up).forward.__get__(block.up)
-            block.up.forward = lambda x, up=up: checkpoint(up, x, use_reentrant=use_reentrant)
-        plainly(model)
-
-    return run
+def checkpointed_within(model: Any, use_reentrant: bool) -> None:
+    for block in model.blocks:
+        up = type(block.up).forward.__get__(block.up)
+        block.up.forward = lambda x, up=up: checkpoint(up, x, use_reentrant=use_reentrant)
+    plainly(model)
 
 
-RUNS: dict[str, Callable[[nn.Module], None]] = {
-    each.__name__: each
-    for each in (
-        plainly,
-        keeping_the_graph,
-        in_order,
-        in_reverse,
-        together,
-        beside_evaluation,
-        after_a_forward_without_backward,
-        of_some_gradients,
-        of_gradients,
-        with_a_frozen_block,
-        with_frozen_blocks_below,
-        under_autocast,
-    )
-}
-RUNS |= {
-    f"checkpointed {where}, {'' if reentrant else 'not '}reentrant": around(reentrant)
-    for where, around in (("around", checkpointed_around), ("within", checkpointed_within))
-    for reentrant in (False, True)
+RUNS: dict[str, Callable[[Any], None]] = {
+    "plainly": plainly,
+    "keeping the graph": keeping_the_graph,
+    "in order": lambda model: of_three_forwards(model, list),
+    "in reverse": lambda model: of_three_forwards(model, lambda losses: losses[::-1]),
+    "together": lambda model: of_three_forwards(model, lambda losses: [torch.stack(losses).sum()]),
+    "after other forwards": after_other_forwards,
+    "of some gradients": of_some_gradients,
+    "of gradients": of_gradients,
+    "a frozen block": lambda model: with_frozen(model, lambda m: [m.blocks[1]]),
+    "frozen below": lambda model: with_frozen(model, lambda m: [m.embedding, m.blocks[:2]]),
+    "under autocast": under_autocast,
+    **{
+        f"{run.__name__}, reentrant {reentrant}": functools.partial(run, use_reentrant=reentrant)
+        for run in (checkpointed_around, checkpointed_within)
+        for reentrant in (False, True)
+    },
 }
 
 
@@ -501,40 +472,23 @@ def test_host_memory_is_reused_and_bounded() -> None:
 # ---- The engine ----------------------------------------------------------------------------------
 
 
-def trained(level: str, checkpointing: Any) -> tuple[list[float], dict[str, Tensor]]:
-    torch.manual_seed(1)
-    model = Transformer(3)
-    with host_as_device():
-        engine = fe.shard(model, strategy=level, min_unit_size=0, checkpointing=checkpointing)
-    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses = []
-    rank = torch.distributed.get_rank()
-    for step in range(3):
-        for micro in range(2):
-            loss = model(*token_batch(2, 10 * step + 2 * micro + rank))
-            with engine.no_sync() if not micro else torch.enable_grad():
-                loss.backward()
-            losses.append(loss.item())
-        engine.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    if checkpointing:
-        moves = engine._activations
-        assert moves is not None
-        assert moves.pool._most_in_use
-        model(*token_batch(2, rank)).backward()
-        engine.reset()
-        assert not moves.pool.bytes_in_use
-    return losses, engine.full_state_dict()
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_training_is_the_same_to_the_last_bit(level: str) -> None:
-    losses, weights = trained(level, False)
-    found = trained(level, ALL)
-    assert found[0] == losses
-    assert all(torch.equal(found[1][name], value) for name, value in weights.items())
+    scenario = Scenario(
+        pair=(level, "no_shard"),
+        options={"min_unit_size": 0},
+        optimizer=reference.adamw,
+        max_norm=0.5,
+    )
+    with host_as_device():
+        model, engine = scenario.but(options={"checkpointing": ALL}).sharded_model()
+    assert_same_bits(scenario.train(model, engine), scenario.sharded())
+    moves = engine._activations
+    assert moves.pool._most_in_use
+    model(*token_batch(2, 0)).backward()
+    engine.reset()
+    assert not moves.pool.bytes_in_use
 
 
 @pytest.mark.parametrize("double_buffer", [False, True])
@@ -574,41 +528,41 @@ def test_bad_arguments_raise_on_all_ranks() -> None:
         fe.OffloadActivations(in_flight=-1)
 
 
+@functools.cache
+def compiled(when: str, checkpointing: Any) -> tuple[list[Tensor], list[int]]:
+    """Gradients of compiled blocks after two backwards; calls in each graph."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = Transformer(2)
+    for number, block in enumerate(model.blocks):
+        if when == "before":
+            block.compile(backend=backend)
+        if when == "whole":
+            model.blocks[number] = torch.compile(block, backend=backend)
+    with host_as_device():
+        engine = fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
+    if when == "after":
+        for block in model.blocks:
+            block.compile(backend=backend)
+    for _ in range(2):
+        model(*token_batch(2, 0)).backward()
+    if checkpointing:
+        assert engine._activations is not None
+        assert engine._activations.pool._most_in_use
+    return [reference.full(each.grad) for each in model.parameters()], graphs
+
+
 @pytest.mark.parametrize("when", ["before", "after", "whole"])
 @on_ranks(1)
 def test_compiled_blocks_train_the_same(when: str) -> None:
-    found, graphs = [], []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs[-1].append(sum(node.op == "call_function" for node in graph.graph.nodes))
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    for checkpointing in (False, ALL):
-        graphs.append([])
-        torch._dynamo.reset()
-        torch.manual_seed(1)
-        model = Transformer(2)
-
-        def compiled(model: Any = model) -> None:
-            for block in model.blocks:
-                block.compile(backend=backend)
-
-        if when == "before":
-            compiled()
-        if when == "whole":
-            for number, block in enumerate(model.blocks):
-                model.blocks[number] = torch.compile(block, backend=backend)
-        with host_as_device():
-            engine = fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
-        if when == "after":
-            compiled()
-        for _ in range(2):
-            model(*token_batch(2, 0)).backward()
-        found.append([each.grad.full_tensor() for each in model.parameters()])
-        if checkpointing:
-            assert engine._activations is not None
-            assert engine._activations.pool._most_in_use
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-    assert graphs[0] == graphs[1]
-    assert sum(graphs[0]) > 10
+    expected, graphs = compiled("before", False)
+    found, graphs_of_it = compiled(when, ALL)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert graphs_of_it == graphs
+    assert sum(graphs) > 10

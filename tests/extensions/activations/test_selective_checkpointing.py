@@ -1,10 +1,10 @@
-"""``checkpointing="selective"`` and ``fe.Checkpointing``: operations that do not run again, the
-same bits, and less memory than without."""
+"""``checkpointing="selective"`` and ``fe.Checkpointing``: operations that do not run again, and
+compiled blocks. Training and memory are in ``test_checkpointing.py``."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,48 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fsdp_engine as fe
-from fsdp_engine.strategies import LEVELS
-from tests.models import VOCABULARY, Block, Transformer, token_batch
+from tests import reference
+from tests.extensions.activations.checkpointed import made
+from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
-from tests.simulation.live_storages import LiveStorages
 
-WIDTH = 12
-BLOCKS = 4
 aten = torch.ops.aten
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 EVERY_SECOND = fe.Checkpointing(every=2)
-
-
-class Dropping(nn.Module):
-    """A block within which another unit may be, that drops, and counts its runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block(WIDTH)
-        self.runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        return x + F.dropout(self.inner(x), 0.3, self.training)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Dropping() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-
-def made() -> Model:
-    torch.manual_seed(1)
-    return Model()
 
 
 class Operations(TorchDispatchMode):
@@ -209,98 +175,22 @@ def test_other_policies() -> None:
         assert (some["aten.tanh.default"], some["aten.mm.default"]) == (0, 3)
 
 
-def test_every_kth_block_is_recomputed() -> None:
-    for every, expected in ((1, [2, 2, 2, 2]), (2, [1, 2, 1, 2]), (3, [1, 1, 2, 1])):
-        model = made()
-        names = fe.checkpoint_units(model, None, fe.Checkpointing(every=every))
-        assert names == tuple(f"blocks.{i}" for i in range(every - 1, BLOCKS, every))
-        model(*token_batch(2, 0)).backward()
-        assert [block.runs for block in model.blocks] == expected
+@functools.cache
+def compiled(when: str, checkpointing: Any) -> tuple[dict[str, Tensor | None], int]:
+    """Gradients of compiled blocks after two backwards, and products in their graphs of backward.
 
-
-# ---- Training ------------------------------------------------------------------------------------
-
-
-def trained(
-    level: str, checkpointing: Any, units: Any = None, fails: bool = False
-) -> tuple[list[float], list[Tensor]]:
-    model = made()
-    engine = fe.shard(
-        model, strategy=level, units=units, min_unit_size=0, checkpointing=checkpointing
-    )
-    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    rank = torch.distributed.get_rank()
-    losses, gradients = [], []
-    for step in range(3):
-        torch.manual_seed(step)
-        if fails and step == 1:
-            _fail(model, engine)
-            torch.manual_seed(step)
-        for micro in range(2):
-            with engine.no_sync() if not micro else nullcontext():
-                loss = model(*token_batch(2, 10 * step + 2 * micro + rank))
-                loss.backward()
-            losses.append(loss.item())
-        for param in model.parameters():
-            grad = param.grad
-            full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
-            gradients.append(full)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients
-
-
-def _fail(model: Model, engine: fe.Engine) -> None:
-    """A forward raises in a block; then, after the blocks ran again, a backward does."""
-
-    def raising(*_: Any) -> None:
-        raise KeyError("on purpose")
-
-    hook = model.blocks[2].inner.register_forward_hook(raising)
-    with pytest.raises(KeyError, match="on purpose"):
-        model(*token_batch(2, 0))
-    hook.remove()
-    engine.reset()
-    loss = model(*token_batch(2, 0))
-    hook = model.blocks[2].inner.register_forward_hook(raising)
-    with pytest.raises(KeyError, match="on purpose"):
-        loss.backward()
-    hook.remove()
-    engine.reset()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@on_ranks(2)
-def test_training_is_the_same_to_the_last_bit(level: str) -> None:
-    units = [Block, Dropping, nn.Embedding]  # a unit within each block
-    for given in (None, units):
-        losses, gradients = trained(level, False, given)
-        for checkpointing in ("selective", EVERY_SECOND, fe.Checkpointing(2, "selective")):
-            found = trained(level, checkpointing, given)
-            assert found[0] == losses
-            assert all(map(torch.equal, found[1], gradients))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@on_ranks(2)
-def test_training_proceeds_after_exceptions(level: str) -> None:
-    losses, gradients = trained(level, False)
-    found = trained(level, "selective", fails=True)
-    assert found[0] == losses
-    assert all(map(torch.equal, found[1], gradients))
-
-
-@pytest.mark.parametrize("when", ["before", "after", "whole"])
-@on_ranks(1)
-def test_compiled_blocks_train_the_same(when: str) -> None:
-    found, products = [], []
+    Args:
+        when: Blocks are compiled before or after ``shard``, or replaced as a whole.
+    """
+    num_products = 0
 
     def forward_of(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return make_boxed_func(graph.forward)
 
     def backward_of(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal num_products
         names = [str(node.target) for node in graph.graph.nodes]
-        products[-1] += sum(name in ("aten.mm.default", "aten.addmm.default") for name in names)
+        num_products += sum(name in ("aten.mm.default", "aten.addmm.default") for name in names)
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
@@ -308,70 +198,43 @@ def test_compiled_blocks_train_the_same(when: str) -> None:
         bw_compiler=backward_of,
         partition_fn=min_cut_rematerialization_partition,
     )
-    for checkpointing in (False, True, "selective", EVERY_SECOND):
-        products.append(0)
-        torch._dynamo.reset()
-        counters.clear()
-        torch.manual_seed(1)
-        model = Transformer(2)
-        if when == "before":
-            for block in model.blocks:
-                block.compile(backend=backend)
-        if when == "whole":
-            for number, block in enumerate(model.blocks):
-                model.blocks[number] = torch.compile(block, backend=backend)
-        fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
-        if when == "after":
-            for block in model.blocks:
-                block.compile(backend=backend)
-        for _ in range(2):
-            model(*token_batch(2, 0)).backward()
-        found.append([each.grad.full_tensor() for each in model.parameters()])
-        assert not counters["graph_break"]
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-    kept, all_again, some_again, every_second = products
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(1)
+    model = Transformer(2)
+    blocks: Any = model.blocks
+    if when == "whole":
+        for number, block in enumerate(blocks):
+            blocks[number] = torch.compile(block, backend=backend)
+    if when == "before":
+        for block in blocks:
+            block.compile(backend=backend)
+    fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
+    if when == "after":
+        for block in blocks:
+            block.compile(backend=backend)
+    for _ in range(2):
+        model(*token_batch(2, 0)).backward()
+    assert not counters["graph_break"]
+    return reference.full_gradients(model), num_products
+
+
+@pytest.mark.parametrize("checkpointing", [True, "selective", EVERY_SECOND], ids=str)
+@pytest.mark.parametrize("when", ["before", "after", "whole"])
+@on_ranks(1)
+def test_compiled_blocks_train_the_same(when: str, checkpointing: Any) -> None:
+    expected, kept = compiled("before", False)
+    found, num_products = compiled(when, checkpointing)
+    if when == "whole":  # names of parameters have another part
+        found = {name.replace("._orig_mod", ""): each for name, each in found.items()}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    _, all_again = compiled("before", True)
     if when == "whole":  # the checkpoint is around compiled code, which runs again as it is
-        assert products == 4 * [kept]
+        assert num_products == kept
+    elif checkpointing == "selective":
+        assert kept < num_products < all_again
     else:
-        assert kept < some_again < all_again
-        assert every_second == kept + all_again  # two graphs
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@on_ranks(2)
-def test_memory_is_between_that_of_all_and_of_nothing(level: str) -> None:
-    peaks = []
-    for checkpointing in (True, "selective", EVERY_SECOND, False):
-        with LiveStorages() as watch:
-            torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Sequential(Block(32), nn.Tanh()) for _ in range(6)))
-            fe.shard(model, strategy=level, min_unit_size=0, checkpointing=checkpointing)
-            x = torch.zeros(4, 64, 32)
-            for _ in range(2):
-                watch.restart()
-                model(x).sum().backward()
-            peaks.append(watch.peak)
-        del model
-    assert peaks[0] < 0.8 * peaks[1]
-    for some in peaks[1:3]:
-        assert peaks[0] < 0.8 * some < 0.7 * peaks[3]
-
-
-def test_a_recomputation_gathers_nothing() -> None:
-    def gathers(checkpointing: Any) -> int:
-        found = fe.simulate(
-            lambda: Transformer(3),
-            8,
-            batch=token_batch(4, 0),
-            strategy="optim_grads_params",
-            min_unit_size=0,
-            checkpointing=checkpointing,
-        )
-        return sum(span.lane == "inner gather" for span in found.spans)
-
-    assert gathers("selective") == gathers(EVERY_SECOND) == gathers(False) > 0
+        assert num_products == (all_again if checkpointing is True else kept + all_again)
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
@@ -392,12 +255,6 @@ def test_a_recomputation_gathers_nothing() -> None:
 def test_wrong_options(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         fe.Checkpointing(**given)
-
-
-@pytest.mark.parametrize("given", ["select", False, "offload", 2])
-def test_checkpoint_units_says_what_it_takes(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"checkpointing: expected True, 'selective' or fe\.Check"):
-        fe.checkpoint_units(made(), None, given)
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 
 import fsdp_engine as fe
 from fsdp_engine import fsdp2
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
 
 LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-STEPS = 3
+STEPS = 2
 
 
 class Pair(torch.Tensor):
@@ -156,22 +157,13 @@ def _train(model: nn.Module) -> list[float]:
     return losses
 
 
-def _with_fsdp2(kind: str, axes: int) -> list[float]:
+def _with_fsdp2(kind: str, axes: int, calls: Any = fully_shard) -> list[float]:
     names = ("replicate", "shard")[-axes:]
     mesh = init_device_mesh("cpu", (2,) * axes, mesh_dim_names=names)
     model = _model(kind)
     for block in model.children():
-        fully_shard(block, mesh=mesh)
-    return _train(fully_shard(model, mesh=mesh))
-
-
-def _with_our_calls(kind: str, axes: int) -> list[float]:
-    names = ("replicate", "shard")[-axes:]
-    mesh = init_device_mesh("cpu", (2,) * axes, mesh_dim_names=names)
-    model = _model(kind)
-    for block in model.children():
-        fsdp2.fully_shard(block, mesh=mesh)
-    return _train(fsdp2.fully_shard(model, mesh=mesh))
+        calls(block, mesh=mesh)
+    return _train(calls(model, mesh=mesh))
 
 
 def _by_shard(kind: str, level: str) -> list[float]:
@@ -180,18 +172,24 @@ def _by_shard(kind: str, level: str) -> list[float]:
     return _train(model)
 
 
+@functools.cache
+def expected_losses(ranks: Ranks, kind: str, axes: int = 1) -> list[list[float]]:
+    found: list[list[float]] = ranks.run(_with_fsdp2, kind, axes, world_size=2**axes)
+    return found
+
+
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_train_as_with_fsdp2(ranks: Ranks, kind: str, axes: int) -> None:
-    expected = ranks.run(_with_fsdp2, kind, axes, world_size=2**axes)
-    found = ranks.run(_with_our_calls, kind, axes, world_size=2**axes)
+    expected = expected_losses(ranks, kind, axes)
+    found = ranks.run(_with_fsdp2, kind, axes, fsdp2.fully_shard, world_size=2**axes)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_train_alike_at_each_level(ranks: Ranks, kind: str, level: str) -> None:
-    expected = ranks.run(_with_fsdp2, kind, 1, world_size=2)
+    expected = expected_losses(ranks, kind)
     found = ranks.run(_by_shard, kind, level, world_size=2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -233,7 +231,7 @@ FROM_META = [
 def test_hooks_train_with_values_set_after_sharding_on_meta(
     ranks: Ranks, kind: str, way: str, level: str
 ) -> None:
-    expected = ranks.run(_with_fsdp2, kind, 1, world_size=2)
+    expected = expected_losses(ranks, kind)
     found = ranks.run(_from_meta, kind, way, level, world_size=2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -255,20 +253,19 @@ def test_hooks_on_meta_begin_with_the_values_of_plain_layers(ranks: Ranks, kind:
     assert all(ranks.run(_own_values_from_meta, kind, world_size=2))
 
 
-def _refused() -> None:
-    model = _model("pair")
-    weight = nn.Parameter(Pair(torch.ones(8, 6), torch.zeros(8, 6)))
-    model[0][0].weight = weight  # type: ignore[index]
+@on_ranks(2)
+def test_different_inner_tensors_are_refused_by_name() -> None:
+    model: Any = _model("pair")
+    model[0][0].weight = nn.Parameter(Pair(torch.ones(8, 6), torch.zeros(8, 6)))
     match = r"0\.0\.weight: expected a Pair whose inner tensors \['a', 'b'\] have one value"
     with pytest.raises(ValueError, match=match):
         fe.shard(model)
 
 
-def test_different_inner_tensors_are_refused_by_name(ranks: Ranks) -> None:
-    ranks.run(_refused, world_size=2)
-
-
-def _hooks_are_refused_on(where: str, level: str) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", ["before", "slice", "parameter"])
+@on_ranks(2)
+def test_hooks_set_on_a_tensor_are_refused(where: str, level: str) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
     if where == "before":
         model[1].weight.fsdp_pre_all_gather = lambda mesh: None
@@ -287,13 +284,8 @@ def _hooks_are_refused_on(where: str, level: str) -> None:
     model(torch.ones(2, 6)).sum().backward()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", ["before", "slice", "parameter"])
-def test_hooks_set_on_a_tensor_are_refused(ranks: Ranks, where: str, level: str) -> None:
-    ranks.run(_hooks_are_refused_on, where, level, world_size=2)
-
-
-def _torchs_patch() -> None:
+@on_ranks(2)
+def test_hooks_set_on_slices_are_refused_at_the_first_forward() -> None:
     """As in PyTorch's ``test_all_gather_extensions_monkey_patch``."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
@@ -311,11 +303,9 @@ def _torchs_patch() -> None:
         model(torch.ones(2, 6))
 
 
-def test_hooks_set_on_slices_are_refused_at_the_first_forward(ranks: Ranks) -> None:
-    ranks.run(_torchs_patch, world_size=2)
-
-
-def _hooks_within_dtensors(calls: str) -> None:
+@pytest.mark.parametrize("calls", ["shard", "fully_shard"])
+@on_ranks(4)
+def test_hooks_within_dtensors_are_refused(calls: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
     for index, dim in enumerate((0, 1)):
@@ -327,8 +317,3 @@ def _hooks_within_dtensors(calls: str) -> None:
     with pytest.raises(ValueError, match=r"0\.weight: expected a plain shard in a DTensor"):
         made(model, mesh=mesh["dp"])
     assert isinstance(model[0].weight.to_local(), Pair)
-
-
-@pytest.mark.parametrize("calls", ["shard", "fully_shard"])
-def test_hooks_within_dtensors_are_refused(ranks: Ranks, calls: str) -> None:
-    ranks.run(_hooks_within_dtensors, calls, world_size=4)

@@ -4,6 +4,7 @@ trains in ``tests/programs/test_low_bit_state.py``; here optimizers of their mak
 from __future__ import annotations
 
 import copy
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 import fsdp_engine as fe
 from fsdp_engine.optim import sharded_step
+from tests.checkpoint.scene import shared_folder
 from tests.composition.tensor_parallel import mesh_of
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
@@ -282,13 +285,18 @@ def assert_equal(found: Any, expected: Any) -> None:
     torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
 
 
-def steps_have_the_bits_of_one_process(kind: str, level: str) -> None:
+@functools.cache
+def finish_alone(kind: str, num_steps: int) -> dict[str, Tensor]:
     alone = model_of()
-    train(alone, KINDS[kind](alone.parameters(), 1e-3), 0, 4, alone=True)
+    train(alone, KINDS[kind](alone.parameters(), 1e-3), 0, num_steps, alone=True)
+    return dict(alone.state_dict())
+
+
+def steps_have_the_bits_of_one_process(kind: str, level: str) -> None:
     model, engine = sharded(level)
     optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
     train(model, optimizer, 0, 4)
-    assert_equal(engine.full_state_dict(), alone.state_dict())
+    assert_equal(engine.full_state_dict(), finish_alone(kind, 4))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -316,19 +324,12 @@ def resume(kind: str, level: str, folder: str, part: int) -> dict[str, Tensor]:
     return dict(engine.full_state_dict())
 
 
-def finish_alone(kind: str) -> dict[str, Tensor]:
-    alone = model_of()
-    train(alone, KINDS[kind](alone.parameters(), 1e-3), 0, 6, alone=True)
-    return dict(alone.state_dict())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_through_checkpoints_of_other_ranks(ranks: Ranks, tmp_path: Any, kind: str) -> None:
-    (expected,) = ranks.run(finish_alone, kind, world_size=1)
     for part, world_size in enumerate((2, 3, 1)):
         arguments = (kind, LEVELS[3 - part], str(tmp_path), part)
         found = ranks.run(resume, *arguments, world_size=world_size)
-    assert_equal(found[0], expected)
+    assert_equal(found[0], finish_alone(kind, 6))
 
 
 @pytest.mark.parametrize("how", ["own", "whole"])
@@ -344,7 +345,7 @@ def test_state_dicts_keep_codes_and_scales(level: str, kind: str, how: str) -> N
     again.load_state_dict(model.state_dict())
     saved = copy.deepcopy(optimizer.state_dict())
     if how == "whole":
-        saved["state"] = gathered(saved["state"])
+        saved["state"] = tree_map_only(DTensor, lambda each: each.full_tensor(), saved["state"])
     expected = [parts(state) for state in optimizer.state.values()]
     assert any("codes" in each for each in expected)
     optimizer_again.load_state_dict(saved)
@@ -355,12 +356,6 @@ def test_state_dicts_keep_codes_and_scales(level: str, kind: str, how: str) -> N
     expected = [parts(state) for state in optimizer.state.values()]
     for one, other in zip(found, expected, strict=True):
         assert_equal(one, other)
-
-
-def gathered(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: gathered(each) for key, each in value.items()}
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def parts(state: Any) -> dict[str, Tensor]:
@@ -375,23 +370,17 @@ def parts(state: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(3)
-def test_boundaries_within_blocks_are_refused_on_all_ranks(kind: str) -> None:
-    model, _ = sharded("optim", granule=lambda name, param: 64 if param.numel() == 4608 else 1)
-    with pytest.raises(
-        ValueError, match=r"2.weight: expected shard boundaries on multiples of 256"
-    ):
-        fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
-
-
-@on_ranks(2)
-def test_small_parameters_that_are_quantised_are_refused() -> None:
+def test_boundaries_within_blocks_are_refused_on_all_ranks() -> None:
+    match = r"weight: expected shard boundaries on multiples of 256"
+    for kind in KINDS.values():
+        model, _ = sharded("optim", granule=lambda name, param: 64 if param.numel() == 4608 else 1)
+        with pytest.raises(ValueError, match=f"2.{match}"):
+            fe.shard_optimizer(kind(model.parameters(), 1e-3))
     model = nn.Linear(10, 10)
     fe.shard(model, strategy="optim")
-    optimizer = Momentum8bit(model.parameters(), 1e-3, min_8bit_size=64)
-    with pytest.raises(ValueError, match=r"weight: expected shard boundaries on multiples of 256"):
-        fe.shard_optimizer(optimizer)
+    with pytest.raises(ValueError, match=match):  # a small parameter that is quantised
+        fe.shard_optimizer(Momentum8bit(model.parameters(), 1e-3, min_8bit_size=64))
 
 
 def test_norms_of_whole_parameters_are_not_known_to_be_elementwise() -> None:
@@ -413,37 +402,27 @@ def test_a_parameter_keeps_its_override() -> None:
     assert dtypes == [torch.float32, *[torch.uint8] * 3]
 
 
-def save_after_a_step(model: nn.Module, engine: fe.Engine, x: Tensor, folder: str) -> str:
+def assert_scales_are_not_saved(model: nn.Module, engine: fe.Engine, match: str) -> None:
     optimizer = fe.shard_optimizer(Momentum8bit(model.parameters(), 1e-3))
-    model(x).square().sum().backward()
+    model(torch.ones(2, 64)).square().sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match=r"^optimizer: expected state of ") as caught:
-        fe.save_checkpoint(folder, engine, optimizer)
-    return str(caught.value)
+    with pytest.raises(ValueError, match=rf"^optimizer: expected state of .*{match}"):
+        fe.save_checkpoint(shared_folder(), engine, optimizer)
 
 
-def save_experts(folder: str) -> str:
+@on_ranks(4)
+def test_scales_of_experts_and_of_tensor_parallel_parameters_are_not_saved() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
-    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(64, 72, bias=False)])})
-    model.forward = lambda x: model["experts"][0](x)  # type: ignore[index]
-    for param in model.parameters():
-        param.allreduce = False  # type: ignore[attr-defined]
-    engine = fe.shard(model, strategy="optim", expert_mesh=mesh["copies"])
-    return save_after_a_step(model, engine, torch.ones(2, 64), folder)
+    experts: Any = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(64, 72, bias=False)])})
+    experts.forward = lambda x: experts["experts"][0](x)
+    for param in experts.parameters():
+        param.allreduce = False
+    engine = fe.shard(experts, strategy="optim", expert_mesh=mesh["copies"])
+    found = "an expert's parameter, in its shape; found 'absmax1'"
+    assert_scales_are_not_saved(experts, engine, found)
 
-
-def test_scales_of_experts_are_not_saved(ranks: Ranks, tmp_path: Any) -> None:
-    for error in ranks.run(save_experts, str(tmp_path), world_size=4):
-        assert "an expert's parameter, in its shape; found 'absmax1'" in error
-
-
-def save_tensor_parallel(folder: str) -> str:
     mesh = mesh_of((2, 2), ("dp", "tp"))
     model = parallelize_module(nn.Linear(64, 144, bias=False), mesh["tp"], ColwiseParallel())
     engine = fe.shard(model, mesh["dp"], "optim")
-    return save_after_a_step(model, engine, torch.ones(2, 64), folder)
-
-
-def test_scales_of_tensor_parallel_parameters_are_not_saved(ranks: Ranks, tmp_path: Any) -> None:
-    for error in ranks.run(save_tensor_parallel, str(tmp_path), world_size=4):
-        assert "expected state of weight in its shape, or a scale for each block" in error
+    found = "weight in its shape, or a scale for each block"
+    assert_scales_are_not_saved(model, engine, found)

@@ -316,6 +316,7 @@ class QuantisedLinear(nn.Module):
         preserve: bool = True,
     ) -> None:
         super().__init__()
+        self.recipe = recipe
         self.primary_weights_in_fp8 = True  # as modules built under quantized_model_init say
         made = make_recipe(recipe)
         self.fp8_meta: dict[str, Any] = {
@@ -426,10 +427,13 @@ class QuantisedStack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean square of the difference between x, (batch, features), and the output."""
-        y = self.embed(x.to(self.dtype))
+        y = self.run_blocks(self.embed(x.to(self.dtype)))
+        return (self.head(self.norm(y)).float() - x.float()).square().mean()
+
+    def run_blocks(self, y: Tensor) -> Tensor:
         for block in self.blocks:
             y = block(y)
-        return (self.head(self.norm(y)).float() - x.float()).square().mean()
+        return y
 
     def quantised_layers(self) -> list[QuantisedLinear]:
         """All of them, in the order of forward."""

@@ -18,6 +18,7 @@ from tests import reference
 from tests.checkpoint.scene import shared_folder
 from tests.extensions.transformer_engine.te_on_cpu import RECIPES, WEIGHT, QuantisedLinear
 from tests.extensions.transformer_engine.te_training import (
+    CUT,
     Watch,
     make_batch,
     make_stack,
@@ -28,7 +29,6 @@ from tests.training import mesh_of
 
 pytestmark = pytest.mark.thorough
 Config = tuple[tuple[int, ...], str, str]  # mesh, inner and outer level
-CUT = "optim_grads_params"
 SAVED: list[Config] = [((2, 2), CUT, "optim"), ((4,), "optim", "no_shard")]
 LOADED: dict[int, list[Config]] = {
     4: [((2, 2), "no_shard", "no_shard"), ((2, 2), CUT, CUT), ((2, 2), "optim_grads", "optim")],
@@ -41,79 +41,85 @@ STATES = [
     for direction in ("scaling_fwd", "scaling_bwd")
     for name in ("scale", "amax_history")
 ]
+State = dict[str, Tensor]
 
 
-def sharded(recipe: str, config: Config, seed: int = 1) -> tuple[Any, fe.Engine, Any]:
-    model = make_stack(recipe, seed=seed)
-    shape, inner, outer = config
-    engine = fe.shard(model, mesh_of(*shape), inner, outer)
-    return model, engine, reference.adamw(model.parameters())
+class Trained:
+    """A sharded stack and its optimizer, trained on data that all ranks share between them."""
 
+    def __init__(self, recipe: str, config: Config, seed: int = 1) -> None:
+        self.model: Any = make_stack(recipe, seed=seed)
+        shape, inner, outer = config
+        self.engine = fe.shard(self.model, mesh_of(*shape), inner, outer)
+        self.optimizer = reference.adamw(self.model.parameters())
 
-def step(model: Any, optimizer: Any, number: int, rows: int = 8) -> float:
-    """One step on data that all ranks share between them."""
-    per_rank = rows // dist.get_world_size()
-    (x,) = make_batch(rows, number)
-    loss = model(x[dist.get_rank() * per_rank :][:per_rank])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.update_scales()
-    return loss.item()
+    def train(self, *numbers: int) -> list[float]:
+        return [self._step(number) for number in numbers]
 
+    def _step(self, number: int) -> float:
+        (x,) = make_batch(8, number)
+        loss = self.model(x.chunk(dist.get_world_size())[dist.get_rank()])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.update_scales()
+        return loss.item()
 
-def state_of(model: Any, engine: fe.Engine) -> dict[str, Tensor]:
-    """The state that training continues from, in full and by name. Collective."""
-    found = {
-        key: value for key, value in engine.full_state_dict().items() if "_extra_state" not in key
-    }
-    for name, layer in quantised_layers(model).items():
-        if layer.fp8_meta["recipe"].delayed():
-            for each in STATES:
+    def state(self) -> State:
+        """The state that training continues from, in full and by name. Collective."""
+        state = self.engine.full_state_dict()
+        found = {key: value for key, value in state.items() if "_extra_state" not in key}
+        for name, layer in quantised_layers(self.model).items():
+            for each in STATES if layer.recipe == "delayed" else ():
                 direction, _, kind = each.partition(".")
                 found[f"{name} {each}"] = getattr(layer.fp8_meta[direction], kind).clone()
-    return found
+        return found
+
+    def quantised(self) -> State:
+        """Bytes and scales of a forward, and of its backward; they are those of the reference."""
+        watch = Watch(self.model, self.engine)
+        watch.expect()
+        self.model(*make_batch(2, 0)).backward()
+        self.engine.zero_grad_buffer()
+        assert watch.looks == dict.fromkeys(("rows", "columns"), len(watch.layers))
+        return {
+            f"{name} {index}": tensor
+            for name, each in watch.expected.items()
+            for index, tensor in enumerate(each[:4])
+        }
 
 
-def quantised(model: Any, engine: fe.Engine) -> dict[str, Tensor]:
-    """Bytes and scales of a forward, and of its backward; they are those of the reference."""
-    watch = Watch(model, engine)
-    watch.expect()
-    model(*make_batch(2, 0)).backward()
-    engine.zero_grad_buffer()
-    assert watch.looks == dict.fromkeys(("rows", "columns"), len(watch.layers))
-    return {
-        f"{name} {index}": tensor
-        for name, each in watch.expected.items()
-        for index, tensor in enumerate(each[:4])
-        if tensor is not None
-    }
-
-
-def save_each(folder: str) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def save_each(folder: str) -> dict[str, tuple[State, State]]:
+    """State and quantised weights at each checkpoint, by recipe and number of configuration."""
     found = {}
-    for recipe, config in itertools.product(RECIPES, SAVED):
-        model, engine, optimizer = sharded(recipe, config)
-        for number in range(3):
-            step(model, optimizer, number)
-        label = f"{recipe}-{SAVED.index(config)}"
-        save_checkpoint(f"{folder}/{label}", engine, optimizer)
-        state = state_of(model, engine)
-        found[label] = (state, quantised(model, engine))
+    for recipe, (index, config) in itertools.product(RECIPES, enumerate(SAVED)):
+        run = Trained(recipe, config)
+        run.train(*range(3))
+        save_checkpoint(f"{folder}/{recipe}-{index}", run.engine, run.optimizer)
+        found[f"{recipe}-{index}"] = run.state(), run.quantised()
     return found
+
+
+def loaded(folder: str, label: str, config: Config) -> Trained:
+    run = Trained(label.partition("-")[0], config, seed=2)
+    run.train(9)  # bytes and transposes of other weights are there
+    load_checkpoint(f"{folder}/{label}", run.engine, run.optimizer)
+    return run
+
+
+def differences(found: State, expected: State) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [key for key, value in expected.items() if not torch.equal(value, found[key])]
 
 
 def load_each(folder: str, expected: Any, configs: list[Config]) -> list[str]:
     lines = []
-    for (label, (state, fp8)), config in itertools.product(expected.items(), configs):
+    for (label, (state, quantised)), config in itertools.product(expected.items(), configs):
         if len(configs) > 1 and (configs.index(config) + int(label[-1])) % 2:
             continue  # each of several loads half of the checkpoint, of every recipe
-        model, engine, optimizer = sharded(label.partition("-")[0], config, seed=2)
-        step(model, optimizer, 9)  # bytes and transposes of other weights are there
-        load_checkpoint(f"{folder}/{label}", engine, optimizer)
-        for wanted, found in ((state, state_of(model, engine)), (fp8, quantised(model, engine))):
-            assert wanted.keys() == found.keys()
-            lines += [f"{label}, {k}" for k in wanted if not torch.equal(wanted[k], found[k])]
+        run = loaded(folder, label, config)
+        wrong = differences(run.state(), state) + differences(run.quantised(), quantised)
+        lines += [f"{label}, {key}" for key in wrong]
     return lines
 
 
@@ -127,10 +133,8 @@ def saved(ranks: Ranks, tmp_path_factory: Any) -> tuple[str, Any]:
 def test_other_ranks_and_levels_load_and_quantise_to_the_same_bytes(
     ranks: Ranks, saved: tuple[str, Any], world_size: int
 ) -> None:
-    folder, expected = saved
-    arguments = (folder, expected, LOADED[world_size])
-    for lines in ranks.run(load_each, *arguments, world_size=world_size):
-        assert not lines, lines[:8]
+    found = ranks.run(load_each, *saved, LOADED[world_size], world_size=world_size)
+    assert found == [[]] * world_size
 
 
 def test_scales_and_histories_are_saved_as_plain_tensors_and_no_pickle_is(
@@ -142,11 +146,8 @@ def test_scales_and_histories_are_saved_as_plain_tensors_and_no_pickle_is(
         extra = {key for key in entries if "_extra_state" in key}
         layers = [f"model.blocks.{n}.{each}" for n in range(2) for each in ("up", "down")]
         if recipe == "delayed":
-            states = {f"{layer}._extra_state.{each}" for layer in layers for each in STATES}
-            assert extra == states
+            assert extra == {f"{layer}._extra_state.{each}" for layer in layers for each in STATES}
             assert all(hasattr(entries[key], "size") for key in extra)
-            scales = expected["delayed-0"][0][STATE]
-            assert scales[WEIGHT] != 1
         else:
             # What the module says: no bytes.
             assert {tuple(entries[key].size) for key in extra} <= {(0,)}
@@ -154,24 +155,17 @@ def test_scales_and_histories_are_saved_as_plain_tensors_and_no_pickle_is(
         for layer in layers:
             assert str(entries[f"{layer}.weight"].properties.dtype) == "torch.float32"
     state = expected["delayed-0"][0]
-    for key, value in state.items():
-        assert value.dtype == torch.float32, key
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    assert state[STATE][WEIGHT] != 1
 
 
 def continue_each(folder: str) -> None:
-    """Training from a loaded checkpoint continues bit by bit as without interruption."""
-    for recipe, config in itertools.product(RECIPES, SAVED):
-        label = f"{folder}/{recipe}-{SAVED.index(config)}"
-        model, engine, optimizer = sharded(recipe, config)
-        losses = [step(model, optimizer, number) for number in range(3)]
-        losses += [step(model, optimizer, number) for number in range(3, 6)]
-        other, engine_other, optimizer_other = sharded(recipe, config, seed=2)
-        step(other, optimizer_other, 9)
-        load_checkpoint(label, engine_other, optimizer_other)
-        assert [step(other, optimizer_other, number) for number in range(3, 6)] == losses[3:]
-        state, found = state_of(model, engine), state_of(other, engine_other)
-        for key, value in state.items():
-            assert torch.equal(value, found[key]), (label, key)
+    for recipe, (index, config) in itertools.product(RECIPES, enumerate(SAVED)):
+        run = Trained(recipe, config)
+        losses = run.train(*range(6))
+        again = loaded(folder, f"{recipe}-{index}", config)
+        assert again.train(*range(3, 6)) == losses[3:]
+        assert not differences(again.state(), run.state())
 
 
 def test_loaded_training_goes_on_bit_by_bit(ranks: Ranks, saved: tuple[str, Any]) -> None:
@@ -179,9 +173,8 @@ def test_loaded_training_goes_on_bit_by_bit(ranks: Ranks, saved: tuple[str, Any]
 
 
 def load_into_delayed(folder: str) -> None:
-    """A checkpoint of another recipe."""
-    _, engine, optimizer = sharded("delayed", SAVED[0])
-    load_checkpoint(folder, engine, optimizer)
+    run = Trained("delayed", SAVED[0])
+    load_checkpoint(f"{folder}/current-0", run.engine, run.optimizer)
 
 
 def test_a_checkpoint_without_delayed_scaling_s_state_is_refused_naming_it(
@@ -190,30 +183,27 @@ def test_a_checkpoint_without_delayed_scaling_s_state_is_refused_naming_it(
     with pytest.raises(
         RankError, match=r"missing model\.blocks\.0\.up\._extra_state\.scaling_fwd\.scale"
     ):
-        ranks.run(load_into_delayed, f"{saved[0]}/current-0")
+        ranks.run(load_into_delayed, saved[0])
 
 
 @on_ranks(2)
 def test_the_checkpointer_loads_no_pickle_and_quantisers_read_what_it_loaded() -> None:
-    model, engine, optimizer = sharded("delayed", ((2,), CUT, "no_shard"))
-    step(model, optimizer, 0)
+    run = Trained("delayed", ((2,), CUT, "no_shard"))
+    run.train(0)
 
     def refuse(*args: Any) -> Any:
         raise AssertionError("a pickle")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(QuantisedLinear, "set_extra_state", refuse)
-        checkpointer = fe.Checkpointer(shared_folder(), engine, optimizer)
+        checkpointer = fe.Checkpointer(shared_folder(), run.engine, run.optimizer)
         checkpointer.save(1)
-        before = state_of(model, engine)
-        for number in (1, 2):
-            step(model, optimizer, number)
-        assert not torch.equal(before[STATE], state_of(model, engine)[STATE])
+        before = run.state()
+        run.train(1, 2)
+        assert STATE in differences(run.state(), before)
         checkpointer.load()
-    after = state_of(model, engine)
-    for key, value in before.items():
-        assert torch.equal(value, after[key]), key
-    weights = Watch(model, engine).weights
-    for name, layer in quantised_layers(model).items():
+    assert not differences(run.state(), before)
+    weights = Watch(run.model, run.engine).weights
+    for name, layer in quantised_layers(run.model).items():
         scale = layer.fp8_meta["scaling_fwd"].scale[WEIGHT]
         assert weights[name]._quantizer.scale.data_ptr() == scale.data_ptr()

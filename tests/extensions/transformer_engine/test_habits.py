@@ -3,6 +3,7 @@ addresses, in Megatron-Core's wrapper, after exceptions, and read or changed bet
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,14 +14,24 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.codecs import TransformerEngineCodec
 from tests import reference
-from tests.extensions.transformer_engine.te_on_cpu import RECIPES, QuantisedBlock, QuantisedStack
+from tests.extensions.transformer_engine.te_on_cpu import (
+    RECIPES,
+    QuantisedBlock,
+    QuantisedLinear,
+    QuantisedStack,
+)
 from tests.extensions.transformer_engine.te_training import (
+    CUT,
+    LEVELS,
     Watch,
-    counting_encodes,
+    assert_all_same,
+    counting,
     make_batch,
     make_stack,
-    quantised_layers,
-    train_watched,
+    preserved_values,
+    same_at,
+    scenario_of,
+    watched,
 )
 from tests.megatron.configs import config_of, train_wrapped
 from tests.pool import on_ranks
@@ -28,21 +39,8 @@ from tests.training import mesh_of
 
 pytestmark = pytest.mark.thorough
 
-CUT = "optim_grads_params"
-LEVELS = ("no_shard", "optim", "optim_grads", CUT)
 Config = fe.DistributedDataParallelConfig
 both_kinds = pytest.mark.parametrize("recipe", ["block", "mxfp8"])
-
-
-def assert_same(states: list[dict[str, Tensor]]) -> None:
-    for other in states[1:]:
-        assert other.keys() == states[0].keys()
-        for name, value in states[0].items():
-            assert torch.equal(value, other[name]), name
-
-
-def assert_looked(watch: Watch, count: int) -> None:
-    assert watch.looks == {"rows": count, "columns": count}
 
 
 class AdaptedBlock(QuantisedBlock):
@@ -61,76 +59,52 @@ class AdaptedBlock(QuantisedBlock):
 @both_kinds
 @on_ranks(2)
 def test_frozen_weights_under_adapters_are_encoded_once_and_serve_backward(recipe: str) -> None:
-    states, losses = [], []
-    for level in LEVELS:
+    def adapted() -> QuantisedStack:
         model = make_stack(recipe)
         for block in model.blocks:
             block.__class__ = AdaptedBlock
             block.adapt()
-        before = {
-            name: layer.weight.get_high_precision_init_val().clone()
-            for name, layer in quantised_layers(model).items()
-        }
-        engine = fe.shard(model, strategy=level)
-        watch = Watch(model, engine)
-        with counting_encodes(TransformerEngineCodec) as encodes:
-            losses.append(train_watched(model, engine, watch, num_steps=3))
-        assert encodes == [len(model.blocks)], level
-        assert_looked(watch, 3 * 2 * len(watch.layers))
-        states.append(engine.full_state_dict())
-        for name, value in before.items():
-            assert torch.equal(states[-1][name], value), name
-    assert losses == [losses[0]] * len(losses)
-    assert_same(states)
+        return model
+
+    with counting(TransformerEngineCodec, "encode") as encode:
+        found = same_at(LEVELS, scenario_of(recipe, model=adapted))
+    assert encode.call_count == len(LEVELS) * 2  # each block once
+    for name, value in preserved_values(make_stack(recipe)).items():
+        assert torch.equal(found[0][0].weights[name], value), name
 
 
 @both_kinds
 @on_ranks(2)
 def test_a_tied_weight_is_one(recipe: str) -> None:
-    states, losses = [], []
-    for level in LEVELS:
+    def tied() -> QuantisedStack:
         model = make_stack(recipe, num_blocks=3)
-        first, _, last = model.blocks
-        last.up.weight = first.up.weight
-        engine = fe.shard(model, strategy=level)
-        watch = Watch(model, engine)
-        losses.append(train_watched(model, engine, watch, num_steps=3))
-        assert_looked(watch, 3 * 2 * 6)
-        states.append(engine.full_state_dict())
-        assert torch.equal(states[-1]["blocks.0.up.weight"], states[-1]["blocks.2.up.weight"])
-    assert losses == [losses[0]] * len(losses)
-    assert_same(states)
+        model.blocks[2].up.weight = model.blocks[0].up.weight
+        return model
+
+    for run, _ in same_at(LEVELS, scenario_of(recipe, model=tied)):
+        state = run.engine.full_state_dict()
+        assert torch.equal(state["blocks.0.up.weight"], state["blocks.2.up.weight"])
 
 
 @both_kinds
 @on_ranks(4)
 def test_planned_addresses_change_nothing_and_hold_all_encodings(recipe: str) -> None:
     for pair in ((CUT, "optim"), ("optim", "optim")):
-        states, losses = [], []
-        for planned in (False, True):
-            model = make_stack(recipe, num_blocks=4)
-            config = Config(fsdp_double_buffer=planned)
-            engine = fe.shard(model, mesh_of(2, 2), *pair, config=config)
-            watch = Watch(model, engine)
-            losses.append(train_watched(model, engine, watch, num_steps=3))
-            assert_looked(watch, 3 * 2 * len(watch.layers))
-            states.append(engine.full_state_dict())
-            if planned:
-                held = engine.memory_bytes()
-                train_watched(model, engine, watch, num_steps=1)
-                assert engine.memory_bytes() == held
-        assert losses[0] == losses[1]
-        assert_same(states)
+        scenario = scenario_of(recipe, num_blocks=4, pair=pair, mesh=mesh_of(2, 2))
+        run, watch = watched(scenario.but(options={"config": Config(fsdp_double_buffer=True)}))
+        assert_all_same([run, scenario.sharded()])
+        held = watch.engine.memory_bytes()
+        watch.train(scenario.but(steps=1))
+        assert watch.engine.memory_bytes() == held
 
 
 @both_kinds
 @on_ranks(2)
 def test_the_wrapper_trains_as_the_engine_does_with_one_bucket_or_several(recipe: str) -> None:
-    data = reference.make_data(make_batch, 3, 2, 2)
     for level in ("no_shard", "optim", CUT):
-        model = make_stack(recipe)
-        engine = fe.shard(model, strategy=level, config=Config(fp8_param_gather=True))
-        expected = reference.train_sharded(model, engine, data)
+        config = Config(fp8_param_gather=True)
+        scenario = scenario_of(recipe, pair=(level, "no_shard"), options={"config": config})
+        expected = scenario.sharded()
         for overlap, bucket_size in ((False, None), (True, 4000)):
             model = make_stack(recipe)
             config = config_of(
@@ -141,23 +115,21 @@ def test_the_wrapper_trains_as_the_engine_does_with_one_bucket_or_several(recipe
                 grad_reduce_in_fp32=True,  # or the wrapper keeps gradients in bf16
             )
             ddp = fe.DistributedDataParallel(model, config, mesh_of(2))
-            quantised = [
-                buffer
-                for buffer in ddp.engine.buffers
-                if isinstance(buffer.weights.codec, TransformerEngineCodec)
-            ]
             watch = Watch(model, ddp.engine)
             found = []
             make = reference.once(reference.sgd)
-            for step in data:
+            for step in scenario.data():
                 watch.expect()
                 found += train_wrapped(ddp, [step], make)
-            assert_looked(watch, 3 * 2 * len(watch.layers))
+                model.update_scales()
+            count = 3 * 2 * len(watch.layers)
+            assert watch.looks == {"rows": count, "columns": count}
             # Gradients may be added in another order.
-            lines = reference.differences(found, expected, 3e-2, first=2e-5)
+            lines = reference.differences(found, expected.steps, 3e-2, first=2e-5)
             assert not lines, (level, overlap, lines[:6])
             if bucket_size is not None:
-                assert len(quantised) > 1
+                codecs = [buffer.weights.codec for buffer in ddp.engine.buffers]
+                assert sum(isinstance(each, TransformerEngineCodec) for each in codecs) > 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -165,12 +137,10 @@ def test_the_wrapper_trains_as_the_engine_does_with_one_bucket_or_several(recipe
 def test_the_wrapper_gives_all_ranks_the_first_one_s_weights_and_so_its_scales(recipe: str) -> None:
     for level in ("no_shard", "optim", CUT):
         model = make_stack(recipe, seed=1 + dist.get_rank())
-        first = make_stack(recipe)
         config = config_of(level, fp8_param_gather=True)
         ddp = fe.DistributedDataParallel(model, config, mesh_of(2))
         watch = Watch(model, ddp.engine)
-        for name, layer in quantised_layers(first).items():
-            value = layer.weight.get_high_precision_init_val()
+        for name, value in preserved_values(make_stack(recipe)).items():
             assert torch.equal(ddp.engine.full_tensor(name), value.float())
         optimizer = reference.sgd(ddp.parameters())
         for step in range(3):
@@ -203,113 +173,127 @@ def test_after_an_exception_and_a_reset_training_is_as_if_nothing_had_been(
         y.register_hook(fail)
 
     for level in ("optim", CUT):
-        states, losses = [], []
+        scenario = scenario_of(recipe, num_blocks=3, pair=(level, "no_shard"), steps=1)
+        runs = []
         for fails in (False, True):
-            model = make_stack(recipe, num_blocks=3)
-            engine = fe.shard(model, strategy=level)
-            watch = Watch(model, engine)
-            train_watched(model, engine, watch, num_steps=1)
+            _, watch = watched(scenario)
             if fails:
                 watch.expect()
                 hook = fail if where == "forward" else fail_later
-                handle = model.blocks[1].down.register_forward_hook(hook)
+                handle = watch.model.blocks[1].down.register_forward_hook(hook)
                 with pytest.raises(Fails):
-                    model(*make_batch(2, 3)).backward()
+                    watch.model(*make_batch(2, 3)).backward()
                 handle.remove()
-                engine.reset()
-            losses.append(train_watched(model, engine, watch, num_steps=2))
-            states.append(engine.full_state_dict())
-        assert losses[0] == losses[1]
-        assert_same(states)
+                watch.engine.reset()
+            runs.append(watch.train(scenario.but(steps=2)))
+        assert_all_same(runs)
 
 
 @both_kinds
 @on_ranks(2)
 def test_edits_of_full_weights_are_encoded_and_parameters_stay_what_they_are(recipe: str) -> None:
     for level in LEVELS:
-        model = make_stack(recipe)
-        engine = fe.shard(model, strategy=level)
-        watch = Watch(model, engine)
+        scenario = scenario_of(recipe, pair=(level, "no_shard"), steps=1)
+        run, watch = watched(scenario)
         own = dict(watch.weights)
-        train_watched(model, engine, watch, num_steps=1)
-        before = engine.full_state_dict()
-        with engine.unsharded(), torch.no_grad():
+        with watch.engine.unsharded(), torch.no_grad():
             for name, layer in watch.layers.items():
-                assert torch.equal(layer.weight, before[name])
+                assert torch.equal(layer.weight, run.weights[name])
                 assert layer.weight.dtype == torch.float32
                 layer.weight.mul_(1.7)
-        after = engine.full_state_dict()
+        after = watch.engine.full_state_dict()
         for name in watch.layers:
-            assert torch.equal(after[name], before[name] * 1.7)
-        train_watched(model, engine, watch, num_steps=1)
-        assert_looked(watch, 2 * 2 * len(watch.layers))
+            assert torch.equal(after[name], run.weights[name] * 1.7)
+        watch.train(scenario)
         assert all(watch.weights[name] is weight for name, weight in own.items())
 
 
 @both_kinds
 @on_ranks(2)
 def test_looks_between_steps_change_nothing(recipe: str) -> None:
-    def look(model: QuantisedStack, engine: fe.Engine, watch: Watch) -> None:
-        state = engine.full_state_dict()
+    def look(model: Any, step: int, watch: Watch) -> None:
+        if step:
+            watch.engine.start_param_sync(wait=step == 2)
+        state = watch.engine.full_state_dict()
         assert state.keys() == model.state_dict().keys()
         for name in watch.layers:
             assert state[name].dtype == torch.float32
-            assert torch.equal(engine.full_tensor(name), state[name])
+            assert torch.equal(watch.engine.full_tensor(name), state[name])
         watch.expect(state)
         with torch.no_grad():
             model(*make_batch(2, 77))
         model.eval()
-        model(*make_batch(2, 78))  # its backward never comes
+        model(*make_batch(2, 78))  # its backward is never called
         model.train()
-        engine.start_param_sync()  # nothing has changed, but sharded units are prefetched
+        watch.engine.start_param_sync()  # nothing has changed, but sharded units are prefetched
+
+    def loss_of(model: nn.Module, batch: reference.Batch) -> Tensor:
+        loss: Tensor = model(*batch)
+        with torch.no_grad():  # between forward and backward
+            model(*make_batch(2, 79))
+        return loss
 
     for level in LEVELS:
-        states, losses = [], []
-        for looks in (False, True):
-            model = make_stack(recipe)
-            engine = fe.shard(model, strategy=level)
-            watch = Watch(model, engine)
-            found = []
-            optimizer = reference.sgd(model.parameters())
-            for step in range(3):
-                if looks:
-                    look(model, engine, watch)
-                watch.expect()
-                loss = model(*make_batch(2, 10 * step + dist.get_rank()))
-                if looks:
-                    with torch.no_grad():  # between forward and backward
-                        model(*make_batch(2, 79))
-                loss.backward()
-                found.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
-                if looks:
-                    engine.start_param_sync(wait=step == 1)
-            losses.append(found)
-            states.append(engine.full_state_dict())
-        assert losses[0] == losses[1], level
-        assert_same(states)
+        scenario = scenario_of(recipe, pair=(level, "no_shard"), microbatches=1)
+        watch = Watch(*scenario.sharded_model())
+        looking = scenario.but(
+            before_step=lambda model, step, watch=watch: look(model, step, watch), loss_of=loss_of
+        )
+        assert_all_same([watch.train(looking, num_forwards=4), scenario.sharded()])
 
 
 @on_ranks(2)
 def test_two_recipes_and_plain_weights_share_a_unit_in_buffers_of_their_own() -> None:
-    states, losses = [], []
-    for level in LEVELS:
+    def mixed() -> QuantisedStack:
         model = make_stack("mxfp8")
-        other = make_stack("current", seed=3)
-        for block, source in zip(model.blocks, other.blocks, strict=True):
-            dim, hidden = block.up.weight.shape[1], block.up.weight.shape[0]
-            torch.manual_seed(5)
-            block.down = type(source.down)(hidden, dim, "current", bias=False)
-        engine = fe.shard(model, strategy=level)
-        kinds = {
+        for block in model.blocks:
+            hidden, dim = block.up.weight.shape
+            block.down = QuantisedLinear(hidden, dim, "current", bias=False)
+        return model
+
+    for _, watch in same_at(LEVELS, scenario_of("mxfp8", model=mixed)):
+        kinds = [
             buffer.kind.codec.split()[2]
-            for b in engine.units[1:]
-            for buffer in b.buffers
+            for unit in watch.engine.units[1:]
+            for buffer in unit.buffers
             if buffer.kind.codec.startswith("transformer")
-        }
-        assert kinds == {"mxfp8", "current"}
-        losses.append(train_watched(model, engine, None, num_steps=3))
-        states.append(engine.full_state_dict())
-    assert losses == [losses[0]] * len(losses)
-    assert_same(states)
+        ]
+        assert set(kinds) == {"mxfp8", "current"}
+
+
+@both_kinds
+@on_ranks(2)
+def test_weights_that_are_frozen_and_thawed_train_bit_by_bit_alike(recipe: str) -> None:
+    name = "blocks.0.up.weight"
+
+    def freeze(model: Any, step: int) -> None:
+        model.blocks[0].requires_grad_(step != 1)
+
+    for run, _ in same_at(("no_shard", "optim", CUT), scenario_of(recipe, before_step=freeze)):
+        first, second, third = (step.weights[name] for step in run.steps)
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third)
+
+
+@both_kinds
+@on_ranks(2)
+def test_weights_that_change_while_they_are_full_are_encoded_and_gathered_again(
+    recipe: str,
+) -> None:
+    for level, tied in itertools.product(("optim", CUT), (False, True)):
+        scenario = scenario_of(recipe, num_blocks=3, pair=(level, "no_shard"), steps=1)
+        model = scenario.made()
+        if tied:  # the root has it, and stays full
+            model.blocks[2].up.weight = model.blocks[0].up.weight
+        watch = Watch(model, fe.shard(model, strategy=level))
+        watch.train(scenario)
+        for ahead in (False, True, True):
+            if ahead:
+                watch.engine.start_param_sync()
+            else:
+                watch.expect()
+                model(*make_batch(2, dist.get_rank()))  # its backward is never called
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.3)
+            watch.train(scenario)

@@ -1,11 +1,10 @@
-"""When bytes of Transformer Engine's weights travel: an encoding for forward and one for backward,
-one message of amaxes for each change, recomputation, memory, and no race."""
+"""When bytes of Transformer Engine's weights are gathered: an encoding for forward and one for
+backward, one message of amaxes for each change, recomputation, memory, and no race."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,28 +16,30 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import Float8, Float8Codec, TransformerEngineCodec
+from fsdp_engine.codecs import TransformerEngineCodec
 from fsdp_engine.codecs.base import BACKWARD, FORWARD
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis
 from tests.extensions.transformer_engine.te_on_cpu import QuantisedBlock, QuantisedStack
 from tests.extensions.transformer_engine.te_training import (
+    CUT,
     FEATURES,
     Watch,
-    counting_encodes,
+    assert_all_same,
+    counting,
     make_batch,
     make_stack,
-    train_watched,
+    scenario_of,
+    watched,
 )
 from tests.messages import Messages
-from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.training import BUDGETS, config_of, mesh_of, traced
 
 pytestmark = pytest.mark.thorough
 
-CUT = "optim_grads_params"
+ROWS, COLUMNS, NOTHING = [(True, False)], [(False, True)], [(False, False)]
 
 
 def is_quantised(buffer: Any) -> bool:
@@ -62,9 +63,6 @@ def step_of(engine: Any, optimizer: Any) -> None:
     optimizer.step()
     optimizer.zero_grad()
     engine.model.update_scales()
-
-
-# Encodings.
 
 
 @on_ranks(2)
@@ -111,34 +109,34 @@ def test_a_unit_holds_the_plane_that_it_computes_with_and_no_other() -> None:
     model = make_stack("mxfp8", num_blocks=3)
     engine = fe.shard(model, units="blocks.*")
     watch = Watch(model, engine)
-    rows, columns, nothing = [(True, False)], [(False, True)], [(False, False)]
-    units = {unit.name: unit for unit in engine.units}
+    units = {unit.name: unit for unit in engine.units if unit.name}
     looks: Counter[str] = Counter()
 
     def look(name: str, expected: Any, *_: Any) -> None:
         assert planes_of(units[name]) == expected, name
         looks[name] += 1
 
+    def listen(name: str, module: Any, args: Any, y: Tensor) -> None:
+        look(name, ROWS)
+        y.register_hook(partial(look, name, COLUMNS))
+
     for name, unit in units.items():
-        if name:
-            up: Any = unit.modules[0].up
-            up.register_forward_hook(partial(look, name, rows))
-
-            def listen(module: Any, args: Any, y: Tensor, name: str = name) -> None:
-                y.register_hook(partial(look, name, columns))
-
-            up.register_forward_hook(listen)
+        up: Any = unit.modules[0].up
+        up.register_forward_hook(partial(listen, name))
+    first, second, last = units.values()
     for step in range(2):
         watch.expect()
         loss = model(*make_batch(2, dist.get_rank()))
-        assert planes_of(units["blocks.2"]) == columns  # kept for backward
-        assert planes_of(units["blocks.0"]) == planes_of(units["blocks.1"]) == nothing
+        assert planes_of(last) == COLUMNS  # kept for backward
+        assert planes_of(first) == planes_of(second) == NOTHING
         loss.backward()
-        for name in looks:
-            assert planes_of(units[name]) == nothing
-        assert looks == dict.fromkeys(looks, 2 * (step + 1))
+        assert all(planes_of(unit) == NOTHING for unit in units.values())
+        assert looks == dict.fromkeys(units, 2 * (step + 1))
         engine.zero_grad_buffer()
-    assert len(looks) == 3
+    engine.weights_changed()
+    engine.start_param_sync(wait=True)  # for forward
+    assert planes_of(first) == ROWS
+    assert all(planes_of(unit) in (ROWS, NOTHING) for unit in units.values())
 
 
 @on_ranks(2)
@@ -164,47 +162,34 @@ def test_two_planes_are_full_while_they_are_encoded_and_one_at_any_other_time() 
 # Recomputation.
 
 
-class Recomputed(QuantisedStack):
-    """A stack whose blocks, or the layers in them, are checkpointed."""
-
-    how: tuple[bool, bool] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.embed(x.to(self.dtype))
-        for block in self.blocks:
-            y = self.run(block, y)
-        return (self.head(self.norm(y)).float() - x.float()).square().mean()
-
-    def run(self, block: Any, y: Tensor) -> Tensor:
-        if self.how is None:
-            return block(y)
-        reentrant, whole = self.how
-        return checkpoint(block, y, use_reentrant=reentrant) if whole else block(y)
-
-
 class PartlyRecomputed(QuantisedBlock):
     """Its layers, but not its norm, are checkpointed."""
 
-    reentrant: bool | None = None
+    reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        if self.reentrant is None:
-            return x + self.inside(y)
-        return x + checkpoint(self.inside, y, use_reentrant=self.reentrant)
+        return x + checkpoint(self.inside, self.norm(x), use_reentrant=self.reentrant)
 
     def inside(self, y: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(y)))
 
 
-def recomputing(recipe: str, how: tuple[bool, bool] | None) -> Recomputed:
-    """``how``: re-entrant or not, and around whole blocks or within them."""
+class Recomputed(QuantisedStack):
+    """Its blocks are checkpointed."""
+
+    reentrant = False
+
+    def run_blocks(self, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = checkpoint(block, y, use_reentrant=self.reentrant)
+        return y
+
+
+def recomputing(recipe: str, reentrant: bool, whole: bool) -> QuantisedStack:
+    """Checkpoints are around whole blocks or within them."""
     model: Any = make_stack(recipe, num_blocks=3)
-    model.__class__, model.how = Recomputed, how
-    for block in model.blocks:
-        block.__class__ = PartlyRecomputed
-        if how is not None and not how[1]:
-            block.reentrant = how[0]
+    for each in [model] if whole else model.blocks:
+        each.__class__, each.reentrant = Recomputed if whole else PartlyRecomputed, reentrant
     return model
 
 
@@ -212,24 +197,18 @@ def recomputing(recipe: str, how: tuple[bool, bool] | None) -> Recomputed:
 @on_ranks(2)
 def test_recomputation_trains_bit_by_bit_as_none(level: str) -> None:
     for recipe in ("mxfp8", "block"):
-        results = []
-        for how in (None, *itertools.product((False, True), repeat=2)):
-            model = recomputing(recipe, how)
-            engine = fe.shard(model, strategy=level)
-            watch = Watch(model, engine)
-            losses = train_watched(model, engine, watch, num_steps=3)
-            count = 3 * 2 * len(watch.layers)
-            assert watch.looks == {"rows": count * (1 if how is None else 2), "columns": count}
-            results.append((losses, engine.full_state_dict()))
-        losses, state = results[0]
-        for others, other in results[1:]:
-            assert others == losses
-            assert all(torch.equal(other[name], state[name]) for name in state)
+        runs = [scenario_of(recipe, 3, pair=(level, "no_shard")).sharded()]
+        for how in itertools.product((False, True), repeat=2):
+            scenario = scenario_of(
+                recipe, model=partial(recomputing, recipe, *how), pair=(level, "no_shard")
+            )
+            runs.append(watched(scenario, num_forwards=2)[0])
+        assert_all_same(runs)
 
 
-def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]]:
+def gathers_of(whole: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
     """In each of three microbatches: (unit, encodings) of every gather that backward asks for."""
-    model = recomputing("mxfp8", how)
+    model = recomputing("mxfp8", False, whole)
     engine = fe.shard(model, units="blocks.*", config=config_of(0))
     found: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     real = Unit.gather
@@ -258,31 +237,31 @@ def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]
 def test_a_unit_seen_to_be_recomputed_gathers_both_planes_from_then_on(
     ranks: Ranks, whole: bool
 ) -> None:
-    first, *later = ranks.run(gathers_of, (False, whole), world_size=2)[0]
+    first, *later = ranks.run(gathers_of, whole, world_size=2)[0]
     names = ["blocks.1", "blocks.0"]
     # The last block's columns were asked for as forward left it.
     assert first == [("blocks.2", (0,)), *((n, p) for n in names for p in ((1,), (0,)))]
     assert later == 2 * [[(name, (0, 1)) for name in names]]
 
 
-# One message of amaxes.
-
-
-def count_amaxes(inner: str, outer: str) -> None:
+@pytest.mark.parametrize("pair", FEW_PAIRS, ids=FEW_PAIR_NAMES)
+@on_ranks(4)
+def test_each_change_is_encoded_once_with_one_message_for_each_axis_that_cuts(
+    pair: tuple[str, str],
+) -> None:
     for recipe in ("current", "mxfp8"):
         model = make_stack(recipe)
-        engine = fe.shard(model, mesh_of(2, 2), inner, outer)
+        engine = fe.shard(model, mesh_of(2, 2), *pair)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         num_buffers = sum(is_quantised(buffer) for buffer in engine.buffers)
         assert num_buffers == len(model.blocks)
-        with counting_encodes(TransformerEngineCodec) as encodes:
+        with counting(TransformerEngineCodec, "encode") as encode:
             for step in range(3):
                 total: Counter[Any] = Counter()
                 for micro in range(3):
-                    messages = count_micro(model, engine, last=micro == 2)
-                    total += messages.calls
-                    assert encodes[0] == (step + 1) * num_buffers
-                for axis, level in ((Axis.INNER, inner), (Axis.OUTER, outer)):
+                    total += count_micro(model, engine, last=micro == 2).calls
+                    assert encode.call_count == (step + 1) * num_buffers
+                for axis, level in zip((Axis.INNER, Axis.OUTER), pair, strict=True):
                     group = engine.mesh.axis(axis).gather_group
                     assert group is not None
                     # Gathers themselves are sends; nothing else is reduced in these groups.
@@ -291,44 +270,11 @@ def count_amaxes(inner: str, outer: str) -> None:
                 step_of(engine, optimizer)
 
 
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
-def test_each_change_is_encoded_once_with_one_message_for_each_axis_that_cuts(
-    ranks: Ranks, inner: str, outer: str
-) -> None:
-    ranks.run(count_amaxes, inner, outer)
-
-
-def count_native(inner: str, outer: str) -> None:
-    torch.manual_seed(0)
-    model = Transformer(num_blocks=2)
-    engine = fe.shard(model, mesh_of(2, 2), inner, outer, codec_rules=[Float8()])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    num_buffers = sum(isinstance(b.weights.codec, Float8Codec) for b in engine.buffers)
-    assert num_buffers == 4  # of the embedding, of two blocks, of the head
-    with counting_encodes(Float8Codec) as encodes:
-        for step in range(3):
-            for micro in range(3):
-                loss = model(*token_batch(2, micro))
-                if micro == 2:
-                    loss.backward()
-                else:
-                    with engine.no_sync():
-                        loss.backward()
-            assert encodes[0] == (step + 1) * num_buffers
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
-def test_the_native_codec_encodes_each_change_once(ranks: Ranks, inner: str, outer: str) -> None:
-    ranks.run(count_native, inner, outer)
-
-
 # Races.
 
 
 def train_traced(model: Any, engine: Any) -> None:
-    train_watched(model, engine, None)
+    scenario_of("", steps=2).train(model, engine)
 
 
 @pytest.mark.parametrize("recipe", ["block", "mxfp8"])
@@ -339,9 +285,8 @@ def train_traced(model: Any, engine: Any) -> None:
 @on_ranks(4)
 def test_the_schedule_has_no_race(inner: str, outer: str, recipe: str) -> None:
     for budget in BUDGETS.values():
-        make: Callable[[], nn.Module] = partial(make_stack, recipe, 3)
         traced(
-            make,
+            partial(make_stack, recipe, 3),
             train_traced,
             mesh=mesh_of(2, 2),
             strategy=inner,
@@ -354,4 +299,4 @@ def test_the_schedule_has_no_race(inner: str, outer: str, recipe: str) -> None:
 @on_ranks(2)
 def test_recomputation_makes_no_race(reentrant: bool) -> None:
     for whole in (False, True):
-        traced(partial(recomputing, "mxfp8", (reentrant, whole)), train_traced)
+        traced(partial(recomputing, "mxfp8", reentrant, whole), train_traced)

@@ -19,7 +19,6 @@ from tests.extensions.transformer_engine import te_kernels, te_on_cpu
 from tests.extensions.transformer_engine.te_on_cpu import (
     RECIPES,
     QuantisedLinear,
-    QuantisedStack,
     encodings,
     make_weight,
 )
@@ -41,7 +40,7 @@ ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES)
 @ALL_RECIPES
 @DTYPES
 @given(data=st.data())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_a_new_weight_has_the_bytes_scales_and_values_of_the_reference(
     recipe: str, dtype: torch.dtype, data: Any
 ) -> None:
@@ -84,10 +83,8 @@ def test_the_reference_s_worked_example_is_exact() -> None:
 def test_an_uneven_split_quantises_to_what_no_split_does(
     ranks: Ranks, recipe: str, world: int
 ) -> None:
-    ranks.run(quantise_split, recipe, torch.bfloat16, list(range(world, 32, 4)), world_size=world)
-    if recipe != "mxfp8":
-        seeds = list(range(100 + world, 116, 4))
-        ranks.run(quantise_split, recipe, torch.float32, seeds, world_size=world)
+    for dtype in (torch.bfloat16, torch.float32)[: 1 if recipe == "mxfp8" else 2]:
+        ranks.run(quantise_split, recipe, dtype, list(range(world, 24, 4)), world_size=world)
 
 
 @on_ranks(1)
@@ -97,7 +94,6 @@ def test_mxfp8_weights_of_nominal_fp32_cannot_be_quantised_from_main_weights() -
 
     main = torch.randn(64, 32)
     weight = make_weight(main, "mxfp8")
-    assert_equal(encodings(weight), quantise(main, "mxfp8", torch.float32))
     with torch.no_grad(), pytest.raises(RuntimeError, match="amax should be bf16"):
         quantize_master_weights([weight], [main.view(-1)], [0], dist.group.WORLD, None, True)
 
@@ -142,11 +138,7 @@ def test_only_the_block_recipe_s_cast_spoils_the_tiles_around_its_range(recipe: 
     assert flat[64:-64].view(main.shape)[spoiled].eq(te_kernels.GARBAGE).all()
     before[64:-64].view(main.shape)[spoiled] = te_kernels.GARBAGE
     assert torch.equal(flat, before)
-
-
-@ALL_RECIPES
-def test_only_the_block_recipe_s_cast_into_an_isolated_shard_is_an_error(recipe: str) -> None:
-    main = torch.randn(320, 160)
+    # Into a shard by itself that is an error, but for full rows of tiles.
     for start, stop in ((7, 500), (130 * 160, 140 * 160), (319 * 160, 320 * 160)):
         shard = torch.zeros(stop - start, dtype=torch.uint8)
         if recipe == "block":
@@ -154,74 +146,51 @@ def test_only_the_block_recipe_s_cast_into_an_isolated_shard_is_an_error(recipe:
                 cast_part(recipe, main, start, stop, shard)
         else:
             cast_part(recipe, main, start, stop, shard)
-    # Whole rows of tiles are all right by themselves.
     cast_part("block", main, 128 * 160, 256 * 160, torch.zeros(128 * 160, dtype=torch.uint8))
 
 
 @ALL_RECIPES
-def test_forward_reads_the_row_plane_and_backward_the_column_plane(recipe: str) -> None:
-    layer = QuantisedLinear(96, 160, recipe, dtype=torch.float32)
+def test_forward_reads_rows_and_backward_columns_which_may_be_stale(recipe: str) -> None:
+    layer, fresh = (QuantisedLinear(96, 160, recipe, dtype=torch.float32) for _ in range(2))
     torch.nn.init.normal_(layer.bias)
-    x, dy = torch.randn(5, 3, 96, requires_grad=True), torch.randn(5, 3, 160)
     weight = layer.weight
-    expected = quantise(
-        weight.get_high_precision_init_val(),
-        recipe,
-        torch.float32,
-        1.0 if recipe == "delayed" else None,
-    )
+    master = weight.get_high_precision_init_val()
+    expected = quantise(master, recipe, torch.float32, 1.0 if recipe == "delayed" else None)
     rows = dequantise(expected.row_bytes, expected.row_scale_inv)
     columns = dequantise(expected.column_bytes, expected.column_scale_inv)
     assert torch.equal(rows, columns) == (recipe != "mxfp8")
-    y = layer(x)
-    y.backward(dy)
-    assert torch.equal(y, x @ rows.t() + layer.bias)
-    assert torch.equal(x.grad, dy @ columns)
-    assert torch.equal(weight.grad, dy.flatten(0, 1).t() @ x.detach().flatten(0, 1))
-    assert torch.equal(layer.bias.grad, dy.sum((0, 1)))
+    for is_stale in (False, True):
+        x, dy = torch.randn(5, 3, 96, requires_grad=True), torch.randn(5, 3, 160)
+        if is_stale:
+            name = "_data" if recipe in ("delayed", "current") else "_rowwise_data"
+            getattr(weight, name).copy_(getattr(fresh.weight, name))
+        layer.zero_grad()
+        y = layer(x)
+        y.backward(dy)
+        assert torch.equal(y, x @ rows.t() + layer.bias) != is_stale
+        assert torch.equal(x.grad, dy @ columns)
+        assert torch.equal(weight.grad, dy.flatten(0, 1).t() @ x.detach().flatten(0, 1))
+        assert torch.equal(layer.bias.grad, dy.sum((0, 1)))
 
 
 @ALL_RECIPES
-def test_a_stale_column_plane_is_seen_in_the_gradient(recipe: str) -> None:
-    layer = QuantisedLinear(32, 64, recipe, dtype=torch.float32)
-    fresh, x, dy = QuantisedLinear(32, 64, recipe), torch.randn(4, 32), torch.randn(4, 64)
-
-    def run() -> tuple[Tensor, Tensor]:
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf)
-        y.backward(dy)
-        return y, leaf.grad
-
-    y, dx = run()
-    name = "_data" if recipe in ("delayed", "current") else "_rowwise_data"
-    getattr(layer.weight, name).copy_(getattr(fresh.weight, name))
-    new_y, new_dx = run()
-    assert not torch.equal(y, new_y)
-    assert torch.equal(dx, new_dx)
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_a_dropped_column_plane_is_made_again_from_the_rows(recipe: str) -> None:
+def test_a_dropped_column_plane_is_made_again_from_the_rows_but_not_of_mxfp8(recipe: str) -> None:
     weight = make_weight(torch.randn(160, 96, dtype=torch.bfloat16), recipe)
     before = encodings(weight)
     weight.update_usage(rowwise_usage=True, columnwise_usage=False)
     assert encodings(weight).column_bytes is None
     with pytest.raises(RuntimeError, match="no column encoding in backward"):
         te_on_cpu.column_values(weight)
-    weight.update_usage(columnwise_usage=True)
-    assert_equal(encodings(weight), before)
-
-
-def test_a_dropped_column_plane_of_mxfp8_cannot_be_made_again() -> None:
-    weight = make_weight(torch.randn(160, 96, dtype=torch.bfloat16), "mxfp8")
-    weight.update_usage(rowwise_usage=True, columnwise_usage=False)
-    with pytest.raises(RuntimeError, match="missing column-scaled FP8 data"):
+    if recipe == "mxfp8":
+        with pytest.raises(RuntimeError, match="missing column-scaled FP8 data"):
+            weight.update_usage(columnwise_usage=True)
+    else:
         weight.update_usage(columnwise_usage=True)
+        assert_equal(encodings(weight), before)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_with_native_layouts_there_is_no_transpose_and_backward_reads_the_rows(recipe: str) -> None:
-    torch.manual_seed(1)
     with te_on_cpu.native_tn():
         layer = QuantisedLinear(32, 64, recipe)
         x = torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -284,27 +253,6 @@ def test_extra_state_is_a_pickle_that_is_refused_or_nothing(recipe: str) -> None
         layer.load_state_dict(state)
 
 
-@ALL_RECIPES
-def test_a_stack_learns_its_input(recipe: str) -> None:
-    model = QuantisedStack(recipe, num_blocks=2)
-    plain = [p for p in model.parameters() if type(p) is nn.Parameter]
-    assert len(plain) + len(model.quantised_layers()) == len(list(model.parameters()))
-    optimizer = torch.optim.Adam(plain, lr=0.01)
-    x = torch.randn(8, 7)
-    losses = []
-    for _ in range(12):
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.update_scales()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
-    for layer in model.quantised_layers():
-        assert type(layer.weight.grad) is Tensor
-        assert layer.weight.grad.dtype == torch.bfloat16
-
-
 def test_an_nvfp4_weight_is_one() -> None:
     from transformer_engine.pytorch.tensor import NVFP4Tensor
 
@@ -315,36 +263,20 @@ def test_an_nvfp4_weight_is_one() -> None:
     assert isinstance(weight.detach(), NVFP4Tensor)
 
 
-def test_a_preserved_initial_value_can_be_asked_for_and_cleared() -> None:
-    values = torch.randn(32, 32, dtype=torch.bfloat16)
-    weight = make_weight(values, "block")
-    assert torch.equal(weight.get_high_precision_init_val(), values)
-    weight.clear_high_precision_init_val()
-    assert weight.get_high_precision_init_val() is None
-    assert not hasattr(make_weight(values, "block", preserve=False), "get_high_precision_init_val")
-
-
-def test_loading_again_changes_nothing_and_torch_is_as_before() -> None:
+def test_loading_again_changes_nothing_and_only_stand_ins_can_be_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     te_on_cpu.load()
+    import transformer_engine_torch as tex
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
     te_on_cpu.load()
-    assert sys.modules["transformer_engine.pytorch.quantized_tensor"].QuantizedTensor is (
-        QuantizedTensor
-    )
+    module: Any = sys.modules["transformer_engine.pytorch.quantized_tensor"]
+    assert module.QuantizedTensor is QuantizedTensor
     assert torch.cuda.get_device_capability.__module__ == "torch.cuda"
-
-
-def test_the_real_library_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match="layernorm_fwd has no stand-in"):
+        tex.layernorm_fwd()
     real = types.ModuleType("transformer_engine_torch")
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", real)
     with pytest.raises(RuntimeError, match="real Transformer Engine"):
         te_on_cpu.load()
-
-
-def test_a_kernel_without_a_stand_in_cannot_be_called() -> None:
-    te_on_cpu.load()
-    import transformer_engine_torch as tex
-
-    with pytest.raises(NotImplementedError, match="layernorm_fwd has no stand-in"):
-        tex.layernorm_fwd()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ import fsdp_engine as fe
 from fsdp_engine.memory.disk_memory import DiskBlock
 from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.shadow import step_hook_of
+from tests import reference
 
 SIZES = (33, 40, 48, 7)
+LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+CUT = LEVELS[-1]
 
 
 class Whitening(torch.optim.Optimizer):
@@ -136,20 +140,90 @@ def mine(batch: Tensor) -> Tensor:
     return batch[rank * len(batch) // size : (rank + 1) * len(batch) // size]
 
 
-def make(
-    pair: tuple[str, str], name: str, mesh: Any = None, **options: Any
-) -> tuple[nn.Module, fe.Engine, torch.optim.Optimizer]:
-    model = plain_model()
-    engine = fe.shard(model, mesh, *pair, units=[nn.Linear], min_unit_size=0)
-    return model, engine, fe.shard_optimizer(MAKERS[name](model), **options)
+def values(model: nn.Module) -> list[Tensor]:
+    return [reference.full(param) for param in model.parameters()]
 
 
-def train(model: nn.Module, optimizer: Any, steps: Sequence[int], *, sharded: bool) -> None:
-    for step in steps:
+class Side(NamedTuple):
+    """A model and its optimizer: sharded, or in one process, where ``engine`` is None."""
+
+    model: Any
+    optimizer: Any
+    engine: Any = None
+
+    def loss(self, step: int) -> Tensor:
         batch = inputs(step)
-        model(mine(batch) if sharded else batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss: Tensor = self.model(batch if self.engine is None else mine(batch)).square().mean()
+        return loss
+
+    def train(self, *steps: int) -> Side:
+        for step in steps:
+            self.loss(step).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def closure(self, step: int) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss(step)
+            loss.backward()
+            return loss
+
+        return closure
+
+
+Maker = Callable[[Any], torch.optim.Optimizer]
+
+
+def plain(maker: Maker, model: Callable[[], Any] = plain_model) -> Side:
+    made = model()
+    return Side(made, maker(made))
+
+
+def sharded(
+    maker: Maker,
+    level: str = CUT,
+    model: Callable[[], Any] = plain_model,
+    *,
+    mesh: Any = None,
+    outer: str = "no_shard",
+    offload: Any = None,
+    **options: Any,
+) -> Side:
+    """``options`` are those of ``shard_optimizer``."""
+    made = model()
+    engine = fe.shard(made, mesh, level, outer, units=[nn.Linear], min_unit_size=0, offload=offload)
+    return Side(made, fe.shard_optimizer(maker(made), **options), engine)
+
+
+@functools.cache
+def trained(name: str, num_steps: int = 4) -> list[Tensor]:
+    return values(plain(MAKERS[name]).train(*range(num_steps)).model)
+
+
+def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], name: str = "") -> None:
+    # Muon's iterations run in bf16, where rounding of the gradients' sums becomes larger.
+    tolerance = 1e-2 if name == "Muon" else 1e-9
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+def assert_alike(
+    body: Callable[[Side], Any],
+    maker: Maker,
+    level: str = CUT,
+    model: Callable[[], Any] = plain_model,
+    *,
+    name: str = "",
+) -> None:
+    """``body`` leaves the same weights of a sharded model and of one process, and returns the same
+    tensors, if any."""
+    found = []
+    for side in (sharded(maker, level, model), plain(maker, model)):
+        more = body(side)
+        found.append([*values(side.model), *(more or ())])
+    assert_close(*found, name)
 
 
 def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
@@ -158,26 +232,6 @@ def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     target = step.target_of(param, (3,), torch.float32)
     assert isinstance(target, fe.FlatDTensor)
     return target.local.numel() == 3
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [
-        p.full_tensor() if isinstance(p, fe.FlatDTensor) else p.detach().clone()
-        for p in model.parameters()
-    ]
-
-
-def trained(name: str, steps: Sequence[int] = range(4)) -> list[Tensor]:
-    model = plain_model()
-    train(model, MAKERS[name](model), steps, sharded=False)
-    return values(model)
-
-
-def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], name: str) -> None:
-    # Muon's iterations run in bf16, where rounding of the gradients' sums becomes larger.
-    tolerance = 1e-2 if name == "Muon" else 1e-9
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= tolerance * other.norm()
 
 
 @contextmanager

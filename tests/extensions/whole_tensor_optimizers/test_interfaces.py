@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,139 +20,100 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.fsdp2 import fully_shard
 from fsdp_engine.optim.state_leaves import leaves_of
+from tests import reference
+from tests.checkpoint.scene import shared_folder
 from tests.extensions.whole_tensor_optimizers.owned import (
+    CUT,
     MAKERS,
     Coupled,
+    Side,
     Whitening,
+    assert_alike,
     assert_close,
     inputs,
-    make,
     matrices,
     mine,
+    plain,
     plain_model,
-    train,
+    sharded,
     trained,
     values,
 )
 from tests.pool import on_few_ranks, on_ranks
 
-LEVEL = ("optim_grads_params", "no_shard")
-SOME = ["Muon", "Whitening"]
+some = pytest.mark.parametrize("name", ["Muon", "Whitening"])
 
 
-def full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-@pytest.mark.parametrize("name", SOME)
+@some
 @pytest.mark.parametrize("full_state", [False, True])
 @on_ranks(2)
 def test_torchs_state_dict_functions(full_state: bool, name: str) -> None:
-    model, _, optimizer = make(LEVEL, name)
-    train(model, optimizer, range(2), sharded=True)
+    side = sharded(MAKERS[name]).train(0, 1)
     options = StateDictOptions(full_state_dict=full_state, cpu_offload=full_state)
-    packed = get_optimizer_state_dict(model, optimizer, options=options)
-    weights = get_model_state_dict(model, options=options)
-    reference = plain_model()
-    plain = MAKERS[name](reference)
-    train(reference, plain, range(2), sharded=False)
+    packed = get_optimizer_state_dict(side.model, side.optimizer, options=options)
+    weights = get_model_state_dict(side.model, options=options)
+    alone = plain(MAKERS[name]).train(0, 1)
     if not full_state or dist.get_rank() == 0:
-        expected = get_optimizer_state_dict(reference, plain)
+        expected = get_optimizer_state_dict(alone.model, alone.optimizer)
         assert packed["state"].keys() == expected["state"].keys()
         for key, state in expected["state"].items():
-            found = [full(leaf) for leaf in leaves_of(packed["state"][key])]
-            for one, other in zip(found, leaves_of(state), strict=True):
+            for one, other in zip(leaves_of(packed["state"][key]), leaves_of(state), strict=True):
                 if isinstance(other, Tensor):
-                    assert_close([one], [other], name)
+                    assert_close([reference.full(one)], [other], name)
                 else:
                     assert one == other
-    again, _, other = make(LEVEL, name)
+    again = sharded(MAKERS[name])
     options = StateDictOptions(full_state_dict=full_state, broadcast_from_rank0=full_state)
-    set_model_state_dict(again, weights, options=options)
-    set_optimizer_state_dict(again, other, packed, options=options)
-    train(again, other, range(2, 4), sharded=True)
-    assert_close(values(again), trained(name), name)
+    set_model_state_dict(again.model, weights, options=options)
+    set_optimizer_state_dict(again.model, again.optimizer, packed, options=options)
+    assert_close(values(again.train(2, 3).model), trained(name), name)
 
 
-@pytest.mark.parametrize("name", SOME)
+@some
 @on_few_ranks
 def test_a_grad_scaler_unscales_and_skips(name: str) -> None:
-    found = []
-    for sharded in (True, False):
-        if sharded:
-            model, _, optimizer = make(LEVEL, name)
-        else:
-            model = plain_model()
-            optimizer = MAKERS[name](model)
+    def body(side: Side) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         for step in range(4):
-            batch = mine(inputs(step)) if sharded else inputs(step)
-            loss = model(batch).square().mean()
-            if step == 1:
-                loss = loss * float("inf")
+            loss = side.loss(step) * (float("inf") if step == 1 else 1.0)
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            scaler.step(side.optimizer)
             scaler.update()
-            optimizer.zero_grad()
+            side.optimizer.zero_grad()
         assert scaler.get_scale() == 4.0
-        found.append(values(model))
-    assert_close(found[0], found[1], name)
+
+    assert_alike(body, MAKERS[name], name=name)
 
 
-@pytest.mark.parametrize("name", SOME)
+@some
 @on_few_ranks
 def test_groups_are_added_and_parameters_frozen(name: str) -> None:
-    found = []
-    for sharded in (True, False):
-        model = plain_model()
-        if sharded:
-            fe.shard(model, None, *LEVEL, units=[nn.Linear], min_unit_size=0)
-        weights = matrices(model)
-        kind: Callable[..., Any] = torch.optim.Muon if name == "Muon" else Whitening
-        optimizer = kind(weights[:1], lr=0.02)
-        if sharded:
-            fe.shard_optimizer(optimizer)
-        for step in range(6):
-            if step == 2:
-                optimizer.add_param_group({"params": weights[1:], "lr": 0.01})
-            weights[0].requires_grad_(step != 4)
-            train(model, optimizer, [step], sharded=sharded)
-        found.append(values(model))
-        states = optimizer.state_dict()["state"]
-        assert len(states) == len(weights)
-    assert_close(found[0], found[1], name)
+    kind: Any = torch.optim.Muon if name == "Muon" else Whitening
+
+    def body(side: Side) -> None:
+        weights = matrices(side.model)
+        side.train(0, 1)
+        side.optimizer.add_param_group({"params": weights[1:], "lr": 0.01})
+        for step in (2, 3, 4):
+            weights[0].requires_grad_(step != 3)
+            side.train(step)
+        assert len(side.optimizer.state_dict()["state"]) == len(weights)
+
+    assert_alike(body, lambda model: kind(matrices(model)[:1], lr=0.02), name=name)
 
 
-@pytest.mark.parametrize("name", SOME)
-@on_ranks(2)
-def test_state_dicts_are_pickled_and_optimizers_copied(name: str) -> None:
-    model, _, optimizer = make(LEVEL, name)
-    train(model, optimizer, range(2), sharded=True)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    again, _, other = make(LEVEL, name)
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict(loaded)
-    train(again, other, range(2, 4), sharded=True)
-    assert_close(values(again), trained(name), name)
-
-
-@pytest.mark.parametrize("name", SOME)
+@some
 @pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
 @on_few_ranks
 def test_main_weights_of_other_dtypes(main: torch.dtype, name: str) -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_params_dtype=main)
     found = []
-    for level in ("no_shard", "optim_grads_params"):
+    for level in ("no_shard", CUT):
         model = plain_model(torch.float32)
         fe.shard(model, None, level, units=[nn.Linear], min_unit_size=0, mp_policy=policy)
         optimizer = fe.shard_optimizer(MAKERS[name](model))
@@ -170,14 +128,22 @@ def test_main_weights_of_other_dtypes(main: torch.dtype, name: str) -> None:
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
-@on_ranks(2)
-def test_tensor_parallel_parameters_are_refused_by_name() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+@on_ranks(4)
+def test_parameters_of_tensor_parallel_and_of_other_ranks_are_refused_by_name() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     parallelize_module(model[1], mesh["tensor"], ColwiseParallel())
-    fe.shard(model, mesh["data"], "optim_grads_params", min_unit_size=0)
+    fe.shard(model, mesh["data"], CUT, min_unit_size=0)
     with pytest.raises(ValueError, match=r"1\.weight: expected a parameter that is sharded over"):
-        fe.shard_optimizer(torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]))
+        fe.shard_optimizer(torch.optim.Muon(matrices(model)))
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for param in model[1].parameters():
+        param.allreduce = False  # type: ignore[attr-defined]
+    fe.shard(model, strategy=CUT, expert_mesh=mesh["copies"], min_unit_size=0)
+    with pytest.raises(ValueError, match=r"1\.\w+: expected a parameter that the same ranks share"):
+        fe.shard_optimizer(Coupled(model.parameters()))
 
 
 @on_ranks(2)
@@ -186,111 +152,59 @@ def test_fully_shard() -> None:
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
-    fully_shard(model)
-    optimizer = fe.shard_optimizer(MAKERS["Muon"](model))
-    train(model, optimizer, range(4), sharded=True)
+    optimizer = fe.shard_optimizer(MAKERS["Muon"](fully_shard(model)))
+    Side(model, optimizer, model).train(*range(4))
     assert_close(values(model), trained("Muon"), "Muon")
 
 
 @pytest.mark.parametrize("name", ["Muon", "Whitening", "Coupled"])
 @on_few_ranks
-def test_an_optimizer_that_has_stepped_is_sharded(name: str) -> None:
-    """Its state, of one process, is taken over."""
-    model, _, _ = make(("no_shard", "no_shard"), name)
-    optimizer = MAKERS[name](model)
-    train(model, optimizer, range(2), sharded=True)
-    fe.shard_optimizer(optimizer)
-    train(model, optimizer, range(2, 4), sharded=True)
-    assert_close(values(model), trained(name), name)
+def test_an_optimizer_that_has_stepped_is_sharded_with_its_state(name: str) -> None:
+    model = plain_model()
+    engine = fe.shard(model, None, "no_shard", units=[nn.Linear], min_unit_size=0)
+    side = Side(model, MAKERS[name](model), engine).train(0, 1)
+    fe.shard_optimizer(side.optimizer)
+    assert_close(values(side.train(2, 3).model), trained(name), name)
     if name != "Coupled":
-        assert optimizer.state_dict()["state"]
+        assert side.optimizer.state_dict()["state"]
 
 
-@on_few_ranks
+@on_ranks(2)
 def test_memory_of_state_is_reported() -> None:
-    model, engine, optimizer = make(LEVEL, "Whitening")
-    train(model, optimizer, [0], sharded=True)
-    held = sum(leaf.nbytes for leaf in leaves_of(dict(optimizer.state)) if isinstance(leaf, Tensor))
-    with engine.measure() as measured:
-        train(model, optimizer, [1], sharded=True)
+    side = sharded(MAKERS["Whitening"]).train(0)
+    leaves = leaves_of(dict(side.optimizer.state))
+    held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    with side.engine.measure() as measured:
+        side.train(1)
     assert held
     assert measured.memory["optimizer"] >= held
 
 
-@on_ranks(4)
-def test_parameters_of_other_ranks_are_not_stepped_at_once() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for param in model[1].parameters():
-        param.allreduce = False  # type: ignore[attr-defined]
-    fe.shard(model, strategy="optim_grads_params", expert_mesh=mesh["copies"], min_unit_size=0)
-    with pytest.raises(ValueError, match=r"1\.\w+: expected a parameter that the same ranks share"):
-        fe.shard_optimizer(Coupled(model.parameters()))
-
-
-def _two(model: nn.Module) -> list[Any]:
-    others = [p for p in model.parameters() if p.ndim != 2]
-    muon = torch.optim.Muon(matrices(model), lr=0.02)
-    return [fe.shard_optimizer(each) for each in (muon, torch.optim.Adafactor(others, lr=0.02))]
-
-
-@on_ranks(2)
-def test_two_optimizers_in_one_checkpoint() -> None:
-    found = []
-    folder = tempfile.mkdtemp()
-    shared = [folder]
-    dist.broadcast_object_list(shared)
-    for resumes in (False, True):
-        model = plain_model()
-        engine = fe.shard(model, None, *LEVEL, units=[nn.Linear], min_unit_size=0)
-        optimizers = _two(model)
-        if resumes:
-            fe.load_checkpoint(shared[0], engine, join_optimizers(optimizers))
-        for step in range(2 if resumes else 0, 4):
-            model(mine(inputs(step))).square().mean().backward()
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
-            if step == 1 and not resumes:
-                fe.save_checkpoint(shared[0], engine, join_optimizers(optimizers))
-        found.append(values(model))
-    assert_close(found[0], found[1], "Muon")
-
-
-def fsdp2() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = plain_model()
-    for module in (*model, model):
-        torch_fully_shard(module)
-    return model, MAKERS["Muon"](model)
-
-
-def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    packed = get_optimizer_state_dict(model, optimizer)["state"]
-    return [full(packed[name]["momentum_buffer"]) for name in sorted(packed)]
+def momenta(side: Side) -> list[Tensor]:
+    packed = get_optimizer_state_dict(side.model, side.optimizer)["state"]
+    return [reference.full(packed[name]["momentum_buffer"]) for name in sorted(packed)]
 
 
 @on_ranks(2)
 def test_checkpoints_of_fsdp2() -> None:
-    theirs, their_optimizer = fsdp2()
-    train(theirs, their_optimizer, range(2), sharded=True)
-    ours, engine, optimizer = make(LEVEL, "Muon")
-    train(ours, optimizer, range(5, 6), sharded=True)
-    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
+    model = plain_model()
+    for module in (*model, model):
+        torch_fully_shard(module)
+    theirs = Side(model, MAKERS["Muon"](model), model).train(0, 1)
+    ours = sharded(MAKERS["Muon"]).train(5)
+    folder = shared_folder()
 
-    weights, state = get_state_dict(theirs, their_optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder[0]}/theirs")
-    fe.load_checkpoint(f"{folder[0]}/theirs", engine, optimizer)
-    assert all(map(torch.equal, momenta(ours, optimizer), momenta(theirs, their_optimizer)))
-    for model, each in ((theirs, their_optimizer), (ours, optimizer)):
-        train(model, each, range(2, 3), sharded=True)
-    assert_close(values(ours), [full(param.detach()) for param in theirs.parameters()], "Muon")
+    weights, state = get_state_dict(*theirs[:2])
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/theirs")
+    fe.load_checkpoint(f"{folder}/theirs", ours.engine, ours.optimizer)
+    assert all(map(torch.equal, momenta(ours), momenta(theirs)))
+    theirs.train(2)
+    ours.train(2)
+    assert_close(values(ours.model), values(theirs.model), "Muon")
 
-    fe.save_checkpoint(f"{folder[0]}/ours", engine, optimizer)
-    weights, state = get_state_dict(theirs, their_optimizer)
+    fe.save_checkpoint(f"{folder}/ours", ours.engine, ours.optimizer)
+    weights, state = get_state_dict(*theirs[:2])
     read = {"model": weights, "optimizer": state}
-    dcp.load(read, checkpoint_id=f"{folder[0]}/ours")
-    set_state_dict(
-        theirs, their_optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"]
-    )
-    assert all(map(torch.equal, momenta(ours, optimizer), momenta(theirs, their_optimizer)))
+    dcp.load(read, checkpoint_id=f"{folder}/ours")
+    set_state_dict(*theirs[:2], model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    assert all(map(torch.equal, momenta(ours), momenta(theirs)))

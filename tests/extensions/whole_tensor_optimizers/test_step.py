@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,53 +19,62 @@ from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.owner_messages import ChunkMessages
 from fsdp_engine.optim.shadow import step_hook_of
 from fsdp_engine.optim.state_leaves import leaves_of
+from tests import reference
 from tests.extensions.whole_tensor_optimizers.owned import (
+    CUT,
+    LEVELS,
     MAKERS,
     SIZES,
     Exchanging,
+    Side,
     Whitening,
     WhitensOrAverages,
+    assert_alike,
     assert_close,
-    inputs,
     is_mine,
     late_disk,
-    make,
     matrices,
-    mine,
+    plain,
     plain_model,
-    train,
+    sharded,
     trained,
     values,
 )
 from tests.pairs import PAIRS
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
-LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+whitening = MAKERS["Whitening"]
 
 
-def check_training(pair: tuple[str, str], name: str, mesh: Any = None) -> None:
-    model, _, optimizer = make(pair, name, mesh)
-    before = values(model)
-    train(model, optimizer, range(4), sharded=True)
+def check_training(name: str, level: str = CUT, outer: str = "no_shard", mesh: Any = None) -> Side:
+    side = sharded(MAKERS[name], level, outer=outer, mesh=mesh)
+    before = values(side.model)
+    side.train(*range(4))
     expected = trained(name)
-    assert_close(values(model), expected, name)
+    assert_close(values(side.model), expected, name)
     assert not torch.equal(before[0], expected[0])
-    for group in optimizer.param_groups:
+    for group in side.optimizer.param_groups:
         assert group.get("num_steps", 4) == 4
+    return side
 
 
 @pytest.mark.parametrize("name", MAKERS)
 @on_few_ranks
 def test_training_equals_one_process(name: str) -> None:
-    for level in ("no_shard", "optim_grads_params"):
-        check_training((level, "no_shard"), name)
+    for level in ("no_shard", CUT):
+        check_training(name, level)
 
 
 @pytest.mark.parametrize("name", ["Muon", "Whitening"])
 @on_ranks(4)
-def test_replicas_share_the_work(name: str) -> None:
-    check_training(("optim_grads_params", "no_shard"), name, (2, 2))
-    check_training(("optim_grads_params", "optim"), name, (2, 2))
+def test_replicas_share_the_work_and_one_rank_steps_each_parameter(name: str) -> None:
+    for outer in ("no_shard", "optim"):
+        side = check_training(name, CUT, outer, (2, 2))
+        owned = [bool(side.optimizer.state[p]) for p in params_of(side.optimizer)]
+        everywhere: list[Any] = [None] * 4
+        dist.all_gather_object(everywhere, owned)
+        assert [sum(each) for each in zip(*everywhere, strict=True)] == [1] * len(owned)
+        assert any(owned) or name == "Muon", "a rank owns nothing"  # three matrices for four ranks
 
 
 @pytest.mark.thorough
@@ -71,114 +82,83 @@ def test_replicas_share_the_work(name: str) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 @on_ranks(4)
 def test_every_strategy(pair: tuple[str, str], name: str) -> None:
-    check_training(pair, name, (2, 2))
+    check_training(name, *pair, (2, 2))
 
 
 @on_ranks(3)
 def test_three_ranks() -> None:
-    check_training(("optim_grads_params", "no_shard"), "Whitening")
-
-
-@on_ranks(4)
-def test_each_parameter_is_stepped_on_one_rank() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening", (2, 2))
-    train(model, optimizer, range(2), sharded=True)
-    owned = [bool(optimizer.state[p]) for p in model.parameters()]
-    everywhere: list[Any] = [None] * 4
-    dist.all_gather_object(everywhere, owned)
-    assert [sum(each) for each in zip(*everywhere, strict=True)] == [1] * len(owned)
-    assert all(sum(each) for each in everywhere), "a rank owns nothing"
+    check_training("Whitening")
 
 
 @on_ranks(2)
 def test_descriptions_have_shares() -> None:
-    model, engine, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
+    side = sharded(whitening)
+    model, optimizer, engine = side
     text = str(engine.describe())
     assert "Whitening: 0 parameters are stepped on slices, 5 whole, each on one rank" in text
-    work = [
-        float(p.shape[0] * p.numel() // p.shape[0] * min(p.shape[0], p.numel() // p.shape[0]))
-        for p in model.parameters()
-    ]
+    shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in model.parameters()]
+    work = [float(rows * columns * min(rows, columns)) for rows, columns in shapes]
     owned = sum(w for w, p in zip(work, model.parameters(), strict=True) if is_mine(optimizer, p))
     assert f"share of the work of 5 is {2 * owned / sum(work):.2f} of the mean of 2 ranks" in text
-    del optimizer
+    del optimizer, side
     assert "stepped on slices" not in str(engine.describe()), "it is still alive"
 
 
 @on_ranks(2)
 def test_weights_travel_to_owners_only_if_they_were_changed() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
-    reference = plain_model()
-    plain = MAKERS["Whitening"](reference)
-    num_sent = []
-    with pytest.MonkeyPatch.context() as patch:
-        bring = ChunkMessages.bring_weights
+    bring = ChunkMessages.bring_weights
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            num_sent.append(1)
-            return bring(*args, **kwargs)
+    def body(side: Side) -> None:
+        with mock.patch.object(
+            ChunkMessages, "bring_weights", autospec=True, side_effect=bring
+        ) as sent:
+            side.train(*range(3))
+            num_before = sent.call_count
+            with torch.no_grad():
+                for p in side.model.parameters():
+                    p.mul_(0.9)
+            side.train(3, 4)
+        assert (num_before, sent.call_count) == ((0, 0) if side.engine is None else (1, 2))
 
-        patch.setattr(ChunkMessages, "bring_weights", counted)
-        for step in range(5):
-            train(model, optimizer, [step], sharded=True)
-            train(reference, plain, [step], sharded=False)
-            assert len(num_sent) == (1 if step < 3 else 2)
-            if step == 2:
-                with torch.no_grad():
-                    for each in (model, reference):
-                        for p in each.parameters():
-                            p.mul_(0.9)
-    assert_close(values(model), values(reference), "")
+    assert_alike(body, whitening)
 
 
 @on_few_ranks
 def test_gradients_that_are_none_and_skipped_steps() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
-    reference = plain_model()
-    plain = MAKERS["Whitening"](reference)
-    for each, one, sharded in ((model, optimizer, True), (reference, plain, False)):
+    def body(side: Side) -> None:
         for step in range(4):
-            batch = inputs(step)
-            each(mine(batch) if sharded else batch).square().mean().backward()
+            side.loss(step).backward()
             if step == 1:
-                next(each.parameters()).grad = None
+                next(side.model.parameters()).grad = None
             if step != 2:
-                one.step()
-                one.zero_grad()  # gradients of the skipped step stay
-    assert_close(values(model), values(reference), "")
-    assert optimizer.state_dict()["state"][0]["num"] == 2
-    assert optimizer.state_dict()["state"][1]["num"] == 3
+                side.optimizer.step()
+                side.optimizer.zero_grad()  # gradients of the skipped step stay
+        states = side.optimizer.state_dict()["state"]
+        assert (states[0]["num"], states[1]["num"]) == (2, 3)
+
+    assert_alike(body, whitening)
 
 
 @on_ranks(2)
-def test_a_gradient_on_some_ranks_only_is_an_error_on_all() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
-    train(model, optimizer, [0], sharded=True)
-    before = values(model)
-    model(mine(inputs(1))).sum().backward()
-    grads = [p.grad for p in model.parameters()]
+def test_errors_of_one_rank_are_raised_on_all_and_the_next_step_is_taken() -> None:
+    side = sharded(whitening).train(0)
+    before = values(side.model)
+    side.loss(1).backward()
+    first = next(side.model.parameters())
+    grad = first.grad
     if dist.get_rank() == 1:
-        next(model.parameters()).grad = None
+        first.grad = None
     with pytest.raises(RuntimeError, match=r"0\.weight: expected a gradient on all ranks, or on n"):
-        optimizer.step()
-    assert all(map(torch.equal, before, values(model)))
-    for p, grad in zip(model.parameters(), grads, strict=True):
-        p.grad = grad
-    optimizer.step()
-
-
-@on_ranks(2)
-def test_a_step_that_raises_on_its_owner_raises_on_all_ranks() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
-    train(model, optimizer, [0], sharded=True)
-    optimizer.fails = True  # type: ignore[attr-defined]
-    model(mine(inputs(1))).sum().backward()
-    is_owner = bool(optimizer.state[model[2].weight])  # type: ignore[index]
+        side.optimizer.step()
+    assert all(map(torch.equal, before, values(side.model)))
+    first.grad = grad
+    side.optimizer.fails = True
+    is_owner = bool(side.optimizer.state[side.model[2].weight])
     kind = ZeroDivisionError if is_owner else RuntimeError
     with pytest.raises(kind, match="the step fails" if is_owner else "raised on another rank"):
-        optimizer.step()
-    optimizer.fails = False  # type: ignore[attr-defined]
-    optimizer.step()
+        side.optimizer.step()
+    side.optimizer.fails = False
+    side.optimizer.step()
     everywhere: list[Any] = [None, None]
     dist.all_gather_object(everywhere, is_owner)
     assert sorted(everywhere) == [False, True]
@@ -186,32 +166,27 @@ def test_a_step_that_raises_on_its_owner_raises_on_all_ranks() -> None:
 
 @on_few_ranks
 def test_clipping_schedules_and_groups() -> None:
-    found = []
-    for sharded in (True, False):
-        model = plain_model()
-        if sharded:
-            engine = fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
+    def maker(model: nn.Module) -> Whitening:
         groups = [
             {"params": matrices(model)[:2]},
             {"params": matrices(model)[2:], "lr": 0.5},
             {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.001},
         ]
-        optimizer = Whitening(groups)
-        if sharded:
-            fe.shard_optimizer(optimizer)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return Whitening(groups)
+
+    def body(side: Side) -> None:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
         for step in range(3):
-            batch = inputs(step)
-            model(mine(batch) if sharded else batch).square().mean().backward()
-            if sharded:
-                engine.clip_grad_norm_(0.01)
+            side.loss(step).backward()
+            if side.engine is not None:
+                side.engine.clip_grad_norm_(0.01)
             else:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
+                nn.utils.clip_grad_norm_(side.model.parameters(), 0.01)
+            side.optimizer.step()
+            side.optimizer.zero_grad()
             schedule.step()
-        found.append(values(model))
-    assert_close(found[0], found[1], "")
+
+    assert_alike(body, maker)
 
 
 def leave(optimizer: Any) -> None:
@@ -253,65 +228,52 @@ EDITS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("level", LEVELS)
 @on_few_ranks
 def test_param_groups_may_be_edited(level: str, edit: str) -> None:
-    found = []
-    for sharded in (True, False):
-        model = plain_model()
-        if sharded:
-            fe.shard(model, None, level, units=[nn.Linear], min_unit_size=0)
+    def maker(model: nn.Module) -> Whitening:
         params = list(model.parameters())
-        optimizer: Any = Whitening([{"params": params[:3]}, {"params": params[3:], "lr": 0.005}])
-        if sharded:
-            fe.shard_optimizer(optimizer)
-        train(model, optimizer, range(2), sharded=sharded)
-        EDITS[edit](optimizer)
-        train(model, optimizer, range(2, 4), sharded=sharded)
-        found.append(values(model))
-        del optimizer.param_groups[1:]  # what left returns with the state that it had
-        optimizer.param_groups[0]["params"] = params[:3]
-        optimizer.add_param_group({"params": params[3:]})
-        train(model, optimizer, range(4, 6), sharded=sharded)
-        found[-1] += values(model)
-        packed = optimizer.state_dict()["state"]
-        found[-1] += [
-            leaf.full_tensor()
-            if isinstance(leaf, fe.FlatDTensor)
-            else torch.as_tensor(leaf).double()
-            for index in sorted(packed)
-            for leaf in leaves_of(packed[index])
-        ]
-    assert_close(found[0], found[1], "")
+        return Whitening([{"params": params[:3]}, {"params": params[3:], "lr": 0.005}])
+
+    def body(side: Side) -> list[Tensor]:
+        params = list(side.model.parameters())
+        side.train(0)
+        EDITS[edit](side.optimizer)
+        side.train(1, 2)
+        found = values(side.model)
+        del side.optimizer.param_groups[1:]  # what left returns with the state that it had
+        side.optimizer.param_groups[0]["params"] = params[:3]
+        side.optimizer.add_param_group({"params": params[3:]})
+        side.train(3)
+        packed = side.optimizer.state_dict()["state"]
+        leaves = [leaf for index in sorted(packed) for leaf in tensors_of(packed[index])]
+        return found + [reference.full(leaf).double() for leaf in leaves]
+
+    assert_alike(body, maker, level)
 
 
 @on_few_ranks
 def test_a_slice_that_comes_to_be_stepped_whole_keeps_its_state() -> None:
-    found = []
-    for sharded in (True, False):
-        model = plain_model()
-        if sharded:
-            fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
-        params = list(model.parameters())
-        optimizer: Any = WhitensOrAverages([{"params": params}, {"params": [], "whitens": True}])
-        optimizer.param_groups[1]["params"] = [params.pop()]
-        optimizer.param_groups[0]["params"] = params
-        if sharded:
-            fe.shard_optimizer(optimizer)
-        train(model, optimizer, range(2), sharded=sharded)
-        optimizer.param_groups[1]["params"].append(params.pop(0))
-        train(model, optimizer, range(2, 4), sharded=sharded)
-        found.append(values(model))
-    assert_close(found[0], found[1], "")
+    def maker(model: nn.Module) -> WhitensOrAverages:
+        *params, last = model.parameters()
+        return WhitensOrAverages([{"params": params}, {"params": [last], "whitens": True}])
+
+    def body(side: Side) -> None:
+        side.train(0, 1)
+        slices, whole = (group["params"] for group in side.optimizer.param_groups)
+        whole.append(slices.pop(0))
+        side.train(2, 3)
+
+    assert_alike(body, maker)
 
 
 @on_few_ranks
 def test_parameters_that_are_stepped_at_once_stay_together() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Coupled")
+    model, optimizer, _ = side = sharded(MAKERS["Coupled"])
     params = optimizer.param_groups[0]["params"]
     last = params.pop()
-    train(model, optimizer, range(1), sharded=True)  # one that left is not stepped
+    side.train(0)  # one that left is not stepped
     assert torch.equal(values(model)[-1], values(plain_model())[-1])
     params.append(last)
     extra = nn.Linear(3, 3).double()
-    fe.shard(extra, None, "optim_grads_params")
+    fe.shard(extra, None, CUT)
     optimizer.add_param_group({"params": extra.parameters()})
     before = values(model)
     with pytest.raises(ValueError, match="expected it among the parameters that it was with"):
@@ -319,38 +281,24 @@ def test_parameters_that_are_stepped_at_once_stay_together() -> None:
     assert all(map(torch.equal, values(model), before))
 
 
-@pytest.mark.parametrize("reset", ["cleared", "loaded"])
-@on_few_ranks
-def test_a_state_dict_after_a_reset_has_no_state_on_any_rank(reset: str) -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
-    train(model, optimizer, range(2), sharded=True)
-    RESETS[reset](optimizer)
-    assert optimizer.state_dict()["state"] == {}
-    train(model, optimizer, [2], sharded=True)
-    assert optimizer.state_dict()["state"][0]["num"] == 1
-
-
 @on_few_ranks
 def test_a_closure_of_a_step_is_called_once() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
     calls = []
 
     def closure() -> Tensor:
         calls.append(1)
-        optimizer.zero_grad()
-        loss: Tensor = model(mine(inputs(len(calls) - 1))).square().mean()
-        loss.backward()
-        return loss
+        return side.closure(len(calls) - 1)()
 
-    losses = [optimizer.step(closure) for _ in range(4)]
+    side = sharded(whitening)
+    losses = [side.optimizer.step(closure) for _ in range(4)]
     assert len(calls) == 4
     assert losses[3] < losses[0]
-    assert_close(values(model), trained("Whitening"), "")
+    assert_close(values(side.model), trained("Whitening"))
 
 
 @on_few_ranks
 def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial() -> None:
-    check_line_search("optim_grads_params")
+    check_line_search(CUT)
 
 
 @on_ranks(4)
@@ -359,70 +307,24 @@ def test_a_line_search_where_ranks_have_empty_slices() -> None:
 
 
 def check_line_search(level: str) -> None:
-    found = []
-    for sharded in (True, False):
+    def model() -> nn.Module:
         # The last layer has fewer elements than slices have room for.
-        model = plain_model()
-        model.append(nn.Linear(SIZES[-1], 1, bias=False).double())
-        if sharded:
-            fe.shard(model, None, level, units=[nn.Linear], min_unit_size=0)
-        optimizer = torch.optim.LBFGS(
-            model.parameters(), lr=0.5, line_search_fn="strong_wolfe", max_iter=5
-        )
-        if sharded:
-            fe.shard_optimizer(optimizer)
-        batch = mine(inputs(0)) if sharded else inputs(0)
+        return plain_model().append(nn.Linear(SIZES[-1], 1, bias=False).double())
 
-        def closure(model: Any = model, optimizer: Any = optimizer, batch: Any = batch) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(batch).square().mean()
-            loss.backward()
-            return loss
+    def maker(model: nn.Module) -> torch.optim.LBFGS:
+        options: dict[str, Any] = {"line_search_fn": "strong_wolfe", "max_iter": 3}
+        return torch.optim.LBFGS(model.parameters(), lr=0.5, **options)
 
-        losses = [float(optimizer.step(closure)) for _ in range(3)]
-        found.append([*values(model), torch.tensor(losses)])
-    assert found[1][-1][2] < 0.5 * found[1][-1][0]
+    found = []
+    for side in (sharded(maker, level, model), plain(maker, model)):
+        losses = [float(side.optimizer.step(side.closure(0))) for _ in range(3)]
+        found.append([*values(side.model), torch.tensor(losses)])
+    assert losses[2] < 0.5 * losses[0]
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-7
 
 
 # --- state ---
-
-
-@on_few_ranks
-def test_state_dicts_have_all_state_on_all_ranks() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
-    train(model, optimizer, range(3), sharded=True)
-    reference = plain_model()
-    plain = MAKERS["Whitening"](reference)
-    train(reference, plain, range(3), sharded=False)
-    packed, expected = optimizer.state_dict(), plain.state_dict()
-    assert list(packed["state"]) == list(expected["state"])
-    for index, state in expected["state"].items():
-        found = packed["state"][index]
-        assert list(found) == list(state)
-        assert (found["num"], found["flag"]) == (3, True)
-        assert found["rate"] == state["rate"]
-        for one, other in zip(found["grams"], state["grams"], strict=True):
-            assert_close([one.full_tensor()], [other], "")
-    assert packed["param_groups"] == expected["param_groups"]
-
-
-@on_few_ranks
-def test_state_is_loaded_from_its_own_and_from_plain_dicts() -> None:
-    reference = plain_model()
-    plain = MAKERS["Whitening"](reference)
-    train(reference, plain, range(2), sharded=False)
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Whitening")
-    model.load_state_dict(reference.state_dict())
-    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    assert optimizer.state_dict()["state"][1]["num"] == 2
-    train(model, optimizer, [2], sharded=True)
-    again, _, other = make(("optim_grads_params", "no_shard"), "Whitening")
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(again, other, [3], sharded=True)
-    assert_close(values(again), trained("Whitening"), "")
 
 
 class Restoring(Whitening):
@@ -438,167 +340,36 @@ class Restoring(Whitening):
 
 
 @on_few_ranks
-def test_an_optimizer_reads_what_it_has_loaded() -> None:
-    made = []
-    for _ in range(2):
-        model = plain_model()
-        fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
-        made.append((model, fe.shard_optimizer(Restoring(model.parameters()))))
-    (model, optimizer), (again, other) = made
-    train(model, optimizer, range(2), sharded=True)
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    packed = other.state_dict()["state"]
-    assert {leaf.shape for state in packed.values() for leaf in state["grams"]}
-    train(again, other, range(2, 4), sharded=True)
-    assert_close(values(again), trained("Whitening"), "")
-    assert all(
-        not isinstance(leaf, fe.FlatDTensor)
-        for state in other.state.values()
-        for leaf in leaves_of(state)
-    )
+def test_state_dicts_have_all_state_and_are_loaded_from_plain_and_pickled_ones() -> None:
+    alone = plain(whitening).train(0, 1)
+    side = sharded(whitening)
+    side.model.load_state_dict(alone.model.state_dict())
+    side.optimizer.load_state_dict(copy.deepcopy(alone.optimizer.state_dict()))
+    assert side.optimizer.state_dict()["state"][1]["num"] == 2
+    side.train(2)
+    alone.train(2)
+    packed, expected = side.optimizer.state_dict(), alone.optimizer.state_dict()
+    assert list(packed["state"]) == list(expected["state"])
+    for index, state in expected["state"].items():
+        found = packed["state"][index]
+        assert list(found) == list(state)
+        assert (found["num"], found["flag"], found["rate"]) == (3, True, state["rate"])
+        assert_close([each.full_tensor() for each in found["grams"]], state["grams"])
+    assert packed["param_groups"] == expected["param_groups"]
 
-
-def _save(folder: str, name: str, level: str) -> None:
-    model, engine, optimizer = make((level, "no_shard"), name)
-    train(model, optimizer, range(2), sharded=True)
-    fe.save_checkpoint(folder, engine, optimizer)
-
-
-def _resume(folder: str, name: str, level: str) -> list[Tensor]:
-    model, engine, optimizer = make((level, "no_shard"), name)
-    fe.load_checkpoint(folder, engine, optimizer)
-    train(model, optimizer, range(2, 4), sharded=True)
-    return values(model)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_checkpoints_are_loaded_on_other_ranks(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    folder = str(tmp_path / "checkpoint")
-    ranks.run(_save, folder, name, "optim_grads_params", world_size=2)
-    expected = trained(name)
-    for num_ranks, level in ((1, "no_shard"), (3, "optim_grads_params"), (2, "optim")):
-        for found in ranks.run(_resume, folder, name, level, world_size=num_ranks):
-            assert_close(found, expected, name)
-
-
-def _two_optimizers(folder: str, saves: bool) -> list[Tensor]:
-    model = plain_model()
-    engine = fe.shard(model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0)
-    biases = [p for p in model.parameters() if p.ndim == 1]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices(model), lr=0.02),
-        torch.optim.AdamW(biases, lr=0.02),
-    ]
-    for optimizer in optimizers:
-        fe.shard_optimizer(optimizer)
-    if not saves:
-        fe.load_checkpoint(folder, engine, optimizers)
-    for step in range(2) if saves else range(2, 4):
-        model(mine(inputs(step))).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        if saves and step == 1:
-            fe.save_checkpoint(folder, engine, optimizers)
-    return values(model)
-
-
-def test_several_optimizers_are_saved_as_one(ranks: Ranks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    ranks.run(_two_optimizers, folder, True, world_size=2)
-    model = plain_model()
-    biases = [p for p in model.parameters() if p.ndim == 1]
-    optimizers = torch.optim.Muon(matrices(model), lr=0.02), torch.optim.AdamW(biases, lr=0.02)
-    for step in range(4):
-        model(inputs(step)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for found in ranks.run(_two_optimizers, folder, False, world_size=3):
-        assert_close(found, values(model), "Muon")
-
-
-# --- choices ---
-
-
-@on_few_ranks
-def test_the_user_says_what_is_whole() -> None:
-    model, _, optimizer = make(("optim_grads_params", "no_shard"), "Adafactor", whole=["0.*"])
-    step = step_hook_of(optimizer, OwnedStep)
-    assert isinstance(step, OwnedStep)
-    assert {name for name, needs in step.needs.items() if needs} >= {"0.weight", "0.bias"}
-    sgd = torch.optim.SGD(plain := list(model.parameters()), lr=0.1)
-    fe.shard_optimizer(sgd, whole=True)
-    step = step_hook_of(sgd, OwnedStep)
-    assert step is not None
-    assert len(step.needs) == len(plain)
-    with pytest.raises(ValueError, match="whole: expected nothing beside elementwise=True"):
-        fe.shard_optimizer(torch.optim.SGD(plain), elementwise=True, whole=True)
-
-
-# --- state elsewhere ---
-
-
-@pytest.mark.parametrize("name", [*MAKERS, "mixed"])
-@on_few_ranks
-def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
-    found: list[list[Tensor]] = []
-    packed: list[Any] = []
-    for offload in (None, fe.Offload(optimizer_state="disk", folder=tmp_path)):
-        model = plain_model()
-        engine = fe.shard(
-            model, None, "optim_grads_params", units=[nn.Linear], min_unit_size=0, offload=offload
-        )
-        if name == "mixed":  # elementwise, but some are stepped whole
-            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
-            fe.shard_optimizer(optimizer, whole=["0.*", "2.*"])
-        else:
-            optimizer = fe.shard_optimizer(MAKERS[name](model))
-        train(model, optimizer, range(2), sharded=True)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        train(model, optimizer, range(2, 4), sharded=True)
-        found.append(values(model))
-        packed.append(optimizer.state_dict()["state"])
-    assert all(map(torch.equal, *found))
-    assert packed[0].keys() == packed[1].keys()
-    if name in ("Muon", "mixed"):
-        assert engine.memory_bytes("disk")["optimizer"] > 0
-    for index, state in packed[0].items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                one, other = value, packed[1][index][key]
-                if isinstance(value, fe.FlatDTensor):
-                    one, other = one.local, other.local  # type: ignore[attr-defined]
-                assert torch.equal(one, other)
-
-
-def train_on_a_disk(
-    level: str,
-    make_optimizer: Callable[[nn.Module], Any],
-    folder: Path,
-    reset: Callable[[Any], None] = lambda optimizer: None,
-) -> None:
-    """Training with state on a disk has the bits of training with state on the device."""
-    found = []
-    for offload in (None, fe.Offload(optimizer_state="disk", folder=folder)):
-        model = plain_model()
-        fe.shard(model, None, level, units=[nn.Linear], min_unit_size=0, offload=offload)
-        optimizer = make_optimizer(model)
-        for step in range(5):
-
-            def closure(model: Any = model, optimizer: Any = optimizer, step: int = step) -> Tensor:
-                optimizer.zero_grad()
-                loss: Tensor = model(mine(inputs(step))).square().mean()
-                loss.backward()
-                return loss
-
-            if step == 2:
-                reset(optimizer)
-            optimizer.step(closure)
-        found.append(values(model))
-    assert all(map(torch.equal, *found))
+    file = io.BytesIO()
+    torch.save(packed, file)
+    for kind in (Whitening, Restoring):
+        file.seek(0)
+        again = sharded(lambda model, kind=kind: kind(model.parameters()))
+        again.model.load_state_dict(side.model.state_dict())
+        again.optimizer.load_state_dict(torch.load(file, weights_only=False))
+        states = again.optimizer.state_dict()["state"].values()
+        assert {leaf.shape for state in states for leaf in state["grams"]}
+        again.train(3)
+        assert_close(values(again.model), trained("Whitening"))
+        leaves = leaves_of(dict(again.optimizer.state))
+        assert not any(isinstance(leaf, fe.FlatDTensor) for leaf in leaves)
 
 
 RESETS: dict[str, Callable[[Any], Any]] = {
@@ -609,44 +380,180 @@ RESETS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def tensors_of(state: Any) -> list[Tensor]:
+    leaves = leaves_of(state)
+    return [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in leaves]
+
+
 def params_of(optimizer: Any) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@on_few_ranks
+def test_a_state_dict_after_a_reset_has_no_state_on_any_rank() -> None:
+    side = sharded(whitening)
+    for reset in ("cleared", "loaded"):
+        side.train(0, 1)
+        RESETS[reset](side.optimizer)
+        assert side.optimizer.state_dict()["state"] == {}
+        side.train(2)
+        assert side.optimizer.state_dict()["state"][0]["num"] == 1
+
+
+def _save(folder: str, name: str) -> None:
+    side = sharded(MAKERS[name]).train(0, 1)
+    fe.save_checkpoint(folder, side.engine, side.optimizer)
+
+
+def _resume(folder: str, name: str, level: str) -> list[Tensor]:
+    side = sharded(MAKERS[name], level)
+    fe.load_checkpoint(folder, side.engine, side.optimizer)
+    return values(side.train(2, 3).model)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("num_ranks", "level"), [(1, "no_shard"), (3, CUT), (2, "optim")])
+def test_checkpoints_are_loaded_on_other_ranks(
+    ranks: Ranks, tmp_path: Path, name: str, num_ranks: int, level: str
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    ranks.run(_save, folder, name, world_size=2)
+    for found in ranks.run(_resume, folder, name, level, world_size=num_ranks):
+        assert_close(found, trained(name), name)
+
+
+class Two:
+    """Steps two optimizers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        biases = [p for p in model.parameters() if p.ndim == 1]
+        self.each = [torch.optim.Muon(matrices(model), 0.02), torch.optim.AdamW(biases, 0.02)]
+
+    def step(self) -> None:
+        for each in self.each:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.each:
+            each.zero_grad()
+
+
+def _two_optimizers(folder: str, saves: bool) -> list[Tensor]:
+    model = plain_model()
+    engine = fe.shard(model, None, CUT, units=[nn.Linear], min_unit_size=0)
+    two = Two(model)
+    for optimizer in two.each:
+        fe.shard_optimizer(optimizer)
+    if not saves:
+        fe.load_checkpoint(folder, engine, two.each)
+    Side(model, two, engine).train(*(range(2) if saves else range(2, 4)))
+    if saves:
+        fe.save_checkpoint(folder, engine, two.each)
+    return values(model)
+
+
+def test_several_optimizers_are_saved_as_one(ranks: Ranks, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    ranks.run(_two_optimizers, folder, True, world_size=2)
+    expected = values(plain(Two).train(*range(4)).model)
+    for found in ranks.run(_two_optimizers, folder, False, world_size=3):
+        assert_close(found, expected, "Muon")
+
+
+# --- choices ---
+
+
+@on_few_ranks
+def test_the_user_says_what_is_whole(tmp_path: Path) -> None:
+    side = sharded(MAKERS["Adafactor"], whole=["0.*"])
+    step = step_hook_of(side.optimizer, OwnedStep)
+    assert isinstance(step, OwnedStep)
+    assert {name for name, needs in step.needs.items() if needs} >= {"0.weight", "0.bias"}
+    sgd = torch.optim.SGD(params := list(side.model.parameters()), lr=0.1)
+    fe.shard_optimizer(sgd, whole=True)
+    step = step_hook_of(sgd, OwnedStep)
+    assert step is not None
+    assert len(step.needs) == len(params)
+    with pytest.raises(ValueError, match="whole: expected nothing beside elementwise=True"):
+        fe.shard_optimizer(torch.optim.SGD(params), elementwise=True, whole=True)
+    offload = fe.Offload(optimizer_state="disk", main_weights="disk", folder=tmp_path)
+    with pytest.raises(ValueError, match=r"offload\.main_weights: expected 'device', since Muon s"):
+        sharded(MAKERS["Muon"], offload=offload)
+
+
+# --- state elsewhere ---
+
+
+def assert_same_on_a_disk(
+    body: Callable[[Side], object], maker: Callable[[Any], Any], folder: Path, **options: Any
+) -> list[Side]:
+    """Training with state on a disk has the bits of training with state on the device."""
+    disk = fe.Offload(optimizer_state="disk", folder=folder)
+    sides = [sharded(maker, offload=offload, **options) for offload in (None, disk)]
+    for side in sides:
+        body(side)
+    assert all(map(torch.equal, *(values(side.model) for side in sides)))
+    return sides
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "mixed"])
+@on_few_ranks
+def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
+    maker, options = MAKERS.get(name), {}
+    if maker is None:  # elementwise, but some are stepped whole
+        maker, options = (
+            lambda m: torch.optim.AdamW(m.parameters(), 0.02),
+            {"whole": ["0.*", "2.*"]},
+        )
+
+    def body(side: Side) -> None:
+        side.train(0, 1)
+        side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
+        side.train(2)
+
+    sides = assert_same_on_a_disk(body, maker, tmp_path, **options)
+    if name in ("Muon", "mixed"):
+        assert sides[1].engine.memory_bytes("disk")["optimizer"] > 0
+    expected, found = (side.optimizer.state_dict()["state"] for side in sides)
+    assert found.keys() == expected.keys()
+    for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(reference.held(one), reference.held(other))
 
 
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("level", LEVELS)
 @on_few_ranks
 def test_state_on_a_disk_may_be_reset(level: str, reset: str, tmp_path: Path) -> None:
-    make = lambda model: fe.shard_optimizer(MAKERS["Whitening"](model))  # noqa: E731
+    def body(side: Side) -> None:
+        for step in range(4):
+            if step == 2:
+                RESETS[reset](side.optimizer)
+            side.optimizer.step(side.closure(step))
+
     with late_disk():
-        train_on_a_disk(level, make, tmp_path, RESETS[reset])
+        assert_same_on_a_disk(body, whitening, tmp_path, level=level)
 
 
-@pytest.mark.parametrize("options", [{"whole": True}, {"elementwise": True}])
+def lbfgs(search: str | None) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda m: torch.optim.LBFGS(m.parameters(), 0.5, max_iter=2, line_search_fn=search)
+
+
+CLOSURES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
+    "tensors exchanged": (lambda model: Exchanging(model.parameters()), {"whole": True}),
+    "slices exchanged": (lambda model: Exchanging(model.parameters()), {"elementwise": True}),
+    "called again": (lbfgs(None), {}),
+    "searching": (lbfgs("strong_wolfe"), {}),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURES)
 @on_few_ranks
-def test_tensors_of_state_on_a_disk_may_be_exchanged(options: Any, tmp_path: Path) -> None:
-    def make(model: nn.Module) -> Any:
-        return fe.shard_optimizer(Exchanging(model.parameters()), **options)
-
-    train_on_a_disk("optim_grads_params", make, tmp_path)
-
-
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
-@on_few_ranks
-def test_a_closure_that_is_called_again_does_not_bring_old_state(
-    search: str | None, tmp_path: Path
+def test_state_on_a_disk_may_be_exchanged_and_closures_called_again(
+    name: str, tmp_path: Path
 ) -> None:
-    def make(model: nn.Module) -> Any:
-        lbfgs = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, line_search_fn=search)
-        return fe.shard_optimizer(lbfgs)
+    def body(side: Side) -> None:
+        for step in range(4):
+            side.optimizer.step(side.closure(step))
 
-    train_on_a_disk("optim_grads_params", make, tmp_path)
-
-
-@on_few_ranks
-def test_weights_of_owners_stay_on_the_device(tmp_path: Path) -> None:
-    model = plain_model()
-    offload = fe.Offload(optimizer_state="disk", main_weights="disk", folder=tmp_path)
-    fe.shard(model, None, "optim_grads_params", units=[nn.Linear], offload=offload)
-    with pytest.raises(ValueError, match=r"offload\.main_weights: expected 'device', since Muon s"):
-        fe.shard_optimizer(MAKERS["Muon"](model))
+    maker, options = CLOSURES[name]
+    assert_same_on_a_disk(body, maker, tmp_path, **options)
