@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -62,35 +61,6 @@ def test_small_heads_are_slower_and_irregular_elements_take_time_beside_their_by
     # n / (n + 64): 2/3 with heads of 128, 1/2 with those of 64.
     assert seconds == pytest.approx({None: 1.0, 256: 1.0, 128: 1.0, 64: 4 / 3})
     assert processor.seconds(0, 1e8, F32, irregular_elements=10**9) == pytest.approx(2.0)
-
-
-def test_presets_are_rooflines() -> None:
-    for machine in (fe.H100, fe.H200, fe.B200):
-        processor = machine.processor
-        assert processor.overlap == 1.0
-        assert processor.function_seconds == 0.0
-        computing = processor.seconds(1e15, 0, torch.bfloat16)
-        moving = processor.seconds(0, 1e12, torch.bfloat16)
-        both = processor.seconds(1e15, 1e12, torch.bfloat16)
-        assert both == pytest.approx(max(computing, moving), rel=1e-12)
-
-
-def test_files_of_before_these_figures_are_read(tmp_path: Path) -> None:
-    machine = machine_of(
-        dataclasses.replace(HOST, attention_share=0.5, function_seconds=1e-9, overlap=0.25)
-    )
-    path = tmp_path / "machine.json"
-    machine.save(path)
-    assert Machine.load(path) == machine
-    content = json.loads(path.read_text())
-    added = ("attention_backward_share", "attention_length", "causal_block", "attention_head")
-    added += ("irregular_seconds", "fused_share", "fused_function_seconds")
-    added += ("product_seconds", "product_element_seconds")
-    for field in ("overlap", "attention_share", "function_seconds", *added):
-        del content["processor"][field]
-    path.write_text(json.dumps(content))
-    processor = Processor({F32: 1e9}, 1e8, 1e9)
-    assert Machine.load(path).processor == processor
 
 
 class TimedBy(Kernels):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from fsdp_engine.simulation import machine as simulated_machine
 from fsdp_engine.simulation.clock import Clock, SimulatedLane
 from fsdp_engine.simulation.copies import CopyQueues, Direction
 from fsdp_engine.simulation.machine import Machine, Processor, TwoWayLink
+from fsdp_engine.strategies import LEVELS
 from tests.pool import Ranks
 from tests.simulation.copying import (
     ALONE,
@@ -210,12 +210,6 @@ def test_the_host_casts_weights_for_gathers_once_a_step(step_on: str) -> None:
     assert found.elsewhere == {"host": BLOCKS * (4 * SHARD + sent)}
 
 
-@pytest.mark.parametrize("step_on", ["device", "host"])
-def test_work_of_the_host_without_the_figure_of_its_memory_is_an_error(step_on: str) -> None:
-    with pytest.raises(ValueError, match=r"machine: expected host_memory_bandwidth"):
-        simulated(machine(), all_on_host(step_on))
-
-
 def test_work_of_an_operation_follows_its_copy() -> None:
     clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
     gather, out = clock.lanes["inner gather"], clock.make_copy_lanes(STATE_LANES)[1]
@@ -349,21 +343,21 @@ def test_everything_on_the_disk_of_a_device_is_simulated(level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "runs_ahead", "fields"),
+    ("place", "fields", "missing"),
     [
-        (HOST, True, {"host_link": None}),
-        (DISK, False, {"disk": None}),
-        (DISK, True, {"disk": None}),
-        (DISK, True, {"host_link": None}),
+        (HOST, {"host_link": None}, "host_link.*calibrate"),
+        (DISK, {"disk": None, "host_runs_ahead": False}, "disk.*calibrate"),
+        (DISK, {"disk": None}, "disk.*calibrate"),
+        (DISK, {"host_link": None}, "host_link.*calibrate"),
+        (all_on_host(), {}, "host_memory_bandwidth"),
+        (all_on_host("host"), {}, "host_memory_bandwidth"),
     ],
 )
-def test_a_machine_without_figures_of_the_link_is_an_error(
-    place: fe.Offload, runs_ahead: bool, fields: dict[str, None]
+def test_a_machine_without_figures_of_a_link_or_of_memory_is_an_error(
+    place: fe.Offload, fields: dict[str, Any], missing: str
 ) -> None:
-    where = machine(host_runs_ahead=runs_ahead, **fields)
-    (field,) = fields
-    with pytest.raises(ValueError, match=rf"machine: expected {field}.*calibrate"):
-        simulated(where, place)
+    with pytest.raises(ValueError, match=rf"machine: expected {missing}"):
+        simulated(machine(**fields), place)
 
 
 def test_two_directions_share_what_both_reach_together() -> None:
@@ -424,59 +418,22 @@ def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None
     assert [(each.start, each.end) for each in clock.spans] == [(0.0, 20.0), (0.0, 20.0)]
 
 
-@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad", "RMSprop"])
-def test_any_elementwise_optimizer_is_simulated(name: str) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("name", "num_bytes"), BYTES_OF_STATE.items())
+def test_state_of_elementwise_optimizers_is_copied_at_every_level(
+    level: str, name: str, num_bytes: int
+) -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         options = {"momentum": 0.9} if name == "SGD" else {}
-        found: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=0.1, **options)
-        return found
+        return getattr(torch.optim, name)(params, lr=0.1, **options)
 
-    bytes_of = {"Adam": 8, "SGD": 4, "Adagrad": 4, "RMSprop": 4}[name]
-    found = simulated(machine(), HOST, optimizer=make)
-    assert found.elsewhere == {"host": bytes_of * BLOCKS * WIDTH * WIDTH // RANKS}
+    levels = {"strategy": level, "mesh": (2, 2), "outer_strategy": "no_shard"}
+    found = simulated(machine(), HOST, optimizer=make, **levels)
+    share = 1 if level == "no_shard" else 2
+    assert found.elsewhere == {"host": num_bytes * BLOCKS * WIDTH * WIDTH // share}
     assert found.copied_bytes["state in"] == found.elsewhere["host"]
 
 
 def test_an_optimizer_that_reads_values_is_an_error_that_says_so() -> None:
     with pytest.raises(fe.SimulationError, match=r"the optimizer's step failed.*reads a value"):
         simulated(machine(), HOST, optimizer=torch.optim.ASGD)
-
-
-@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_every_level_copies_its_slice(level: str) -> None:
-    found = simulated(machine(), HOST, strategy=level, mesh=(2, 2), outer_strategy="no_shard")
-    share = 1 if level == "no_shard" else 2
-    assert found.elsewhere == {"host": 8 * BLOCKS * WIDTH * WIDTH // share}
-
-
-def test_machines_with_links_to_state_are_saved_and_those_without_are_read(tmp_path: Any) -> None:
-    path = tmp_path / "machine.json"
-    for where in (machine(host_memory_bandwidth=1e9), machine(disk=None), fe.H100):
-        where.save(path)
-        assert Machine.load(path) == where
-    content = json.loads(path.read_text())
-    for field in ("host_link", "disk", "host_memory_bandwidth"):
-        del content[field]
-    path.write_text(json.dumps(content))
-    assert Machine.load(path).host_link is None
-
-
-@pytest.mark.parametrize(
-    ("figures", "message"),
-    [
-        ((0.0, 1.0, 1.0), "into: expected a number larger than 0"),
-        ((1.0, -1.0, 1.0), "out: expected a number larger than 0"),
-        ((1.0, 1.0, 3.0), "both: expected at most the sum"),
-        ((1.0, 1.0, 1.0, -1.0), "latency: expected 0 or a larger number"),
-    ],
-)
-def test_links_that_cannot_be_are_errors(figures: tuple[float, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TwoWayLink(*figures)
-
-
-def test_machine_fields_are_checked() -> None:
-    with pytest.raises(ValueError, match="disk: expected a TwoWayLink or None; found 3"):
-        machine(disk=3)
-    with pytest.raises(ValueError, match="host_memory_bandwidth: expected a number larger"):
-        machine(host_memory_bandwidth=0)
