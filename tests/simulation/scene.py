@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_engine import DistributedDataParallelConfig
 from fsdp_engine.simulation.machine import Link, Machine, Processor
+from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.strategies import Strategy
 from tests.simulation.ideal import Ideal, IdealUnit, Network
@@ -81,6 +82,19 @@ def plain_machine(
 def machine(net: Network) -> Machine:
     inner, outer = (Link(bandwidth, 0.0) for bandwidth in net.bandwidth)
     return plain_machine(inner, outer, SIZES[1])
+
+
+def product_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).sum()
+
+
+def pipelined(
+    stages: Any, x: Tensor, schedule: Any, *, pipeline: int = 2, **options: Any
+) -> PipelineSimulation:
+    """A step of a pipeline; by default with two data-parallel ranks of each stage."""
+    options = {"batch": x, "target": x, "loss": product_loss, "microbatches": 4, **options}
+    world_size = options.pop("world_size", 2 * pipeline)
+    return simulate_pipeline(stages, world_size, pipeline=pipeline, schedule=schedule, **options)
 
 
 def simulated(

@@ -418,6 +418,9 @@ def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None
     assert [(each.start, each.end) for each in clock.spans] == [(0.0, 20.0), (0.0, 20.0)]
 
 
+BYTES_OF_STATE = {"Adam": 8, "SGD": 4, "Adagrad": 4, "RMSprop": 4}
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "num_bytes"), BYTES_OF_STATE.items())
 def test_state_of_elementwise_optimizers_is_copied_at_every_level(

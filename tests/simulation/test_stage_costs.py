@@ -9,57 +9,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.simulation import pipeline as pipelines
 from fsdp_engine.simulation import stage_costs as stage_costs_module
 from fsdp_engine.simulation.pipeline_job import FORWARD, LETTERS, PipelineJob
 from fsdp_engine.simulation.stage_costs import StageCosts, stage_costs
+from tests.models import Mlp
 from tests.simulation.memory_runs import HOST
+from tests.simulation.scene import pipelined
 
 WIDTH, ROWS = 1024, 512
 ON_GPUS = {"machine": fe.H100, "mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
 
-class Block(nn.Module):
-    """Two linears that keep activations."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.block_number = number
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
-
-
 def blocks(index: int, num_stages: int) -> nn.Module:
     """A stage of a block; the last one has a head."""
+    block: Any = Mlp(WIDTH, 4 * WIDTH)
+    block.block_number = index
     head = [nn.Linear(WIDTH, WIDTH)] * (index == num_stages - 1)
-    return nn.Sequential(Block(index), *head)
-
-
-def product_loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output * target).sum()
+    return nn.Sequential(block, *head)
 
 
 def simulated(quick: bool, schedule: str, **options: Any) -> fe.PipelineSimulation:
-    x = torch.zeros(ROWS, WIDTH)
-    given: dict[str, Any] = {"stages": blocks, "pipeline": 2, "microbatches": 6, **options}
-    pipeline = given.pop("pipeline")
-    return fe.simulate_pipeline(
-        given.pop("stages"),
-        given.pop("world_size", 4 * pipeline),
-        pipeline=pipeline,
-        batch=given.pop("batch", x),
-        target=x,
-        loss=product_loss,
-        schedule=schedule,
-        quick=quick,
-        **given,
-    )
+    options = {"stages": blocks, "microbatches": 6, "pipeline": 2, **options}
+    options |= {"world_size": 4 * options["pipeline"], "quick": quick}
+    return pipelined(options.pop("stages"), torch.zeros(ROWS, WIDTH), schedule, **options)
 
 
 LEVELS = ["no_shard", "optim", "optim_grads_params"]
