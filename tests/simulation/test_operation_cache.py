@@ -35,7 +35,6 @@ from tests.models import (
     token_batch,
     vector_batch,
 )
-from tests.pairs import PAIRS
 from tests.simulation.memory_models import (
     ConvolutionNet,
     CustomBlock,
@@ -199,16 +198,6 @@ def test_simulations_share_a_cache() -> None:
             assert known.num_misses == afresh
     # The others have no recipe: collectives, tensors over storages of the engine.
     assert known.num_misses - before < afresh / 2
-
-
-@pytest.mark.thorough
-def test_one_planning_of_all_pairs() -> None:
-    build, batch = MODELS["GPT"]
-    known = OperationCache()
-    for inner, outer in PAIRS:
-        for again in (False, True):
-            model = recomputed(build) if again else build
-            compare(model, batch, known, strategy=inner, outer_strategy=outer)
 
 
 def test_a_llama_of_transformers_that_checkpoints_itself() -> None:

@@ -453,10 +453,3 @@ def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
     marks = [layer.linear1.weight.mark for layer in layers]
     assert marks == [["a user's"]] * 3
     assert len({id(mark) for mark in marks}) == 3
-
-
-def test_a_model_that_deep_copies_its_layers_is_planned() -> None:
-    planning = fe.plan(
-        Encoder, torch.zeros(2, 4, 16), world_size=2, checkpointing=(False,), machine=a_machine()
-    )
-    assert [each.fits for each in planning.outcomes] == [True] * 4
