@@ -65,7 +65,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Blocks, compiled as ``how`` says: "", "in place", "around" or "dynamic"."""
 
-    def __init__(self, how: str = "", depth: int = 2, *, is_checkpointed: bool = False) -> None:
+    def __init__(self, how: str = "", depth: int = 3, *, is_checkpointed: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
@@ -321,7 +321,7 @@ X, SIZE = (64, 32), 64 * 32
         ),
         # No kernel runs before what it reads.
         (
-            lambda x, w: ((x + 1) @ w) * (x + 1),
+            lambda x, w: ((first := x + 1) @ w) * first,
             [(32, 32), (32, 32)],
             [("add", 2 * 32 * 32), ("mm", 3 * 32 * 32), ("mul", 3 * 32 * 32)],
         ),

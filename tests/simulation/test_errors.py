@@ -30,28 +30,10 @@ class Body(nn.Module):
         return self.then(self.linear(x)).sum()
 
 
-def reads_item(x: Tensor) -> Tensor:
-    return x * x.max().item()  # here
-
-
-def branches(x: Tensor) -> Tensor:
-    if x.sum() > 0:  # here
-        return x
-    return -x
-
-
 def loops(x: Tensor) -> Tensor:
     for index in (x > 0).nonzero():  # here
         x = x + index.sum()
     return x
-
-
-def selects(x: Tensor) -> Tensor:
-    return x[x > 0]  # here
-
-
-def raises(x: Tensor) -> Tensor:
-    return x @ torch.zeros(3, 3)  # here
 
 
 class Reading(torch.autograd.Function):
@@ -64,19 +46,18 @@ class Reading(torch.autograd.Function):
         return grad * grad.max().item()  # here
 
 
-def in_backward(x: Tensor) -> Tensor:
-    return Reading.apply(x)
+READS, DEPENDS = "it reads a value", "depends on values"
 
 
 @pytest.mark.parametrize(
     ("then", "phase", "reason"),
     [
-        (reads_item, "forward", "it reads a value"),
-        (branches, "forward", "it reads a value"),
-        (loops, "forward", "depends on values"),
-        (selects, "forward", "depends on values"),
-        (raises, "forward", "RuntimeError: "),
-        (in_backward, "backward", "it reads a value"),
+        (lambda x: x * x.max().item(), "forward", READS),  # here
+        (lambda x: x if x.sum() > 0 else -x, "forward", READS),  # here
+        (loops, "forward", DEPENDS),
+        (lambda x: x[x > 0], "forward", DEPENDS),  # here
+        (lambda x: x @ torch.zeros(3, 3), "forward", "RuntimeError: "),  # here
+        (Reading.apply, "backward", READS),
     ],
 )
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
@@ -100,7 +81,7 @@ def test_the_error_names_the_line_and_the_reason(
     assert error.code is not None
     assert error.code.endswith("# here")
     assert reason in error.reason
-    assert error.needs_values == (then is not raises)
+    assert error.needs_values == (reason in (READS, DEPENDS))
     assert f"{__file__}:{error.line}" in str(error)
     # And nothing is left of it.
     assert not dist.is_initialized()
@@ -111,18 +92,15 @@ def test_errors_of_loss_build_batch_and_optimizer_are_converted() -> None:
     def fails(*_: Any) -> Any:
         raise KeyError("mine")
 
-    def model() -> nn.Module:
-        return Body(lambda x: x)
-
-    batch = torch.zeros(2, WIDTH)
-    for phase, build, options in (
-        ("the loss", model, {"batch": batch, "loss": fails}),
-        ("building the model", fails, {"batch": batch}),
-        ("making the batch", model, {"batch": fails}),
-        ("making the optimizer", model, {"batch": batch, "optimizer": fails}),
+    for phase, argument in (
+        ("the loss", "loss"),
+        ("building the model", "build"),
+        ("making the batch", "batch"),
+        ("making the optimizer", "optimizer"),
     ):
+        options = {"build": lambda: Body(torch.relu), "batch": torch.zeros(2, WIDTH)}
         with pytest.raises(fe.SimulationError, match="KeyError: 'mine'") as caught:
-            fe.simulate(build, 2, **options)
+            fe.simulate(world_size=2, **{**options, argument: fails})
         assert caught.value.phase == phase
         assert caught.value.code == 'raise KeyError("mine")'
         assert not dist.is_initialized()

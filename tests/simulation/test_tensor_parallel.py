@@ -188,7 +188,6 @@ def test_memory_and_losses_are_those_of_four_gloo_ranks(
     """Losses are those of one process on the same data; the plan of the Llama is its own."""
     build, batch, parallelize, limit = CASES[case]
     found = ranks.run(measured, case, level, world_size=NUM_RANKS)
-    torch.manual_seed(0)
     expected, _ = trained(build(), batch())
     options = {"tensor_parallel": TP, "parallelize": parallelize, "strategy": level}
     planned = fe.simulate(build, NUM_RANKS, batch=batch, machine=HOST, min_unit_size=0, **options)
