@@ -173,7 +173,7 @@ def test_weights_come_for_gathers_and_gradients_return_beside_them() -> None:
     busy = found.message_seconds["copy in"]
     assert busy == pytest.approx((BLOCKS + (BLOCKS - 1) * BESIDE) * alone)
 
-    # Gradients of another microbatch are added to what is brought. Into the device: weights and
+    # Gradients of another microbatch are added to earlier ones. Into the device: weights and
     # earlier gradients in turns, from the gather of the last block but one; each return runs beside
     # the next gather, the last but one beside the first gradients.
     found = simulated(with_host_rate(1e12), all_on_host(), microbatches=2)
