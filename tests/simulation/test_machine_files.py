@@ -115,8 +115,9 @@ def test_a_value_that_cannot_be_is_found_with_line_unit_and_example(
             Machine.load(path)
             dataclasses.replace(part, **{name: value})
             continue
-        text = f"{name}: expected {figure.text}; found {value!r}"
-        with pytest.raises(ValueError, match=re.escape(text)):
+        unit = re.escape(f"{figure.unit}, such as {figure.example}")
+        either = "|".join(map(re.escape, (repr(value), json.dumps(value))))
+        with pytest.raises(ValueError, match=rf"{name}: expected .*{unit}\); found ({either})"):
             dataclasses.replace(part, **{name: value})
         found = mistakes(path)[0]  # of `into` alone, one of `both` may follow
         assert found.startswith(f"line {line}, {'.'.join(place)}: expected ")
