@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.runtime.reports import count_gathers
 from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.messages import GATHERS, REDUCTIONS, Messages, count_step, expected_collectives
-from tests.models import LoraLinear, Regression, Stack, vector_batch
+from tests.models import Chain, LoraLinear, Stack, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks
 from tests.training import mesh_of
@@ -125,37 +124,27 @@ def test_on_an_axis_of_one_rank_nothing_travels() -> None:
 
 
 @on_ranks(world_size=2)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_evaluation_gathers_each_unit_once_and_reduces_nothing(strategy: str) -> None:
-    model = Stack()
-    engine = fe.shard(model, strategy=strategy)
-    messages = Messages()
-    with messages.counting(), torch.no_grad():
-        model(*vector_batch(2, 0))
-    units = [unit for unit in engine.units if unit.buffers]
-    labels = [f"all-gather of {unit.label} over the inner axis" for unit in units]
-    assert messages.operations == Counter(labels)
-    assert [name for _, name in messages.calls] == ["recv_", "send"]
-    # Unchanged weights are gathered again only if they were freed.
-    with messages.counting(), torch.no_grad():
-        model(*vector_batch(2, 0))
-    again = 2 if strategy == "optim_grads_params" else 1
-    assert messages.operations == Counter(labels * again)
+def test_evaluation_gathers_each_unit_once_and_reduces_nothing() -> None:
+    for strategy in ("optim", "optim_grads_params"):
+        model = Stack()
+        engine = fe.shard(model, strategy=strategy)
+        messages = Messages()
+        with messages.counting(), torch.no_grad():
+            model(*vector_batch(2, 0))
+        units = [unit for unit in engine.units if unit.buffers]
+        labels = [f"all-gather of {unit.label} over the inner axis" for unit in units]
+        assert messages.operations == Counter(labels)
+        assert [name for _, name in messages.calls] == ["recv_", "send"]
+        # Unchanged weights are gathered again only if they were freed.
+        with messages.counting(), torch.no_grad():
+            model(*vector_batch(2, 0))
+        again = 2 if strategy == "optim_grads_params" else 1
+        assert messages.operations == Counter(labels * again)
 
 
 @on_ranks(world_size=2)
 def test_frozen_weights_that_are_never_cut_travel_once() -> None:
-    class Adapted(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([LoraLinear(), LoraLinear()])
-
-        def predict(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model = Adapted()
+    model = Chain(LoraLinear(), LoraLinear())
     engine = fe.shard(model, strategy="optim")
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     first = count_step(model, engine, optimizer, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fsdp_engine.checkpoint.manifest import MANIFEST
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.checkpoint.scene import shared_folder
+from tests.models import Chain, Mlp, vector_batch
 from tests.pool import on_few_ranks, on_ranks
 
 
@@ -74,15 +76,31 @@ def everything(models: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -
     return found
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
-def test_one_optimizer_trains_two_engines_as_it_trains_two_modules(level: str) -> None:
+def test_one_optimizer_trains_two_engines_as_it_trains_two_modules() -> None:
     alone = make_models()
-    models, _ = sharded(level, "optim_grads_params")
-    for each in (alone, models):
-        train(each, make_optimizer(each), seed=0)
-    for role, model in models.items():
-        reference.assert_same_weights(model, alone[role])
+    train(alone, make_optimizer(alone), seed=0)
+    for level in LEVELS:
+        models, _ = sharded(level, "optim_grads_params")
+        train(models, make_optimizer(models), seed=0)
+        for role, model in models.items():
+            reference.assert_same_weights(model, alone[role])
+
+
+@on_ranks(2)
+def test_a_critic_passes_gradients_on_to_a_method_of_its_generator() -> None:
+    generator, critic = Chain(Mlp(), Mlp()), Chain(Mlp())
+    alone = copy.deepcopy((generator, critic))
+    fe.shard(generator)
+    fe.shard(critic, strategy="optim")
+    fe.register_forward_method(generator, "predict")
+    x, y = vector_batch(3, seed=4)
+    for first, second in ((generator, critic), alone):
+        second(first.predict(x), y).backward()
+    for model, plain in zip((generator, critic), alone, strict=True):
+        gradients = reference.full_gradients(model)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], param.grad, rtol=2e-5, atol=2e-6)
 
 
 @on_few_ranks
@@ -91,13 +109,22 @@ def test_two_engines_come_back_from_one_checkpoint() -> None:
     models, engines, optimizer = trained()
     expected = everything(models, optimizer)
     checkpointer = fe.Checkpointer(folder, engines, optimizer)
+    fe.save_checkpoint(f"{folder}/plain", engines, optimizer, {"step": 2})
     checkpointer.save_async(2)
     checkpointer.wait()
     train(models, optimizer, seed=10)
     gone_on = everything(models, optimizer)
 
+    manifest: dict[str, Any] = json.loads((Path(folder) / "step-00000002" / MANIFEST).read_text())
+    assert manifest["strategy"]["inner"] == "optim_grads_params, optim"
     again, others = sharded("no_shard", "optim_grads_params")
     fresh = make_optimizer(again, order=-1)
+    renamed = {"player": others["actor"], "critic": others["critic"]}
+    with pytest.raises(ValueError, match=r"missing model\.player\.0\.weight"):
+        fe.load_checkpoint(f"{folder}/plain", renamed)
+    assert fe.load_checkpoint(f"{folder}/plain", others, fresh) == {"step": 2}
+    assert [n for n, v in everything(again, fresh).items() if not torch.equal(v, expected[n])] == []
+    train(again, fresh, seed=5)
     assert fe.Checkpointer(folder, others, fresh).load().step == 2
     found = everything(again, fresh)
     assert found.keys() == expected.keys()
@@ -107,51 +134,23 @@ def test_two_engines_come_back_from_one_checkpoint() -> None:
         torch.testing.assert_close(value, gone_on[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-@on_few_ranks
-def test_a_folder_of_two_engines_says_which_entry_is_whose() -> None:
-    folder = shared_folder()
-    models, engines, optimizer = trained()
-    expected = everything(models, optimizer)
-    fe.save_checkpoint(folder, engines, optimizer, {"step": 2})
-    again, others = sharded("optim", "optim")
-    fresh = make_optimizer(again)
-    with pytest.raises(ValueError, match=r"missing model\.player\.0\.weight"):
-        fe.load_checkpoint(folder, {"player": others["actor"], "critic": others["critic"]})
-    assert fe.load_checkpoint(folder, others, fresh) == {"step": 2}
-    found = everything(again, fresh)
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-
-    fe.Checkpointer(f"{folder}/run", engines).save(1)
-    manifest: dict[str, Any] = json.loads(
-        (Path(folder) / "run/step-00000001" / MANIFEST).read_text()
-    )
-    assert manifest["strategy"]["inner"] == "optim_grads_params, optim"
-
-
-@on_few_ranks
-def test_an_optimizer_of_two_engines_is_not_saved_with_one() -> None:
-    models, engines = sharded("optim", "optim")
-    with pytest.raises(ValueError, match="expected parameters of the sharded model"):
-        fe.Checkpointer(shared_folder(), engines["actor"], make_optimizer(models)).save(1)
-
-
 @on_ranks(2)
-def test_what_is_not_engines_by_name_is_refused() -> None:
-    _, engines = sharded("optim", "optim")
+def test_what_is_not_engines_by_name_with_their_optimizer_is_refused() -> None:
+    models, engines = sharded("optim", "optim")
     actor, critic = engines.values()
     folder = shared_folder()
-    with pytest.raises(TypeError, match=r"engine\['actor'\]: expected.*found a Sequential"):
-        fe.Checkpointer(folder, {"actor": actor.model})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"expected names without a dot; found 'an\.actor'"):
-        fe.Checkpointer(folder, {"an.actor": actor})
-    with pytest.raises(ValueError, match="each of them once"):
-        fe.Checkpointer(folder, {"actor": actor, "critic": actor})
-    with pytest.raises(ValueError, match="expected engines, each of them once; found none"):
-        fe.Checkpointer(folder, {})
-    mine = DeviceMesh("cpu", [dist.get_rank()])
-    other = fe.shard(nn.Linear(2, 2), mine)
-    with pytest.raises(ValueError, match="expected engines of the same ranks"):
-        fe.Checkpointer(folder, {"critic": critic, "other": other})
+    other = fe.shard(nn.Linear(2, 2), DeviceMesh("cpu", [dist.get_rank()]))
+    for given, kind, words in (
+        ({"actor": actor.model}, TypeError, r"engine\['actor'\]: expected.*found a Sequential"),
+        ({"an.actor": actor}, ValueError, r"expected names without a dot; found 'an\.actor'"),
+        ({"actor": actor, "critic": actor}, ValueError, "each of them once"),
+        ({}, ValueError, "expected engines, each of them once; found none"),
+        ({"critic": critic, "other": other}, ValueError, "expected engines of the same ranks"),
+    ):
+        with pytest.raises(kind, match=words):
+            fe.Checkpointer(folder, given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected parameters of the sharded model"):
+        fe.Checkpointer(folder, actor, make_optimizer(models)).save(1)
 
 
 @on_few_ranks

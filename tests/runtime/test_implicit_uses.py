@@ -1,210 +1,70 @@
-"""Parameters beside blocks that the model's forward reads without calling their modules."""
+"""Parameters that are read outside of their unit's forward: when they are full, and what it costs.
+
+That such models train as one process does is in ``test_real_models.py``. A caller that read freed
+memory would end the process, so every test here is one of ranks in processes of the pool.
+"""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fsdp_engine as fe
+from fsdp_engine import fsdp2
+from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
-from tests.models import DIM, VOCABULARY, Block, token_batch
-from tests.pool import on_ranks
-from tests.scenario import assert_trains_alike
+from tests.models import DIM, token_batch, vector_batch
+from tests.pool import on_few_ranks, on_ranks
+from tests.runtime import habits
+from tests.runtime.habits import MODULATIONS, RETURNS, Diffusion, FusedHead, Language, Skips
+from tests.scenario import Scenario
+
+# Weights that are read without a call.
 
 
-class Language(nn.Module):
-    """Embedding, blocks, a head; how the head is applied is the subclasses' affair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.head(x)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.logits(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-class ReadsEmbedding(Language):
-    """Its head is the embedding, which is called, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Identity()
-
-    def logits(self, x: Tensor) -> Tensor:
-        return x @ self.embedding.weight.t()
-
-
-class _Product(torch.autograd.Function):
-    """As fused losses do: weights go into a function of one's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-class FusedHead(Language):
-    """Its head is never called."""
-
-    def weight_of_head(self) -> Tensor:
-        return self.head.weight
-
-    def logits(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.weight_of_head())
-
-
-class FusedTiedHead(FusedHead):
-    """Tied, besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embedding.weight
-
-
-class ReadsLater(Language):
-    """Calls its head in the first forward, and reads it from then on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def logits(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        return self.head(x) if self.num_calls == 1 else F.linear(x, self.head.weight)
-
-
-class FusedLater(FusedHead):
-    """Calls its head in the first forward, and gives it to a function of its own from then on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def logits(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        return self.head(x) if self.num_calls == 1 else super().logits(x)
-
-
-class GivenHead(nn.Linear):
-    """Multiplies with the weight that it is given, as Megatron-Core's output layer does."""
-
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return _Product.apply(x, self.weight if weight is None else weight)
-
-
-class HandsOver(Language):
-    """Reads its head's weight and hands it to the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = GivenHead(self.head.in_features, self.head.out_features, bias=False)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.head(x, weight=self.head.weight)
-
-
-class HandsOverEmbedding(HandsOver):
-    """The embedding's weight: the output layer is tied by that alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = None
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.head(x, weight=self.embedding.weight)
-
-
-MODELS: list[Callable[[], Language]] = [
-    Language,
-    ReadsEmbedding,
-    FusedHead,
-    FusedTiedHead,
-    ReadsLater,
-    FusedLater,
-    HandsOver,
-    HandsOverEmbedding,
-]
-
-
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("strategy", LEVEL_NAMES)
 @on_ranks(2)
-def test_weights_that_are_read_without_a_call_train_as_in_one_process(
-    strategy: str, make: Callable[[], Language]
+def test_a_function_of_ones_own_that_gets_a_slice_raises() -> None:
+    for strategy in LEVEL_NAMES[1:]:
+        model = habits.FusedLater()
+        fe.shard(model, strategy=strategy)
+        model(*token_batch(2, 0)).backward()
+        kept = model.head.weight  # outside the forward: a slice
+        model.weight_of_head = lambda kept=kept: kept  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match=r"slice of head\.weight.*autograd\.Function"):
+            model(*token_batch(2, 1)).backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "later"),
+    [
+        # In the first forward it is unknown which units are read.
+        (Language, ["embedding", "blocks.0", "norm + head"], ["blocks.0"]),
+        (FusedHead, ["embedding", "blocks.0", "norm + head"], ["blocks.0", "norm + head"]),
+    ],
+    ids=["called", "never called"],
+)
+@on_ranks(2)
+def test_units_in_use_as_the_first_block_is_entered(
+    make: Callable[[], Language], first: list[str], later: list[str]
 ) -> None:
-    assert_trains_alike(make(), token_batch, strategy, num_steps=3)
-
-
-@pytest.mark.parametrize("strategy", LEVEL_NAMES[1:])
-@on_ranks(2)
-def test_a_function_of_ones_own_that_gets_a_slice_is_told_so(strategy: str) -> None:
-    model = FusedLater()
-    fe.shard(model, strategy=strategy)
-    model(*token_batch(2, 0)).backward()
-    kept = model.head.weight  # outside the forward: a slice
-    model.weight_of_head = lambda: kept  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match=r"slice of head\.weight.*autograd\.Function"):
-        model(*token_batch(2, 1)).backward()
-
-
-def units_in_use(model: nn.Module, engine: fe.Engine, num_steps: int) -> list[list[str]]:
-    """Trains; returns the names of the units in use as the first block is entered, by step."""
-    units = {unit.name: unit for unit in engine.units}
+    model = make()
+    engine = fe.shard(model)
     seen: list[list[str]] = []
 
     def look(*_: Any) -> None:
-        seen[-1] += [unit.name for unit in units.values() if unit.name and unit.uses]
+        seen.append([unit.name for unit in engine.units if unit.name and unit.uses])
 
     model.blocks[0].register_forward_pre_hook(look)
-    for step in range(num_steps):
-        seen.append([])
+    for step in range(3):
         model(*token_batch(2, step)).backward()
-    return seen
-
-
-@on_ranks(2)
-def test_units_whose_modules_are_called_are_full_only_then() -> None:
-    model = Language()
-    engine = fe.shard(model)
-    seen = units_in_use(model, engine, num_steps=2)
-    # In the first forward it is unknown which units are read.
-    assert seen == [["embedding", "blocks.0", "norm + head"], ["blocks.0"]]
-
-
-@on_ranks(2)
-def test_a_unit_with_a_module_that_is_never_called_stays_full_for_the_whole_forward() -> None:
-    model = FusedHead()
-    engine = fe.shard(model)
-    seen = units_in_use(model, engine, num_steps=3)
-    assert seen[1:] == [["blocks.0", "norm + head"]] * 2
-
-
-@on_ranks(2)
-def test_outside_of_forward_they_are_slices_all_the_same() -> None:
-    model = Language()
-    fe.shard(model)
-    model(*token_batch(2, 0)).backward()
-    with pytest.raises(ValueError, match=r"embedding\.weight"):
+    assert seen == [first, later, later]
+    with pytest.raises(ValueError, match=r"embedding\.weight"):  # outside it is a slice
         model.embedding.weight.numpy()
 
 
@@ -228,3 +88,127 @@ def test_an_embedding_is_not_gathered_for_backward() -> None:
         loss.backward()
         del unit.gather
     assert gathered == [1, 0, 0]  # in the first forward it may have been read, too
+
+
+# Parameters that units return.
+
+
+@on_few_ranks
+def test_without_autograd_callers_read_returned_parameters_too() -> None:
+    for make in RETURNS.values():
+        model = make()
+        alone = copy.deepcopy(model)
+        engine = fe.shard(model)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                batch = vector_batch(2, 0)
+                torch.testing.assert_close(model(*batch), alone(*batch))
+        assert not any(unit.reshards and unit.unsharded and unit.name for unit in engine.units)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_few_ranks
+def test_callers_read_them_under_fully_shard(reshard: bool) -> None:
+    def shard(model: Any, *args: Any, **options: Any) -> Any:
+        for block in [*model.blocks, model.last]:
+            fsdp2.fully_shard(block, reshard_after_forward=reshard)
+        fsdp2.fully_shard(model)
+        with torch.no_grad():
+            model(*vector_batch(2, 0))  # makes the engine
+        return fe.engine.engine_of(model)
+
+    Scenario(model=RETURNS["returned views"], batch=vector_batch, shard=shard).check()
+
+
+@on_ranks(2)
+def test_a_parameter_that_the_model_returns_can_be_read_after_backward() -> None:
+    model = Skips()
+    bias = model.bias.detach().clone()
+    engine = fe.shard(model)
+    out, found = model(torch.ones(2, DIM))
+    out.sum().backward()
+    assert all(unit.unsharded is None for unit in engine.units if unit.reshards)
+    torch.testing.assert_close(found.detach(), bias)
+
+
+@on_ranks(2)
+def test_returned_parameters_gather_no_hooks_over_steps() -> None:
+    for strategy in LEVEL_NAMES[1:]:
+        model = RETURNS["returned parameters"]()
+        engine = fe.shard(model, strategy=strategy)
+        for step in range(3):
+            model(*vector_batch(2, step)).backward()
+        full = [param for unit in engine.units for b in unit.buffers for param in b.full_params]
+        assert [len(param._backward_hooks or ()) for param in full] == [0] * len(full)
+
+
+@on_ranks(2)
+def test_other_outputs_are_returned_as_they_are() -> None:
+    class Returns(Skips):
+        def forward(self, x: Tensor) -> Any:
+            self.made = x @ self.weight.t(), torch.eye(2).to_sparse(), [x.detach()]
+            return self.made
+
+    model = Returns()
+    fe.shard(model)
+    assert model(torch.ones(2, DIM)) is model.made
+
+
+# Modules of a unit that are called outside of its forward.
+
+
+def by_fsdp2(model: Any) -> None:
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+
+
+def by_level(level: str, *units: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: fe.shard(model, strategy=level, units=[habits.Modulated, *units])
+
+
+# By name: how the model is sharded, its modulation, and the number of warnings.
+SHARDS: dict[str, tuple[Callable[[nn.Module], Any], str, int]] = {
+    "no_shard": (by_level("no_shard"), "linear", 0),
+    "optim": (by_level("optim"), "linear", 0),
+    "optim_grads": (by_level("optim_grads"), "linear", 0),
+    "optim_grads_params": (by_level("optim_grads_params"), "linear", 2),
+    "a unit of its own": (by_level("optim_grads_params", nn.Conv1d), "convolution", 0),
+    "fsdp2": (by_fsdp2, "layer norm", 2),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+@on_ranks(2)
+def test_the_cost_of_a_call_from_outside_is_said_once_for_each_unit(name: str) -> None:
+    shard, modulation, num_warnings = SHARDS[name]
+    model = Diffusion(MODULATIONS[modulation])
+    alone = copy.deepcopy(model)
+    shard(model)
+    batch = habits.diffusion_batch(2, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss = model(*batch)
+            torch.testing.assert_close(loss, alone(*batch))
+            loss.backward()
+    for (_, param), grad in zip(
+        alone.named_parameters(), reference.full_gradients(model).values(), strict=True
+    ):
+        assert grad is not None
+        torch.testing.assert_close(grad, 3 * torch.autograd.grad(alone(*batch), param)[0])
+    said = [str(each.message) for each in caught if "parameters of unit" in str(each.message)]
+    assert len(said) == num_warnings
+    for number, text in enumerate(said):
+        assert f"unit blocks.{number}" in text
+        assert "stays full until the model's forward returns" in text
+
+
+@on_ranks(2)
+def test_outside_the_models_forward_a_module_of_a_unit_raises() -> None:
+    model = Diffusion(MODULATIONS["layer norm"])
+    fe.shard(model, units=[habits.Modulated])
+    with pytest.raises(
+        ValueError, match=r"full blocks\.0\.modulation\.weight only during the model's"
+    ):
+        model.blocks[0].modulation(torch.ones(2, 3, 6))  # type: ignore[operator]

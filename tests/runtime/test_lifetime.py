@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
@@ -14,14 +15,24 @@ from tests.pool import on_ranks
 
 
 @on_ranks(2)
-def test_a_dropped_model_takes_its_engine_along() -> None:
+def test_a_model_keeps_its_engine_and_takes_it_along() -> None:
     for level in LEVELS:
         model = Transformer(num_blocks=2)
+        alone = Transformer(num_blocks=2)
         engine = weakref.ref(fe.shard(model, strategy=level))
-        model(*token_batch(2, dist.get_rank())).backward()
-        assert engine() is not None, "the model keeps its engine"
+        alone.load_state_dict(engine().full_state_dict())  # type: ignore[union-attr]
+        batch = token_batch(2, 0)
+        for each in (model, alone):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for _ in range(2):
+                gc.collect()
+                each(*batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(model(*batch), alone(*batch))
+        assert engine() is not None
         dropped = weakref.ref(model)
-        del model
+        del model, each, optimizer
         gc.collect()
         assert dropped() is None, level
         assert engine() is None, level

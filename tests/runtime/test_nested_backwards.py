@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_few_ranks, on_ranks
+from tests.reference import Batch, loss_of
+from tests.scenario import Scenario
 from tests.training import mesh_of
 
 WIDTH = 6
@@ -25,11 +23,9 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH)
-        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -39,24 +35,33 @@ class Encoder(nn.Module):
         return result
 
 
-def rows(seed: int, num: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num, WIDTH, generator=generator, dtype=torch.float64)
+class Rows:
+    """Batches of a number of rows for each rank."""
+
+    def __init__(self, *num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __call__(self, rows: int, seed: int) -> Batch:
+        num = self.num_rows[(seed % 100 - 1) % len(self.num_rows)]  # see reference.make_data
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randn(num, WIDTH, generator=generator, dtype=torch.float64),)
 
 
-def loss_of(embeddings: Tensor) -> Tensor:
+def pair_loss(embeddings: Tensor) -> Tensor:
     """A loss of all pairs of embeddings."""
     return (embeddings @ embeddings.T).logsumexp(1).mean() / WIDTH
 
 
-def cached_loss(model: Any, batch: Tensor, mini: int, embed: Any = None) -> Tensor:
-    """The loss of ``batch``, whose backward embeds mini-batches again (GradCache)."""
-    embed = embed or model
-    parts = batch.split(mini)
+def cached_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of a batch. Sharded: its backward embeds mini-batches of 2 again (GradCache)."""
+    if fe.engine.engine_of(model) is None:
+        return pair_loss(model(*batch))
+    parts = batch[0].split(2)
     with torch.no_grad():
-        found = [embed(part).double() for part in parts]
-    leaves = [each.requires_grad_() for each in found]
-    loss = loss_of(torch.cat(leaves))
+        leaves = [model(part).to(batch[0].dtype) for part in parts]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    loss = pair_loss(torch.cat(leaves))
     loss.backward()
     loss = loss.detach().requires_grad_()
 
@@ -64,105 +69,90 @@ def cached_loss(model: Any, batch: Tensor, mini: int, embed: Any = None) -> Tens
         with torch.enable_grad():
             for part, leaf in zip(parts, leaves, strict=True):
                 assert leaf.grad is not None
-                (factor * (embed(part) * leaf.grad).sum()).backward()
+                (factor * (model(part) * leaf.grad).sum()).backward()
 
     loss.register_hook(embed_again)
     return loss
 
 
-def assert_same_gradients(model: nn.Module, alone: nn.Module, tolerance: float) -> None:
-    found = reference.full_gradients(model)
-    for name, param in alone.named_parameters():
-        here = found[name]
-        assert (here is None) == (param.grad is None), name
-        if here is not None:
-            torch.testing.assert_close(
-                here.double(),
-                param.grad,
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda text, n=name: f"{n}: {text}",
-            )
+def implicit_loss(model: Any, batch: Batch) -> Tensor:
+    """A loss at a fixed point of a block, whose gradient a hook computes by a series: it runs the
+    graph of one call of the block several times."""
+    (x,), block = batch, model.blocks[0]
+    with torch.no_grad():
+        start = x + 0.1 * block(x)
+    point = x + 0.1 * block(start)
+    start = point.detach().requires_grad_()
+    again = x + 0.1 * block(start)
+
+    def solve(grad: Tensor) -> Tensor:
+        total = grad
+        for _ in range(3):
+            (change,) = torch.autograd.grad(again, start, total, retain_graph=True)
+            total = grad + change
+        return total
+
+    point.register_hook(solve)
+    return pair_loss(model(point))
 
 
-def train(
-    level: str,
-    *,
-    num_rows: Sequence[int] = (4, 4),
-    mesh: Any = None,
-    micro: int = 1,
-    policy: fe.MixedPrecisionPolicy | None = None,
-    tolerance: float = 1e-9,
-    together: bool = False,
-    steps: int = 3,
-    **options: Any,
-) -> fe.Engine:
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model, alone = Encoder(), Encoder()
-    if policy is not None:
-        model.float()
-    engine = fe.shard(model, mesh, level, units="blocks.*", mp_policy=policy, **options)
-    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
-    for step in range(steps):
-        for number in range(micro):
-            with (
-                engine.together() if together else nullcontext(),
-                engine.no_sync() if number < micro - 1 else nullcontext(),
-            ):
-                batch = rows(100 * step + 10 * number + rank, num_rows[rank])
-                batch = batch if policy is None else batch.float()
-                loss = cached_loss(model, batch, 2)
-                (loss / micro).backward()
-            for each in range(size):
-                batch = rows(100 * step + 10 * number + each, num_rows[each])
-                (loss_of(alone(batch)) / (micro * size)).backward()
-        assert_same_gradients(model, alone, tolerance)
-        for each in (optimizer, one):
-            each.step()
-            each.zero_grad()
-    return engine
+# One process computes each rank's batch by itself: a loss of pairs is no mean over rows.
+cached = Scenario(
+    model=lambda: Encoder().double(),
+    batch=Rows(4),
+    options={"units": "blocks.*"},
+    compute_dtype=torch.float64,
+    microbatches=(1, 2),
+    max_norm=float("inf"),
+    loss_of=cached_loss,
+    tolerance=1e-9,
+)
+within_together = {"around": lambda engine: engine.together()}
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_few_ranks
-def test_a_cached_loss_has_the_gradients_of_one_process(level: str, micro: int) -> None:
-    train(level, num_rows=(4, 4), micro=micro)
+def test_a_cached_loss_has_the_gradients_of_one_process() -> None:
+    for level in LEVEL_NAMES:
+        cached.but(pair=(level, "no_shard")).check()
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
-def test_ranks_have_different_numbers_of_mini_batches(level: str, micro: int) -> None:
-    train(level, num_rows=(2, 7), micro=micro, together=level == "optim_grads_params")
+def test_ranks_have_different_numbers_of_mini_batches() -> None:
+    for level in LEVEL_NAMES:
+        scenario = cached.but(pair=(level, "no_shard"), batch=Rows(2, 7))
+        if level != "optim_grads_params":
+            scenario.check()
+        scenario.but(**within_together).check()
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
-def test_different_numbers_within_together(level: str) -> None:
-    train(level, num_rows=(7, 2), micro=2, together=True)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@on_ranks(2)
-def test_bf16(level: str) -> None:
+def test_bf16() -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    train(level, policy=policy, tolerance=3e-2, micro=2)
+    for level in LEVEL_NAMES:
+        cached.but(
+            model=Encoder,
+            batch=lambda rows, seed: (Rows(4)(rows, seed)[0].float(),),
+            pair=(level, "no_shard"),
+            options={"mp_policy": policy},
+            compute_dtype=torch.float32,
+            tolerance=1e-1,
+        ).check()
 
 
-@pytest.mark.parametrize("pair", [("optim_grads_params", "no_shard"), ("optim_grads", "optim")])
-@pytest.mark.parametrize("together", [False, True])
 @on_ranks(4)
-def test_two_axes(pair: tuple[str, str], together: bool) -> None:
-    num_rows = (2, 6, 4, 3) if together else (4, 4, 4, 4)
-    train(
-        pair[0],
-        num_rows=num_rows,
-        mesh=mesh_of(2, 2),
-        outer_strategy=pair[1],
-        micro=2,
-        together=together,
-    )
+def test_two_axes() -> None:
+    for pair in (("optim_grads_params", "no_shard"), ("optim_grads", "optim")):
+        scenario = cached.but(pair=pair, mesh=mesh_of(2, 2))
+        scenario.check()
+        scenario.but(batch=Rows(2, 6, 4, 3), **within_together).check()
+
+
+@on_few_ranks
+def test_a_hook_that_runs_the_graph_of_a_unit_several_times() -> None:
+    for level in LEVEL_NAMES:
+        cached.but(
+            loss_of=implicit_loss, pair=(level, "no_shard"), microbatches=1, options={"units": None}
+        ).check()
 
 
 class Slices(torch.autograd.Function):
@@ -190,9 +180,7 @@ class Slices(torch.autograd.Function):
 
 
 class Sliced(nn.Module):
-    """An MLP that can run in slices."""
-
-    in_slices = True
+    """An MLP that runs in slices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,8 +191,6 @@ class Sliced(nn.Module):
         return result
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.in_slices:
-            return self.compute(x)
         result: Tensor = Slices.apply(type(self).compute, self, x)
         return result
 
@@ -223,14 +209,10 @@ class Block(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Sliced MLPs."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, embeds: bool = True) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.embed = nn.Linear(WIDTH, WIDTH).requires_grad_(embeds)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -246,95 +228,32 @@ UNITS = {
     "MLP and layers": ["blocks.*.mlp", "blocks.*.mlp.down"],
     "blocks": ["blocks.*"],
 }
-
-
-def train_sliced(
-    units: str,
-    level: str,
-    *,
-    mesh: Any = None,
-    policy: fe.MixedPrecisionPolicy | None = None,
-    tolerance: float = 1e-9,
-    embeds: bool = True,
-    **options: Any,
-) -> None:
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model, alone = Mixer(), Mixer()
-    for each in (model, alone):
-        each.embed.requires_grad_(embeds)
-    if policy is not None:
-        model.float()
-    for module in alone.modules():
-        if isinstance(module, Sliced):
-            module.in_slices = False
-    engine = fe.shard(model, mesh, level, units=UNITS[units], mp_policy=policy, **options)
-    optimizer, one = (
-        reference.sgd([param for param in each.parameters() if param.requires_grad])
-        for each in (model, alone)
-    )
-    for step in range(2):
-        for number in range(2):
-            seed = 100 * step + 10 * number
-            with engine.no_sync() if number == 0 else nullcontext():
-                batch = rows(seed + rank, 6)
-                model(batch if policy is None else batch.float()).backward()
-            for each in range(size):
-                (alone(rows(seed + each, 6)) / size).backward()
-        assert_same_gradients(model, alone, tolerance)
-        for each in (optimizer, one):
-            each.step()
-            each.zero_grad()
+sliced = cached.but(model=lambda: Mixer().double(), batch=Rows(6), loss_of=loss_of, microbatches=2)
 
 
 @pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_few_ranks
-def test_a_layer_that_runs_in_slices(units: str, level: str) -> None:
-    train_sliced(units, level)
+def test_a_layer_that_runs_in_slices(units: str) -> None:
+    for level in LEVEL_NAMES:
+        sliced.but(pair=(level, "no_shard"), options={"units": UNITS[units]}).check()
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
-def test_a_layer_in_slices_in_bf16_and_behind_a_frozen_one(level: str) -> None:
+def test_a_layer_in_slices_in_bf16_and_behind_a_frozen_one() -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    train_sliced("the MLP", level, policy=policy, tolerance=3e-2)
-    train_sliced("the MLP", level, embeds=False)
+    for level in LEVEL_NAMES:
+        scenario = sliced.but(pair=(level, "no_shard"), options={"units": UNITS["the MLP"]})
+        scenario.but(model=lambda: Mixer(embeds=False).double()).check()
+        scenario.but(
+            model=Mixer,
+            batch=lambda rows, seed: (Rows(6)(rows, seed)[0].float(),),
+            options={"mp_policy": policy},
+            compute_dtype=torch.float32,
+            tolerance=1e-1,
+        ).check()
 
 
 @on_ranks(4)
 def test_a_layer_in_slices_on_two_axes() -> None:
-    train_sliced("the MLP", "optim_grads_params", mesh=mesh_of(2, 2), outer_strategy="optim")
-
-
-def implicit_loss(model: Any, batch: Tensor) -> Tensor:
-    """A loss at a fixed point of a block, whose gradient a hook computes by a series: it runs the
-    graph of one call of the block several times."""
-    block = model.blocks[0]
-    with torch.no_grad():
-        start = batch + 0.1 * block(batch)
-    point = batch + 0.1 * block(start)
-    start = point.detach().requires_grad_()
-    again = batch + 0.1 * block(start)
-
-    def solve(grad: Tensor) -> Tensor:
-        total = grad
-        for _ in range(3):
-            (change,) = torch.autograd.grad(again, start, total, retain_graph=True)
-            total = grad + change
-        return total
-
-    point.register_hook(solve)
-    return loss_of(model(point))
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@on_few_ranks
-def test_a_hook_that_runs_the_graph_of_a_unit_several_times(level: str) -> None:
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model, alone = Encoder(), Encoder()
-    fe.shard(model, None, level)
-    for step in range(2):
-        implicit_loss(model, rows(10 * step + rank, 4)).backward()
-        for each in range(size):
-            (implicit_loss(alone, rows(10 * step + each, 4)) / size).backward()
-        assert_same_gradients(model, alone, 1e-9)
+    options = {"units": UNITS["the MLP"]}
+    sliced.but(pair=("optim_grads_params", "optim"), mesh=mesh_of(2, 2), options=options).check()

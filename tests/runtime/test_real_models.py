@@ -1,480 +1,361 @@
-"""What real models do, and what training must make of it: the same as one plain process."""
+"""Models with the habits of real ones train as one process does, in units of any size."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
+import functools
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
+from fsdp_engine.units import assignment
 from tests import models, reference
-from tests.models import Transformer, token_batch, vector_batch
+from tests.megatron.configs import config_of, train_wrapped
+from tests.models import Block, Chain, Mlp, Small, Transformer, vector_batch
+from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
-from tests.reference import full_weights, relative_error
-from tests.scenario import assert_trains_alike
+from tests.runtime import habits
+from tests.scenario import Scenario
+from tests.training import mesh_of
 
-pytestmark = pytest.mark.thorough
-
-SHARDED_LEVELS = [name for name, level in LEVELS.items() if level.value]
-
-
-def at_every_level(
-    make_model: Callable[[], nn.Module],
-    make_batch: Callable[[int, int], reference.Batch] = vector_batch,
-    **options: Any,
-) -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        assert_trains_alike(make_model(), make_batch, strategy, **options)
+BLOCK = sum(parameter.numel() for parameter in Block().parameters())
+MLPS = 2 * sum(parameter.numel() for parameter in Mlp().parameters())
 
 
-def width_7(rows: int, seed: int) -> reference.Batch:
-    return vector_batch(rows, seed, 7)
+EVERYTHING = 10**6
 
 
+def sizes(*least: int) -> list[dict[str, Any]]:
+    return [{"min_unit_size": each} for each in least]
+
+
+# Each block is a unit; joined by twos, or with the modules beside them; everything is one unit.
+BY_TWOS = sizes(0, MLPS, EVERYTHING)
+LANGUAGE = sizes(0, BLOCK, EVERYTHING)
+vectors = Scenario(batch=vector_batch, microbatches=(2, 1))
+tokens = Scenario(microbatches=(2, 1))
+BF16 = {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+
+
+def skip_every_other_step(model: Any, step: int) -> None:
+    model.skip = step % 2 == 1
+
+
+def never_calls() -> nn.Module:
+    model = models.Skipping()
+    model.skip = True
+    return model
+
+
+def change_order(model: Any, step: int) -> None:
+    model.turn = step % 3
+
+
+def switch_identity(model: Any, step: int) -> None:
+    model.blocks[1].active = step % 2 == 0
+
+
+# By name: the run, and options of shard, each of which is tried.
+CASES: dict[str, tuple[Scenario, list[dict[str, Any]]]] = {
+    "odd sizes": (
+        Scenario(model=models.odd_model, batch=partial(vector_batch, width=7)),
+        sizes(0, EVERYTHING),
+    ),
+    "smaller than the world": (
+        Scenario(
+            model=lambda: Chain(nn.Linear(1, 1), nn.Linear(1, 1)),
+            batch=partial(vector_batch, width=1),
+        ),
+        sizes(0, EVERYTHING),
+    ),
+    "several dtypes": (
+        vectors.but(
+            model=models.mixed_model,
+            compute_dtype={name: p.dtype for name, p in models.mixed_model().named_parameters()},
+            later=1e-2,
+        ),
+        sizes(0, EVERYTHING),
+    ),
+    **{
+        name: (
+            vectors.but(model=make, steps=steps, microbatches=(2, 1, 1)[:steps]),
+            BY_TWOS[:2] if name == "a returned table" else BY_TWOS,
+        )
+        for name, make, steps in [
+            ("containers", models.NestedModel, 2),
+            ("called twice", models.CalledTwice, 2),
+            ("never called", never_calls, 2),
+            ("unused parameter", models.unused_model, 2),
+            ("shared weight", models.shared_model, 2),
+            ("frozen first", models.frozen_first_model, 2),
+            ("a memory of every layer", models.EncoderDecoder, 2),
+            ("nested units", models.NestedUnits, 2),
+            ("changed in place", models.InPlace, 2),
+            ("unused output", models.UnusedOutput, 2),
+            ("recurrent", lambda: Chain(models.Recurrent(), models.Recurrent()), 2),
+            ("hidden output", habits.HidesFirst, 3),
+            *((name, make, 2) for name, make in habits.RETURNS.items()),
+            ("returned and recomputed", lambda: habits.Reads(habits.Views, False), 2),
+            ("returned, re-entrant", lambda: habits.Reads(habits.Skips, True), 2),
+        ]
+    },
+    "called in some steps": (
+        vectors.but(
+            model=models.Skipping,
+            steps=4,
+            microbatches=(2, 1, 1, 2),
+            before_step=skip_every_other_step,
+        ),
+        BY_TWOS,
+    ),
+    "another order in every step": (
+        vectors.but(
+            model=lambda: habits.Shuffled(*(Mlp() for _ in range(4))),
+            steps=5,
+            microbatches=(1, 1, 2, 1, 2),
+            before_step=change_order,
+        ),
+        BY_TWOS,
+    ),
+    "returns its input": (
+        vectors.but(
+            model=lambda: Chain(Mlp(), models.MaybeIdentity(), Mlp()),
+            steps=3,
+            microbatches=(2, 1, 1),
+            before_step=switch_identity,
+        ),
+        BY_TWOS,
+    ),
+    "shared module": (
+        vectors.but(model=models.shared_module_model),
+        [
+            *BY_TWOS,
+            {"units": "blocks.*"},
+            {"units": [models.WithShared]},
+            {"units": [models.WithShared, Mlp]},
+        ],
+    ),
+    # Without prefetch the memory of a unit that is freed too early is lost.
+    "adapters": (
+        vectors.but(model=models.lora_model),
+        [
+            *BY_TWOS,
+            {"config": fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)},
+        ],
+    ),
+    "recomputed adapters": (
+        vectors.but(
+            model=lambda: habits.Checkpointed("blocks", False, *(models.LoraLinear(),) * 2)
+        ),
+        BY_TWOS,
+    ),
+    **{
+        f"recomputed {where}, {reentrant=}": (
+            vectors.but(model=partial(habits.Checkpointed, where, reentrant)),
+            BY_TWOS,
+        )
+        for where in ("blocks", "every other block", "inside", "two blocks")
+        for reentrant in (False, True)
+    },
+    **{
+        f"transformer, {tied=}": (
+            Scenario(model=partial(Transformer, tied=tied), optimizer=reference.adamw, seed=0),
+            LANGUAGE,
+        )
+        for tied in (False, True)
+    },
+    "any units": (
+        tokens.but(model=partial(Transformer, 2, tied=True)),
+        [
+            {"units": units}
+            for units in (
+                (Block, nn.Embedding),
+                Block,
+                ["blocks.*", "embedding"],
+                lambda name, module: isinstance(module, nn.Linear),
+                (),
+            )
+        ],
+    ),
+    **{
+        f"bf16, {tied=}": (
+            tokens.but(
+                model=partial(Transformer, num_blocks=4, tied=tied),
+                optimizer=reference.adamw,
+                later=5e-2,
+                compute_dtype=torch.bfloat16,
+                options=BF16,
+            ),
+            sizes(2 * BLOCK),
+        )
+        for tied in (False, True)
+    },
+    **{
+        name: (tokens.but(model=make, steps=3, microbatches=(1, 2, 1)), LANGUAGE)
+        for name, make in [
+            ("reads its embedding", habits.ReadsEmbedding),
+            ("reads positions", habits.ReadsPositions),
+            ("fused head", habits.FusedHead),
+            ("fused tied head", habits.FusedTiedHead),
+            ("reads its head later", habits.ReadsLater),
+            ("fused head later", habits.FusedLater),
+            ("passes a weight", partial(habits.PassesWeight, False)),
+            ("passes the embedding", partial(habits.PassesWeight, True)),
+        ]
+    },
+    **{
+        f"{name} called from outside": (
+            vectors.but(
+                model=partial(habits.Diffusion, make, recomputes=name == "layer norm"),
+                batch=habits.diffusion_batch,
+            ),
+            [{"units": [habits.Modulated]}],
+        )
+        for name, make in habits.MODULATIONS.items()
+    },
+}
+# Everything that depends on the recorded order, or on weights that are read without a call, is
+# tried at each level; of the others each level has a share.
+AT_EVERY_LEVEL = {
+    "called in some steps",
+    "another order in every step",
+    "hidden output",
+    "reads its embedding",
+    "reads positions",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        pytest.param(
+            name,
+            level,
+            marks=()
+            if name in AT_EVERY_LEVEL or level == list(LEVELS)[-1 - number % 4]
+            else pytest.mark.thorough,
+        )
+        for number, name in enumerate(CASES)
+        for level in LEVELS
+    ],
+)
 @on_ranks(2)
-def test_scalar_empty_and_non_contiguous_parameters_train() -> None:
-    at_every_level(models.odd_model, width_7)
+def test_a_model_trains_as_one_process(name: str, level: str) -> None:
+    scenario, ways = CASES[name]
+    expected = scenario.alone()
+    for options in ways:
+        run = scenario.but(pair=(level, "no_shard"), options=options).sharded()
+        later = scenario.tolerance if scenario.later is None else scenario.later
+        lines = reference.differences(run.steps, expected.steps, later, first=scenario.tolerance)
+        assert not lines, "\n".join([str(options), *lines[:12]])
 
 
+@functools.cache
+def expected_of(tied: bool, num_microbatches: int) -> list[reference.Step]:
+    return joined(tied, num_microbatches).alone().steps
+
+
+def joined(tied: bool, num_microbatches: int) -> Scenario:
+    model = partial(Transformer, num_blocks=4, tied=tied)
+    return tokens.but(model=model, steps=3, microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 @on_ranks(4)
-def test_tensors_smaller_than_the_world_train() -> None:
-    at_every_level(lambda: models.Chain(nn.Linear(1, 1), nn.Linear(1, 1)), width_1)
+def test_every_pair_trains_with_joined_units(strategy: str, outer: str, tied: bool) -> None:
+    for num_microbatches, least in ((1, 2 * BLOCK), (3, BLOCK)):
+        scenario = joined(tied, num_microbatches).but(
+            pair=(strategy, outer), mesh=mesh_of(2, 2), options={"min_unit_size": least}
+        )
+        run = scenario.sharded()
+        expected = expected_of(tied, num_microbatches)
+        assert not reference.differences(run.steps, expected, scenario.tolerance)
+        assert len(unit_names(run.engine)) < 5
 
 
-def width_1(rows: int, seed: int) -> reference.Batch:
-    return vector_batch(rows, seed, 1)
+def unit_names(engine: fe.Engine) -> list[str]:
+    return [unit.name for unit in engine.units if unit.buffers]
+
+
+@pytest.mark.parametrize("strategy", list(LEVELS)[:3])
+@on_ranks(2)
+def test_a_block_that_one_rank_skips(strategy: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = models.Skipping()
+    alone = copy.deepcopy(model)
+    engine = fe.shard(model, strategy=strategy, min_unit_size=EVERYTHING)
+    assert unit_names(engine) == ["blocks.0-2"]
+    optimizers = [reference.sgd(each.parameters()) for each in (model, alone)]
+    for step in range(4):
+        for each in range(world_size):
+            alone.skip = each == step % world_size
+            (alone(*vector_batch(2, 10 * step + each)) / world_size).backward()
+        model.skip = rank == step % world_size
+        model(*vector_batch(2, 10 * step + rank)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        reference.assert_same_weights(model, alone, rtol=2e-5, atol=1e-6)
 
 
 @on_ranks(2)
-def test_several_dtypes_in_one_unit_train() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = models.mixed_model()
-        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
-        assert_trains_alike(model, vector_batch, strategy, compute_dtype=dtypes, later=1e-2)
-
-
-@on_ranks(2)
-def test_results_in_containers_train_and_keep_their_type() -> None:
-    at_every_level(models.NestedModel)
+def test_containers_keep_their_type_and_shared_weights_are_one() -> None:
     model = models.NestedModel()
     fe.shard(model)
     model(*vector_batch(2, 0)).backward()
     kinds = [dict, models.Output, tuple, models.Pair, models.Bag, defaultdict]
     assert model.types == kinds
+    shared: Any = models.shared_model()
+    fe.shard(shared)
+    assert shared.blocks[0].up.weight is shared.blocks[2].up.weight
 
 
 @on_ranks(2)
-def test_a_unit_that_is_called_twice_trains() -> None:
-    at_every_level(models.CalledTwice)
+def test_a_sharded_model_keeps_its_classes_names_modules_and_buffers() -> None:
+    for strategy, level in LEVELS.items():
+        model = Chain(models.Normalised(), models.Normalised())
+        alone = copy.deepcopy(model)
+        modules, classes = dict(model.named_modules()), [type(m) for m in model.modules()]
+        fe.shard(model, strategy=strategy)
+        assert dict(model.named_modules()) == modules
+        assert [type(module) for module in model.modules()] == classes
+        for found, expected in (
+            (model.named_parameters(), alone.named_parameters()),
+            (model.named_buffers(), alone.named_buffers()),
+            (model.state_dict().items(), alone.state_dict().items()),
+        ):
+            assert [(n, v.shape) for n, v in found] == [(n, v.shape) for n, v in expected]
+        sharded = isinstance(next(model.parameters()), fe.FlatDTensor)
+        assert sharded == bool(level.value)
+        batch = vector_batch(4, seed=1)  # the same on all ranks, and so are its statistics
+        torch.testing.assert_close(model(*batch), alone(*batch))
+        torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()))
 
 
-@on_ranks(2)
-def test_a_unit_that_is_never_called_gets_no_gradient() -> None:
-    def skipping() -> nn.Module:
-        model = models.Skipping()
-        model.skip = True
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2, timeout=280)
+def test_blocks_compiled_before_sharding_train(backend: str) -> None:
+    def compiled() -> nn.Module:
+        model = Chain(Mlp(), Mlp())
+        for block in model.blocks:
+            block.compile(backend=backend)
         return model
 
-    at_every_level(skipping)
+    for strategy in LEVELS if backend == "aot_eager" else ["optim_grads_params"]:
+        vectors.but(model=compiled, pair=(strategy, "no_shard")).check()
 
 
-@on_ranks(2)
-def test_a_unit_that_is_called_in_some_steps_only_trains() -> None:
-    def before_step(model: nn.Module, step: int) -> None:
-        model.skip = step % 2 == 1  # type: ignore[assignment]
-
-    at_every_level(models.Skipping, num_steps=4, before_step=before_step)
-
-
-@on_ranks(2)
-def test_units_that_run_in_another_order_in_every_step_train() -> None:
-    class Shuffled(models.Chain):
-        turn = 0
-
-        def predict(self, x: Tensor) -> Tensor:
-            order = [(0, 1, 2), (2, 0, 1), (1, 1, 0)][self.turn]
-            for index in order:
-                x = self.blocks[index](x)
-            return x
-
-    def before_step(model: nn.Module, step: int) -> None:
-        model.turn = step % 3  # type: ignore[assignment]
-
-    at_every_level(
-        lambda: Shuffled(models.Mlp(), models.Mlp(), models.Mlp()),
-        num_steps=4,
-        before_step=before_step,
-    )
-
-
-@on_ranks(2)
-def test_a_parameter_that_nothing_reads_has_no_gradient() -> None:
-    at_every_level(models.unused_model)
-
-
-@on_ranks(2)
-def test_a_weight_shared_by_two_units_trains() -> None:
-    at_every_level(models.shared_model)
-    model = models.shared_model()
-    fe.shard(model)
-    first, last = model.blocks[0], model.blocks[2]  # type: ignore[index]
-    assert first.up.weight is last.up.weight
-
-
-@on_ranks(2)
-def test_a_module_shared_by_two_units_trains() -> None:
-    for units in ("blocks.*", [models.WithShared], [models.WithShared, models.Mlp], None):
-        at_every_level(models.shared_module_model, units=units)
-    at_every_level(models.shared_module_model, min_unit_size=0)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@on_ranks(2)
-def test_a_transformer_trains(tied: bool) -> None:
-    at_every_level(
-        lambda: Transformer(num_blocks=3, tied=tied),
-        token_batch,
-        make_optimizer=reference.adamw,
-    )
-
-
-@on_ranks(2)
-def test_frozen_first_blocks_stay_as_they_are_and_the_rest_trains() -> None:
-    at_every_level(models.frozen_first_model)
-
-
-@on_ranks(2)
-def test_adapters_on_frozen_weights_train() -> None:
-    # Without prefetch a unit that is released too early really loses its memory.
-    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
-    at_every_level(models.lora_model)
-    at_every_level(models.lora_model, config=config)
-
-
-@on_ranks(2)
-def test_a_memory_that_every_layer_reads_gets_its_gradient() -> None:
-    at_every_level(models.EncoderDecoder)
-
-
-@on_ranks(2)
-def test_units_inside_units_train() -> None:
-    at_every_level(models.NestedUnits)
-
-
-@on_ranks(2)
-def test_a_units_result_may_be_changed_in_place() -> None:
-    at_every_level(models.InPlace)
-
-
-@on_ranks(2)
-def test_a_unit_may_return_its_input() -> None:
-    def before_step(model: nn.Module, step: int) -> None:
-        model.blocks[1].active = step % 2 == 0  # type: ignore[index, union-attr]
-
-    at_every_level(
-        lambda: models.Chain(models.Mlp(), models.MaybeIdentity(), models.Mlp()),
-        num_steps=3,
-        before_step=before_step,
-    )
-
-
-@on_ranks(2)
-def test_results_that_nobody_uses_do_no_harm() -> None:
-    at_every_level(models.UnusedOutput)
-
-
-@on_ranks(2)
-def test_a_recurrent_unit_trains() -> None:
-    at_every_level(lambda: models.Chain(models.Recurrent(), models.Recurrent()))
-
-
-@on_ranks(2)
-def test_buffers_stay_with_their_modules() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = models.Chain(models.Normalised(), models.Normalised())
-        alone = copy.deepcopy(model)
-        fe.shard(model, strategy=strategy)
-        assert [name for name, _ in model.named_buffers()] == [
-            name for name, _ in alone.named_buffers()
-        ]
-        x, y = vector_batch(4, seed=1)
-        # The same data everywhere: batch statistics are those of one process.
-        torch.testing.assert_close(model(x, y), alone(x, y))
-        for (name, found), (_, expected) in zip(
-            model.named_buffers(), alone.named_buffers(), strict=True
-        ):
-            torch.testing.assert_close(found, expected, msg=name)
-
-
-UNITS: dict[str, Any] = {
-    "default": None,
-    "classes": (models.Block, nn.Embedding),
-    "one_class": models.Block,
-    "patterns": ["blocks.*", "embedding"],
-    "predicate": lambda name, module: isinstance(module, nn.Linear),
-    "nothing_but_the_root": (),
-}
-
-
-@pytest.mark.parametrize("kind", UNITS)
-@on_ranks(2)
-def test_any_choice_of_units_trains_alike(kind: str) -> None:
-    assert_trains_alike(Transformer(tied=True), token_batch, units=UNITS[kind])
-
-
-@on_ranks(2)
-def test_forwards_without_gradient_may_come_between() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = Transformer()
-        alone = copy.deepcopy(model)
-        engine = fe.shard(model, strategy=strategy)
-        optimizer, alone_optimizer = None, None
-        data = reference.make_data(token_batch, 3, 1, dist.get_world_size())
-        optimizer = reference.once(reference.adamw)
-        alone_optimizer = reference.once(reference.adamw)
-        tokens, targets = token_batch(3, seed=5)
-        for number, step in enumerate(data):
-            for context in (torch.no_grad, torch.inference_mode):
-                with context():
-                    found, expected = model(tokens, targets), alone(tokens, targets)
-                torch.testing.assert_close(found, expected, msg=f"{strategy}, step {number}")
-            found_step = reference.train_sharded(model, engine, [step], optimizer)
-            expected_step = reference.train(alone, [step], alone_optimizer)
-            assert not reference.differences(found_step, expected_step, 2e-5)
-
-
-@on_ranks(2)
-def test_an_evaluation_between_forward_and_backward_does_no_harm() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = Transformer()
-        alone = copy.deepcopy(model)
-        fe.shard(model, strategy=strategy)
-        tokens, targets = token_batch(2, seed=3)
-        alone(tokens, targets).backward()
-        loss = model(tokens, targets)
-        with torch.no_grad():
-            model(tokens)
-        loss.backward()
-        assert_same_gradients(model, alone, strategy)
-
-
-def assert_same_gradients(model: nn.Module, alone: nn.Module, label: str) -> None:
-    """Gradients of ``model`` on all ranks are those of ``alone``."""
-    expected = {name: p.grad for name, p in alone.named_parameters()}
-    found = reference.full_gradients(model)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        other = expected[name]
-        assert (gradient is None) == (other is None), f"{label}: {name}"
-        if gradient is not None and other is not None:
-            error = relative_error(gradient, other)
-            assert error < 2e-5, f"{label}: {name} is off by {error:.1e}"
-
-
-@on_ranks(2)
-def test_a_registered_method_generates_as_the_plain_model_does() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = Transformer()
-        tokens, targets = token_batch(2, seed=3)
-        expected = model.generate(tokens, 4)
-        fe.shard(model, strategy=strategy)
-        fe.register_forward_method(model, "generate")
-        assert torch.equal(model.generate(tokens, 4), expected)
-        model(tokens, targets).backward()
-        assert torch.equal(model.generate(tokens, 4), expected)
-
-
-@on_ranks(2)
-def test_a_registered_method_trains() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = Transformer()
-        alone = copy.deepcopy(model)
-        fe.shard(model, strategy=strategy)
-        fe.register_forward_method(model, "logits")
-        tokens, _ = token_batch(2, seed=3)
-        model.logits(tokens).square().mean().backward()
-        alone.logits(tokens).square().mean().backward()
-        assert_same_gradients(model, alone, strategy)
-
-
-class Checkpointed(models.Regression):
-    """Activation checkpointing of each unit, inside each unit, or over two units at once."""
-
-    def __init__(self, where: str, use_reentrant: bool) -> None:
-        super().__init__()
-        self.where = where
-        self.use_reentrant = use_reentrant
-        self.first = nn.Linear(models.DIM, models.DIM)
-        self.blocks = nn.ModuleList([CheckpointedInside(self) for _ in range(4)])
-
-    def again(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return checkpoint(function, x, use_reentrant=self.use_reentrant)
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if self.where == "two units":
-            for index in (0, 2):
-                x = self.again(lambda x, i=index: self.blocks[i + 1](self.blocks[i](x)), x)
-            return x
-        for block in self.blocks:
-            x = self.again(block, x) if self.where == "unit" else block(x)
-        return x
-
-
-class CheckpointedInside(nn.Module):
-    """A block of which the inner part may be recomputed."""
-
-    def __init__(self, model: Checkpointed) -> None:
-        super().__init__()
-        self.model = [model]  # in a list: not a submodule
-        self.inside = models.Mlp()
-        self.outside = nn.Linear(models.DIM, models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        model = self.model[0]
-        x = model.again(self.inside, x) if model.where == "inside" else self.inside(x)
-        return self.outside(torch.tanh(x))
-
-
-@pytest.mark.parametrize("where", ["unit", "inside", "two units"])
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["plain", "reentrant"])
-@on_ranks(2)
-def test_activation_checkpointing_trains_alike(where: str, use_reentrant: bool) -> None:
-    at_every_level(lambda: Checkpointed(where, use_reentrant))
-
-
-@on_ranks(2)
-def test_checkpointed_adapters_on_frozen_weights_train() -> None:
-    class Model(models.Chain):
-        def predict(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x
-
-    at_every_level(lambda: Model(*models.lora_model().blocks))  # type: ignore[arg-type]
-
-
-@on_ranks(2, timeout=180)
-def test_units_compiled_before_sharding_train() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = Transformer(num_blocks=2)
-        alone = copy.deepcopy(model)
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        engine = fe.shard(model, strategy=strategy)
-        data = reference.make_data(token_batch, 2, 2, dist.get_world_size())
-        found = reference.train_sharded(model, engine, data)
-        lines = reference.differences(found, reference.train(alone, data), 2e-5)
-        assert not lines, f"{strategy}: {lines}"
-
-
-@on_ranks(2, timeout=280)
-def test_units_compiled_by_the_default_compiler_train() -> None:
-    model = models.Chain(models.Mlp(), models.Mlp())
-    alone = copy.deepcopy(model)
-    for block in model.blocks:
-        block.compile()
-    engine = fe.shard(model)
-    data = reference.make_data(vector_batch, 2, 1, dist.get_world_size())
-    found = reference.train_sharded(model, engine, data)
-    lines = reference.differences(found, reference.train(alone, data), 2e-5)
-    assert not lines, lines
-
-
-@on_ranks(2)
-def test_a_model_copied_before_sharding_is_a_model_of_its_own() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        original = Transformer()
-        before = reference.full_weights(original)
-        model, average = copy.deepcopy(original), copy.deepcopy(original)
-        engine = fe.shard(model, strategy=strategy)
-        fe.shard(average, strategy=strategy)
-        data = reference.make_data(token_batch, 2, 1, dist.get_world_size())
-        reference.train_sharded(model, engine, data)
-        with torch.no_grad():
-            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-                slow.lerp_(fast, 0.25)
-        new, averaged = full_weights(model), full_weights(average)
-        for name, weight in original.named_parameters():
-            assert torch.equal(weight, before[name]), name
-            assert not torch.equal(weight, new[name]), name
-            expected = before[name].lerp(new[name], 0.25)
-            torch.testing.assert_close(averaged[name], expected, msg=name)
-
-
-@on_ranks(2)
-def test_a_sharded_model_keeps_its_classes_names_and_modules() -> None:
-    for strategy in LEVELS:
-        model = Transformer(tied=True)
-        names = [name for name, _ in model.named_parameters()]
-        shapes = [parameter.shape for parameter in model.parameters()]
-        modules = dict(model.named_modules())
-        classes = {name: type(module) for name, module in modules.items()}
-        keys = list(model.state_dict())
-        fe.shard(model, strategy=strategy)
-        assert [name for name, _ in model.named_parameters()] == names
-        assert [parameter.shape for parameter in model.parameters()] == shapes
-        assert list(model.state_dict()) == keys
-        for name, module in model.named_modules():
-            assert module is modules[name]
-            assert type(module) is classes[name]
-        assert isinstance(model.head.weight, fe.FlatDTensor) == (strategy in SHARDED_LEVELS)
-
-
-@on_ranks(2)
-def test_a_model_on_the_meta_device_is_materialised_alike_on_every_rank() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(100 + dist.get_rank())
-        with torch.device("meta"):
-            model = Transformer(num_blocks=2)
-        engine = fe.shard(model, strategy=strategy)
-        weights = engine.full_state_dict()
-        assert not any(weight.is_meta for weight in weights.values())
-        assert torch.equal(weights["norm.weight"], torch.ones(models.DIM))
-        assert torch.equal(weights["blocks.1.norm2.bias"], torch.zeros(models.DIM))
-        deviation = weights["embedding.weight"].std().item()
-        assert 0.8 < deviation < 1.2, "nn.Embedding starts from N(0, 1)"
-        for name, weight in weights.items():
-            others = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
-            dist.all_gather(others, weight.contiguous())
-            assert all(torch.equal(other, weight) for other in others), name
-        alone = Transformer(num_blocks=2)
-        alone.load_state_dict(weights)
-        data = reference.make_data(token_batch, 2, 1, dist.get_world_size())
-        found = reference.train_sharded(model, engine, data)
-        assert not reference.differences(found, reference.train(alone, data), 2e-5)
-
-
-@on_ranks(2)
-def test_a_tied_head_on_the_meta_device_stays_tied() -> None:
-    with torch.device("meta"):
-        model = Transformer(num_blocks=1, tied=True)
-    engine = fe.shard(model)
-    assert model.head.weight is model.embedding.weight
-    assert engine.full_tensor("embedding.weight").abs().sum() > 0
-
-
-class Fragile(models.Chain):
+class Fragile(Chain):
     """Raises in the forward or in the backward of its middle block, when told to."""
 
     fails_in = ""
@@ -501,104 +382,102 @@ class FailingBackward(torch.autograd.Function):
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 @on_ranks(2)
-def test_after_an_exception_reset_returns_to_rest_with_the_weights_intact(fails_in: str) -> None:
+def test_after_an_exception_reset_leads_back_with_the_weights_intact(fails_in: str) -> None:
+    def fail(model: Any, step: int) -> None:
+        engine = fe.engine.engine_of(model)
+        if engine is None:  # the one process
+            return
+        before = reference.full_weights(model)
+        model.fails_in = fails_in
+        with pytest.raises(ArithmeticError, match="planted"):
+            model(*vector_batch(2, seed=1)).backward()
+        model.fails_in = ""
+        engine.reset()
+        engine.reset()  # at rest: changes nothing
+        after = reference.full_weights(model)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    scenario = vectors.but(
+        model=lambda: Fragile(*(Mlp() for _ in range(4))),
+        optimizer=reference.adamw,
+        before_step=fail,
+    )
     for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = Fragile(*(models.Mlp() for _ in range(4)))
-        alone = copy.deepcopy(model)
-        engine = fe.shard(model, strategy=strategy)
-        data = reference.make_data(vector_batch, 3, 2, dist.get_world_size())
-        optimizer = reference.once(reference.adamw)
-        alone_optimizer = reference.once(reference.adamw)
-        for step in data:
-            before = full_weights(model)
-            model.fails_in = fails_in
-            with pytest.raises(ArithmeticError, match="planted"):
-                model(*vector_batch(2, seed=1)).backward()
-            model.fails_in = ""
-            engine.reset()
-            after = full_weights(model)
-            assert all(torch.equal(after[name], before[name]) for name in before)
-            assert all(parameter.grad is None for parameter in model.parameters())
-            found = reference.train_sharded(model, engine, [step], optimizer)
-            expected = reference.train(alone, [step], alone_optimizer)
-            lines = reference.differences(found, expected, 2e-5)
-            assert not lines, f"{strategy}: {lines}"
+        scenario.but(pair=(strategy, "no_shard")).check()
+
+
+class ReadsInputs(Chain):
+    """Its blocks get fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(Mlp(), Mlp())
+        self.norm = nn.LayerNorm(models.DIM)
+        self.seen: list[torch.dtype] = []
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x.float())
+        self.seen.append(x.dtype)
+        return self.norm(self.blocks[1](x.float()))
 
 
 @on_ranks(2)
-def test_reset_at_rest_changes_nothing() -> None:
-    model = Transformer()
-    alone = copy.deepcopy(model)
-    engine = fe.shard(model)
-    engine.reset()
-    engine.reset()
-    data = reference.make_data(token_batch, 2, 1, dist.get_world_size())
-    found = reference.train_sharded(model, engine, data)
-    assert not reference.differences(found, reference.train(alone, data), 2e-5)
-
-
-@on_ranks(2)
-def test_autocast_over_fp32_weights_trains() -> None:
+def test_blocks_get_inputs_in_the_compute_dtype_also_beside_loose_modules() -> None:
     for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = Transformer()
-        alone = copy.deepcopy(model)
-        fe.shard(model, strategy=strategy)
-        tokens, targets = token_batch(2, seed=3)
-        for each in (model, alone):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = each(tokens, targets)
-            loss.backward()
-        assert_same_gradients(model, alone, strategy)
+        model = ReadsInputs()
+        engine = fe.shard(model, strategy=strategy, min_unit_size=EVERYTHING, **BF16)
+        assert unit_names(engine) == ["blocks.0-1 + norm"]
+        for step in range(2):
+            model(*vector_batch(2, step)).backward()
+        assert model.seen == [torch.bfloat16] * 2
+
+
+def noted(calls: list[str], name: str, real: Callable[..., None], *args: Any) -> None:
+    calls.append(name)
+    real(*args)
 
 
 @on_ranks(2)
-def test_two_models_train_side_by_side() -> None:
-    generator, critic = models.Chain(models.Mlp(), models.Mlp()), models.Chain(models.Mlp())
-    alone_generator, alone_critic = copy.deepcopy(generator), copy.deepcopy(critic)
-    fe.shard(generator)
-    fe.shard(critic, strategy="optim")
-    fe.register_forward_method(generator, "predict")
-    x, y = vector_batch(3, seed=4)
-    critic(generator.predict(x), y).backward()
-    alone_critic(alone_generator.predict(x), y).backward()
-    assert_same_gradients(generator, alone_generator, "generator")
-    assert_same_gradients(critic, alone_critic, "critic")
+def test_a_joined_unit_is_gathered_once_for_all_of_its_blocks() -> None:
+    for reentrant in (False, True):
+        model = Small(num_blocks=4, checkpoints=reentrant)
+        engine = fe.shard(model, min_unit_size=400)
+        first, last = "first + blocks.0-1", "blocks.2-3 + last"
+        assert unit_names(engine) == [first, last]
+        gathers: list[str] = []
+        for unit in engine.units[1:]:
+            unit.gather = partial(noted, gathers, unit.name, unit.gather)  # type: ignore[method-assign]
+        for step in range(3):
+            gathers.clear()
+            model(*vector_batch(2, step)).backward()
+        # The last one stays full from forward to backward.
+        assert gathers == [first, last, first]
+        for unit in engine.units:
+            assert not unit.uses
+            assert unit.unsharded is None or not unit.reshards
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_the_wrapper_joins_units_where_parameters_are_sharded(strategy: str) -> None:
+    scenario = joined(False, 2).but(steps=2, max_norm=float("inf"))
+    model = scenario.made()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assignment, "MIN_UNIT_SIZE", 2 * BLOCK)  # it has no keyword for it
+        ddp = fe.DistributedDataParallel(model, config_of(strategy, overlap=True))
+    is_sharded = strategy == "optim_grads_params"
+    names = ["embedding + blocks.0-1", "blocks.2-3 + norm + head"] if is_sharded else [""]
+    assert unit_names(ddp.engine) == names
+    found = train_wrapped(ddp, scenario.data())
+    assert not reference.differences(found, scenario.alone().steps, 2e-5)
 
 
 @on_ranks(2)
-def test_an_engine_and_its_threads_go_away_with_the_model() -> None:
-    def train_one() -> weakref.ref[fe.Engine]:
-        model = Transformer(num_blocks=1)
-        engine = fe.shard(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(*token_batch(2, 1)).backward()
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        return weakref.ref(engine)
-
-    for _ in range(2):
-        engine = train_one()
-        gc.collect()
-        assert engine() is None
-
-
-@on_ranks(2)
-def test_an_engine_that_nobody_holds_serves_its_model() -> None:
-    for strategy in LEVELS:
-        torch.manual_seed(0)
-        model = Transformer(num_blocks=2)
-        alone = copy.deepcopy(model)
-        fe.shard(model, strategy=strategy)
-        gc.collect()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-        tokens, targets = token_batch(2, seed=3)
-        for _ in range(2):
-            for each, its_optimizer in ((model, optimizer), (alone, alone_optimizer)):
-                each(tokens, targets).backward()
-                its_optimizer.step()
-                its_optimizer.zero_grad()
-            gc.collect()
-        torch.testing.assert_close(model(tokens), alone(tokens), msg=strategy)
+def test_joined_units_are_described_by_runs_of_names() -> None:
+    engine = fe.shard(Transformer(num_blocks=6), min_unit_size=2 * BLOCK)
+    rows = {row.name: row for row in engine.describe().rows}
+    names = ["", "embedding + blocks.0-1", "blocks.2-3", "blocks.4-5 + norm + head"]
+    assert list(rows) == names
+    assert [rows[name].num_gathers for name in names[1:]] == [2, 2, 1]
+    assert rows["blocks.2-3"].num_elements == 2 * BLOCK
+    assert "blocks.4-5 + norm + head" in str(engine.describe())

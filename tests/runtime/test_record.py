@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,36 +48,26 @@ def step(ahead: list[int], phase: int = FORWARD, *, expected: bool = True) -> St
     return Step(phase, tuple(Use(unit, phase) for unit in ahead), expected)
 
 
-def test_the_example_of_the_docstring() -> None:
-    assert windows([0, 1, 2, 3], [10] * 4, 20) == [(1, 2), (2, 3), (3,), ()]
+# Order, sizes, budget, windows.
+WINDOWS: list[tuple[list[int], list[int], int, list[tuple[int, ...]]]] = [
+    ([0, 1, 2, 3], [10] * 4, 20, [(1, 2), (2, 3), (3,), ()]),  # the example of the docstring
+    ([0, 1, 2], [10, 20, 30], 1, [(1,), (2,), ()]),  # a budget of one element: one unit
+    ([0, 1, 2, 3], [10, 50, 10, 10], 20, [(1,), (2, 3), (3,), ()]),  # below the first unit
+    ([0, 1, 2, 3], [10, 0, 0, 10], 1, [(3,), (3,), (3,), ()]),  # some need no gathering
+    ([0, 1, 0, 1, 2], [10] * 3, 1000, [(1, 2), (0, 2), (1, 2), (2,), ()]),  # each once
+]
 
 
-def test_a_budget_of_one_element_gathers_one_unit_ahead() -> None:
-    assert windows([0, 1, 2], [10, 20, 30], 1) == [(1,), (2,), ()]
-
-
-def test_a_budget_below_the_first_unit_still_takes_it_and_no_more() -> None:
-    assert windows([0, 1, 2, 3], [10, 50, 10, 10], 20)[0] == (1,)
-
-
-def test_units_that_need_no_gathering_are_passed_over() -> None:
-    assert windows([0, 1, 2, 3], [10, 0, 0, 10], 1) == [(3,), (3,), (3,), ()]
-
-
-def test_a_unit_called_twice_is_gathered_ahead_once() -> None:
-    assert windows([0, 1, 0, 1, 2], [10] * 3, 1000)[0] == (1, 2)
+@pytest.mark.parametrize(("order", "sizes", "budget", "expected"), WINDOWS)
+def test_windows(
+    order: list[int], sizes: list[int], budget: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert windows(order, sizes, budget) == expected
 
 
 def test_what_is_gathered_ahead_is_gathered_for_its_first_use() -> None:
     uses = [Use(0, BACKWARD), Use(1, FORWARD), Use(1, BACKWARD)]
     assert prefetch_windows(uses, [10, 10], 1000)[0] == (Use(1, FORWARD),)
-
-
-@given(walks())
-@settings(max_examples=100, deadline=None)
-def test_a_budget_of_nothing_gathers_nothing_ahead(walk: tuple[list[int], list[int], int]) -> None:
-    order, sizes, _ = walk
-    assert windows(order, sizes, 0) == [()] * len(order)
 
 
 @given(walks())
@@ -92,8 +83,7 @@ def test_a_window_is_at_least_one_unit_and_never_more_than_one_over_the_budget(
         wanted = list(dict.fromkeys(u for u in ahead if u != order[place] and sizes[u]))
         # The nearest ones, each once, without a gap.
         assert list(window) == wanted[: len(window)]
-        if budget and wanted:
-            assert window
+        assert bool(window) == bool(budget and wanted)
         # Without the last one the window is below the budget; with one more it was full before.
         assert not window or sum(sizes[unit] for unit in window[:-1]) < budget
         if len(window) < len(wanted):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
+from fsdp_engine.strategies import LEVELS
 from tests.pool import on_ranks
+from tests.reference import full_weights
+from tests.training import mesh_of
 
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 REFUSED = r"optimizer step: expected a reduced gradient of 0\.weight"
 
 
@@ -23,7 +25,7 @@ def made() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
@@ -31,120 +33,111 @@ def backward(model: nn.Module, rank: int) -> None:
     model(torch.full((2, 3), rank + 1.0)).square().mean().backward()
 
 
-def whole(model: nn.Module) -> list[Tensor]:
-    params = (param.detach() for param in model.parameters())
-    return [p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for p in params]
-
-
-def stepped_alone(num_microbatches: int) -> list[Tensor]:
-    """After a step by the mean over two ranks of the sum of equal microbatches."""
-    model = made()
+def assert_stepped(model: nn.Module, num_microbatches: int) -> None:
+    """After a step by the mean over all ranks of the sum of equal microbatches."""
+    alone, size = made(), dist.get_world_size()
     for _ in range(num_microbatches):
-        for rank in range(2):
-            (model(torch.full((2, 3), rank + 1.0)).square().mean() / 2).backward()
-    sgd(model).step()
-    return whole(model)
+        for rank in range(size):
+            (alone(torch.full((2, 3), rank + 1.0)).square().mean() / size).backward()
+    sgd(alone).step()
+    assert_weights(model, dict(alone.named_parameters()))
+
+
+def assert_weights(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(full_weights(model), {n: p.detach() for n, p in expected.items()})
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_step_is_refused_where_gradients_are_not_reduced_and_right_elsewhere(level: str) -> None:
-    model = made()
-    engine = fe.shard(model, strategy=level)
-    optimizer, before = sgd(model), whole(model)
-    with engine.no_sync():
-        backward(model, dist.get_rank())
-        if level in ("no_shard", "optim"):
+def test_a_step_is_refused_where_gradients_are_not_reduced_and_right_elsewhere() -> None:
+    for level in LEVELS:
+        model = made()
+        engine = fe.shard(model, strategy=level)
+        optimizer = sgd(model)
+        with engine.no_sync():
+            backward(model, dist.get_rank())
+            if level not in ("no_shard", "optim"):  # every microbatch is reduced
+                optimizer.step()
+                assert_stepped(model, 1)
+                continue
             with pytest.raises(RuntimeError, match=REFUSED):
                 optimizer.step()
-            torch.testing.assert_close(whole(model), before)
-        else:  # every microbatch is reduced
-            optimizer.step()
-            torch.testing.assert_close(whole(model), stepped_alone(1))
-            return
-    # Nothing is lost: the last microbatch brings the sum.
-    backward(model, dist.get_rank())
-    optimizer.step()
-    torch.testing.assert_close(whole(model), stepped_alone(2))
+            assert_weights(model, dict(made().named_parameters()))
+        # Nothing is lost: the last microbatch brings the sum.
+        backward(model, dist.get_rank())
+        optimizer.step()
+        assert_stepped(model, 2)
+
+
+def step_by_place(optimizer: Any, closure: Callable[[], None]) -> None:
+    optimizer.step(closure)
+
+
+def step_by_name(optimizer: Any, closure: Callable[[], None]) -> None:
+    optimizer.step(closure=closure)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("by_name", [False, True])
-def test_the_backward_of_a_closure_may_be_the_last_of_a_step(level: str, by_name: bool) -> None:
-    model = made()
-    engine = fe.shard(model, strategy=level)
-    with engine.no_sync():
-        backward(model, dist.get_rank())
-    optimizer: Any = sgd(model)
-
-    def closure() -> None:
-        backward(model, dist.get_rank())
-
-    if by_name:
-        optimizer.step(closure=closure)
-    else:
-        optimizer.step(closure)
-    torch.testing.assert_close(whole(model), stepped_alone(2))
+def test_the_backward_of_a_closure_may_be_the_last_of_a_step() -> None:
+    for level in LEVELS:
+        for step in (step_by_place, step_by_name):
+            model = made()
+            engine = fe.shard(model, strategy=level)
+            with engine.no_sync():
+                backward(model, dist.get_rank())
+            step(sgd(model), lambda model=model: backward(model, dist.get_rank()))
+            assert_stepped(model, 2)
 
 
 @on_ranks(4)
-def test_rows_of_hsdp_are_not_stepped_apart() -> None:
-    model = made()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    engine = fe.shard(model, mesh, strategy="optim_grads_params", outer_strategy="no_shard")
+def test_rows_of_hsdp_and_units_that_do_not_sync_are_not_stepped() -> None:
+    model: Any = made()
+    engine = fe.shard(model, mesh_of(2, 2), "optim_grads_params", "no_shard")
     with engine.no_sync():
         backward(model, dist.get_rank())
     with pytest.raises(RuntimeError, match=REFUSED):
         sgd(model).step()
-
-
-@on_ranks(4)
-def test_units_that_do_not_sync_are_not_stepped() -> None:
-    model: Any = made()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = made()
     for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh_of(2, 2))
     model[0].set_requires_gradient_sync(False)
     backward(model, dist.get_rank() % 2)
     with pytest.raises(RuntimeError, match=REFUSED):
         sgd(model).step()
-    torch.optim.SGD(model[2].parameters()).step()
+    sgd(model[2]).step()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_other_steps_go_ahead(level: str) -> None:
-    model, other = made(), made()
-    engine, _ = fe.shard(model, strategy=level), fe.shard(other, strategy=level)
-    with engine.no_sync():
-        backward(model, dist.get_rank())
-        # An optimizer of other parameters: a generator's, while its critic accumulates.
-        backward(other, dist.get_rank())
-        sgd(other).step()
-        # Gradients that were dropped, made zero, or replaced by the user's.
-        optimizer = sgd(model)
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-    torch.testing.assert_close(whole(other), stepped_alone(1))
-    torch.testing.assert_close(whole(model), [value - 0.5 for value in whole(made())])
+def test_other_steps_go_ahead() -> None:
+    for level in LEVELS:
+        model, other = made(), made()
+        engine, _ = fe.shard(model, strategy=level), fe.shard(other, strategy=level)
+        with engine.no_sync():
+            backward(model, dist.get_rank())
+            # An optimizer of other parameters: a generator's, while its critic accumulates.
+            backward(other, dist.get_rank())
+            sgd(other).step()
+            # Gradients that were dropped, made zero, or replaced by the user's.
+            optimizer = sgd(model)
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert_stepped(other, 1)
+        assert_weights(model, {n: p.detach() - 0.5 for n, p in made().named_parameters()})
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("level", LEVELS)
-def test_one_rank_has_nothing_to_reduce(level: str) -> None:
-    model, alone = made(), made()
-    engine = fe.shard(model, strategy=level)
-    with engine.no_sync():
-        for each in (model, alone):
-            backward(each, 0)
-            sgd(each).step()
-    torch.testing.assert_close(whole(model), whole(alone))
+def test_one_rank_has_nothing_to_reduce() -> None:
+    for level in LEVELS:
+        model = made()
+        engine = fe.shard(model, strategy=level)
+        with engine.no_sync():
+            backward(model, 0)
+            sgd(model).step()
+        assert_stepped(model, 1)
 
 
 @on_ranks(2)

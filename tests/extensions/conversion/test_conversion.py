@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.strategies import LEVELS
+from tests import reference
+from tests.checkpoint.scene import shared_folder
 from tests.models import Transformer
-from tests.pool import Ranks, on_ranks
-
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+from tests.pool import on_ranks
 
 
 class Net(nn.Module):
@@ -78,53 +77,118 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, FlatDTensor) else tensor
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its weights, and a layer of which a part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(6, 6)
+        self.head = nn.Linear(6, 6)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x[None])[0][0])
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_training_goes_on_in_another_dtype(level: str) -> None:
-    alone, model = net(), net()
-    fe.shard(model, strategy=level)
-    alone_sgd, sgd = momentum(alone), momentum(model)
-    params = list(model.parameters())
-    expected = steps(alone, alone_sgd, range(2), shared=False)
-    found = steps(model, sgd, range(2))
-    alone.double()
-    assert model.double() is model
-    assert [id(p) for p in model.parameters()] == [id(p) for p in params]
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-    assert model.shift.dtype == torch.float64
-    assert model.norm.running_mean.dtype == torch.float64
-    assert model.head.weight is model.first.weight
-    expected += steps(alone, alone_sgd, range(2, 4), shared=False)
-    found += steps(model, sgd, range(2, 4))
-    alone.to(torch.float32)
+def recurrent() -> nn.Module:
+    torch.manual_seed(0)
+    return Recurrent()
+
+
+def leave(model: Any) -> None:
+    """Changes nothing."""
+
+
+def freeze_and_double(model: Any) -> None:
+    model.blocks[1].requires_grad_(False)
+    model.double()
+
+
+def thaw_and_float(model: Any) -> None:
+    model.blocks[1].requires_grad_(True)
     model.to(torch.float32)
-    expected += steps(alone, alone_sgd, range(4, 6), shared=False)
-    found += steps(model, sgd, range(4, 6))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert sgd.state[param]["momentum_buffer"].dtype == torch.float32
-        torch.testing.assert_close(whole(param), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+def to_double(model: Any) -> None:
+    params = [id(param) for param in model.parameters()]
+    assert model.double() is model
+    assert [id(param) for param in model.parameters()] == params
+
+
+def to_float(model: Any) -> None:
+    model.to(torch.float32)
+
+
+# By name: the model, options of shard, what is done to it before every two steps, levels.
+PROGRAMS: dict[str, tuple[Any, dict[str, Any], list[Any], Any]] = {
+    "another dtype and back": (net, {}, [leave, to_double, to_float], LEVELS),
+    "frozen meanwhile": (net, {}, [leave, freeze_and_double, thaw_and_float], LEVELS),
+    "recurrent and partly frozen": (
+        recurrent,
+        {},
+        [leave, to_double],
+        ["optim", "optim_grads_params"],
+    ),
+    "planned addresses": (
+        net,
+        {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
+        [leave, leave, to_double, leave],
+        ["optim_grads_params"],
+    ),
+}
+
+
+def trained_of(model: nn.Module) -> list[str]:
+    return [name for name, param in model.named_parameters() if param.requires_grad]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(2)
+def test_training_goes_on_in_another_dtype(name: str) -> None:
+    make, options, changes, levels = PROGRAMS[name]
+    for level in levels:
+        alone, model = make(), make()
+        fe.shard(model, strategy=level, **options)
+        alone_sgd, sgd = momentum(alone), momentum(model)
+        expected, found = [], []
+        for number, change in enumerate(changes):
+            for each in (alone, model):
+                change(each)
+            which = range(2 * number, 2 * number + 2)
+            expected += steps(alone, alone_sgd, which, shared=False)
+            found += steps(model, sgd, which)
+            kinds = [
+                ({n: v.dtype for n, v in each.state_dict().items()}, trained_of(each))
+                for each in (model, alone)
+            ]
+            assert kinds[0] == kinds[1]
+        dtypes = [
+            [
+                optimizer.state[p]["momentum_buffer"].dtype
+                for p in each.parameters()
+                if p.requires_grad
+            ]
+            for optimizer, each in ((sgd, model), (alone_sgd, alone))
+        ]
+        assert dtypes[0] == dtypes[1]
+        assert not hasattr(model, "first") or model.head.weight is model.first.weight
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        reference.assert_same_weights(model, alone, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["half", "bfloat16"])
-def test_one_rank_has_the_bits_of_plain_torch(level: str, name: str) -> None:
-    alone, model = net(), net()
-    fe.shard(model, strategy=level)
-    alone_sgd, sgd = momentum(alone), momentum(model)
-    steps(alone, alone_sgd, range(2))
-    steps(model, sgd, range(2))
-    getattr(alone, name)()
-    getattr(model, name)()
-    assert steps(alone, alone_sgd, range(2, 5)) == steps(model, sgd, range(2, 5))
-    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(whole(param), other.detach())
+def test_one_rank_has_the_bits_of_plain_torch() -> None:
+    for level in LEVELS:
+        for name in ("half", "bfloat16"):
+            alone, model = net(), net()
+            fe.shard(model, strategy=level)
+            alone_sgd, sgd = momentum(alone), momentum(model)
+            steps(alone, alone_sgd, range(2))
+            steps(model, sgd, range(2))
+            getattr(alone, name)()
+            getattr(model, name)()
+            assert steps(alone, alone_sgd, range(2, 5)) == steps(model, sgd, range(2, 5))
+            reference.assert_same_weights(model, alone, rtol=0, atol=0)
 
 
 def test_without_a_process_group() -> None:
@@ -141,60 +205,57 @@ def test_without_a_process_group() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_are_converted_with_their_parameters(level: str) -> None:
-    alone, model = net(), net()
-    engine = fe.shard(model, strategy=level)
-    F.mse_loss(alone(x := data(0, torch.float32)), x).backward()
-    F.mse_loss(model(mine(x)), mine(x)).backward()
-    alone.double()
-    model.double()
-    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert param.grad is not None
-        assert other.grad is not None
-        assert param.grad.dtype == other.grad.dtype == torch.float64
-        torch.testing.assert_close(whole(param.grad), other.grad, rtol=1e-5, atol=1e-6)
-    # A backward adds to them.
-    F.mse_loss(alone(x := data(1, torch.float64)), x).backward()
-    F.mse_loss(model(mine(x)), mine(x)).backward()
-    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert param.grad is not None
-        assert other.grad is not None
-        torch.testing.assert_close(whole(param.grad), other.grad, rtol=1e-5, atol=1e-6)
-    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-    torch.testing.assert_close(engine.clip_grad_norm_(0.1), expected, check_dtype=False)
+def test_gradients_are_converted_with_their_parameters() -> None:
+    for level in LEVELS:
+        alone, model = net(), net()
+        engine = fe.shard(model, strategy=level)
+        # The second backward adds to the gradients of the first.
+        for number, dtype in enumerate((torch.float32, torch.float64)):
+            x = data(number, dtype)
+            F.mse_loss(alone(x), x).backward()
+            F.mse_loss(model(mine(x)), mine(x)).backward()
+            alone.double()
+            model.double()
+            found = reference.full_gradients(model)
+            for name, other in alone.named_parameters():
+                assert other.grad is not None
+                torch.testing.assert_close(found[name], other.grad, rtol=1e-5, atol=1e-6)
+        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        torch.testing.assert_close(engine.clip_grad_norm_(0.1), expected, check_dtype=False)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_policy_follows(level: str) -> None:
+def test_the_policy_follows() -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = net()
-    del model.norm
-    model.norm = nn.LayerNorm(6)
     seen: list[torch.dtype] = []
-    model.blocks[1].register_forward_hook(lambda m, args, y: seen.append(m.weight.dtype))
-    engine = fe.shard(model, strategy=level, mp_policy=policy)
-    before = engine.memory_bytes()
-    sgd = momentum(model)
-    steps(model, sgd, range(1))
-    values = [whole(p).clone() for p in model.parameters()]
-    model.double()
-    steps(model, sgd, range(1, 2))
-    model.float()
-    for p, value in zip(model.parameters(), values, strict=True):
-        assert p.dtype == torch.float32
-        assert not torch.equal(whole(p), value)
-    steps(model, sgd, range(2, 3))
-    assert set(seen) == {torch.bfloat16}
-    if level != "no_shard":  # where gradients' memory stays
-        assert engine.memory_bytes() == before
-    model.bfloat16()
-    steps(model, sgd, range(3, 4))
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    for level in LEVELS:
+        model = net()
+        del model.norm
+        model.norm = nn.LayerNorm(6)
+        model.blocks[1].register_forward_hook(lambda m, args, y: seen.append(m.weight.dtype))
+        engine = fe.shard(model, strategy=level, mp_policy=policy)
+        before = engine.memory_bytes()
+        sgd = momentum(model)
+        steps(model, sgd, range(1))
+        values = [reference.full(p) for p in model.parameters()]
+        model.double()
+        steps(model, sgd, range(1, 2))
+        model.float()
+        for p, value in zip(model.parameters(), values, strict=True):
+            assert p.dtype == torch.float32
+            assert not torch.equal(reference.full(p), value)
+        steps(model, sgd, range(2, 3))
+        assert set(seen) == {torch.bfloat16}
+        if level != "no_shard":  # where gradients' memory stays
+            assert engine.memory_bytes() == before
+        model.bfloat16()
+        steps(model, sgd, range(3, 4))
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def saved_and_continued(folder: str) -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_a_checkpoint_after_a_conversion() -> None:
+    folder = shared_folder()
     model = net()
     engine = fe.shard(model)
     sgd = momentum(model)
@@ -206,26 +267,8 @@ def saved_and_continued(folder: str) -> tuple[list[float], list[float]]:
     again = fe.shard(other)
     other_sgd = momentum(other)
     fe.load_checkpoint(folder, again, other_sgd)
-    return steps(other, other_sgd, range(2, 4)), steps(model, sgd, range(2, 4))
-
-
-def test_a_checkpoint_after_a_conversion(ranks: Ranks, tmp_path: Path) -> None:
-    for found, expected in ranks.run(saved_and_continued, str(tmp_path / "one"), world_size=2):
-        assert found == expected
-
-
-@on_ranks(2)
-def test_planned_addresses_follow() -> None:
-    alone, model = net(), net()
-    fe.shard(model, config=fe.DistributedDataParallelConfig(fsdp_double_buffer=True))
-    alone_sgd, sgd = momentum(alone), momentum(model)
-    expected = steps(alone, alone_sgd, range(4), shared=False)
-    found = steps(model, sgd, range(4))
-    alone.double()
-    model.double()
-    expected += steps(alone, alone_sgd, range(4, 8), shared=False)
-    found += steps(model, sgd, range(4, 8))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    found = steps(other, other_sgd, range(2, 4))
+    assert found == steps(model, sgd, range(2, 4))
 
 
 @on_ranks(2)
@@ -237,37 +280,6 @@ def test_fp8_on_the_wire_follows() -> None:
     model.bfloat16()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert steps(model, sgd, range(2, 6))[-1] < first[0]
-
-
-class Recurrent(nn.Module):
-    """An LSTM, which keeps a list of its weights, and a layer of which a part is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.LSTM(6, 6)
-        self.head = nn.Linear(6, 6)
-        self.head.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x[None])[0][0])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
-def test_recurrent_modules_and_frozen_parameters(level: str) -> None:
-    torch.manual_seed(0)
-    alone = Recurrent()
-    model = copy.deepcopy(alone)
-    fe.shard(model, strategy=level)
-    alone_sgd, sgd = momentum(alone), momentum(model)
-    expected = steps(alone, alone_sgd, range(1), shared=False)
-    found = steps(model, sgd, range(1))
-    alone.double()
-    model.double()
-    assert not model.head.weight.requires_grad
-    expected += steps(alone, alone_sgd, range(1, 4), shared=False)
-    found += steps(model, sgd, range(1, 4))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -286,33 +298,31 @@ def test_hooks_of_users_and_of_their_gradients_stay() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_cannot_be_converted_raises_and_changes_nothing(level: str) -> None:
-    model = net()
-    engine = fe.shard(model, strategy=level)
-    sgd = momentum(model)
-    with pytest.raises(ValueError, match="expected parameters to stay on cpu"):
-        model.to("meta")
-    if level == "optim_grads_params":  # else buckets hold parameters in registration order
-        with pytest.raises(ValueError, match=r"left out\. Convert the whole unit"):
-            model.norm.double()
-    model.float()
-    output = model(mine(data(0, torch.float32)))
-    with pytest.raises(RuntimeError, match="whose backward is pending"):
-        model.double()
-    del output
-    if level != "no_shard":
-        with engine.no_sync():
-            model(mine(data(0, torch.float32))).sum().backward()
-        with pytest.raises(RuntimeError, match="expected gradients to be reduced or cleared"):
+def test_what_cannot_be_converted_raises_and_changes_nothing() -> None:
+    for level in LEVELS:
+        model = net()
+        engine = fe.shard(model, strategy=level)
+        x = mine(data(0, torch.float32))
+        with pytest.raises(ValueError, match="expected parameters to stay on cpu"):
+            model.to("meta")
+        if level == "optim_grads_params":  # else buckets hold parameters in registration order
+            with pytest.raises(ValueError, match=r"left out\. Convert the whole unit"):
+                model.norm.double()
+        model.float()
+        output = model(x)
+        with pytest.raises(RuntimeError, match="whose backward is pending"):
             model.double()
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model.shift.dtype == torch.float32
-    model(mine(data(0, torch.float32))).sum().backward()
-    model.double()
-    sgd.step()
-    sgd.zero_grad()
-    steps(model, sgd, range(1))
+        del output
+        if level != "no_shard":
+            with engine.no_sync():
+                model(x).sum().backward()
+            with pytest.raises(RuntimeError, match="expected gradients to be reduced or cleared"):
+                model.double()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert model.shift.dtype == torch.float32
+        model(x).sum().backward()
+        model.double()
+        steps(model, momentum(model), range(1))
 
 
 @on_ranks(2)
@@ -335,22 +345,6 @@ def test_an_optimizer_of_slices_follows() -> None:
         model.double()
         found.append(losses + steps(model, optimizer, range(2, 4)))
     assert found[0] == found[1]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_parameters_that_are_frozen_meanwhile(level: str) -> None:
-    alone, model = net(), net()
-    fe.shard(model, strategy=level)
-    alone_sgd, sgd = momentum(alone), momentum(model)
-    expected, found = [], []
-    for start, thawed in ((0, True), (2, False), (4, True)):
-        for each in (alone, model):
-            each.blocks[1].requires_grad_(thawed)
-            each.to(torch.float64 if start == 2 else torch.float32)
-        expected += steps(alone, alone_sgd, range(start, start + 2), shared=False)
-        found += steps(model, sgd, range(start, start + 2))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(1)

@@ -16,25 +16,14 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.comm import rendezvous
 from fsdp_engine.fsdp2 import fully_shard
-from tests.pool import on_ranks
+from fsdp_engine.strategies import LEVELS
+from tests.models import Chain, Mlp, vector_batch
+from tests.pool import Ranks, on_ranks
+from tests.reference import held
 
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # A rendezvous checks the places of missing ranks soon, and again after as long; threads of ranks
 # answer within half a second.
 MOST_SECONDS = 30.0
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.to(self.head.weight.dtype)
-        for block in self.blocks:
-            y = torch.tanh(block(y))
-        return self.head(y)
 
 
 @contextmanager
@@ -46,35 +35,56 @@ def early_checks() -> Iterator[None]:
         rendezvous.FIRST_CHECK_SECONDS = usual
 
 
-def made(level: str | None) -> nn.Module:
+def made(level: str) -> Any:
     torch.manual_seed(0)
-    model = Net()
-    if level is None:
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
-    fe.shard(model, strategy=level)
-    return model
-
-
-def own_part(param: torch.Tensor) -> torch.Tensor:
-    return (param.local if isinstance(param, fe.FlatDTensor) else param).detach()
+    model = Chain(Mlp(), Mlp())
+    if level != "fully_shard":
+        fe.shard(model, strategy=level)
+        return model
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def step(model: nn.Module, optimizer: Any) -> None:
-    model(torch.ones(4, 6)).float().square().mean().backward()
+    x, y = vector_batch(4, 0)
+    model(x.to(next(model.parameters()).dtype), y).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def gathered_texts(error: Exception | None) -> list[str]:
-    """Of all ranks, over the default group, whose connections are whole."""
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, f"{type(error).__name__}: {error}")
-    return texts
+def ways() -> list[Any]:
+    """Level, number of steps before, dtypes that ranks convert the model to, number of ranks."""
+    before, between = ({1: "float64"}, 0), ({0: "bfloat16"}, 2)
+    found = []
+    for number, level in enumerate([*LEVELS, "fully_shard"]):
+        for place, (dtypes, num_before) in enumerate((before, between)):
+            marks = () if place == number % 2 or level == "fully_shard" else pytest.mark.thorough
+            found.append(pytest.param(level, num_before, dtypes, 2, marks=marks))
+    return [
+        *found,
+        ("optim_grads_params", 1, {0: "float64", 1: "bfloat16"}, 2),
+        ("optim_grads_params", 1, {2: "float64"}, 4),
+        pytest.param("no_shard", 1, {2: "float64"}, 4, marks=pytest.mark.thorough),
+    ]
 
 
-def check_all_raise(level: str | None, num_before: int, dtypes: dict[int, str]) -> None:
+@pytest.mark.parametrize(("level", "num_before", "dtypes", "world_size"), ways())
+def test_a_conversion_that_other_ranks_do_not_make_is_an_error_on_all(
+    ranks: Ranks, level: str, num_before: int, dtypes: dict[int, str], world_size: int
+) -> None:
+    for rank, text in enumerate(
+        ranks.run(error_of, level, num_before, dtypes, world_size=world_size)
+    ):
+        assert text.startswith("ValueError: "), (rank, text)
+        for dtype in dtypes.values():
+            assert f"torch.{dtype}, before torch.float32" in text, (rank, text)
+        assert "every rank has to make or none" in text
+        assert "weight" in text
+        assert any(f"on rank {converted} [" in text for converted in dtypes), (rank, text)
+
+
+def error_of(level: str, num_before: int, dtypes: dict[int, str]) -> str:
     """Ranks in ``dtypes`` convert the model after ``num_before`` steps; others do not."""
     model = made(level)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -82,7 +92,7 @@ def check_all_raise(level: str | None, num_before: int, dtypes: dict[int, str]) 
         step(model, optimizer)
     began = time.monotonic()
     error: Exception | None = None
-    before = [own_part(param).clone() for param in model.parameters()]
+    before = [held(param).clone() for param in model.parameters()]
     try:
         with early_checks():
             if dist.get_rank() in dtypes:
@@ -94,46 +104,12 @@ def check_all_raise(level: str | None, num_before: int, dtypes: dict[int, str]) 
     if dist.get_rank() in dtypes:  # it has changed nothing
         for param, value in zip(model.parameters(), before, strict=True):
             assert param.dtype == torch.float32
-            assert torch.equal(own_part(param), value)
-    for rank, text in enumerate(gathered_texts(error)):
-        assert text.startswith("ValueError: "), (rank, text)
-        for dtype in dtypes.values():
-            assert f"torch.{dtype}, before torch.float32" in text, (rank, text)
-        assert "every rank has to make or none" in text
-        assert "weight" in text
-        assert any(f"on rank {converted} [" in text for converted in dtypes), (rank, text)
+            assert torch.equal(held(param), value)
+    return f"{type(error).__name__}: {error}"
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [*LEVELS, None])
-def test_one_of_two_ranks_before_the_first_step(level: str | None) -> None:
-    check_all_raise(level, 0, {1: "float64"})
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_one_of_two_ranks_between_steps(level: str) -> None:
-    check_all_raise(level, 2, {0: "bfloat16"})
-
-
-@on_ranks(2)
-def test_ranks_that_convert_to_different_dtypes() -> None:
-    check_all_raise("optim_grads_params", 1, {0: "float64", 1: "bfloat16"})
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
-def test_one_of_four_ranks(level: str) -> None:
-    check_all_raise(level, 1, {2: "float64"})
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_conversion_of_all_ranks_costs_one_rendezvous(level: str) -> None:
-    model = Net()
-    fe.shard(model, strategy=level)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
+def test_a_conversion_of_all_ranks_costs_one_rendezvous() -> None:
     found: list[str] = []
     usual = rendezvous._Place.wait_for_all
 
@@ -141,30 +117,33 @@ def test_a_conversion_of_all_ranks_costs_one_rendezvous(level: str) -> None:
         found.append(self._what)
         return usual(self, *args)
 
-    rendezvous._Place.wait_for_all = counted  # type: ignore[method-assign]
-    try:
-        model.double()
-        if dist.get_rank() == 1:
-            time.sleep(1.0)  # a rank that is late is waited for
-        for _ in range(3):
-            step(model, optimizer)
-        assert len(found) == 1, found
-        if dist.get_rank() == 1:
-            model.double()  # they are already
+    for level in LEVELS:
+        model = made(level)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model, optimizer)
-        assert len(found) == 1, found
-    finally:
-        rendezvous._Place.wait_for_all = usual  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rendezvous._Place, "wait_for_all", counted)
+            found.clear()
+            model.double()
+            if dist.get_rank() == 1:
+                time.sleep(0.2)  # a rank that is late is waited for
+            step(model, optimizer)
+            step(model, optimizer)
+            assert len(found) == 1, found
+            if dist.get_rank() == 1:
+                model.double()  # they are already
+            step(model, optimizer)
+            assert len(found) == 1, found
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", ["norm", "read"])
 def test_the_others_may_wait_in_the_norm_or_in_a_read(what: str) -> None:
     model = made("optim_grads_params")
-    model(torch.ones(4, 6)).square().mean().backward()
+    model(*vector_batch(4, 0)).backward()
     read = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     if what == "read":
-        read = model.head.weight.full_tensor  # type: ignore[assignment, union-attr]
+        read = model.blocks[0].up.weight.full_tensor
     if dist.get_rank() == 1:
         read = model.double
     with early_checks(), pytest.raises(ValueError, match=r"torch\.float64, before torch\.float32"):
@@ -186,8 +165,8 @@ def test_a_rank_that_is_slow_is_not_taken_for_one_that_does_not_convert() -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with early_checks():
         if dist.get_rank() == 0:
-            time.sleep(4.0)
+            time.sleep(1.5)
         model.double()
         step(model, optimizer)
-        other(torch.ones(4, 6))
-    assert model.head.weight.dtype == torch.float64
+        step(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert {param.dtype for param in model.parameters()} == {torch.float64}

@@ -13,39 +13,14 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from tests import reference
 from tests.checkpoint.scene import shared_folder
+from tests.extensions.different_modules.maze import NUM_BLOCKS, Maze, inputs, loss_of, plain
 from tests.pool import on_few_ranks, on_ranks
-
-WIDTH, NUM_BLOCKS = 6, 4
-
-
-class Blocks(nn.Module):
-    """Blocks, of which each call says which ones it goes through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor, *route: int) -> Tensor:
-        for number in route:
-            x = torch.tanh(self.blocks[number](x))
-        result: Tensor = self.head(x)
-        return result
-
-
-def inputs(seed: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def rank_now() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def evaluate(model: nn.Module, num: int) -> None:
     with torch.no_grad():
         for number in range(num):
-            model(inputs(number), number % NUM_BLOCKS)
+            model(inputs(number), plain(number % NUM_BLOCKS))
 
 
 def sum_of_ranks(engine: fe.Engine) -> None:
@@ -67,7 +42,7 @@ def norms_and_full_tensors(engine: fe.Engine) -> None:
 
 def save_and_load(engine: fe.Engine, optimizer: torch.optim.Optimizer, folder: str) -> None:
     fe.save_checkpoint(f"{folder}/one", engine, optimizer)
-    evaluate(engine.model, 3 * rank_now())
+    evaluate(engine.model, 3 * reference.rank_and_size()[0])
     fe.load_checkpoint(f"{folder}/one", engine, optimizer)
 
 
@@ -75,13 +50,13 @@ def save_a_run(engine: fe.Engine, optimizer: torch.optim.Optimizer, folder: str)
     run = fe.Checkpointer(f"{folder}/run", engine, optimizer)
     for number, save in enumerate((run.save, run.save_async)):
         save(number)
-        evaluate(engine.model, 3 * rank_now())
+        evaluate(engine.model, 3 * reference.rank_and_size()[0])
     assert run.load().step == 1
 
 
 def export(engine: fe.Engine, optimizer: torch.optim.Optimizer, folder: str) -> None:
     fe.export_safetensors(engine, f"{folder}/export")
-    evaluate(engine.model, 3 * rank_now())
+    evaluate(engine.model, 3 * reference.rank_and_size()[0])
     fe.load_safetensors(engine, f"{folder}/export")
 
 
@@ -101,58 +76,59 @@ CALLS: dict[str, Callable[[fe.Engine, torch.optim.Optimizer, str], Any]] = {
 @pytest.mark.parametrize("call", CALLS)
 @on_few_ranks
 def test_a_call_of_all_ranks_waits_for_those_that_evaluate(call: str) -> None:
-    folder, rank, model = shared_folder(), rank_now(), Blocks()
-    engine = fe.shard(model, strategy="optim_grads_params", units="blocks.*")
+    folder, model, (rank, _) = shared_folder(), Maze(), reference.rank_and_size()
+    engine = fe.shard(model, units="blocks.*")
     optimizer = torch.optim.AdamW(model.parameters())
-    route = list(range(1 + rank))
+    route = plain(*range(1 + rank))
     with engine.together():
-        for _ in range(2):
-            model(inputs(rank), *route).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model(inputs(rank), *route).square().mean().backward()
+        loss_of(model, rank, route).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, rank, route).backward()
         evaluate(model, 1 + 4 * rank)
         CALLS[call](engine, optimizer, folder)
         evaluate(model, 4 - rank)
         optimizer.zero_grad()
-        model(inputs(rank), *route).square().mean().backward()
+        loss_of(model, rank, route).backward()
         optimizer.step()
 
 
 @on_ranks(2)
 def test_a_generator_that_is_closed_within_the_context_leaves_it() -> None:
-    rank, model, alone = dist.get_rank(), Blocks(), Blocks()
+    rank, model, alone = dist.get_rank(), Maze(), Maze()
     engine = fe.shard(model, units="blocks.*")
+    route = plain(1, 3)
 
     def results() -> Iterator[Tensor]:
         with engine.together(), torch.no_grad():
             while True:
-                yield model(inputs(0), 1, 3)
+                yield model(inputs(0), route)
 
     for step in range(3):
         for number, result in enumerate(results()):
-            torch.testing.assert_close(result, alone(inputs(0), 1, 3))
+            torch.testing.assert_close(result, alone(inputs(0), route))
             if number == 2 + 3 * step * rank:
                 break
-    model(inputs(rank), 0).sum().backward()
+    loss_of(model, rank, plain(0)).backward()
     assert all(param.grad is not None for param in model.head.parameters())
 
 
 @on_ranks(2)
 def test_a_backward_after_the_context_raises_on_all_ranks() -> None:
-    rank, model = dist.get_rank(), Blocks()
+    rank, model = dist.get_rank(), Maze()
     engine = fe.shard(model, units="blocks.*")
     for step in range(2):
+        route = plain(*range(rank + step))
         with engine.together():
-            loss = model(inputs(0), *range(rank + step)).sum()
+            loss = loss_of(model, 0, route)
         with pytest.raises(RuntimeError, match=r"expected it within engine\.together\(\)"):
             loss.backward()
         engine.reset()
         with engine.together():
-            loss = model(inputs(0), *range(rank + step)).sum()
+            loss = loss_of(model, 0, route)
         with engine.together():
             loss.backward()
         engine.zero_grad_buffer()
     with engine.together():
-        model(inputs(0), 0)  # its backward does not come
-    model(inputs(0), 0).sum().backward()
+        loss_of(model, 0, plain(0))  # its backward does not come
+    loss_of(model, 0, plain(0)).backward()

@@ -5,9 +5,9 @@ Training on random epochs is in ``test_uneven_epochs.py``.
 
 from __future__ import annotations
 
+import itertools
 import math
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
-from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.pool import on_few_ranks, on_ranks
 from tests.training import mesh_of
 
 WIDTH = 8
@@ -45,70 +45,61 @@ def rows(number: int, seed: int) -> Tensor:
     return torch.randn(number, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def assert_equal(
-    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], note: object = ""
-) -> None:
-    """Weights or gradients by name are equal up to the rounding of fp64."""
-    for name, right in expected.items():
-        value = found[name]
-        assert value is not None
-        assert right is not None
-        error = reference.relative_error(value, right)
-        assert error < 1e-12, (note, name, error)
-
-
-def sizes_of(rank: int, seed: int) -> list[int]:
-    """The sizes of the batches of an epoch, of which each rank has another number."""
-    draw = random.Random(1000 * seed + rank)
-    return [draw.randint(1, 5) for _ in range(draw.randint(1, 6))]
-
-
-def loader(rank: int, seed: int) -> Iterator[Tensor]:
-    for number, size in enumerate(sizes_of(rank, seed)):
-        yield rows(size, 100 * (10 * seed + rank) + number)
-
-
-def alone(num_ranks: int, seed: int) -> tuple[nn.Module, list[float]]:
-    """One process that has the samples of all ranks: its model and losses."""
+def sharded(level: str = "optim_grads_params") -> tuple[Net, fe.Engine]:
     model = Net()
-    optimizer = reference.adamw(model.parameters())
-    epochs = [list(loader(rank, seed)) for rank in range(num_ranks)]
-    losses = []
-    for number in range(max(map(len, epochs))):
-        batch = torch.cat([part for each in epochs for part in each[number : number + 1]])
-        loss = model(batch).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+    return model, fe.shard(model, strategy=level, units="blocks.*")
+
+
+def add_mean(engine: fe.Engine, seed: int, num: int = 3) -> None:
+    """A microbatch of ``num`` samples."""
+    engine.mean_loss(engine.model(rows(num, seed)).sum(), num).backward()
+
+
+def check_mean(
+    model: nn.Module, batches: Iterable[Tensor], engine: fe.Engine | None = None, factor: float = 1
+) -> None:
+    """Gradients are ``factor`` times those of the mean over ``batches``, up to the rounding of
+    fp64; and the last mean loss of ``engine`` is that mean."""
+    alone = Net()
+    loss = alone(torch.cat(list(batches))).mean()
+    (factor * loss).backward()
+    found = reference.full_gradients(model)
+    for name, param in alone.named_parameters():
+        gradient = found[name]
+        assert gradient is not None
+        assert param.grad is not None
+        assert reference.relative_error(gradient, param.grad) < 1e-12, name
+    if engine is not None:
+        assert engine.last_mean_loss is not None
+        assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+def check_seeds(model: nn.Module, seeds: Iterable[int], engine: fe.Engine | None = None) -> None:
+    check_mean(model, [rows(3, seed) for seed in seeds], engine)
 
 
 # Batches.
 
 
-def batches_of(rank: int, lengths: tuple[int, ...]) -> Iterator[str]:
-    for number in range(lengths[rank]):
-        yield f"{rank}.{number}"
-
-
-def pass_through(lengths: tuple[int, ...], drop_last: bool) -> list[tuple[str, float]]:
-    engine = fe.shard(nn.Linear(2, 2))
-    batches = batches_of(dist.get_rank(), lengths)
-    return list(engine.even_batches(batches, drop_last=drop_last))
-
-
-def test_a_rank_that_has_run_out_repeats_its_last_batch_with_weight_0(ranks: Ranks) -> None:
-    found = ranks.run(pass_through, (1, 3), False, world_size=2)
-    assert found[0] == [("0.0", 1.0), ("0.0", 0.0), ("0.0", 0.0)]
-    assert found[1] == [("1.0", 1.0), ("1.1", 1.0), ("1.2", 1.0)]
-
-
-def test_drop_last_ends_with_the_rank_that_has_fewest(ranks: Ranks) -> None:
-    found = ranks.run(pass_through, (1, 3), True, world_size=2)
-    assert found == [[("0.0", 1.0)], [("1.0", 1.0)]]
-    assert ranks.run(pass_through, (0, 3), True, world_size=2) == [[], []]
-    assert ranks.run(pass_through, (0, 0), False, world_size=2) == [[], []]
+@pytest.mark.parametrize(
+    ("lengths", "drop_last", "expected"),
+    [
+        # A rank that has run out repeats its last batch with weight 0.
+        ((1, 3), False, [[("0.0", 1.0), ("0.0", 0.0), ("0.0", 0.0)], None]),
+        ((1, 3), True, [[("0.0", 1.0)], [("1.0", 1.0)]]),
+        ((0, 3), True, [[], []]),
+        ((0, 0), False, [[], []]),
+    ],
+)
+@on_ranks(2)
+def test_batches_of_ranks_that_have_different_numbers(
+    lengths: tuple[int, ...], drop_last: bool, expected: list[list[tuple[str, float]] | None]
+) -> None:
+    engine, rank = fe.shard(nn.Linear(2, 2)), dist.get_rank()
+    own = [f"{rank}.{number}" for number in range(lengths[rank])]
+    found = list(engine.even_batches(own, drop_last=drop_last))
+    right = expected[rank]
+    assert found == ([(batch, 1.0) for batch in own] if right is None else right)
 
 
 @on_ranks(3)
@@ -124,34 +115,26 @@ def test_a_rank_without_a_batch_gets_a_copy_of_another_ranks_with_weight_0() -> 
 
 
 @on_ranks(2)
-def test_a_batch_that_cannot_be_sent_to_a_rank_without_one_is_an_error_on_all() -> None:
+def test_errors_of_one_rank_are_raised_on_all() -> None:
     engine = fe.shard(nn.Linear(2, 2))
+    seen: list[tuple[int, float]] = []
+
+    def failing() -> Iterator[int]:
+        yield from range(2)
+        if dist.get_rank() == 1:
+            raise OSError("disk on fire")
+        yield from range(2, 4)
+
+    with pytest.raises(OSError, match="disk on fire"):
+        seen.extend(engine.even_batches(failing()))
+    assert [batch for batch, _ in seen] == [0, 1]  # the batches before it
     batches = [lambda: None] if dist.get_rank() else []
     with pytest.raises(ValueError, match=r"ranks without one.*a batch of type function"):
         next(engine.even_batches(batches))
-
-
-@on_ranks(2)
-def test_an_error_of_one_loader_is_raised_on_all_after_the_batches_before_it() -> None:
-    engine = fe.shard(nn.Linear(2, 2))
-    seen: list[int] = []
-
-    def failing() -> Iterator[int]:
-        yield 0
-        yield 1
-        if dist.get_rank() == 1:
-            raise OSError("disk on fire")
-        yield 2
-        yield 3
-
-    with pytest.raises(OSError, match="disk on fire"):
-        note_all(engine.even_batches(failing()), seen)
-    assert seen == [0, 1]
-
-
-def note_all(batches: Iterator[tuple[int, float]], seen: list[int]) -> None:
-    for batch, _ in batches:
-        seen.append(batch)
+    net = fe.shard(Net())
+    count = torch.tensor(math.nan if dist.get_rank() else 3.0)
+    with pytest.raises(ValueError, match="count: expected a number of samples; found nan"):
+        net.mean_loss(net.model(rows(3, 0)).sum(), count)
 
 
 @on_ranks(2)
@@ -172,45 +155,49 @@ def test_whether_there_is_another_batch_is_known_without_waiting() -> None:
     assert [batch for batch, _ in batches] == [1, 2]
 
 
-@on_few_ranks
-def test_one_rank_or_none_has_its_batches_as_they_are() -> None:
-    engine = fe.shard(nn.Linear(2, 2))
-    assert list(engine.even_batches([5, 6])) == [(5, 1.0), (6, 1.0)]
-
-
 # The mean.
 
 
 @on_few_ranks
 def test_mean_loss_is_that_of_all_samples() -> None:
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model, expected = Net(), Net()
-    engine = fe.shard(model, units="blocks.*", strategy="optim_grads_params")
+    rank, size = reference.rank_and_size()
+    model, engine = sharded()
+    if size == 1:
+        assert list(engine.even_batches([5, 6])) == [(5, 1.0), (6, 1.0)]
     assert engine.last_mean_loss is None
     samples = [rows(1 + 3 * each, each) for each in range(size)]
-    expected(torch.cat(samples)).mean().backward()
     mine = model(samples[rank])
     # The number of samples as a tensor, as masks give it.
     engine.mean_loss(mine.sum(), torch.ones(len(mine)).sum()).backward()
-    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
+    check_mean(model, samples, engine)
+    model.zero_grad()
+    # A loss scale, and clipping, act on the mean.
+    mine = model(samples[rank])
+    (1024 * engine.mean_loss(mine.sum(), len(mine))).backward()
+    check_mean(model, samples, factor=1024)
+    alone = Net()
+    (1024 * alone(torch.cat(samples)).mean()).backward()
+    right = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    assert abs(engine.clip_grad_norm_(1.0) / right - 1) < 1e-12
+    check_mean(model, samples, factor=1024 / (right.item() + 1e-6))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_the_factor_is_not_rounded_where_gradients_are_bf16(level: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64, bias=False)
+def test_the_factor_is_not_rounded_where_gradients_are_bf16() -> None:
     policy = fe.MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, param_dtype=torch.bfloat16)
-    engine = fe.shard(model, strategy=level, mp_policy=policy)
     every = [torch.randn(7 + rank, 64) for rank in range(2)]
     mine = every[dist.get_rank()]
-    engine.mean_loss(model(mine.bfloat16()).float().sum(), len(mine)).backward()
     expected = torch.cat(every).bfloat16().float().mean(0).expand(64, 64)
-    (found,) = reference.full_gradients(model).values()
-    assert found is not None
-    assert found.dtype == torch.bfloat16
-    # Roundings of gradients cancel out; 16 / 15 in bf16 is off by 0.3 %.
-    assert abs(found.float().norm() / expected.norm() - 1) < 1.5e-3
+    for level in LEVEL_NAMES:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, bias=False)
+        engine = fe.shard(model, strategy=level, mp_policy=policy)
+        engine.mean_loss(model(mine.bfloat16()).float().sum(), len(mine)).backward()
+        (found,) = reference.full_gradients(model).values()
+        assert found is not None
+        assert found.dtype == torch.bfloat16
+        # Roundings of gradients cancel out; 16 / 15 in bf16 is off by 0.3 %.
+        assert abs(found.float().norm() / expected.norm() - 1) < 1.5e-3
 
 
 @on_ranks(2)
@@ -221,182 +208,170 @@ def test_experts_have_the_mean_of_all_samples() -> None:
     experts = mesh_of(2, 1)["inner"]
     engine = fe.shard(model, units="blocks.*", expert_mesh=experts)
     x = rows(1 + 2 * dist.get_rank(), dist.get_rank())
-    each = model(x)
-    engine.mean_loss(each.sum(), len(x)).backward()
+    engine.mean_loss(model(x).sum(), len(x)).backward()
     # Each rank has an expert of its own, whose gradient is that of its own samples, over all.
     expected = Net()
     (expected(x).sum() / 4).backward()
-    found = model.blocks[1].weight.grad
-    right = expected.blocks[1].weight.grad
+    found, right = (each.blocks[1].weight.grad for each in (model, expected))
     assert found is not None
     assert right is not None
-    local = found.full_tensor() if hasattr(found, "full_tensor") else found
-    assert reference.relative_error(local, right) < 1e-12
+    assert reference.relative_error(reference.full(found), right) < 1e-12
 
 
 @on_ranks(2)
 def test_a_step_without_samples_has_zero_gradients() -> None:
-    model = Net()
-    engine = fe.shard(model, units="blocks.*")
+    model, engine = sharded()
     engine.mean_loss(0.0 * model(rows(2, 0)).sum(), 0).backward()
-    assert all(
-        not grad.any() for grad in reference.full_gradients(model).values() if grad is not None
-    )
+    gradients = reference.full_gradients(model).values()
+    assert not any(grad is None or grad.any() for grad in gradients)
     assert engine.last_mean_loss is not None
     assert engine.last_mean_loss.isnan()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @on_ranks(2)
-def test_the_other_loop_of_megatron_has_it_too() -> None:
-    expected, losses = alone(2, seed=4)
-    model = Net()
-    config = fe.DistributedDataParallelConfig(overlap_grad_reduce=True)
+def test_the_loop_of_megatron(overlap: bool) -> None:
+    """Also where a rank has no microbatch, which it may leave out without overlap."""
+    model, rank = Net(), dist.get_rank()
+    config = fe.DistributedDataParallelConfig(overlap_grad_reduce=overlap)
     ddp = fe.DistributedDataParallel(model, config)
-    optimizer = reference.adamw(model.parameters())
-    found = []
-    for batch, weight in ddp.engine.even_batches(loader(dist.get_rank(), 4)):
+    for batch, weight in ddp.engine.even_batches([10] if rank else [20, 30]):
         ddp.zero_grad_buffer()
-        loss = ddp.engine.mean_loss(weight * ddp(batch).sum(), weight * len(batch))
-        loss.backward()
+        x = rows(2 + rank, batch)
+        ddp.engine.mean_loss(weight * ddp(x).sum(), weight * len(x)).backward()
         ddp.finish_grad_sync()
-        optimizer.step()
-        assert ddp.engine.last_mean_loss is not None
-        found.append(ddp.engine.last_mean_loss.item())
-    assert found == pytest.approx(losses, rel=1e-6)
-    assert_equal(ddp.engine.full_state_dict(), reference.full_weights(expected))
+        right = [rows(2, 20), rows(3, 10)] if batch != 30 and weight else [rows(2, 30)]
+        check_mean(model, right, ddp.engine)
+    for step in range(0 if overlap else 3):
+        ddp.zero_grad_buffer()
+        if rank == 0 or step == 0:
+            add_mean(ddp.engine, rank)
+        ddp.finish_grad_sync()
+        check_seeds(model, [0, 1] if step == 0 else [0], ddp.engine)
+    # And a step without a mean, as ever.
+    ddp.zero_grad_buffer()
+    ddp(rows(3, 0)).mean().backward()
+    ddp.finish_grad_sync()
+    check_seeds(model, [0])
+
+
+@on_ranks(2)
+def test_backwards_from_cached_representations_belong_to_their_loss() -> None:
+    for level in LEVEL_NAMES:
+        (model, engine), rank = sharded(level), dist.get_rank()
+        halves = [rows(2, rank), rows(2, 2 + rank)]
+        with torch.no_grad():
+            cached = [model(half).requires_grad_() for half in halves]
+        engine.mean_loss(torch.cat(cached).sum(), 4).backward()
+        with engine.no_sync():
+            model(halves[0]).backward(cached[0].grad)
+        model(halves[1]).backward(cached[1].grad)
+        check_mean(model, [rows(2, each) for each in range(4)])
+
+
+@on_ranks(2)
+def test_microbatches_that_the_user_drops_do_not_count() -> None:
+    rank = dist.get_rank()
+    for level, to_none in itertools.product(LEVEL_NAMES, (True, False)):
+        model, engine = sharded(level)
+        for begin in (0, 10):
+            engine.mean_loss(model(rows(3, 77)).sum(), 3)  # no backward runs with it
+            with engine.no_sync():
+                add_mean(engine, 99)
+            model.zero_grad(set_to_none=to_none)  # an incomplete accumulation
+            with engine.no_sync():
+                add_mean(engine, begin + rank)
+            add_mean(engine, begin + 2 + rank)
+            check_seeds(model, range(begin, begin + 4), engine)
+            model.zero_grad(set_to_none=to_none)
 
 
 # Errors.
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_arguments_are_checked() -> None:
-    model = Net()
-    engine = fe.shard(model)
+    model, engine = sharded()
     each = model(rows(3, 0))
-    with pytest.raises(ValueError, match=r"loss_sum: expected one element.*found shape \(3,\)"):
-        engine.mean_loss(each, 3)
-    with pytest.raises(ValueError, match=r"loss_sum:.*requires_grad=False"):
-        engine.mean_loss(each.sum().detach(), 3)
-    for count in (-1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"count: expected a number.*found {count}"):
-            engine.mean_loss(each.sum(), count)
-    with pytest.raises(ValueError, match=r"count:.*shape \(2,\)"):
-        engine.mean_loss(each.sum(), torch.ones(2))
+    for loss, count, words in (
+        (each, 3, r"loss_sum: expected one element.*found shape \(3,\)"),
+        (each.sum().detach(), 3, r"loss_sum:.*requires_grad=False"),
+        (each.sum(), -1, "count: expected a number.*found -1"),
+        (each.sum(), math.inf, "count: expected a number.*found inf"),
+        (each.sum(), math.nan, "count: expected a number.*found nan"),
+        (each.sum(), torch.ones(2), r"count:.*shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.mean_loss(loss, count)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_gradients_that_are_not_cleared_are_refused(level: str) -> None:
-    model = Net()
-    engine = fe.shard(model, strategy=level, units="blocks.*")
-    for _ in range(2):
-        engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
+def test_gradients_that_are_not_cleared_are_refused() -> None:
+    for level in LEVEL_NAMES:
+        model, engine = sharded(level)
+        for _ in range(2):
+            add_mean(engine, 0)
+            model.zero_grad()
+        add_mean(engine, 0)
+        with pytest.raises(RuntimeError, match="expected cleared gradients before a step's first"):
+            add_mean(engine, 0)
+        engine.reset()
         model.zero_grad()
-    engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
-    kept = reference.full_gradients(model)
-    with pytest.raises(RuntimeError, match="expected cleared gradients before a step's first"):
-        engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
-    engine.reset()
-    model.zero_grad()
-    engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
-    for name, grad in reference.full_gradients(model).items():
-        right = kept[name]
-        assert grad is not None
-        assert right is not None
-        assert torch.equal(grad, right), name
+        add_mean(engine, 0)
+        check_seeds(model, [0], engine)
 
 
-def check_mean(
-    model: nn.Module, engine: fe.Engine | None, expected: nn.Module, seeds: list[int]
-) -> None:
-    """Gradients are those of ``expected`` with a batch of 3 samples for each seed; and so is the
-    last mean loss of ``engine``, if it is given."""
-    expected.zero_grad()
-    loss = expected(torch.cat([rows(3, seed) for seed in seeds])).mean()
-    loss.backward()
-    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
-    if engine is None:
-        return
-    assert engine.last_mean_loss is not None
-    assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("to_none", [True, False])
 @on_ranks(2)
-def test_microbatches_that_the_user_drops_do_not_count(level: str, to_none: bool) -> None:
-    model = Net()
-    engine = fe.shard(model, strategy=level, units="blocks.*")
+def test_another_loss_in_the_step_is_refused_or_not_divided() -> None:
     rank = dist.get_rank()
-    for begin in (0, 10):
-        engine.mean_loss(model(rows(3, 77)).sum(), 3)  # no backward runs with it
+    for level, to_none in itertools.product(LEVEL_NAMES, (True, False)):
+        model, engine = sharded(level)
         with engine.no_sync():
-            engine.mean_loss(model(rows(3, 99)).sum(), 3).backward()
-        model.zero_grad(set_to_none=to_none)  # an incomplete accumulation
-        with engine.no_sync():
-            engine.mean_loss(model(rows(3, begin + rank)).sum(), 3).backward()
-        engine.mean_loss(model(rows(3, begin + 2 + rank)).sum(), 3).backward()
-        check_mean(model, engine, Net(), [begin + each for each in range(4)])
-        model.zero_grad(set_to_none=to_none)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@on_ranks(2)
-def test_another_loss_in_the_step_is_refused_or_not_divided(level: str) -> None:
-    model, seed = Net(), dist.get_rank()
-    engine = fe.shard(model, strategy=level, units="blocks.*")
-    for to_none in (True, False):
-        with engine.no_sync():
-            engine.mean_loss(model(rows(3, seed)).sum(), 3).backward()
+            add_mean(engine, rank)
         with pytest.raises(
             RuntimeError, match=r"expected a result of mean_loss.*found another loss"
         ):
-            model(rows(3, seed)).mean().backward()
+            model(rows(3, rank)).mean().backward()
         engine.reset()
         with engine.no_sync():
-            engine.mean_loss(model(rows(3, seed)).sum(), 3).backward()
+            add_mean(engine, rank)
         model.zero_grad(set_to_none=to_none)
-        model(rows(3, seed)).mean().backward()  # a step of its own, as is one after a reduction
-        expected = Net()
-        expected(torch.cat([rows(3, 0), rows(3, 1)])).mean().backward()
-        assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
+        model(rows(3, rank)).mean().backward()  # a step of its own, as is one after a reduction
+        check_seeds(model, [0, 1])
         engine.reset()
         model.zero_grad()
-        engine.mean_loss(model(rows(3, seed)).sum(), 3).backward()
-        model(rows(3, seed)).mean().backward()
-        doubled = {
-            n: None if g is None else g / 2 for n, g in reference.full_gradients(model).items()
-        }
-        assert_equal(doubled, reference.full_gradients(expected))
-        model.zero_grad()
+        add_mean(engine, rank)
+        model(rows(3, rank)).mean().backward()
+        check_mean(model, [rows(3, 0), rows(3, 1)], factor=2)
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
-def test_another_loss_on_some_ranks_is_refused_on_all(level: str) -> None:
-    model, seed = Net(), dist.get_rank()
-    engine = fe.shard(model, strategy=level, units="blocks.*")
-    engine.mean_loss(model(rows(3, seed)).sum(), 3).backward()
-    model.zero_grad()
-    for _ in range(2):
-        loss = model(rows(3, seed))
-        with pytest.raises(RuntimeError, match=r"expected results of mean_loss.* on all ranks, or"):
-            (engine.mean_loss(loss.sum(), 3) if seed == 0 else loss.mean()).backward()
-        engine.reset()
+def test_another_loss_on_some_ranks_is_refused_on_all() -> None:
+    rank = dist.get_rank()
+    for level in LEVEL_NAMES:
+        model, engine = sharded(level)
+        add_mean(engine, rank)
         model.zero_grad()
-        for begin in (0, 2):  # the next steps are right, with either kind
-            loss = model(rows(3, begin + seed))
-            (engine.mean_loss(loss.sum(), 3) if begin else loss.mean()).backward()
-            check_mean(model, engine if begin else None, Net(), [begin, begin + 1])
+        for _ in range(2):
+            loss = model(rows(3, rank))
+            expected = r"expected results of mean_loss.* on all ranks, or"
+            with pytest.raises(RuntimeError, match=expected):
+                (engine.mean_loss(loss.sum(), 3) if rank == 0 else loss.mean()).backward()
+            engine.reset()
+            model.zero_grad()
+            # The next steps are right, with either kind.
+            model(rows(3, rank)).mean().backward()
+            check_seeds(model, [0, 1])
+            model.zero_grad()
+            add_mean(engine, 2 + rank)
+            check_seeds(model, [2, 3], engine)
             model.zero_grad()
 
 
 @on_ranks(2)
 def test_no_other_loss_is_added_to_a_result() -> None:
-    model, seed = Net(), dist.get_rank()
-    engine = fe.shard(model, strategy="optim_grads_params", units="blocks.*")
-    out = model(rows(3, seed))
+    (model, engine), rank = sharded(), dist.get_rank()
+    out = model(rows(3, rank))
     loss, other = engine.mean_loss(out.sum(), 3), out.square().mean()
     for combine in (
         lambda: loss + other,
@@ -411,72 +386,25 @@ def test_no_other_loss_is_added_to_a_result() -> None:
     with pytest.raises(ValueError, match="no sharded parameters in inputs="):
         loss.backward(inputs=list(model.parameters()))
     (2 * loss / 2 + torch.tensor(1.0)).backward()
-    expected = Net()
-    expected(torch.cat([rows(3, 0), rows(3, 1)])).mean().backward()
-    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@on_ranks(2)
-def test_backwards_from_cached_representations_belong_to_their_loss(level: str) -> None:
-    model, seed = Net(), dist.get_rank()
-    engine = fe.shard(model, strategy=level, units="blocks.*")
-    halves = [rows(2, seed), rows(2, 2 + seed)]
-    with torch.no_grad():
-        cached = [model(half).requires_grad_() for half in halves]
-    engine.mean_loss(torch.cat(cached).sum(), 4).backward()
-    with engine.no_sync():
-        model(halves[0]).backward(cached[0].grad)
-    model(halves[1]).backward(cached[1].grad)
-    expected = Net()
-    expected(torch.cat([rows(2, each) for each in range(4)])).mean().backward()
-    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES[1:])
-@on_ranks(2)
-def test_penalties_on_sharded_parameters_are_refused(level: str) -> None:
-    model = Net()
-    engine = fe.shard(model, strategy=level, units="blocks.*")
-    penalty = sum(param.square().sum() for param in model.parameters())
-    with pytest.raises(RuntimeError, match=r"found one of .*weight_decay"):
-        engine.mean_loss(model(rows(3, 0)).sum() + penalty, 3).backward()
-    engine.reset()
-    model.zero_grad()
-    engine.mean_loss(model(rows(3, dist.get_rank())).sum(), 3).backward()
-    check_mean(model, engine, Net(), [0, 1])
+    check_seeds(model, [0, 1])
 
 
 @on_ranks(2)
-def test_a_rank_without_a_microbatch_has_the_mean_of_the_others() -> None:
-    model, expected = Net(), Net()
-    config = fe.DistributedDataParallelConfig(overlap_grad_reduce=False)
-    ddp = fe.DistributedDataParallel(model, config)
-    for step in range(3):
-        ddp.zero_grad_buffer()
-        if dist.get_rank() == 0 or step == 0:
-            ddp.engine.mean_loss(ddp(rows(3, dist.get_rank())).sum(), 3).backward()
-        ddp.finish_grad_sync()
-        check_mean(model, ddp.engine, expected, [0, 1] if step == 0 else [0])
-    # And a step without a mean, as ever.
-    ddp.zero_grad_buffer()
-    ddp(rows(3, 0)).mean().backward()
-    ddp.finish_grad_sync()
-    check_mean(model, ddp.engine, expected, [0])
-
-
-@on_ranks(2)
-def test_a_wrong_first_count_of_one_rank_is_raised_on_all() -> None:
-    engine = fe.shard(Net())
-    count = torch.tensor(math.nan if dist.get_rank() else 3.0)
-    with pytest.raises(ValueError, match="count: expected a number of samples; found nan"):
-        engine.mean_loss(engine.model(rows(3, 0)).sum(), count)
+def test_penalties_on_sharded_parameters_are_refused() -> None:
+    for level in LEVEL_NAMES[1:]:
+        model, engine = sharded(level)
+        penalty = sum(param.square().sum() for param in model.parameters())
+        with pytest.raises(RuntimeError, match=r"found one of .*weight_decay"):
+            engine.mean_loss(model(rows(3, 0)).sum() + penalty, 3).backward()
+        engine.reset()
+        model.zero_grad()
+        add_mean(engine, dist.get_rank())
+        check_seeds(model, [0, 1], engine)
 
 
 @on_ranks(2)
 def test_a_result_of_a_step_that_is_over_is_refused() -> None:
-    model = Net()
-    engine = fe.shard(model, units="blocks.*")
+    model, engine = sharded()
     for end in (engine.zero_grad_buffer, engine.reset):
         loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
         end()
@@ -487,21 +415,6 @@ def test_a_result_of_a_step_that_is_over_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="found one of a step that is over"):
         loss.backward()
-
-
-@on_ranks(2)
-def test_a_loss_scale_and_clipping_act_on_the_mean() -> None:
-    model, expected = Net(), Net()
-    engine = fe.shard(model, units="blocks.*", strategy="optim_grads")
-    rank = dist.get_rank()
-    samples = [rows(1 + 3 * each, each) for each in range(2)]
-    (1024 * expected(torch.cat(samples)).mean()).backward()
-    loss = engine.mean_loss(model(samples[rank]).sum(), len(samples[rank]))
-    (1024 * loss).backward()
-    norm = engine.clip_grad_norm_(1.0)
-    right = nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
-    assert abs(norm / right - 1) < 1e-12
-    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
 
 
 @on_ranks(2)

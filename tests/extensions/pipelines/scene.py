@@ -8,6 +8,7 @@ all ranks.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.strategies import LEVELS as ALL_LEVELS
 
 DIM = 6
-NUM_STEPS = 3
+NUM_STEPS = 2
 NUM_MICROBATCHES = 4
 ROWS = 2  # of a microbatch on one data-parallel rank
 
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+LEVELS = tuple(ALL_LEVELS)
 # One stage on each rank, or two of them: s and s + ranks, or, in V-schedules, s and n - 1 - s.
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
@@ -117,6 +119,15 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@functools.cache
+def trained_alone(
+    num_stages: int, num_data_ranks: int, what: str = "", dtype: torch.dtype | None = None
+) -> tuple[list[Stage], list[float]]:
+    """New stages after :func:`train_alone`, and its losses."""
+    stages = make_stages(num_stages, what)
+    return stages, train_alone(stages, num_data_ranks, dtype)
 
 
 def train_alone(

@@ -38,7 +38,8 @@ def counted(pipeline: scene.Pipeline) -> Counter[str]:
 @on_ranks(4)
 def test_collectives_of_whole_backwards(schedule: str) -> None:
     num_micro = scene.NUM_MICROBATCHES
-    for level in scene.LEVELS:
+    # GPipe gathers as often as 1F1B, but for the turns.
+    for level in scene.LEVELS if schedule == "1F1B" else scene.LEVELS[::3]:
         pipeline = scene.make_pipeline(schedule, level)
         (engine,) = pipeline.engines
         found = counted(pipeline)
@@ -81,18 +82,20 @@ def test_collectives_of_split_backwards(schedule: str) -> None:
             assert set(gathers.values()) <= {2}, level
 
 
+@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble"])
 @on_ranks(4)
-def test_no_more_is_staged_than_where_each_forward_has_its_backward_at_once(schedule: str) -> None:
-    for level in ("optim_grads", "optim_grads_params"):
-        pipeline = scene.make_pipeline(schedule, level, what="deep")
-        x, y = next(scene.batches(2))
-        for engine, module in zip(pipeline.engines, pipeline.modules, strict=True):
-            for _ in range(2):
-                engine.peak_memory_bytes(reset=True)
-                module(x[0]).sum().backward()
-            at_once = engine.peak_memory_bytes(reset=True)["staging"]
-            assert at_once < 0.6 * sum(4 * unit.num_staged for unit in engine.units)
-        pipeline.step(x, y)
-        for engine in pipeline.engines:
-            assert engine.peak_memory_bytes()["staging"] <= at_once, level
+def test_no_more_is_staged_than_where_each_forward_has_its_backward_at_once(
+    schedule: str, level: str
+) -> None:
+    pipeline = scene.make_pipeline(schedule, level, what="deep")
+    x, y = next(scene.batches(2))
+    for engine, module in zip(pipeline.engines, pipeline.modules, strict=True):
+        for _ in range(2):
+            engine.peak_memory_bytes(reset=True)
+            module(x[0]).sum().backward()
+        at_once = engine.peak_memory_bytes(reset=True)["staging"]
+        assert at_once < 0.6 * sum(4 * unit.num_staged for unit in engine.units)
+    pipeline.step(x, y)
+    for engine in pipeline.engines:
+        assert engine.peak_memory_bytes()["staging"] <= at_once

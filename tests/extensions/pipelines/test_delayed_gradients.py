@@ -128,25 +128,24 @@ def test_delay_wgrad_compute_holds_back_the_reductions_of_what_is_late(level: st
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_a_sharded_model_has_its_gradients_when_the_last_late_one_has_come(level: str) -> None:
-    torch.manual_seed(1)
-    model = LateModel()
-    alone = prompt_copy(model)
+def test_a_sharded_model_has_its_gradients_when_the_last_late_one_has_come() -> None:
     config = fe.DistributedDataParallelConfig(delay_wgrad_compute=True)
-    fe.shard(model, strategy=level, config=config)
     batches = [vector_batch(2, rank) for rank in range(2)]
-    model(*batches[dist.get_rank()]).backward()
-    alone(*(torch.cat(parts) for parts in zip(*batches, strict=True))).backward()
-    for module in late_modules(model):
-        assert all(param.grad is None for param in model.parameters())
-        module.backward_dw()
-    gradients = reference.full_gradients(model)
-    for name, param in alone.named_parameters():
-        found = gradients[name]
-        assert found is not None
-        assert param.grad is not None
-        assert reference.relative_error(found, param.grad) < 2e-5, name
+    for level in LEVEL_NAMES:
+        model = LateModel()
+        alone = prompt_copy(model)
+        fe.shard(model, strategy=level, config=config)
+        model(*batches[dist.get_rank()]).backward()
+        alone(*(torch.cat(parts) for parts in zip(*batches, strict=True))).backward()
+        for module in late_modules(model):
+            assert all(param.grad is None for param in model.parameters())
+            module.backward_dw()
+        gradients = reference.full_gradients(model)
+        for name, param in alone.named_parameters():
+            found = gradients[name]
+            assert found is not None
+            assert param.grad is not None
+            assert reference.relative_error(found, param.grad) < 2e-5, name
 
 
 @on_ranks(2)

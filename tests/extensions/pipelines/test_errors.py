@@ -69,12 +69,11 @@ def test_a_stage_of_another_module_than_the_sharded_one_raises(wraps: bool) -> N
 
 @on_ranks(2)
 def test_a_module_that_is_not_sharded_is_torchs_own_business() -> None:
-    alone = scene.make_stages(2)
-    scene.train_alone(alone, 1)
+    alone, _ = scene.trained_alone(2, 1)
     rank = torch.distributed.get_rank()
     module = scene.make_stages(2)[rank]
-    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
-    schedule = pipelining.Schedule1F1B(stage, scene.NUM_MICROBATCHES, loss_fn=scene.loss_of)
+    group = torch.distributed.group.WORLD
+    schedule = scene.make_schedule("1F1B", [module], [rank], group, PipelineStage)
     optimizer = scene.make_optimizer(module)
     for x, y in scene.batches(1):
         schedule.step(x[0]) if rank == 0 else schedule.step(target=y[0])
@@ -101,8 +100,7 @@ def test_a_backward_of_weights_within_a_forward_raises() -> None:
 @on_ranks(2)
 def test_after_an_error_among_the_gradients_of_weights_a_reset_leads_back() -> None:
     pipeline = scene.make_pipeline("InterleavedZeroBubble", "optim_grads_params")
-    alone = scene.make_stages(2)
-    scene.train_alone(alone, 2)
+    alone, _ = scene.trained_alone(2, 2)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("planted")

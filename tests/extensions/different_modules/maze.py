@@ -1,0 +1,241 @@
+"""A model whose batches say which blocks they go through, and random training runs of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from tests import reference
+
+WIDTH, NUM_BLOCKS = 6, 5
+# What a forward does with a block: calls it, in one of these ways.
+WAYS = ("plain", "checkpointed", "re-entrant", "in vain", "without gradients", "reads its weight")
+# (block, way) in order.
+Route = Sequence[tuple[int, str]]
+
+
+class Block(nn.Module):
+    """Two layers, of which the inner one is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.inner(x)))
+
+
+class Maze(nn.Module):
+    """Goes through its blocks as each batch says; one block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, 2)
+        self.blocks[1].requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor, route: Route) -> Tensor:
+        x = self.embed(x)
+        for number, way in route:
+            block = self.blocks[number]
+            if way == "checkpointed":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif way == "re-entrant":
+                x = checkpoint(block, x, use_reentrant=True)
+            elif way == "in vain":
+                block(x)
+            elif way == "without gradients":
+                with torch.no_grad():
+                    extra = block(x)
+                x = x + extra
+            elif way == "reads its weight":
+                x = x + nn.functional.linear(x, block.out.weight)
+            elif way == "raises":
+                raise ArithmeticError(f"batch {number} is bad")
+            elif way == "raises in backward":
+                x.register_hook(fail)
+            else:
+                x = block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def fail(grad: Tensor) -> None:
+    raise ArithmeticError("gradient is bad")
+
+
+def plain(*blocks: int) -> Route:
+    return [(number, "plain") for number in blocks]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return reference.sgd([param for param in model.parameters() if param.requires_grad])
+
+
+UNITS = ["blocks.*", "blocks.*.inner"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Routes by step, microbatch and rank; between steps, routes of evaluations by rank."""
+
+    routes: list[list[list[Route]]]
+    evaluations: list[list[list[Route]]]
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"routes={self.routes}, evaluations={self.evaluations}, options={self.options}"
+
+
+def draw_route(draw: random.Random, ways: Sequence[str], orders: bool) -> Route:
+    blocks = draw.choices(range(NUM_BLOCKS), k=draw.randrange(7))
+    if not orders:
+        blocks = sorted(set(blocks))
+    route = [(each, draw.choice(ways)) for each in blocks]
+    # A unit's gradients come once in a backward with re-entrant checkpoints (docs/design.md).
+    is_repeated = {each for each in blocks if blocks.count(each) > 1}
+    return [
+        (each, "checkpointed" if way == "re-entrant" and each in is_repeated else way)
+        for each, way in route
+    ]
+
+
+def draw_case(draw: random.Random, num_ranks: int) -> Case:
+    ways = draw.choice([WAYS[:1], WAYS[:2], WAYS[:2], WAYS])
+    orders = draw.random() < 0.6
+    num_micro = draw.randrange(1, 4)
+    routes = [
+        [[draw_route(draw, ways, orders) for _ in range(num_ranks)] for _ in range(num_micro)]
+        for _ in range(3)
+    ]
+    if draw.random() < 0.3:  # all ranks the same
+        routes = [[[micro[0]] * num_ranks for micro in step] for step in routes]
+    evaluations = [
+        [
+            [draw_route(draw, WAYS[:1], orders) for _ in range(draw.choice([0, 0, 1, 3]))]
+            for _ in range(num_ranks)
+        ]
+        for _ in range(3)
+    ]
+    options = {
+        "keeps": draw.random() < 0.2,
+        "budget": draw.choice([None, None, 0, 1, 10**6]),
+        "context": draw.choice(["each microbatch", "forward and backward", "all of training"]),
+        "reads_early": draw.random() < 0.3,
+    }
+    return Case(routes, evaluations, options)
+
+
+def inputs(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, seed: int, route: Route) -> Tensor:
+    loss: Tensor = model(inputs(seed), route).square().mean()
+    return loss
+
+
+def gradients_of(alone: nn.Module) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in alone.named_parameters()}
+
+
+def assert_gradients(
+    model: nn.Module, expected: Mapping[str, Tensor | None], where: object
+) -> None:
+    """Gradients of a sharded model are the expected ones, by name; None where those are."""
+    found = reference.full_gradients(model)
+    for name, right in expected.items():
+        assert (right is None) == (found[name] is None), f"{where}, {name}: {right}"
+        if right is not None:
+            torch.testing.assert_close(
+                found[name], right, msg=lambda text, n=name: f"{where}, {n}: {text}"
+            )
+
+
+def train_alone(case: Case, num_ranks: int) -> Iterator[tuple[dict[str, Tensor | None], nn.Module]]:
+    model = Maze()
+    optimizer = sgd(model)
+    for step, micros in enumerate(case.routes):
+        for number, routes in enumerate(micros):
+            for rank, route in enumerate(routes):
+                loss = loss_of(model, 100 * step + 10 * number + rank, route)
+                (loss / (num_ranks * len(micros))).backward()
+        yield gradients_of(model), model
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check(case: Case, mesh: DeviceMesh, pair: tuple[str, str]) -> str | None:
+    """Trains on this rank; returns the first error."""
+    try:
+        differs(case, mesh, pair)
+    except (AssertionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def differs(case: Case, mesh: DeviceMesh, pair: tuple[str, str]) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, options = Maze(), case.options
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=options["budget"])
+    outer = pair[1] if mesh.ndim > 1 else None
+    engine = fe.shard(
+        model,
+        mesh,
+        pair[0],
+        outer,
+        units=UNITS,
+        config=config,
+        offload=options.get("offload"),
+    )
+    if options["keeps"]:
+        for unit in engine.units[2::3]:
+            unit.options.keeps_after_forward = unit.options.keeps_after_backward = True
+    optimizer = sgd(model)
+    fe.shard_optimizer(optimizer)
+    each = options["context"]
+    around_all = engine.together() if each == "all of training" else nullcontext()
+    around = nullcontext if each == "all of training" else engine.together
+    with around_all:
+        for step, (right, alone) in enumerate(train_alone(case, size)):
+            micros = case.routes[step]
+            for number, routes in enumerate(micros):
+                last = number == len(micros) - 1
+                seed = 100 * step + 10 * number + rank
+                with engine.no_sync() if not last else nullcontext():
+                    if each == "forward and backward":
+                        with around():
+                            loss = loss_of(model, seed, routes[rank])
+                        with around():
+                            (loss / len(micros)).backward()
+                    else:
+                        with around():
+                            (loss_of(model, seed, routes[rank]) / len(micros)).backward()
+                if options["reads_early"]:
+                    [param.grad for param in model.parameters()]
+            assert_gradients(model, right, f"step {step}")
+            if each != "all of training":
+                with engine.together(), torch.no_grad():
+                    for number, route in enumerate(case.evaluations[step][rank]):
+                        torch.testing.assert_close(
+                            model(inputs(number), route), alone(inputs(number), route)
+                        )
+            optimizer.step()
+            optimizer.zero_grad()
+    state = engine.full_state_dict()
+    assert sorted(state) == sorted(alone.state_dict())
