@@ -180,15 +180,14 @@ def after_a_change(change: Callable[[list[Any], Any], None], place: str | None) 
         return [each.cpu() for each in losses]
 
 
+@pytest.mark.parametrize("change", [change_data, change_slices, change_lists, step_late])
 @on_ranks(1)
-def test_a_change_waits_for_what_an_evaluation_reads() -> None:
-    for change in (change_data, change_slices, change_lists, step_late):
-        expected = torch.stack(after_a_change(change, None))
-        for place in REST_ON_HOST:
-            assert torch.equal(torch.stack(after_a_change(change, place)), expected), (
-                change,
-                place,
-            )
+def test_a_change_waits_for_what_an_evaluation_reads(
+    change: Callable[[list[Any], Any], None],
+) -> None:
+    expected = torch.stack(after_a_change(change, None))
+    for place in REST_ON_HOST:
+        assert torch.equal(torch.stack(after_a_change(change, place)), expected), place
 
 
 @on_ranks(1)

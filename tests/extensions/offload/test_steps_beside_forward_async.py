@@ -212,21 +212,22 @@ def begin_without_caller(self: PendingStep, ticket: Any) -> None:
     self._caller = self._compute
 
 
+@pytest.mark.parametrize("access", WAITING)
 @on_ranks(1)
-def test_accesses_without_a_wait_are_wrong() -> None:
+def test_accesses_without_a_wait_are_wrong(access: str) -> None:
     """The control of the accesses."""
-    for access, call in WAITING.items():
-        with pytest.MonkeyPatch.context() as patch:
-            if access == "on another stream":
-                patch.setattr(PendingStep, "begin", begin_without_caller)
-            else:
-                for module in (functions, tensor):
-                    patch.setattr(module, "PENDING", ())
-            if access in ("full state", "clip again"):
-                patch.setattr(PendingStep, "finish", lambda self: None)
-            found = after_steps({access: call}, BESIDE, holds=True)
-        finish_pending_steps()
-        assert differing(found, after_steps({access: call}, AFTER)), access
+    accesses = {access: WAITING[access]}
+    with pytest.MonkeyPatch.context() as patch:
+        if access == "on another stream":
+            patch.setattr(PendingStep, "begin", begin_without_caller)
+        else:
+            for module in (functions, tensor):
+                patch.setattr(module, "PENDING", ())
+        if access in ("full state", "clip again"):
+            patch.setattr(PendingStep, "finish", lambda self: None)
+        found = after_steps(accesses, BESIDE, holds=True)
+    finish_pending_steps()
+    assert differing(found, after_steps(accesses, AFTER))
 
 
 @on_ranks(1)
