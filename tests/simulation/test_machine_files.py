@@ -84,10 +84,11 @@ def test_files_of_earlier_versions_are_read(path: Path) -> None:
     path.write_text(json.dumps(content))
     preset, given = fe.H100, fe.H100.processor
     processor = Processor(given.matrix_flops, given.memory_bandwidth, given.memory_bytes)
-    links = (
+    within, between = (
         Link(each.bandwidth, each.latency) for each in (preset.within_node, preset.between_nodes)
     )
-    assert Machine.load(path) == Machine(preset.name, processor, *links, preset.ranks_per_node)
+    expected = Machine(preset.name, processor, within, between, preset.ranks_per_node)
+    assert Machine.load(path) == expected
 
 
 def test_the_fields_are_those_of_the_classes(path: Path) -> None:

@@ -11,7 +11,8 @@ the one here, and where it leaves something behind, so does this:
     multi_tensor_compute_scale_..    scales of blocks that do not exist become 1 (0 for e8m0)
     mxfp8_..                         amaxes must be bf16, so the weight's nominal dtype must be
 
-The arithmetic is that of ``te_reference.py``, which ``tests/gpu/`` compares with the real kernels.
+All arithmetic is in fp32. Values are clamped before they are cast: torch 2.11 makes NaN of what
+overflows, the kernels saturate.
 """
 
 from __future__ import annotations
@@ -23,20 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from tests.extensions.transformer_engine.te_reference import (
-    MAX,
-    TILE,
-    block_amax,
-    dequantise,
-    exponent_of,
-    power_of,
-    quantise_mx,
-    scale_of,
-    spread,
-    to_bytes,
-)
-
+MAX = 448.0
+TILE = 128
 # What the real kernel leaves there is whatever its shared memory held.
 GARBAGE = 0xAA
 
@@ -107,7 +98,56 @@ def module() -> types.ModuleType:
     return made
 
 
-# Checks, and parts of a matrix.
+# Values, scales and bytes.
+
+
+def to_bytes(values: Tensor) -> Tensor:
+    """fp32 values, already scaled, as e4m3 bytes."""
+    assert values.dtype == torch.float32, values.dtype
+    return values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def scale_of(amax: Tensor, maximum: float, power_of_two: bool, epsilon: float) -> Tensor:
+    """What values are multiplied with, by their amax: never zero, NaN or Inf."""
+    floored = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
+    scale = torch.full_like(floored, maximum) / floored  # a number / a tensor rounds twice
+    largest = torch.full_like(scale, torch.finfo(torch.float32).max)
+    scale = torch.where(scale.isinf(), largest, scale)
+    if power_of_two:  # without the mantissa
+        scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
+    return torch.where((floored == 0) | ~floored.isfinite(), torch.ones_like(scale), scale)
+
+
+def exponent_of(amax: Tensor) -> Tensor:
+    """The e8m0 byte: the smallest power of two, at least 2**-127, that brings amax to 448."""
+    value = amax.float() * (1 / torch.tensor(MAX))
+    bits = value.view(torch.int32)
+    exponent, mantissa = (bits >> 23) & 255, bits & 0x7FFFFF
+    denormal_fits = (exponent == 0) & (mantissa <= 0x400000)
+    up = (mantissa > 0) & (exponent != 254) & ~denormal_fits
+    exponent = torch.where(value == 0, torch.zeros_like(exponent), exponent + up.int())
+    exponent = torch.where(value.isinf(), torch.full_like(exponent, 254), exponent)
+    return torch.where(value.isnan(), torch.full_like(exponent, 255), exponent).to(torch.uint8)
+
+
+def power_of(exponent: Tensor, sign: int) -> Tensor:
+    """2 to the (signed) power that an e8m0 byte means, in fp32."""
+    return torch.pow(2.0, sign * (exponent.double() - 127)).float()
+
+
+def spread(scales: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
+    """A scale for every element of a matrix, of one for each block of (height, width)."""
+    rows, columns = shape
+    wide = scales.repeat_interleave(width, 1)[:, :columns]
+    return wide.repeat_interleave(height, 0)[:rows]
+
+
+def block_amax(matrix: Tensor, height: int, width: int) -> Tensor:
+    """Largest absolute value of each block."""
+    rows, columns = matrix.shape
+    padded = F.pad(matrix, (0, -columns % width, 0, -rows % height))
+    blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    return blocks.abs().amax((1, 3))
 
 
 def _in_matrix(part: Tensor, start: int, rows: int, columns: int) -> Tensor:
@@ -373,22 +413,32 @@ def _fill_mxfp8(values: Tensor, quantizer: Any, out: Any) -> None:
     _check(not quantizer.with_2d_quantization, "no stand-in for 32x32 blocks")
     _check(not quantizer.optimize_for_gemm, "no stand-in for swizzled scales")
     matrix = values.reshape(-1, values.shape[-1]).float()
-    for way, size in (("row", (1, 32)), ("column", (32, 1))):
-        if (data := getattr(out, f"_{way}wise_data")) is not None:
-            found, exponents = quantise_mx(matrix, *size)
-            data.copy_(found.view(values.shape))
-            scales = getattr(out, f"_{way}wise_scale_inv")
-            scales[: exponents.shape[0], : exponents.shape[1]] = exponents
+    rows, columns = matrix.shape
+    if out._rowwise_data is not None:
+        exponent = exponent_of(block_amax(matrix, 1, 32))
+        scales = spread(power_of(exponent, -1), 1, 32, (rows, columns))
+        out._rowwise_data.copy_(to_bytes(matrix * scales).view(values.shape))
+        out._rowwise_scale_inv[:rows, : columns // 32] = exponent
+    if out._columnwise_data is not None:
+        exponent = exponent_of(block_amax(matrix, 32, 1))
+        scales = spread(power_of(exponent, -1), 32, 1, (rows, columns))
+        out._columnwise_data.copy_(to_bytes(matrix * scales).view(values.shape))
+        out._columnwise_scale_inv[: rows // 32, :columns] = exponent
 
 
 def dequantize(tensor: Any, dtype: int) -> Tensor:
     """An MXFP8 tensor's values, of its row encoding if it has one. (Float8Tensor and
     Float8BlockwiseQTensor do it in torch themselves.)"""
-    way, height, width = ("row", 1, 32) if tensor._rowwise_data is not None else ("column", 32, 1)
-    data, scales = (getattr(tensor, f"_{way}wise_{name}") for name in ("data", "scale_inv"))
+    in_rows = tensor._rowwise_data is not None
+    data = tensor._rowwise_data if in_rows else tensor._columnwise_data
     rows, columns = math.prod(data.shape[:-1]), data.shape[-1]
-    scales = scales[: rows // height, : columns // width]
-    values = dequantise(data.reshape(rows, columns), scales).view(data.shape)
+    if in_rows:
+        blocks = power_of(tensor._rowwise_scale_inv[:, : columns // 32], 1)
+        scales = spread(blocks, 1, 32, (rows, columns))
+    else:
+        blocks = power_of(tensor._columnwise_scale_inv[: rows // 32], 1)
+        scales = spread(blocks, 32, 1, (rows, columns))
+    values = data.view(torch.float8_e4m3fn).float() * scales.view(data.shape)
     return values.to(TORCH_DTYPES[DType(int(dtype))])
 
 

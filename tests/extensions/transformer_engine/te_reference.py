@@ -1,4 +1,4 @@
-"""Transformer Engine's fp8 recipes for weights, from their definitions.
+"""Transformer Engine's fp8 recipes for weights, written down again from their definitions.
 
     recipe     one scale for                     is
     delayed    the tensor                        given
@@ -6,31 +6,33 @@
     block      128 x 128 elements                448 / amax, rounded down to a power of two
     mxfp8      1 x 32 (rows), 32 x 1 (columns)   amax / 448, rounded up to a power of two, inverted
 
-Bytes are e4m3. All arithmetic is in fp32.
+Bytes are e4m3. Loops over blocks, and Python's exact arithmetic for powers of two: slow, and
+unlike the tested code.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 MAX = 448.0
-TILE = 128
+LARGEST = torch.finfo(torch.float32).max
 
 
 class Quantised(NamedTuple):
     """One weight's bytes and scales, in the weight's orientation and without padding.
 
     Attributes:
-        row_bytes: (rows, columns), which forward reads.
+        row_bytes: (rows, columns), what forward reads.
         row_scale_inv: fp32, or the bytes of e8m0, one for each block.
-        column_bytes: (rows, columns), which backward reads; None: there are none.
-        column_scale_inv: Their scales.
-        amax: Largest absolute value in the nominal dtype; None if it was not requested.
+        column_bytes: (rows, columns), what backward reads; None where it is not there.
+        column_scale_inv: its scales.
+        amax: largest absolute value in the nominal dtype; None if it was not requested.
     """
 
     row_bytes: Tensor
@@ -49,85 +51,75 @@ def quantise(
     """``master``, (rows, columns), first rounded to the nominal dtype.
 
     Args:
-        scale: Of delayed scaling only.
+        scale: of delayed scaling only.
     """
     assert (scale is not None) == (recipe == "delayed"), (recipe, scale)
     values = master.detach().to(nominal).float()
-    amax = values.abs().max().item()
+    amax = max(values.flatten().abs().tolist(), default=0.0)
     if recipe == "mxfp8":
-        return Quantised(*quantise_mx(values, 1, 32), *quantise_mx(values, 32, 1), amax)
-    rows, columns = size = (TILE, TILE) if recipe == "block" else tuple(values.shape)
-    if scale is None:
-        factor = scale_of(block_amax(values, rows, columns), MAX, recipe == "block", 0.0)
-    else:
-        factor = torch.full((1, 1), float(scale))
-    found = to_bytes(values * spread(factor, *size, tuple(values.shape)))
-    return Quantised(found, 1 / factor, found, 1 / factor, amax)
-
-
-def quantise_mx(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Bytes, and the e8m0 byte of each block."""
-    exponents = exponent_of(block_amax(values, height, width))
-    scales = spread(power_of(exponents, -1), height, width, tuple(values.shape))
-    return to_bytes(values * scales), exponents
+        rows, columns = _mx_blocks(values, 1, 32), _mx_blocks(values, 32, 1)
+        return Quantised(*rows, *columns, amax)
+    size = (128, 128) if recipe == "block" else tuple(values.shape)
+    shape = [math.ceil(n / part) for n, part in zip(values.shape, size, strict=True)]
+    found, scale_inv = torch.empty_like(values, dtype=torch.uint8), torch.empty(shape)
+    for place, block in _blocks(values, *size):
+        factor = (
+            torch.as_tensor(scale)
+            if scale is not None
+            else _scale(values[block], recipe == "block")
+        )
+        found[block] = _rounded(values[block] * factor)
+        scale_inv[place] = 1 / factor
+    return Quantised(found, scale_inv, found, scale_inv, amax)
 
 
 def dequantise(data: Tensor, scale_inv: Tensor) -> Tensor:
     """fp32 values of bytes, by their scales: as many for each element of a row or column as there
-    are, full blocks first."""
+    are, whole blocks first."""
     if scale_inv.dtype == torch.uint8:
-        scale_inv = power_of(scale_inv, 1)
+        scale_inv = torch.pow(2.0, scale_inv.double() - 127).float()
     for dim, (count, length) in enumerate(zip(scale_inv.shape, data.shape, strict=True)):
-        size = next(n for n in (1, 32, TILE, length) if math.ceil(length / n) == count)
+        size = next(n for n in (1, 32, 128, length) if math.ceil(length / n) == count)
         scale_inv = scale_inv.repeat_interleave(size, dim).narrow(dim, 0, length)
     return data.view(torch.float8_e4m3fn).float() * scale_inv
 
 
-def to_bytes(values: Tensor) -> Tensor:
-    """fp32 values, already scaled, as e4m3 bytes. Larger values saturate, as in the kernels; torch
-    2.11 makes NaN of them."""
-    assert values.dtype == torch.float32, values.dtype
-    return values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+def _blocks(
+    values: Tensor, height: int, width: int
+) -> Iterator[tuple[tuple[int, int], tuple[slice, slice]]]:
+    """(place among the blocks, the block's elements)."""
+    tops, lefts = range(0, values.shape[0], height), range(0, values.shape[1], width)
+    for top, left in itertools.product(tops, lefts):
+        place = (top // height, left // width)
+        yield place, (slice(top, top + height), slice(left, left + width))
 
 
-def scale_of(amax: Tensor, maximum: float, power_of_two: bool, epsilon: float) -> Tensor:
-    """What values are multiplied with, by their amax: never zero, NaN or Inf."""
-    floored = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    scale = torch.full_like(floored, maximum) / floored  # a number / a tensor rounds twice
-    largest = torch.full_like(scale, torch.finfo(torch.float32).max)
-    scale = torch.where(scale.isinf(), largest, scale)
-    if power_of_two:  # without the mantissa
-        scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
-    return torch.where((floored == 0) | ~floored.isfinite(), torch.ones_like(scale), scale)
+def _scale(block: Tensor, power_of_two: bool) -> Tensor:
+    amax = block.abs().max().item()
+    if amax == 0 or math.isinf(amax):
+        return torch.tensor(1.0)
+    # Rounded to fp32 before it is rounded down.
+    scale = torch.tensor(min(MAX / amax, LARGEST), dtype=torch.float32)
+    return torch.tensor(2.0 ** (math.frexp(scale.item())[1] - 1)) if power_of_two else scale
 
 
-def exponent_of(amax: Tensor) -> Tensor:
-    """The e8m0 byte: the smallest power of two, at least 2**-127, that brings amax to 448."""
-    value = amax.float() * (1 / torch.tensor(MAX))
-    bits = value.view(torch.int32)
-    exponent, mantissa = (bits >> 23) & 255, bits & 0x7FFFFF
-    denormal_fits = (exponent == 0) & (mantissa <= 0x400000)
-    up = (mantissa > 0) & (exponent != 254) & ~denormal_fits
-    exponent = torch.where(value == 0, torch.zeros_like(exponent), exponent + up.int())
-    exponent = torch.where(value.isinf(), torch.full_like(exponent, 254), exponent)
-    return torch.where(value.isnan(), torch.full_like(exponent, 255), exponent).to(torch.uint8)
+def _rounded(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def power_of(exponent: Tensor, sign: int) -> Tensor:
-    """2 to the (signed) power that an e8m0 byte means, in fp32."""
-    return torch.pow(2.0, sign * (exponent.double() - 127)).float()
+def _mx_blocks(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    found = torch.empty_like(values, dtype=torch.uint8)
+    scales = torch.empty(values.shape[0] // height, values.shape[1] // width, dtype=torch.uint8)
+    for place, block in _blocks(values, height, width):
+        power = _power_above((values[block].abs().max() * torch.tensor(1 / MAX)).item())
+        found[block] = _rounded(values[block] * 2.0**-power)
+        scales[place] = power + 127
+    return found, scales
 
 
-def spread(scales: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
-    """A scale for every element of a matrix, of one for each block of (height, width)."""
-    rows, columns = shape
-    wide = scales.repeat_interleave(width, 1)[:, :columns]
-    return wide.repeat_interleave(height, 0)[:rows]
-
-
-def block_amax(matrix: Tensor, height: int, width: int) -> Tensor:
-    """Largest absolute value of each block."""
-    rows, columns = matrix.shape
-    padded = F.pad(matrix, (0, -columns % width, 0, -rows % height))
-    blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
-    return blocks.abs().amax((1, 3))
+def _power_above(value: float) -> int:
+    """The smallest power of two that is no less, as far as e8m0 goes."""
+    if value == 0:
+        return -127
+    fraction, power = math.frexp(value)
+    return min(max(power - (fraction == 0.5), -127), 127)

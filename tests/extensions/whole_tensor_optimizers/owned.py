@@ -223,7 +223,8 @@ def assert_alike(
     for side in (sharded(maker, level, model), plain(maker, model)):
         more = body(side)
         found.append([*values(side.model), *(more or ())])
-    assert_close(*found, name)
+    mine, alone = found
+    assert_close(mine, alone, name)
 
 
 def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
