@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG
 from fsdp_engine.buffers.redistribute import MeshCommunicators
 from fsdp_engine.buffers.spec import ParamRecord
-from fsdp_engine.comm.groups import Ranks, default_group
+from fsdp_engine.comm.groups import Ranks, default_group, timeout_of_group
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.flat_dtensor import FlatDTensor
@@ -55,14 +57,20 @@ class AssignedBeforeEngine:
 
     Args:
         unit: the unit whose parameters are assigned to.
+        communicators: Those of the model. Ranks agree on values for tied parameters.
         give_memory: allocates the memory of a unit on the meta device.
     """
 
-    def __init__(self, unit: Unit, give_memory: Callable[[], None]) -> None:
+    def __init__(
+        self, unit: Unit, communicators: EngineCommunicators, give_memory: Callable[[], None]
+    ) -> None:
+        self._communicators = communicators
         self._give_memory = give_memory
         self._values = AssignedValues([unit])
         self._owners = {(id(each.module), each.attribute): each for each in self._values.owners}
+        # By parameter; and the places (module, attribute) that this value was assigned to.
         self._pending: dict[int, Tensor] = {}
+        self._pending_places: dict[int, set[tuple[int, str]]] = {}
         for owner in self._values.owners:
             watch(owner.module, self)
 
@@ -80,9 +88,12 @@ class AssignedBeforeEngine:
     def drop_pending(self) -> None:
         """Drop pending values, after the unit's memory was allocated in another way."""
         self._pending.clear()
+        self._pending_places.clear()
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
         """Returns the tensor to store in ``module`` when ``value`` is assigned to ``attribute``.
+
+        Collective for each further name of a tied parameter.
 
         Raises:
             ValueError: the value is not valid for the parameter; names it.
@@ -94,7 +105,8 @@ class AssignedBeforeEngine:
             if not value.is_meta:
                 self._keep(owner, value)
             return owner.sharded
-        if owner.others and _has_value(owner.sharded, value):
+        if owner.others:
+            self._check_tied(owner, value, owner.sharded)
             return owner.sharded
         return self._values.take(owner, value, owner.sharded)
 
@@ -115,28 +127,62 @@ class AssignedBeforeEngine:
 
     def _keep(self, owner: Owner, value: Tensor) -> None:
         self._values.check_value(owner, value, as_tied=True)
-        self._pending[id(owner.sharded)] = value.detach()
+        key, place = id(owner.sharded), (id(owner.module), owner.attribute)
+        places = self._pending_places.setdefault(key, set())
+        if place in places:  # another value for the same name
+            places.clear()
+        if places:
+            self._check_tied(owner, value, self._pending[key])
+        places.add(place)
+        self._pending[key] = value.detach()
         self._values.remember(owner, value)
         if len(self._pending) == len(self._values.names):
             pending = dict(self._pending)
-            self._pending.clear()
+            self.drop_pending()
             self._give_memory()
             with torch.no_grad():
                 for each in self._values.owners:
                     each.sharded.copy_(pending[id(each.sharded)])
 
+    def _check_tied(self, owner: Owner, value: Tensor, present: Tensor) -> None:
+        """Check that all names of a tied parameter get one value. Collective: on some ranks the
+        shards may be equal where on others they are not.
 
-def _has_value(param: Tensor, value: Tensor) -> bool:
-    """Whether this rank's elements of ``param`` equal those of ``value``."""
-    if value.shape != param.shape:
+        Raises:
+            ValueError: ``value`` differs from ``present`` on this rank; names the parameter.
+            RuntimeError: it differs on another rank.
+        """
+        what, ranks = f"assignment to {owner.name}", self._communicators.ranks
+        with reporting(what, ranks.ranks):
+            if not _has_value(present, value):
+                self._values.check_value(owner, value)
+        if ranks.control_group is not None:
+            timeout = timeout_of_group(ranks.control_group, ranks.device)
+            meet(what, ranks.ranks, timeout, groups=self._communicators.groups)
+
+
+def _has_value(present: Tensor, value: Tensor) -> bool:
+    """Whether this rank's elements of ``present`` equal those of ``value``."""
+    if value.shape != present.shape or value.is_meta:
         return False
     with torch.no_grad():
-        copied = param.detach().clone().copy_(value)
-    return torch.equal(_local(copied), _local(param))
+        if isinstance(present, FlatDTensor):
+            value = present.detach().clone().copy_(value)
+        elif getattr(present, "placements", None) != getattr(value, "placements", None):
+            present, value = _full(present), _full(value)
+    mine, given = _local(present), _local(value)
+    dtype = torch.promote_types(mine.dtype, given.dtype)
+    return torch.equal(mine.to(dtype), given.to(dtype))
 
 
-def _local(param: Tensor) -> Tensor:
-    return param.local if isinstance(param, FlatDTensor) else param.detach()
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, FlatDTensor):
+        return tensor.local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _current_name(owner: Owner) -> str:
@@ -192,7 +238,7 @@ class ParamGroup:
     divisor: float | None = None
 
     def __post_init__(self) -> None:
-        self.values = AssignedBeforeEngine(self.unit, self.give_memory)
+        self.values = AssignedBeforeEngine(self.unit, self.communicators, self.give_memory)
         for buffer in self.unit.buffers:
             buffer.give_norms_as_dtensors()
 

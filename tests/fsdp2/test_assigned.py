@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from fsdp_engine.fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.pool import Ranks
@@ -105,19 +105,42 @@ def test_the_names_of_a_tied_parameter_take_one_value(ranks: Ranks) -> None:
         torch.testing.assert_close(losses, _expected(_tied))
 
 
-def _assign_different_ties() -> None:
-    model = _sharded_on_meta(_tied)
-    state = _distributed(model, _values(_tied))
-    with torch.no_grad():
-        local: Any = state["2.weight"]
-        assert isinstance(local, DTensor)
-        local._local_tensor.add_(1)
+class _TiedAndMore(nn.Module):
+    """A tied parameter that gets its value before another one of its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = _tied()
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.tied(x))
+
+
+def _assign_different_ties(make: Callable[[], nn.Module], name: str, element: int) -> None:
+    """Values of two names differ in one element, which one rank holds."""
+    model = _sharded_on_meta(make)
+    values = _values(make)
+    state = _distributed(model, values)
+    model.load_state_dict(state, assign=True)  # equal ones are accepted
+    model = _sharded_on_meta(make)
+    values[name] = values[name].clone()
+    values[name].view(-1)[element] += 1
+    state = _distributed(model, values)
     with pytest.raises(RuntimeError, match="assignment to one name of a parameter that is tied"):
         model.load_state_dict(state, assign=True)
+    dist.barrier()
 
 
-def test_two_values_for_a_tied_parameter_raise(ranks: Ranks) -> None:
-    ranks.run(_assign_different_ties, world_size=1)
+@pytest.mark.parametrize("element", [0, 35])
+@pytest.mark.parametrize(
+    ("make", "name"), [(_tied, "2.weight"), (_TiedAndMore, "tied.2.weight")], ids=["alone", "more"]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_two_values_for_a_tied_parameter_raise_on_all_ranks(
+    ranks: Ranks, num_ranks: int, make: Callable[[], nn.Module], name: str, element: int
+) -> None:
+    ranks.run(_assign_different_ties, make, name, element, world_size=num_ranks)
 
 
 def _train_emptied(early: bool) -> list[float]:
