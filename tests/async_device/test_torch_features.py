@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_engine import fsdp2
 from tests.async_device import device as on
 from tests.async_device import ranks as device
+from tests.async_device.fsdp2_model import OnDevice
 from tests.async_device.scene import (
     FULL_AND_THOROUGH,
     Job,
@@ -37,13 +38,6 @@ ranks = device.ranks
 
 
 # ---- FSDP2's names -----------------------------------------------------------------------------
-
-
-class OnDevice(programs.Model):
-    """Copies tokens to the device, and logits of the CPU to where the loss is computed."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens.to(on.DEVICE)).cpu()
 
 
 def fsdp2_log(api: Any, device_type: str, num_microbatches: int, **options: Any) -> programs.Log:

@@ -1,4 +1,4 @@
-"""Models with habits of real ones that concern units: what is called, read and returned where."""
+"""Models that call modules, read weights and return tensors in the ways of real ones."""
 
 from __future__ import annotations
 

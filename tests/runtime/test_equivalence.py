@@ -26,10 +26,11 @@ from tests.scenario import Scenario
 from tests.training import OPTIMIZERS, mesh_of
 
 # [Note: Tolerances]
-# One process and many ranks sum in different orders, which changes fp32 values by 1e-6. AdamW divides
-# by the root of the square and so enlarges this for the smallest gradients. In bf16 the same holds
-# for the first step, in which the compute weights are equal. Then one weight in many thousands is on
-# the other side of a rounding boundary, and changes all later values by a part of 2^-9.
+# One process and many ranks sum in different orders, which changes fp32 values by 1e-6. AdamW
+# divides by the root of the square and so enlarges this for the smallest gradients. In bf16 the
+# same holds for the first step, in which the compute weights are equal. Then one weight in many
+# thousands is on the other side of a rounding boundary, and changes all later values by a part of
+# 2^-9.
 LATER = {"fp32": {"sgd": 2e-5, "adamw": 2e-5}, "bf16": {"sgd": 1e-2, "adamw": 5e-2}}
 # Microbatches, dtypes, optimizers; and few of them, in which each is with each of the others once.
 Way = tuple[int, str, str]

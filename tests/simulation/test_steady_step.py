@@ -29,16 +29,11 @@ NARROW, BLOCKING = [
         host_runs_ahead=False,
     ),
 ]
-QUICK = [
-    (LEVEL_3, fe.H100),
-    (("optim_grads", "no_shard"), NARROW),
-    (("optim", "optim"), BLOCKING),
-    (("no_shard", "no_shard"), fe.H100),
-]
+QUICK = [(LEVEL_3, fe.H100), (("optim", "optim"), BLOCKING)]
 
 
 @pytest.mark.parametrize(
-    ("levels", "on", "build"),
+    ("pair", "on", "build"),
     [
         pytest.param(
             pair,
@@ -56,7 +51,7 @@ QUICK = [
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_more_first_steps_add_nothing(
-    levels: tuple[str, str],
+    pair: tuple[str, str],
     on: Machine,
     build: type[nn.Module],
     microbatches: int,
@@ -74,8 +69,8 @@ def test_more_first_steps_add_nothing(
                 mesh=(2, 4),
                 machine=on,
                 microbatches=microbatches,
-                strategy=levels[0],
-                outer_strategy=levels[1],
+                strategy=pair[0],
+                outer_strategy=pair[1],
                 min_unit_size=0,
             )
         )

@@ -119,7 +119,7 @@ def to_float(model: Any) -> None:
     model.to(torch.float32)
 
 
-# By name: the model, options of shard, what is done to it before every two steps, levels.
+# By name: the model, options of shard, the conversion before every two steps, levels.
 PROGRAMS: dict[str, tuple[Any, dict[str, Any], list[Any], Any]] = {
     "another dtype and back": (net, {}, [leave, to_double, to_float], LEVELS),
     "frozen meanwhile": (net, {}, [leave, freeze_and_double, thaw_and_float], LEVELS),

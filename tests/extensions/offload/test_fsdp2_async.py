@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 from fsdp_engine import fsdp2
 from tests.async_device import device as on
 from tests.async_device import ranks as device
+from tests.async_device.fsdp2_model import OnDevice
 from tests.async_device.scene import random_delays
-from tests.async_device.test_torch_features import OnDevice
 from tests.fsdp2 import programs
 from tests.pool import on_ranks
 
