@@ -387,7 +387,7 @@ def test_the_state_dict_functions_of_torch_work() -> None:
     cpu = dcp_state.StateDictOptions(cpu_offload=True)
     for name, value in dcp_state.get_model_state_dict(module, options=cpu).items():
         assert type(value) is FlatDTensor
-        assert torch.equal(value.full_tensor(), changed[name])
+        assert torch.equal(value.full_tensor(), full[name] + 2)
 
 
 @on_ranks(4)
