@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -179,53 +177,6 @@ def test_sequences_are_tried_at_each_length() -> None:
     rows = {(each.candidate.sequence, each.items) for each in found.outcomes}
     assert rows == {(4, 4 * WORLD), (LENGTH, LENGTH * WORLD)}
     assert "sequence" in str(found)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"global_batch": -1}, "global_batch: expected tokens or samples of a step, more than 0"),
-        ({"global_batch": 64, "microbatches": 2}, "microbatches: expected none with global_batch"),
-        ({"global_batch": 64, "formulas": True}, "global_batch: expected a plan that runs"),
-        ({"sequences": (0,)}, "sequences: expected lengths of 1 or more"),
-    ],
-)
-def test_arguments_of_a_search_are_checked(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        planned(2.0**30, **options)
-
-
-def test_a_search_needs_a_function_of_the_size() -> None:
-    with pytest.raises(ValueError, match="batch: expected a function of the microbatch size"):
-        fe.plan(build, batch(), world_size=2, global_batch=2 * LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("given", "options", "expected"),
-    [
-        (
-            lambda size: torch.zeros(size, 1),
-            {},
-            r"batch\(\), .* missing a required argument: 'size'",
-        ),
-        (lambda: torch.zeros(1, 1), {"microbatch_sizes": (1, 2)}, r"batch\(size\), .* too many"),
-        (
-            lambda: torch.zeros(1, 1),
-            {"sequences": (8,)},
-            r"batch\(sequence=length\), .* unexpected",
-        ),
-        (
-            lambda size: torch.zeros(size, 1),
-            {"global_batch": 8, "sequences": (8,)},
-            r"batch\(size, sequence=length\), .* unexpected keyword argument 'sequence'",
-        ),
-    ],
-)
-def test_a_function_of_the_batch_takes_what_is_searched_for(
-    given: Callable[..., torch.Tensor], options: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(ValueError, match=f"batch: expected a function that .* as {expected}"):
-        fe.plan(build, given, world_size=2, **options)
 
 
 def test_quick_candidates_are_those_of_level_3_first() -> None:

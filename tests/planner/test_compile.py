@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.planner.planner_cli import app
 from tests.models import Transformer, token_batch
 
 ADVICE = "call block.compile() on each of them"
@@ -74,36 +72,11 @@ def test_plans_of_one_call_do_not_share_rows_of_compiled_blocks() -> None:
     assert changed.outcomes[0].times != eager.outcomes[0].times
 
 
-@pytest.mark.thorough
-def test_rows_on_disk_are_not_shared_with_compiled_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    planned(cache=True, checkpointing=(False,))
-    found = planned(cache=True, checkpointing=(False,), compile=True)
-    assert found.outcomes[0].times == planned(compile=True).outcomes[0].times
-
-
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"compile: expected a model with blocks.*Linear"):
         fe.simulate(lambda: nn.Linear(4, 4), 2, batch=torch.zeros(2, 4), compile=True)
     with pytest.raises(TypeError, match="compile: expected True or False; found 'blocks'"):
         planned(compile="blocks")
-
-
-def test_the_command_line_plans_compiled_blocks() -> None:
-    arguments = "plan --model tests.planner.test_compile:build --world 2 --no-cache --recompute off"
-    batch = "--batch tests.planner.test_compile:batch --compile"
-    found = CliRunner().invoke(app, f"{arguments} {batch}".split())
-    assert found.exit_code == 0, found.output
-    assert ADVICE in " ".join(found.output.split())
-    refused = CliRunner().invoke(app, f"{arguments} --compile".split())
-    assert refused.exit_code != 0
-    assert "--compile" in refused.output
-
-
-def batch() -> Any:
-    return token_batch(32, 0)
 
 
 def test_a_setting_says_whether_blocks_are_compiled() -> None:

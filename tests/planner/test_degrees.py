@@ -17,19 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from typer.testing import CliRunner
 
 import fsdp_engine as fe
 from fsdp_engine.planner.candidates import Candidate, is_quick
 from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.plan_view import TIME_COLOURS
-from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.simulation.tp_plan import fitting_degrees
 from tests.composition.tensor_parallel import Model, cut
-from tests.planner.made_plans import LLAMA, llama_batch, small_llama
+from tests.planner.made_plans import llama_batch, small_llama
 from tests.pool import Ranks
-from tests.simulation.memory_runs import HOST
 
 pytestmark = pytest.mark.usefixtures("all_candidates")
 
@@ -246,29 +243,6 @@ def test_a_plan_where_activations_do_not_fit_names_context_parallelism() -> None
     assert hint not in str(shared(1, 2).within(1000.0))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context_parallel": 3}, "context_parallel: expected a divisor of the 4 ranks; found 3"),
-        (
-            {"context_parallel": 4, "meshes": [(2, 2)]},
-            "context_parallel: expected a divisor of the inner axis .* 2 ranks; found 4",
-        ),
-        ({"context_parallel": 0}, "context_parallel: expected 1 rank or more; found 0"),
-        ({"context_parallel": "all"}, "context_parallel: expected numbers of ranks, such as"),
-        ({"context_parallel": 2, "formulas": True}, "context_parallel: expected 1 with formulas"),
-        ({"context_parallel": 2, "machine": HOST}, "torch has no ring attention for CPUs; found 2"),
-        (
-            {"context_parallel": 2, "batch": torch.zeros(2, 30, dtype=torch.long)},
-            "context_parallel: expected sequences divisible by 4, .* found 30 tokens and 2 ranks",
-        ),
-    ],
-)
-def test_wrong_context_parallel_degrees(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        plan(**changes)
-
-
 def _shared_losses(path: str) -> tuple[list[float], tuple[int, ...], int]:
     """Losses of two steps, sizes of the engine's mesh, and context-parallel ranks."""
     torch.manual_seed(0)
@@ -323,28 +297,6 @@ def test_hopeless_candidates_are_left_out_with_tensor_parallelism() -> None:
     assert {each.candidate.strategy for each in few.outcomes} == {"optim", "optim_grads_params"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tensor_parallel": 3}, "tensor_parallel: expected a divisor of the 4 ranks; found 3"),
-        ({"tensor_parallel": (1, 4)}, "tensor_parallel: expected a divisor of the 2 num_key_value"),
-        ({"tensor_parallel": 0}, "tensor_parallel: expected 1 rank or more; found 0"),
-        ({"tensor_parallel": ()}, "tensor_parallel: expected a divisor of the 4 ranks"),
-        ({"tensor_parallel": "all"}, "tensor_parallel: expected numbers of ranks, such as"),
-        ({"tensor_parallel": 2, "formulas": True}, "tensor_parallel: expected 1 with formulas"),
-        ({"tensor_parallel": "auto", "formulas": True}, "tensor_parallel: expected 1 with form"),
-        (
-            {"tensor_parallel": "auto", "parallelize": cut},
-            "tensor_parallel: expected numbers of ranks with parallelize",
-        ),
-        ({"tensor_parallel": (1, 2), "meshes": ((3,),)}, "sizes of 4 or 2 ranks each"),
-    ],
-)
-def test_wrong_degrees(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        plan(**changes)
-
-
 def test_a_model_without_a_plan_has_one_degree() -> None:
     with pytest.raises(ValueError, match="expected a model of transformers"):
         _linears(tensor_parallel=2)
@@ -371,27 +323,6 @@ def test_a_saved_plan_has_its_degrees(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="expected a plan as written by `save`"):
         fe.StrategyPlan.load(tmp_path / "other.json")
-
-
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
-    given = ["plan", "--model", str(tmp_path / "config.json"), "--batch", "1x32", "--world", "8"]
-    given += ["--recompute", "off", "--quick-only"]
-    found = CliRunner().invoke(app, [*given, "--tensor-parallel", "auto"])
-    assert found.exit_code == 0, found.output
-    assert "4, TP 2" in found.output
-    found = CliRunner().invoke(app, [*given, "--context-parallel", "4"])
-    assert found.exit_code == 0, found.output
-    assert "8, CP 4" in found.output
-    found = CliRunner().invoke(app, [*given, "--tensor-parallel", "2", "--outer", "2"])
-    assert found.exit_code == 0, found.output
-    assert "2 x 2, TP 2" in found.output
-    found = CliRunner().invoke(app, [*given, "--tensor-parallel", "auto", "--outer", "2"])
-    assert found.exit_code == 2
-    assert "--outer: expected numbers for --tensor-parallel" in " ".join(found.output.split())
 
 
 # What a plan says is then trained.

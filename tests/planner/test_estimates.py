@@ -378,38 +378,6 @@ def test_an_optimizer_that_holds_the_parameters_does_not_hinder_planning() -> No
     )
 
 
-BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (1e9, {"world_size": 0}, ValueError, "world_size: expected .* found 0"),
-    (1e9, {"world_size": 2.0}, TypeError, "world_size: expected .* found 2.0"),
-    (1e9, {"world_size": 8, "outer_size": 3}, ValueError, "outer_size: expected a divisor of"),
-    (1e9, {"world_size": 8, "strategy": "zero3"}, ValueError, "strategy: expected one of"),
-    (
-        1e9,
-        {"world_size": 8, "strategy": "optim", "outer_strategy": "optim_grads"},
-        ValueError,
-        "outer_strategy",
-    ),
-    (0, {"world_size": 8}, ValueError, "model: expected 1 or more; found 0"),
-    (float("nan"), {"world_size": 8}, ValueError, "model: expected"),
-    (float("inf"), {"world_size": 8}, ValueError, "model: expected"),
-    ("8B", {"world_size": 8}, TypeError, "model: expected a module or a number of elements"),
-    (True, {"world_size": 8}, TypeError, "model: expected"),
-    (nn.ReLU(), {"world_size": 8}, ValueError, "expected parameters; found none in ReLU"),
-    (nn.Linear(2, 2), {"world_size": 8, "units": "x"}, ValueError, "units: expected pattern 'x'"),
-    (1e9, {"world_size": 8, "num_units": 0}, ValueError, "num_units"),
-    (1e9, {"world_size": 8, "num_microbatches": 0}, ValueError, "num_microbatches"),
-    (1e9, {"world_size": 8, "optimizer_bytes_per_element": -1}, ValueError, "optimizer_bytes"),
-]
-
-
-@pytest.mark.parametrize(("model", "options", "error", "match"), BAD)
-def test_invalid_arguments_of_estimate_raise(
-    model: Any, options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        estimate(model, **options)
-
-
 def test_the_table_of_an_engine_shows_long_names_to_their_ends() -> None:
     names = [
         f"base_model.model.model.language_model.layers.{n}.mlp.experts.{'x' * 60}.{n}"

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
-from typer.testing import CliRunner
 
 import fsdp_engine as fe
 from fsdp_engine.planner import plan_cache
@@ -24,7 +23,6 @@ from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_request import PlanRequest
-from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.simulation import pipeline
 from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.pipeline import simulate_pipeline
@@ -233,41 +231,6 @@ def test_auto_tries_pipelines_over_nodes() -> None:
     assert found.pipelines(nn.Linear(2, 2)) == [1]
     one_node = replace(found, world_size=2)
     assert one_node.pipelines(llama()) == [1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pipeline": 3}, "pipeline: expected a divisor of the 4 ranks; found 3"),
-        ({"pipeline": 4}, "stages: expected at most 2, the layers of LlamaForCausalLM; found 4"),
-        ({"pipeline": 2, "schedules": "2F2B"}, "schedule: expected the name or class of a sched"),
-        (
-            {"pipeline": 2, "batch": TOKENS},
-            "batch: expected for pipelines a dict with input_ids and labels, or a tuple",
-        ),
-        ({"pipeline": 2, "microbatches": 1}, "microbatches: expected a number that Schedule1F1B"),
-        ({"pipeline": 2, "formulas": True, "quick": False}, "pipeline: expected 1 with formulas"),
-    ],
-)
-def test_wrong_pipelines(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan(**changes)
-
-
-def test_the_command_line(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(llama().config.to_json_string())  # type: ignore[operator,union-attr]
-    found = CliRunner().invoke(
-        app,
-        [
-            *("plan", "--model", str(config), "--batch", "2x32", "--world", "4"),
-            *("--microbatches", "4", "--pipeline", "1,2", "--schedules", "1F1B,GPipe"),
-            *("--recompute", "off", "--quick-only", "--no-cache"),
-        ],
-    )
-    assert found.exit_code == 0, found.output
-    assert "2, PP 2" in found.output
-    assert "GPipe" in found.output
 
 
 def _losses(path: str) -> tuple[list[float], bool]:

@@ -447,28 +447,6 @@ def test_the_chosen_step_can_be_simulated_again() -> None:
     assert found.seconds == planning.chosen.times.step
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
-        ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
-        ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
-        ({"meshes": []}, "expected at least one candidate; found none"),
-        ({"microbatch_sizes": (1,), "batch": batch()}, "batch: expected a function of the"),
-        ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
-        ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
-        ({"build": "tests.models"}, "build: expected module:function"),
-        ({"batch": 3}, "batch: expected tensors; found none"),
-        ({"units": "missing.*"}, "units: expected pattern"),
-    ],
-)
-def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
-    arguments = {"build": build, "batch": batch, "world_size": WORLD, "machine": MACHINE}
-    with pytest.raises(ValueError, match=message):
-        fe.plan(**{**arguments, **changes})  # type: ignore[arg-type]
-    assert not dist.is_initialized()
-
-
 def _shard_by_plan(path: str, mesh_sizes: tuple[int, ...] | None) -> tuple[object, ...]:
     planning = fe.StrategyPlan.load(path)
     mesh = None if mesh_sizes is None else init_device_mesh("cpu", mesh_sizes)

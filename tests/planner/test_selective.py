@@ -94,11 +94,6 @@ def test_a_policy_is_planned_and_not_saved(tmp_path: Path) -> None:
         planning.save(tmp_path / "plan.json")
 
 
-def test_wrong_values_name_the_argument() -> None:
-    with pytest.raises(TypeError, match="checkpointing: expected True, False, 'selective'"):
-        planned(checkpointing=("select",))
-
-
 class Counting(nn.Linear):
     """Negates its input twice in every second run, which is a recomputation."""
 
