@@ -51,6 +51,19 @@ from fsdp_engine.units.initial_values import OWN, Holdings, Start
 from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A value of a parameter on the meta device.
+
+    Attributes:
+        value: The assigned tensor.
+        places: ``id`` of the module, and attribute, of each place that it was assigned to.
+    """
+
+    value: Tensor
+    places: frozenset[tuple[int, str]]
+
+
 class AssignedBeforeEngine:
     """Handles assignments until the engine is constructed; see the module docstring. The engine
     replaces it by its ``ParameterGuard``.
@@ -68,9 +81,7 @@ class AssignedBeforeEngine:
         self._give_memory = give_memory
         self._values = AssignedValues([unit])
         self._owners = {(id(each.module), each.attribute): each for each in self._values.owners}
-        # By parameter; and the places (module, attribute) that this value was assigned to.
-        self._pending: dict[int, Tensor] = {}
-        self._pending_places: dict[int, set[tuple[int, str]]] = {}
+        self._pending: dict[int, _Pending] = {}  # by id of the sharded parameter
         for owner in self._values.owners:
             watch(owner.module, self)
 
@@ -88,7 +99,6 @@ class AssignedBeforeEngine:
     def drop_pending(self) -> None:
         """Drop pending values, after the unit's memory was allocated in another way."""
         self._pending.clear()
-        self._pending_places.clear()
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
         """Returns the tensor to store in ``module`` when ``value`` is assigned to ``attribute``.
@@ -128,13 +138,12 @@ class AssignedBeforeEngine:
     def _keep(self, owner: Owner, value: Tensor) -> None:
         self._values.check_value(owner, value, as_tied=True)
         key, place = id(owner.sharded), (id(owner.module), owner.attribute)
-        places = self._pending_places.setdefault(key, set())
-        if place in places:  # another value for the same name
-            places.clear()
-        if places:
-            self._check_tied(owner, value, self._pending[key])
-        places.add(place)
-        self._pending[key] = value.detach()
+        places = frozenset([place])
+        known = self._pending.get(key)
+        if known is not None and place not in known.places:  # else it replaces the known value
+            self._check_tied(owner, value, known.value)
+            places |= known.places
+        self._pending[key] = _Pending(value.detach(), places)
         self._values.remember(owner, value)
         if len(self._pending) == len(self._values.names):
             pending = dict(self._pending)
@@ -142,7 +151,7 @@ class AssignedBeforeEngine:
             self._give_memory()
             with torch.no_grad():
                 for each in self._values.owners:
-                    each.sharded.copy_(pending[id(each.sharded)])
+                    each.sharded.copy_(pending[id(each.sharded)].value)
 
     def _check_tied(self, owner: Owner, value: Tensor, present: Tensor) -> None:
         """Check that all names of a tied parameter get one value. Collective: on some ranks the
