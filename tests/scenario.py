@@ -15,7 +15,7 @@ Every rank calls the same. Without a process group there is one rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,7 +146,7 @@ class Scenario:
         model = self.made()
         if isinstance(self.compute_dtype, dict):
             model = model.float()
-        make = _Kept(self.optimizer)
+        make = reference.once(self.optimizer)
         steps = reference.train(
             model,
             self.data(),
@@ -156,7 +156,7 @@ class Scenario:
             loss_of=self.loss_of,
             before_step=self.before_step,
         )
-        return Run(steps, model, None, make.optimizer)
+        return Run(steps, model, None, make(()))
 
     def sharded(self) -> Run:
         """The sharded model is trained, on this rank's batches."""
@@ -165,7 +165,7 @@ class Scenario:
 
     def train(self, model: nn.Module, engine: Any) -> Run:
         """Train a model that is sharded already."""
-        make = _Kept(self.optimizer)
+        make = reference.once(self.optimizer)
         steps = reference.train_sharded(
             model,
             engine,
@@ -178,7 +178,7 @@ class Scenario:
             around=lambda: self.around(engine),
             no_sync=self.no_sync,
         )
-        return Run(steps, model, engine, make.optimizer)
+        return Run(steps, model, engine, make(()))
 
     def differences(self) -> tuple[Run, list[str]]:
         """Run both; the sharded run, and each of its values that differs from the one process."""
@@ -192,18 +192,6 @@ class Scenario:
         run, lines = self.differences()
         assert not lines, "\n".join([f"{self.pair}:", *lines[:12]])
         return run
-
-
-class _Kept:
-    """Makes an optimizer, and keeps it."""
-
-    def __init__(self, make: OptimizerMaker) -> None:
-        self._make = make
-        self.optimizer: torch.optim.Optimizer | None = None
-
-    def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        self.optimizer = self._make(parameters)
-        return self.optimizer
 
 
 def assert_same_bits(run: Run, expected: Run) -> None:
