@@ -18,13 +18,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from tests.coverage_contexts import CONTEXTS
-from tools.mutants import CORE, COVERAGE, TIMES, tests_by_line
+from tools.mutants import CORE, COVERAGE, PYTEST, TIMES, cases_of, tests_by_line
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "tests.json"
@@ -48,8 +47,7 @@ def run(folders: list[str], *, coverage: bool) -> None:
         command = [sys.executable, "-m"]
         if coverage:
             command += ["coverage", "run", "--rcfile", str(settings), "-m"]
-        command += ["pytest", "-q", "--no-header", "--numprocesses", "2", "--dist", "loadfile"]
-        command += ["-m", "not thorough and not programs", f"--junitxml={folder}/times.xml"]
+        command += [*PYTEST, f"--junitxml={folder}/times.xml"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         if coverage:
             environment[CONTEXTS] = "1"
@@ -72,12 +70,9 @@ def times_of(report: Path) -> dict[str, dict[str, Any]]:
     """Lines, items and seconds of each file of tests."""
     seconds: Counter[str] = Counter()
     items: Counter[str] = Counter()
-    for case in ElementTree.parse(report).iter("testcase"):
-        parts = case.attrib["classname"].split(".")
-        while parts and not (ROOT / "/".join(parts)).with_suffix(".py").exists():
-            parts.pop()  # a class of tests
-        file = "/".join(parts) + ".py"
-        seconds[file] += float(case.attrib["time"])  # type: ignore[assignment]
+    for test, each in cases_of(report):
+        file = test.partition("::")[0]
+        seconds[file] += each  # type: ignore[assignment]
         items[file] += 1
     found = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):

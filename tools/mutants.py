@@ -46,6 +46,11 @@ LEFT_OUT = ("disk", "stall_monitor", "reports", "rehearsal", "meter")
 # Of ``measure_tests run --coverage``: lines by test, and seconds of tests.
 COVERAGE = ROOT / "build" / "tests" / "data"
 TIMES = ROOT / "build" / "tests" / "times.xml"
+# The ordinary tests, with two processes.
+PYTEST = (
+    *("pytest", "-q", "--no-header", "--numprocesses", "2", "--dist", "loadfile"),
+    *("-m", "not thorough and not programs"),
+)
 SELECTED_SECONDS = 240.0
 TIMEOUT_SECONDS = 900.0
 COMPARED = {
@@ -217,17 +222,22 @@ def tests_by_line(data: Path) -> dict[tuple[str, int], set[str]]:
     return found
 
 
-def seconds_by_test() -> Counter[str]:
-    """Seconds of each test function, all its cases together."""
-    seconds: Counter[str] = Counter()
-    for case in ElementTree.parse(TIMES).iter("testcase"):
+def cases_of(report: Path) -> Iterator[tuple[str, float]]:
+    """Yields the test function (``FILE::NAME``) and seconds of each case of a JUnit report."""
+    for case in ElementTree.parse(report).iter("testcase"):
         parts = case.attrib["classname"].split(".")
         inner: list[str] = []
         while parts and not (ROOT / "/".join(parts)).with_suffix(".py").exists():
             inner.insert(0, parts.pop())  # a class of tests
         name = case.attrib["name"].partition("[")[0]
-        test = "::".join(["/".join(parts) + ".py", *inner, name])
-        seconds[test] += float(case.attrib["time"])  # type: ignore[assignment]
+        yield "::".join(["/".join(parts) + ".py", *inner, name]), float(case.attrib["time"])
+
+
+def seconds_by_test() -> Counter[str]:
+    """Seconds of each test function, all its cases together."""
+    seconds: Counter[str] = Counter()
+    for test, each in cases_of(TIMES):
+        seconds[test] += each  # type: ignore[assignment]
     return seconds
 
 
@@ -282,9 +292,8 @@ def outcome_of(
             shutil.copytree(device, copy / "tests" / "async_device" / "build")
         (copy / mutant.file).write_text(source, encoding="utf-8")
         (Path(folder) / "tests").write_text("\n".join(chosen))
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
-        command += ["--maxfail", "1", "--numprocesses", "2", "--dist", "loadfile"]
-        command += ["-m", "not thorough and not programs", f"@{folder}/tests"]
+        command = [sys.executable, "-m", *PYTEST, "-p", "no:cacheprovider", "--maxfail", "1"]
+        command.append(f"@{folder}/tests")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
         with subprocess.Popen(
             command,
