@@ -1,4 +1,4 @@
-"""What a codec that quantises must compute, in one process."""
+"""The loss that training with a quantising codec must have, computed in one process."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_any_order_that_delays_make_gives_the_same_bits(in_flight: int | None) -
 
 @on_ranks(1)
 def test_forwards_on_other_streams_than_the_caller_s_are_the_same() -> None:
-    """Of streams there are few: those of lanes are among them."""
+    """The device has few streams, so the streams used here include those of the lanes."""
     given = job(("optim_grads_params", "no_shard"), sizes=(1,))
     expected = train(given, "cpu")
     streams: list[torch.Stream] = []

@@ -236,7 +236,7 @@ def train_and_save(folder: str) -> list[dict[str, Tensor]]:
 
 
 def load_and_compare(folder: str, expected: list[dict[str, Tensor]]) -> list[str]:
-    """What differs after loading, at each pair of this world size."""
+    """Returns the tensors that differ after loading, at each pair for this number of ranks."""
     lines = []
     for (number, options), at in itertools.product(
         enumerate(OPTIONS), LOADED_AT[dist.get_world_size()]
@@ -260,7 +260,7 @@ def test_any_ranks_and_level_quantise_a_loaded_checkpoint_to_the_same_bytes(
 ) -> None:
     expected = ranks.run(train_and_save, str(tmp_path))[0]
     kinds = Counter(key.split()[0] for key in expected[0])
-    # Of two blocks' four matrices, and the embedding that is the head's weight, too.
+    # Two blocks have four matrices each. The ninth matrix is the embedding, tied to the head.
     assert kinds["scales"] == kinds["bytes"] == 9
     assert kinds["seen"] == kinds["main"] > 10
     assert not torch.equal(expected[0]["seen head.weight"], expected[1]["seen head.weight"])

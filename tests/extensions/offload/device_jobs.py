@@ -94,7 +94,7 @@ def trained(
         num_steps: steps that were trained.
         pair: inner and outer level.
         device_type: where the model is.
-        seed: of the initial values.
+        seed: The seed of the initial values.
     """
     torch.manual_seed(seed)
     given = job(place, pair, sizes=(dist.get_world_size(),))

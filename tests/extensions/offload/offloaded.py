@@ -116,9 +116,9 @@ def train(
     """Losses, norms, weights and state of four steps, one of which is skipped.
 
     Args:
-        offload: of the engine.
+        offload: The engine's offload.
         pair: inner and outer level.
-        name: of the optimizer.
+        name: The optimizer's name in ``MAKERS``.
         change: Called before each step.
         micro: microbatches of a step; of two the gradients are clipped.
         options: other arguments of ``shard``.

@@ -73,7 +73,8 @@ def load(folder: str, offloads: list[fe.Offload | None]) -> list[list[Any]]:
 def test_a_checkpoint_loads_on_other_ranks_with_another_offload(
     ranks: Ranks, roles: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """What one without an offload saves loads with state, or all, on a disk; and all others."""
+    """A checkpoint of a run with an offload loads with the same offload and with none. A checkpoint
+    of a run without an offload loads with either."""
     disk = tmp_path / "disk"
     disk.mkdir()
     place = on_disk(disk, roles) if roles else None

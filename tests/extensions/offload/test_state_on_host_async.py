@@ -192,7 +192,7 @@ def test_a_change_waits_for_what_an_evaluation_reads(
 
 @on_ranks(1)
 def test_a_step_on_the_stream_of_a_lane_is_the_same() -> None:
-    """Of streams there are few: the caller's can be those of lanes."""
+    """The device has few streams, so the caller's stream can be the stream of a lane."""
     pair = ("optim", "no_shard")
     data = job(STATE, pair).data()
     engine, optimizer, _ = trained(STATE, pair=pair, device_type="cpu")

@@ -27,7 +27,7 @@ from tests.pool import on_ranks
 ranks = device.ranks
 
 AFTER, BESIDE = "state on the host", "beside forward"
-# Of a copy, so that steps are pending for long.
+# Seconds that a copy takes: steps then stay pending while the host continues.
 SLOW = 8e-3
 
 
@@ -78,7 +78,7 @@ def whole(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
 
 
 def change_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
-    """Those that the step reads."""
+    """Changes the gradients that the pending step reads."""
     for param in engine.model.parameters():
         param.grad.mul_(0.0)
 
@@ -160,8 +160,8 @@ def after_steps(
     """Trains a step before each access.
 
     Args:
-        accesses: by name, what a user does right after a step.
-        place: of the optimizer's state.
+        accesses: Functions by name; each is called right after a step.
+        place: The place of the optimizer's state.
         level: of the engine.
         holds: the step runs when the access has run on the device, which must not wait for it.
 
