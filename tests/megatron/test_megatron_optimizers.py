@@ -31,11 +31,13 @@ from tests.megatron.core_pretrain import (
 )
 from tests.pool import Ranks, on_ranks
 
-# Adam divides by what may be no more than rounding, which rounds a 16-bit weight another way.
+# Norms are summed in another order, so the clipping coefficient differs in its last bit, and now
+# and then a 16-bit weight rounds the other way: one such weight moves the next norm by 2.5e-6. Adam
+# divides by what may be no more than rounding, too.
 LIMITS = {
     ("sgd", "fp32"): 2e-6,
-    ("sgd", "bf16"): 2e-6,
-    ("sgd", "fp16"): 2e-6,
+    ("sgd", "bf16"): 2e-5,
+    ("sgd", "fp16"): 2e-5,
     ("adam", "fp16"): 2e-4,
     ("adam", "bf16"): 2e-4,
 }
