@@ -9,7 +9,6 @@ import mmap
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,8 +30,8 @@ from gpt import GPT, GPTConfig
 from plots import draw_curves, smooth
 from progress import Progress
 from settings import Settings, parse_settings
+from tests.processes import ROOT, printed, start, torchrun
 
-ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(vocab_size=256, sequence_length=16, num_layers=2, width=24, num_heads=3)
 TEXT = torch.arange(1000).remainder(251).to(torch.uint8)
 
@@ -70,23 +69,17 @@ class TestOrderOfData:
 
     def test_a_step_gives_the_same_sequences_whatever_came_before_it(self) -> None:
         plan = BatchPlan(4, 1, 2, 8)
-        fresh = plan.train_batch(TEXT, 7, 0, 1)
+        fresh = global_batch(plan, 7)
         torch.manual_seed(99)
-        torch.rand(5)
-        plan.train_batch(TEXT, 3, 0, 0)
-        assert torch.equal(plan.train_batch(TEXT, 7, 0, 1).tokens, fresh.tokens)
-
-    def test_steps_and_seeds_differ(self) -> None:
-        plan, other_seed = BatchPlan(4, 1, 1, 8), BatchPlan(4, 1, 1, 8, seed=1)
-        assert global_batch(plan, 0) != global_batch(plan, 1)
-        assert global_batch(plan, 0) != global_batch(other_seed, 0)
+        assert global_batch(plan, 3) != fresh
+        assert global_batch(BatchPlan(4, 1, 2, 8, seed=1), 7) != fresh
+        assert global_batch(plan, 7) == fresh
 
     def test_targets_are_the_next_bytes(self) -> None:
         batch = corpus.gather_sequences(TEXT, [3, 100], sequence_length=4)
         assert batch.tokens.tolist() == [[3, 4, 5, 6], [100, 101, 102, 103]]
         assert batch.targets.tolist() == [[4, 5, 6, 7], [101, 102, 103, 104]]
-
-    def test_the_last_possible_start_still_has_a_last_target(self) -> None:
+        # The last possible start still has a last target.
         starts = corpus.batch_starts(num_bytes=10, sequence_length=9, count=50, step=0, seed=0)
         assert set(starts) == {0}
         assert corpus.gather_sequences(TEXT[:10], starts, 9).targets[0, -1] == TEXT[9]
@@ -101,17 +94,6 @@ class TestOrderOfData:
         whole = corpus.gather_sequences(TEXT, starts, 8).tokens
         assert torch.equal(torch.cat(parts), whole)
 
-    def test_a_batch_that_ranks_cannot_share_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="batch_size: expected a multiple of the 3 ranks"):
-            BatchPlan(16, 1, 3, 8)
-
-    def test_a_text_shorter_than_a_sequence_is_refused(self) -> None:
-        plan = BatchPlan(1, 1, 1, 8)
-        with pytest.raises(ValueError, match="sequence_length: expected less than"):
-            plan.train_batch(TEXT[:8], 0, 0, 0)
-        with pytest.raises(ValueError, match="sequence_length: expected less than"):
-            plan.held_out_starts(TEXT[:8], 1)
-
 
 class TestSplitByFile:
     def test_the_side_of_a_file_does_not_depend_on_the_others(self) -> None:
@@ -120,9 +102,7 @@ class TestSplitByFile:
         assert 10 < len(held_out) < 60
         assert corpus.split_by_file(names[100:]) == held_out & set(names[100:])
         assert corpus.split_by_file(names[::-1]) == held_out
-
-    def test_the_hash_is_the_same_on_every_machine(self) -> None:
-        # blake2b of 7 bytes over b"os.py", as a fraction of 2**56.
+        # On every machine: blake2b of 7 bytes over b"os.py", as a fraction of 2**56.
         assert corpus.hash_fraction("os.py") == pytest.approx(0.12486373838868839, abs=1e-12)
 
     @settings(deadline=None, max_examples=50)
@@ -132,20 +112,15 @@ class TestSplitByFile:
     def test_neither_side_is_ever_empty(self, names: set[str], fraction: float) -> None:
         assert 0 < len(corpus.split_by_file(sorted(names), fraction)) < len(names)
 
-    def test_one_file_cannot_be_split(self) -> None:
-        with pytest.raises(ValueError, match="at least 2 text files; found 1"):
-            corpus.split_by_file(["only.txt"])
-
     def test_a_folder_gives_each_whole_file_to_one_side(self, tmp_path: Path) -> None:
         letters = "abcdefghijklmnopqrstuvwxyz"
         (tmp_path / "sub").mkdir()
         for letter in letters:
             (tmp_path / "sub" / f"{letter}.txt").write_text(letter * 10)
         text = corpus.read_corpus(tmp_path)
-        train, held_out = bytes(text.train.tolist()), bytes(text.held_out.tolist())
+        sides = [bytes(side.tolist()) for side in (text.train, text.held_out)]
         for byte in letters.encode():
-            counts = (train.count(byte), held_out.count(byte))
-            assert counts in ((10, 0), (0, 10))
+            assert sorted(side.count(byte) for side in sides) == [0, 10]
         assert text.num_train_files + text.num_held_out_files == len(letters)
         assert text.num_held_out_files >= 1
 
@@ -161,15 +136,34 @@ class TestSplitByFile:
             b"b.txt",
         ]
 
-    def test_a_missing_folder_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="data: expected a folder"):
-            corpus.read_corpus(tmp_path / "nowhere")
-
     def test_the_default_is_the_source_of_the_standard_library(self) -> None:
-        folder = corpus.standard_library()
-        names = [path.name for path in corpus.text_files(folder, "*.py")]
-        assert "os.py" in names
-        assert "argparse.py" in names
+        names = {path.name for path in corpus.text_files(corpus.standard_library(), "*.py")}
+        assert {"os.py", "argparse.py"} <= names
+
+
+REFUSED: dict[str, list[Callable[[], object]]] = {
+    "batch_size: expected a multiple of the 3 ranks": [lambda: BatchPlan(16, 1, 3, 8)],
+    "sequence_length: expected less than": [
+        lambda: BatchPlan(1, 1, 1, 8).train_batch(TEXT[:8], 0, 0, 0),
+        lambda: BatchPlan(1, 1, 1, 8).held_out_starts(TEXT[:8], 1),
+    ],
+    "at least 2 text files; found 1": [lambda: corpus.split_by_file(["only.txt"])],
+    "data: expected a folder": [lambda: corpus.read_corpus(Path("nowhere"))],
+    "tokens: expected at most 16 a sequence; found 17": [
+        lambda: tiny_gpt()(torch.zeros(1, 17, dtype=torch.int64))
+    ],
+    "width: expected a multiple of num_heads=3": [lambda: dataclasses.replace(TINY, width=25)],
+    "mesh: expected like": [
+        lambda mesh=mesh: Settings(mesh=mesh) for mesh in ("0", "2x", "2x2x2", "two", "-1")
+    ],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_wrong_arguments_are_refused(message: str) -> None:
+    for call in REFUSED[message]:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 class TestBigram:
@@ -193,17 +187,13 @@ class TestBigram:
 
 
 class TestModel:
-    def test_logits_and_loss_have_the_documented_shapes(self) -> None:
-        tokens = torch.randint(256, (3, 11))
-        out = tiny_gpt()(tokens, tokens)
-        assert out.logits.shape == (3, 11, 256)
-        assert out.loss.shape == ()
-        assert tiny_gpt()(tokens).loss is None
-
     def test_an_untrained_model_guesses_about_uniformly(self) -> None:
         tokens = torch.randint(256, (8, 16))
-        loss = tiny_gpt()(tokens, torch.randint(256, (8, 16))).loss
-        assert float(loss.detach()) == pytest.approx(math.log(256), abs=0.2)
+        assert tiny_gpt()(tokens).loss is None
+        out = tiny_gpt()(tokens, torch.randint(256, (8, 16)))
+        assert out.logits.shape == (8, 16, 256)
+        assert out.loss.shape == ()
+        assert float(out.loss.detach()) == pytest.approx(math.log(256), abs=0.2)
 
     def test_a_position_does_not_see_later_ones(self) -> None:
         model = tiny_gpt()
@@ -266,14 +256,6 @@ class TestModel:
             window = text[max(0, end - TINY.sequence_length) : end]
             assert int(model(window[None]).logits[0, -1].argmax()) == int(text[end])
 
-    def test_a_sequence_longer_than_the_positions_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="tokens: expected at most 16 a sequence; found 17"):
-            tiny_gpt()(torch.zeros(1, 17, dtype=torch.int64))
-
-    def test_a_width_that_heads_do_not_divide_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="width: expected a multiple of num_heads=3"):
-            dataclasses.replace(TINY, width=25)
-
 
 def a_curve() -> Curve:
     steps = [StepRecord(i + 1, 5.0 / (i + 1), 1.0, 1e-3, 1e4, (100 + i) * 2**20) for i in range(20)]
@@ -281,21 +263,18 @@ def a_curve() -> Curve:
 
 
 class TestCurves:
-    def test_the_drawing_is_a_png_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "new" / "curves.png"
-        draw_curves(path, a_curve(), bigram=2.4, title="a run")
-        content = path.read_bytes()
-        assert content.startswith(b"\x89PNG\r\n\x1a\n")
-        assert len(content) > 10_000
-
-    def test_a_level_line_of_memory_has_room_above_it(
+    def test_the_drawing_is_a_png_file_with_room_above_a_level_line_of_memory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(plots.pyplot, "close", lambda figure: None)
-        draw_curves(tmp_path / "curves.png", a_curve(), bigram=2.4, title="a run")
+        path = tmp_path / "new" / "curves.png"
+        draw_curves(path, a_curve(), bigram=2.4, title="a run")
         below = plots.pyplot.gcf().axes[1]
         monkeypatch.undo()
         plots.pyplot.close()
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert len(content) > 10_000
         most = a_curve().steps[-1].memory_bytes / 2**20
         assert below.get_ylim()[0] == 0
         assert below.get_ylim()[1] > 1.1 * most
@@ -353,24 +332,10 @@ class TestSettings:
     def test_the_command_line_reads_every_kind_of_field(self) -> None:
         arguments = "--mesh 2x3 --lr 0.5 --steps 7 --no-sample --meta-init --data texts"
         found = parse_settings([*arguments.split(), "--outer-strategy", "optim"])
-        assert found == Settings(
-            mesh="2x3",
-            lr=0.5,
-            steps=7,
-            sample=False,
-            meta_init=True,
-            data=Path("texts"),
-            outer_strategy="optim",
-        )
+        given = {"mesh": "2x3", "lr": 0.5, "steps": 7, "sample": False, "meta_init": True}
+        assert found == Settings(**given, data=Path("texts"), outer_strategy="optim")
         assert found.mesh_shape == (2, 3)
-
-    def test_without_arguments_they_are_the_defaults(self) -> None:
         assert parse_settings([]) == Settings()
-
-    @pytest.mark.parametrize("mesh", ["0", "2x", "2x2x2", "two", "-1"])
-    def test_a_mesh_that_is_none_is_refused(self, mesh: str) -> None:
-        with pytest.raises(ValueError, match="mesh: expected like"):
-            Settings(mesh=mesh)
 
     def test_a_senseless_argument_ends_with_a_message(
         self, capsys: pytest.CaptureFixture[str]
@@ -384,36 +349,24 @@ class TestSettings:
         assert Settings(steps=100, stop_at=400).last_step == 100
 
 
-def start(folder: Path, out: str, num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
+def command_of(folder: Path, out: str, num_ranks: int, *arguments: str) -> list[str]:
     """The job under torchrun on the texts in ``folder``."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(num_ranks), str(ROOT / "examples" / "train_gpt.py")),
+    return [
+        *(*torchrun(num_ranks), str(ROOT / "examples" / "train_gpt.py")),
         *("--data", str(folder / "texts"), "--out", str(folder / out)),
         *("--steps", "6", "--warmup", "2", "--layers", "2", "--width", "32"),
         *("--sequence-length", "32", "--batch-size", "4", "--eval-sequences", "8"),
         *("--eval-every", "3", "--sample-bytes", "5", *arguments),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
 
 
 def train(folder: Path, out: str, num_ranks: int, *arguments: str) -> dict[str, Any]:
     """Runs the job to its end; returns what it measured, and what it ``printed``."""
-    process = start(folder, out, num_ranks, *arguments)
-    try:
-        printed, _ = process.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its ranks
-        process.communicate(timeout=300)
-        raise
-    assert process.returncode == 0, printed
-    assert "bigram" in printed
+    text = printed(*command_of(folder, out, num_ranks, *arguments))
+    assert "bigram" in text
     measured: dict[str, Any] = json.loads((folder / out / "metrics.json").read_text())
     assert (folder / out / "curves.png").exists()
-    return {**measured, "printed": printed}
+    return {**measured, "printed": text}
 
 
 def losses(run: dict[str, Any]) -> list[float]:
@@ -447,31 +400,24 @@ class TestLargest:
     def test_a_model_with_more_bytes_than_the_memory_trains(
         self, texts: Path, tmp_path: Path
     ) -> None:
-        printed = train_the_largest(texts, tmp_path, "--memory", "0.2", "--disk", "0.5")
-        found = re.search(r"together ([\d.]+) GiB, ([\d.]+) times the memory", printed)
-        assert found is not None, printed
-        assert float(found[2]) > 1.5
-        first, *_, last = map(float, re.findall(r"loss ([\d.]+)", printed))
+        text = train_the_largest(texts, tmp_path, "--memory", "0.2", "--disk", "0.5")
+        (times,) = re.findall(r"together [\d.]+ GiB, ([\d.]+) times the memory", text)
+        assert float(times) > 1.5
+        first, *_, last = map(float, re.findall(r"loss ([\d.]+)", text))
         assert last < first - 0.5
-        peak = re.search(r"at most ([\d.]+) GiB in memory, of 0.200", printed)
-        assert peak is not None, printed
-        assert float(peak[1]) < 0.2
+        (peak,) = re.findall(r"at most ([\d.]+) GiB in memory, of 0.200", text)
+        assert float(peak) < 0.2
 
     @pytest.mark.thorough
     def test_too_little_memory_is_an_error(self, texts: Path, tmp_path: Path) -> None:
-        with pytest.raises(subprocess.CalledProcessError) as caught:
-            train_the_largest(texts, tmp_path, "--memory", "0.001")
-        assert re.search(r"--memory: expected at least \d+ bytes in memory", caught.value.stderr)
+        text = train_the_largest(texts, tmp_path, "--memory", "0.001", succeeds=False)
+        assert re.search(r"--memory: expected at least \d+ bytes in memory", text)
 
 
-def train_the_largest(texts: Path, folder: Path, *arguments: str) -> str:
-    """What the example prints."""
-    command = [sys.executable, str(ROOT / "examples" / "train_largest.py")]
-    command += ["--data", str(texts / "texts"), "--folder", str(folder), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=300
-    ).stdout
+def train_the_largest(texts: Path, folder: Path, *arguments: str, succeeds: bool = True) -> str:
+    script = str(ROOT / "examples" / "train_largest.py")
+    paths = ("--data", str(texts / "texts"), "--folder", str(folder))
+    return printed(script, *paths, *arguments, succeeds=succeeds)
 
 
 @pytest.mark.thorough
@@ -504,7 +450,8 @@ class TestWholeJob:
 
     def test_a_killed_run_that_is_started_again_goes_on_by_itself(self, texts: Path) -> None:
         steps = ("--steps", "500", "--eval-every", "1000", "--no-sample", "--stop-at")
-        process = start(texts, "killed", 2, *steps, "500", "--save-every", "2", "--async-save")
+        saves = ("500", "--save-every", "2", "--async-save")
+        process = start(*command_of(texts, "killed", 2, *steps, *saves))
         checkpoints = texts / "killed" / "checkpoints"
         deadline = time.monotonic() + 60
         while not any(checkpoints.glob("step-*")):
@@ -512,8 +459,8 @@ class TestWholeJob:
             time.sleep(0.01)
         rank_0 = int((checkpoints / ".lock").read_text().split()[1])
         os.kill(rank_0, signal.SIGKILL)
-        printed, _ = process.communicate(timeout=300)  # torchrun ends the other rank
-        assert process.returncode != 0, printed
+        text, _ = process.communicate(timeout=300)  # torchrun ends the other rank
+        assert process.returncode != 0, text
         last = max(int(path.name[5:13]) for path in checkpoints.glob("step-*"))
 
         stop_at = str(last + 5)

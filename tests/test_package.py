@@ -99,20 +99,17 @@ def check_printed(printed: str, installed: Installed, num_ranks: int) -> None:
 
 
 def test_the_wheel_holds_the_package_its_types_and_nothing_else(installed: Installed) -> None:
-    names = zipfile.ZipFile(installed.wheel).namelist()
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        names = wheel.namelist()
+        (metadata,) = (name for name in names if name.endswith("/METADATA"))
+        lines = wheel.read(metadata).decode().splitlines()
+    assert "Requires-Dist: numpy>=1.26" in lines  # torch does not require it
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fsdp_engine").rglob("*.py")}
     page = {str(path.relative_to(ROOT)) for path in (ROOT / PAGE_FILES).iterdir()}
     packaged = {name for name in names if ".dist-info/" not in name}
     assert packaged == {*modules, *page, "fsdp_engine/py.typed"}
     assert any(name.endswith("/LICENSE") for name in names)
     assert installed.wheel.name.startswith(f"fsdp_engine-{fe.__version__}-")
-
-
-def test_the_wheel_requires_numpy_which_torch_does_not(installed: Installed) -> None:
-    with zipfile.ZipFile(installed.wheel) as wheel:
-        (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
-        lines = wheel.read(metadata).decode().splitlines()
-    assert "Requires-Dist: numpy>=1.26" in lines
 
 
 def test_readme_s_script_trains_alone(installed: Installed, script: Path, tmp_path: Path) -> None:

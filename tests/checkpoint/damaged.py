@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
+from tests.checkpoint.scene import Values
 
 
 class Net(nn.Module):
@@ -33,19 +34,6 @@ class Net(nn.Module):
         self.calls = state
 
 
-class Numbers:
-    """Something to be saved beside."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
 def trained(seed: int, strategy: str = "optim_grads_params") -> tuple[Net, fe.Engine, Any]:
     torch.manual_seed(seed)
     model = Net()
@@ -61,7 +49,7 @@ def trained(seed: int, strategy: str = "optim_grads_params") -> tuple[Net, fe.En
 def save(folder: str, seed: int, manifest: bool) -> None:
     _, engine, optimizer = trained(seed)
     if manifest:
-        checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"n": Numbers(seed)})
+        checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"n": Values(seed)})
         checkpointer.save(1)
         checkpointer.close()
     else:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import checkpoint as dcp
 
 import fsdp_engine as fe
+from fsdp_engine.checkpoint.reader import FileView, data_offset
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pool import Ranks
+from tests.training import mesh_of
 
 NUM_STEPS = 2
+TIED = {"blocks.6.up.weight": "blocks.2.up.weight"}  # dropped and kept name in Everything
 
 
 class Everything(models.Regression):
@@ -67,12 +78,6 @@ class Counting(nn.Module):
 Config = dict[str, Any]
 
 
-def mesh_of(*shape: int) -> DeviceMesh | None:
-    if not shape:
-        return None  # a process without a group: the engine makes one
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-
-
 def rows(name: str, parameter: Tensor) -> int:
     return parameter.shape[-1] if parameter.ndim == 2 and parameter.numel() else 1
 
@@ -80,7 +85,7 @@ def rows(name: str, parameter: Tensor) -> int:
 def shard(model: nn.Module, config: Config) -> fe.Engine:
     return fe.shard(
         model,
-        mesh_of(*config["shape"]),
+        mesh_of(*config["shape"]) if config["shape"] else None,  # None: the engine makes one
         config["strategy"],
         config["outer"],
         mp_policy=fe.MixedPrecisionPolicy(param_dtype=config.get("param_dtype")),
@@ -100,9 +105,7 @@ def two_groups(model: nn.Module, *, swap: bool = False, lr: float = 1e-2) -> tor
     return torch.optim.AdamW(groups, weight_decay=0.0, eps=1e-6)
 
 
-def contents(
-    model: nn.Module, engine: fe.Engine, optimizer: Any = None, *, whole: bool = True
-) -> dict[str, Any]:
+def contents(model: nn.Module, optimizer: Any = None, *, whole: bool = True) -> dict[str, Any]:
     """Everything that a checkpoint must bring back, by name.
 
     Args:
@@ -206,17 +209,17 @@ def shared_folder() -> str:
     return found[0]
 
 
-class Position:
-    """A place in the data, as a loader keeps it: another on each rank."""
+class Values:
+    """Something to be saved beside the model."""
 
-    def __init__(self, index: int = 0) -> None:
-        self.index = index
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"index": self.index}
+    def state_dict(self) -> Any:
+        return self.value
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.index = state["index"]
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
 
 
 class Ema:
@@ -238,13 +241,15 @@ class Ema:
         self.shadow = state["shadow"]
 
 
-def small(strategy: str = "optim_grads_params", seed: int = 0) -> tuple[Any, fe.Engine, Any]:
-    """A small model, its engine, and an optimizer that has stepped."""
+def small(
+    strategy: str = "optim_grads_params", seed: int = 0, steps: int = 1, **options: Any
+) -> tuple[Any, fe.Engine, Any]:
+    """A small Transformer, its engine, and an optimizer that has stepped."""
     torch.manual_seed(seed)
-    model = Transformer(num_blocks=2)
+    model = Transformer(**{"num_blocks": 2, **options})
     engine = fe.shard(model, strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer)
+    train(model, optimizer, steps)
     return model, engine, optimizer
 
 
@@ -253,3 +258,73 @@ def train(model: nn.Module, optimizer: Any, num_steps: int = 1) -> None:
         model(*token_batch(2, 10 * number + dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def rank() -> int:
+    return reference.rank_and_size()[0]
+
+
+def visible(folder: str | Path) -> list[str]:
+    """Everything in a folder but the lock."""
+    return sorted(path.name for path in Path(folder).iterdir() if path.name != ".lock")
+
+
+def exported(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of an export, as the safetensors library reads them."""
+    files = [load_file(path) for path in Path(folder).glob("*.safetensors")]
+    found = {name: value for file in files for name, value in file.items()}
+    assert len(found) == sum(map(len, files))
+    return found
+
+
+def on_rank_0(write: Callable[[], Any]) -> None:
+    """Run a function on rank 0, between barriers."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        write()
+    dist.barrier()
+
+
+@contextmanager
+def refused(
+    model: nn.Module, *parts: str, kind: type[Exception] = ValueError, optimizer: Any = None
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """An error whose message holds all ``parts``; nothing has changed. A collective."""
+    before = contents(model, optimizer)
+    with pytest.raises(kind) as caught:
+        yield caught
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in {caught.value}"
+    assert different(contents(model, optimizer, whole=False), before) == []
+
+
+@contextmanager
+def failing(owner: Any, name: str, on_rank: int | None = None, after: int = 0) -> Iterator[None]:
+    """After so many calls, a function raises on one rank, or on all, as on a full disk."""
+    original, calls = getattr(owner, name), itertools.count()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if on_rank in (None, rank()) and next(calls) >= after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args, **kwargs)
+
+    with patch.object(owner, name, fails):
+        yield
+
+
+def flip(path: Path, place: int | None = None, bits: int = 64) -> None:
+    """Change a byte of a file; None: the one in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= bits
+    path.write_bytes(content)
+
+
+def byte_of(folder: str | Path, key: str) -> tuple[Path, int]:
+    """File and place of the first byte of a tensor's values."""
+    places = dcp.FileSystemReader(folder).read_metadata().storage_data
+    place = next(place for index, place in places.items() if index.fqn == key)
+    path = Path(folder) / place.relative_path
+    with open(path, "rb") as file:
+        start = data_offset(FileView(file, place.offset, place.length), 0)
+    assert start is not None
+    return path, place.offset + start

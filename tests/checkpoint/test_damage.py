@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +25,43 @@ from fsdp_engine.checkpoint.checksums import BLOCK_BYTES, BlockSummer, CheckedFi
 from fsdp_engine.checkpoint.cli import app
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.manifest import MANIFEST
-from tests.checkpoint.damaged import Numbers, save, trained, without_sums
-from tests.checkpoint.scene import contents, different, shared_folder
+from tests.checkpoint.damaged import save, trained, without_sums
+from tests.checkpoint.scene import Values, contents, different, flip, shared_folder
 from tests.pool import Ranks, on_ranks
 
 NUM_DAMAGES = 150
-
-
-def folder_in(path: Path, manifest: bool) -> Path:
-    return path / "step-00000001" if manifest else path
 
 
 def damage(path: Path, other: bytes, draw: random.Random) -> str:
     """Damages a file, or leaves it alone; returns a description."""
     whole = path.read_bytes()
     size = len(whole)
-    kind = draw.choice(["bit", "zeros", "cut", "swap", "longer", "other", "removed", "noise"])
-    if kind == "removed":
-        path.unlink()
-        return kind
     changed = bytearray(whole)
     at, length = draw.randrange(size), draw.choice([1, 7, 512, 4096, 300_000])
     length = min(length, size - at)
-    if kind == "bit":
-        changed[at] ^= 1 << draw.randrange(8)
-    elif kind == "zeros":
-        changed[at : at + length] = bytes(length)
-    elif kind == "noise":
-        changed[at : at + length] = draw.randbytes(length)
-    elif kind == "cut":
-        del changed[at:]
-    elif kind == "longer":
-        changed += draw.randbytes(9)
-    elif kind == "swap":
-        length = min(length, size // 2)
-        to = draw.randrange(size - length + 1)
-        at = min(at, size - length)
-        changed[at : at + length], changed[to : to + length] = (
-            whole[to : to + length],
-            whole[at : at + length],
-        )
-    else:
-        changed = bytearray(other)
+    kind = draw.choice(["bit", "zeros", "cut", "swap", "longer", "other", "removed", "noise"])
+    match kind:
+        case "removed":
+            path.unlink()
+            return kind
+        case "bit":
+            changed[at] ^= 1 << draw.randrange(8)
+        case "zeros":
+            changed[at : at + length] = bytes(length)
+        case "noise":
+            changed[at : at + length] = draw.randbytes(length)
+        case "cut":
+            del changed[at:]
+        case "longer":
+            changed += draw.randbytes(9)
+        case "swap":
+            length = min(length, size // 2)
+            to = draw.randrange(size - length + 1)
+            at = min(at, size - length)
+            changed[at : at + length] = whole[to : to + length]
+            changed[to : to + length] = whole[at : at + length]
+        case "other":
+            changed = bytearray(other)
     path.write_bytes(changed)
     return kind if changed != whole else ""
 
@@ -75,10 +71,11 @@ def role(name: str) -> str:
     return name.rpartition("_")[2] if name.startswith("__") else name
 
 
-def load_damaged(source: str, other: str, work: str, manifest: bool, num: int) -> dict[str, int]:
+def load_damaged(work: str, manifest: bool, num: int) -> dict[str, int]:
     """Loads as many damaged checkpoints; how many were refused before, half way, and loaded."""
     model, engine, optimizer = trained(3)
-    numbers = Numbers(3)
+    place = "step-00000001" if manifest else "."
+    numbers = Values(3)
     x = torch.rand(4, 300)
 
     def load(folder: str) -> None:
@@ -87,72 +84,63 @@ def load_damaged(source: str, other: str, work: str, manifest: bool, num: int) -
         else:
             fe.load_checkpoint(folder, engine, optimizer)
 
-    load(source)
-    saved = contents(model, engine, optimizer)
-    before = {}
+    load(f"{work}/1")
+    saved = contents(model, optimizer)
+    before: dict[str, Any] = {}
     draw = random.Random(7)
     counts = {"before": 0, "half way": 0, "loaded": 0}
     for number in range(num):
-        if different(contents(model, engine, optimizer, whole=False), before):
-            for param in model.parameters():  # something that the checkpoint is not
+        if not different(contents(model, optimizer, whole=False), saved):
+            for param in model.parameters():  # values that the checkpoint does not have
                 param.data.add_(1.0)
             for state in optimizer.state.values():
                 state["exp_avg"].add_(1.0)
             engine.weights_changed()
-            before = contents(model, engine, optimizer)
-        copy = Path(work) / "damaged"
-        done, name = "", ""
-        if dist.get_rank() == 0:
-            while not done:
-                shutil.rmtree(copy, ignore_errors=True)
-                shutil.copytree(source, copy)
-                folder = folder_in(copy, manifest)
-                name = draw.choice(sorted(path.name for path in folder.iterdir()))
-                others = folder_in(Path(other), manifest).iterdir()
-                same_role = next(each for each in others if role(each.name) == role(name))
-                done = damage(folder / name, same_role.read_bytes(), draw)
-        found = [done, name]
+            before = contents(model, optimizer)
+        found = ["", ""]
+        while dist.get_rank() == 0 and not found[0]:
+            shutil.rmtree(f"{work}/damaged", ignore_errors=True)
+            folder = shutil.copytree(f"{work}/1", f"{work}/damaged") / Path(place)
+            path = draw.choice(sorted(folder.iterdir()))
+            others = Path(work, "2", place).iterdir()
+            same_role = next(each for each in others if role(each.name) == role(path.name))
+            found = [damage(path, same_role.read_bytes(), draw), path.name]
         dist.broadcast_object_list(found)
         done, name = found
         case = f"{number}: {done} in {name}"
         try:
-            load(str(copy))
+            load(f"{work}/damaged")
         except Exception as error:  # anything else ends the test
             text = str(error)
             if done not in ("removed", "other") or name not in (MANIFEST, METADATA):
                 assert name in text, f"{case}: {text}"
-            if "half way" not in text:
-                counts["before"] += 1
-                assert different(contents(model, engine, optimizer, whole=False), before) == [], (
-                    case
-                )
-                model.eval()
-                model(x)
-                model.train()
-                continue
-            counts["half way"] += 1
+            outcome = "half way" if "half way" in text else "before"
+        else:
+            outcome = "loaded"
+        counts[outcome] += 1
+        if outcome == "half way":
             assert "model." in text or "optimizer." in text, f"{case}: {text}"
-            for use in (
+            assert_unusable(
                 lambda: model(x),
                 lambda: model.wide(x),
                 lambda: fe.save_checkpoint(f"{work}/no", engine, optimizer),
                 lambda: fe.export_safetensors(engine, f"{work}/no"),
                 engine.full_state_dict,
-            ):
-                with pytest.raises(RuntimeError, match=r"partly replaced.*Load a checkpoint again"):
-                    use()
+            )
             assert not Path(f"{work}/no").exists()
-            load(source)
-            assert different(contents(model, engine, optimizer, whole=False), saved) == [], case
-            before = saved
-        else:
-            counts["loaded"] += 1
-            assert different(contents(model, engine, optimizer, whole=False), saved) == [], case
-            before = saved
+            load(f"{work}/1")
+        before = before if outcome == "before" else saved
+        assert different(contents(model, optimizer, whole=False), before) == [], case
         model.eval()
         model(x)
         model.train()
     return counts
+
+
+def assert_unusable(*uses: Callable[[], Any]) -> None:
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"partly replaced.*Load a checkpoint again"):
+            use()
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["checkpointer", "folder"])
@@ -164,8 +152,7 @@ def test_damage_is_an_error_or_does_not_matter(
     for number in (1, 2):
         ranks.run(save, str(tmp_path / str(number)), number, manifest, **alone)
     num = NUM_DAMAGES if world_size == 0 else NUM_DAMAGES // 5
-    places = [str(tmp_path / name) for name in ("1", "2", "work")]
-    for counts in ranks.run(load_damaged, *places, manifest, num, **alone):
+    for counts in ranks.run(load_damaged, str(tmp_path), manifest, num, **alone):
         assert sum(counts.values()) == num
         assert counts["before"] > num / 3
         assert counts["half way"] > num / 30
@@ -199,18 +186,16 @@ def test_blocks_that_are_read_are_compared_and_no_others(tmp_path: Path) -> None
                 file.read(stop - first)
 
 
-def load_without_sums(folder: str) -> None:
-    model, engine, optimizer = trained(1)
-    saved = contents(model, engine, optimizer)
-    model, engine, optimizer = trained(2)
+@on_ranks(1)
+def test_a_checkpoint_without_sums_is_loaded() -> None:
+    folder = shared_folder()
+    save(folder, 1, manifest=False)
     without_sums(Path(folder))
+    model, _, optimizer = trained(1)
+    saved = contents(model, optimizer)
+    model, engine, optimizer = trained(2)
     assert fe.load_checkpoint(folder, engine, optimizer) == {"n": 1}
-    assert different(contents(model, engine, optimizer), saved) == []
-
-
-def test_a_checkpoint_without_sums_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(save, str(tmp_path), 1, False, world_size=1)
-    ranks.run(load_without_sums, str(tmp_path), world_size=1)
+    assert different(contents(model, optimizer), saved) == []
 
 
 # --- code in checkpoints ---
@@ -249,10 +234,11 @@ def hostile_tensor(folder: Path, evil: Any) -> None:
 
 def refuse_code(work: str, where: str) -> None:
     marker = Path(work) / "ran"
+    save(f"{work}/good", 1, manifest=False)
     evil = Evil(str(marker))
     model, engine, optimizer = trained(1)
     folder = Path(work) / "hostile"
-    extra: Any = {"n": Numbers(3)}
+    extra: Any = {"n": Values(3)}
 
     def load(trust: bool) -> None:
         if where == "checkpointer":
@@ -261,7 +247,7 @@ def refuse_code(work: str, where: str) -> None:
             fe.load_checkpoint(folder, engine, optimizer, trust=trust)
 
     if where == "checkpointer":
-        hostile: Any = {"n": Numbers(evil)}
+        hostile: Any = {"n": Values(evil)}
         checkpointer = fe.Checkpointer(folder, engine, optimizer, extra=hostile)
         checkpointer.save(1)
         checkpointer.close()
@@ -280,14 +266,14 @@ def refuse_code(work: str, where: str) -> None:
         param.data.add_(1.0)
     optimizer.param_groups[0].pop("note", None)
     model.calls = {"calls": [0]}
-    before = contents(model, engine, optimizer)
+    before = contents(model, optimizer)
     name = METADATA if where == "metadata" else "hostile"
     error = RuntimeError if where == "tensor" else ValueError
     with pytest.raises(error, match=f"(?s){name}.*(os.makedirs|head.bias)"):
         load(trust=False)
     assert not marker.exists()
     if where != "tensor":
-        assert different(contents(model, engine, optimizer, whole=False), before) == []
+        assert different(contents(model, optimizer, whole=False), before) == []
     model_only = where in ("metadata", "tensor")
     for command in (
         ["inspect", str(folder)],
@@ -318,11 +304,12 @@ WHERE = ["metadata", "tensor", "extra", "extra state", "hyperparameter", "checkp
 
 @pytest.mark.parametrize("where", WHERE)
 def test_loading_runs_no_code(ranks: Ranks, tmp_path: Path, where: str) -> None:
-    ranks.run(save, str(tmp_path / "good"), 1, False, world_size=1)
     ranks.run(refuse_code, str(tmp_path), where, world_size=1, group=False)
 
 
-def keep_plain_values(folder: str) -> None:
+@on_ranks(1)
+def test_plain_values_need_no_trust() -> None:
+    folder = shared_folder()
     model, engine, optimizer = trained(1)
     values = {
         "numpy": [np.arange(6).reshape(2, 3), np.float64(0.25), np.int32(4), np.bool_(True)],
@@ -332,16 +319,11 @@ def keep_plain_values(folder: str) -> None:
         "plain": [1, 2.5, 1j, "x", None, b"y", {1, 2}, (3, [4]), OrderedDict(a=1), bytearray(b"z")],
     }
     model.calls = io.BytesIO(b"state")
-    checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"n": Numbers(values)})
-    checkpointer.save(1)
-    found = Numbers(None)
+    fe.Checkpointer(folder, engine, optimizer, extra={"n": Values(values)}).save(1)
+    found = Values()
     fe.Checkpointer(folder, engine, optimizer, extra={"n": found}).load()
     assert repr(found.value) == repr(values)
     assert model.calls.getvalue() == b"state"
-
-
-def test_plain_values_need_no_trust(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(keep_plain_values, str(tmp_path), world_size=1, group=False)
 
 
 @on_ranks(2)
@@ -354,21 +336,17 @@ def test_engines_by_name_are_unusable_after_a_failed_load_until_they_are_loaded_
         shutil.copytree(f"{folder}/whole", f"{folder}/damaged")
         # The last rank's file has no `extra`, which is read before weights.
         file = max(Path(f"{folder}/damaged").glob("__shards_*"))
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        flip(file)
     dist.barrier()
     with pytest.raises(RuntimeError, match="half way"):
         fe.load_checkpoint(f"{folder}/damaged", engines)
     x = torch.ones(1, 256)
-    for use in (
+    assert_unusable(
         lambda: models["actor"](x),
         lambda: models["critic"](x),
         lambda: fe.save_checkpoint(f"{folder}/no", engines),
         engines["actor"].full_state_dict,
-    ):
-        with pytest.raises(RuntimeError, match=r"partly replaced.*Load a checkpoint again"):
-            use()
+    )
     fe.load_checkpoint(f"{folder}/whole", engines)
     for model in models.values():
         assert model(x).isfinite().all()

@@ -13,26 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_engine as fe
-from tests.checkpoint.experts import (
-    NUM_EXPERTS,
-    WIDTH,
-    Model,
-    built,
-    own_part,
-    stepped,
-)
+from tests.checkpoint.experts import NUM_EXPERTS, WIDTH, Model, built, own_part, stepped
+from tests.checkpoint.scene import shared_folder
 from tests.pool import Ranks, on_ranks
 
 
 def by_global_name(engine: fe.Engine, optimizer: Any, rank: int, size: int) -> dict[str, Tensor]:
-    """Weights and states that this rank and those with the same experts hold; of experts in one
-    tensor, one by one."""
+    """Weights and states of this rank; of experts in one tensor, one by one."""
 
     def full(value: Tensor) -> Tensor:
         return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
     found: dict[str, Tensor] = {}
-    each = NUM_EXPERTS // size
+    first = rank * NUM_EXPERTS // size
     for name, param in engine.model.named_parameters():
         values = {"": full(param.detach())}
         if optimizer is not None:
@@ -41,12 +34,22 @@ def by_global_name(engine: fe.Engine, optimizer: Any, rank: int, size: int) -> d
             if ".experts." in name:
                 before, rest = name.split(".experts.")
                 number, _, last = rest.partition(".")
-                found[f"{before}.experts.{rank * each + int(number)}.{last} {key}"] = value
+                found[f"{before}.experts.{first + int(number)}.{last} {key}"] = value
             elif ".grouped." in name and value.ndim:
-                for index, part in enumerate(value):
-                    found[f"{name}[{rank * each + index}] {key}"] = part
+                parts = enumerate(value, first)
+                found |= {f"{name}[{index}] {key}": part for index, part in parts}
             else:
                 found[f"{name} {key}"] = value
+    return found
+
+
+def united(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Values of all ranks, which agree where several have one."""
+    found: dict[str, Tensor] = {}
+    for each in by_rank:
+        for name, value in each.items():
+            assert name not in found or torch.equal(found[name], value), name
+        found |= each
     return found
 
 
@@ -77,14 +80,10 @@ def test_experts_load_on_other_numbers_of_ranks(
     ranks: Ranks, tmp_path: Path, saved: int, level: str
 ) -> None:
     folder = str(tmp_path / "checkpoint")
-    expected: dict[str, Tensor] = {}
-    for each in ranks.run(save, folder, saved, level):
-        expected |= each
+    expected = united(ranks.run(save, folder, saved, level))
     assert len({name for name in expected if ".experts." in name}) == 2 * NUM_EXPERTS * 2 * 4
     for size, other, steps in ((4, "optim_grads_params", 1), (2, "no_shard", 0), (1, "optim", 0)):
-        found: dict[str, Tensor] = {}
-        for each in ranks.run(load, folder, size, other, steps):
-            found |= each
+        found = united(ranks.run(load, folder, size, other, steps))
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), f"{saved} to {size}: {name}"
@@ -93,37 +92,23 @@ def test_experts_load_on_other_numbers_of_ranks(
         assert torch.equal(value, expected[name]), name
 
 
-def filled_from_a_checkpoint(folder: str, size: int, level: str) -> list[str]:
-    """Names that are not as they were saved, of experts that get memory and then a checkpoint."""
-    engine, rank = built(size, level, 1, on_meta=True, values="empty")
-    num_local = NUM_EXPERTS // size
-    grouped = engine.full_tensor("blocks.1.grouped.inner.weight")
-    assert grouped.shape == (num_local, WIDTH, WIDTH)
-    assert grouped.isnan().all()
-    fe.load_checkpoint(folder, engine)
+@on_ranks(4)
+def test_experts_on_the_meta_device_get_memory_alone_and_then_a_checkpoint() -> None:
+    folder = shared_folder()
+    fe.save_checkpoint(folder, built(1, "no_shard", 0)[0])
     torch.manual_seed(0)
-    expected = dict(own_part(*each, rank, size) for each in Model(NUM_EXPERTS).state_dict().items())
-    found = {name: engine.full_tensor(name) for name, _ in engine.model.named_parameters()}
-    return [name for name, value in found.items() if not torch.equal(value, _some(expected[name]))]
-
-
-def _some(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value
-
-
-def test_experts_that_are_cut_get_memory_alone_and_then_a_checkpoint(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    ranks.run(save_whole, str(tmp_path), world_size=1)
+    whole = Model(NUM_EXPERTS)
     for size, level in ((2, "optim_grads_params"), (4, "optim")):
-        found = ranks.run(filled_from_a_checkpoint, str(tmp_path), size, level, world_size=4)
-        assert found == [[]] * 4
-
-
-def save_whole(folder: str) -> None:
-    engine, _ = built(1, "no_shard", 0)
-    fe.save_checkpoint(folder, engine)
+        engine, rank = built(size, level, 1, on_meta=True, values="empty")
+        grouped = engine.full_tensor("blocks.1.grouped.inner.weight")
+        assert grouped.shape == (NUM_EXPERTS // size, WIDTH, WIDTH)
+        assert grouped.isnan().all()
+        fe.load_checkpoint(folder, engine)
+        expected = dict(own_part(*each, rank, size) for each in whole.state_dict().items())
+        for name, _ in engine.model.named_parameters():
+            part = expected[name]
+            assert part is not None
+            assert torch.equal(engine.full_tensor(name), part), name
 
 
 def from_meta(size: int) -> dict[str, Tensor]:
@@ -132,18 +117,11 @@ def from_meta(size: int) -> dict[str, Tensor]:
 
 
 def test_experts_on_the_meta_device_start_with_values_of_their_own(ranks: Ranks) -> None:
-    by_size = []
-    for size in (2, 4):
-        found: dict[str, Tensor] = {}
-        for each in ranks.run(from_meta, size):
-            for name, value in each.items():
-                assert name not in found or torch.equal(found[name], value), name
-            found |= each
-        by_size.append(found)
-    assert by_size[0].keys() == by_size[1].keys()
-    experts = {name: value for name, value in by_size[0].items() if "expert" in name or "[" in name}
+    two, four = (united(ranks.run(from_meta, size)) for size in (2, 4))
+    assert two.keys() == four.keys()
+    experts = {name: value for name, value in two.items() if "expert" in name or "[" in name}
     for name, value in experts.items():
-        assert torch.equal(by_size[1][name], value), name
+        assert torch.equal(four[name], value), name
     # No two of them alike.
     weights = [value for value in experts.values() if value.ndim == 2]
     sums = {float(value.double().sum()) for value in weights}
@@ -151,14 +129,15 @@ def test_experts_on_the_meta_device_start_with_values_of_their_own(ranks: Ranks)
 
 
 @on_ranks(4)
-def test_what_has_no_place_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_tensors_of_some_ranks_have_no_place_in_a_checkpoint() -> None:
+    folder = shared_folder()
     engine, _ = built(2, "optim", 1)
     with pytest.raises(ValueError, match=r"experts\.[0-3]\.weight.*other ranks hold other experts"):
-        fe.export_safetensors(engine, tmp_path / "weights")
+        fe.export_safetensors(engine, f"{folder}/weights")
     expert: Any = engine.model.get_submodule("blocks.1.experts.0")
     expert.register_buffer("count", torch.zeros(1))
     with pytest.raises(ValueError, match=r"blocks\.1\.experts\.0\.count"):
-        fe.save_checkpoint(tmp_path / "checkpoint", engine)
+        fe.save_checkpoint(f"{folder}/checkpoint", engine)
 
 
 class TensorParallelSpec(nn.Module):

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fsdp_engine.checkpoint.manifest import Manifest
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, verify
 from fsdp_engine.checkpoint.run_state import pack
 from tests import reference
-from tests.checkpoint.scene import Config, Ema, label, run_on, shard, shared_folder
+from tests.checkpoint.scene import Config, Ema, Values, label, run_on, shard, shared_folder
 from tests.models import Mlp
 from tests.pool import Ranks, on_ranks
 
@@ -53,42 +54,39 @@ def averages(ema: Ema, other: Any) -> list[Tensor]:
 
 
 def save(configs: list[Config], folder: str) -> list[list[Tensor]]:
-    return [save_one(config, f"{folder}/{label(config)}") for config in configs]
-
-
-def save_one(config: Config, folder: str) -> list[Tensor]:
-    model, ema, other, checkpointer = begin(config, folder, 1)
-    for param in model.parameters():
-        param.grad = param.detach() * 2
-    other.step()
-    other.zero_grad()
-    ema.update()
-    found = averages(ema, other)
-    checkpointer.save_async(1)
-    for tensor in ema.shadow.values():
-        tensor.zero_()
-    checkpointer.close()
-    return found
+    saved = []
+    for config in configs:
+        model, ema, other, checkpointer = begin(config, f"{folder}/{label(config)}", 1)
+        for param in model.parameters():
+            param.grad = param.detach() * 2
+        other.step()
+        other.zero_grad()
+        ema.update()
+        saved.append(averages(ema, other))
+        checkpointer.save_async(1)
+        for tensor in ema.shadow.values():
+            tensor.zero_()
+        checkpointer.close()
+    return saved
 
 
 def load(configs: list[Config], folder: str, saved: dict[str, list[Tensor]]) -> None:
-    for config in configs:
-        for name, expected in saved.items():
-            model, ema, other, checkpointer = begin(config, f"{folder}/{name}", 2)
-            checkpointer.load()
-            for found, wanted in zip(averages(ema, other), expected, strict=True):
-                assert torch.equal(found, wanted), f"{name} -> {label(config)}"
-            if "no_shard-no" not in name:
-                for key, param in model.named_parameters():
-                    assert type(ema.shadow[key]) in (type(param), Tensor)
-            before = reference.full_weights(model)
-            for param in model.parameters():
-                param.grad = torch.zeros_like(param)
-            other.step()  # moves by the loaded momenta alone
-            momenta = dict(zip(before, expected[len(before) :], strict=True))
+    for config, (name, expected) in itertools.product(configs, saved.items()):
+        model, ema, other, checkpointer = begin(config, f"{folder}/{name}", 2)
+        checkpointer.load()
+        for found, wanted in zip(averages(ema, other), expected, strict=True):
+            assert torch.equal(found, wanted), f"{name} -> {label(config)}"
+        if "no_shard-no" not in name:
             for key, param in model.named_parameters():
-                wanted = before[key] - 1e-3 * 0.9 * momenta[key]
-                torch.testing.assert_close(reference.full(param), wanted)
+                assert type(ema.shadow[key]) in (type(param), Tensor)
+        before = reference.full_weights(model)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        other.step()  # moves by the loaded momenta alone
+        momenta = dict(zip(before, expected[len(before) :], strict=True))
+        for key, param in model.named_parameters():
+            wanted = before[key] - 1e-3 * 0.9 * momenta[key]
+            torch.testing.assert_close(reference.full(param), wanted)
 
 
 @pytest.mark.parametrize("num_sources", [2, pytest.param(9, marks=pytest.mark.thorough)])
@@ -114,19 +112,6 @@ class Pair(NamedTuple):
     others: Any
 
 
-class Values:
-    """A state of any kind."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state
-
-
 class Own:
     """An object that only a pickle looks into."""
 
@@ -149,14 +134,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Own | Shadow):
-        return tensors_in(vars(value))
+        value = vars(value)
     if isinstance(value, dict):
-        return [each for key in value for each in tensors_in(value[key])]
-    return [t for each in value for t in tensors_in(each)] if _is_row(value) else []
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, list | tuple | deque)
+        value = list(value.values())
+    is_row = isinstance(value, list | tuple | deque)
+    return [tensor for each in value for tensor in tensors_in(each)] if is_row else []
 
 
 def sharded_mlp(seed: int = 1) -> tuple[Mlp, fe.Engine]:
@@ -224,12 +206,18 @@ def load_other_tensors(folder: str, expected: Tensor) -> None:
     assert torch.equal(reference.full(values.value["w"]), expected)
 
 
-def test_slices_of_an_engine_that_is_not_saved_are_loaded_by_any_ranks(
+def test_slices_of_an_engine_that_is_not_saved_are_loaded_by_any_ranks_and_tools(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     expected = ranks.run(save_other_tensors, str(tmp_path), world_size=2)[0]
     for world_size in (2, 1):
         ranks.run(load_other_tensors, str(tmp_path), expected, world_size=world_size)
+    (folder,) = tmp_path.glob("step-*")
+    described = describe(StoredCheckpoint(folder))
+    assert described.sections["extra"].tensors == 2
+    assert "Reference" in described.extra["other"]
+    assert verify(folder).damages == []
+    assert Manifest.read(folder).tensors[-1].name == "extra_tensors.other.mine"
 
 
 @on_ranks(2)
@@ -288,8 +276,7 @@ def test_values_of_rank_0_are_named_where_ranks_had_others(ranks: Ranks, tmp_pat
 def save_as_before(folder: str) -> None:
     """As version 0.1 did: slices within the pickles."""
     _, engine = sharded_mlp()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extra_tensors.ExtraTensors, "pack", lambda self, value, extra: pack(value))
+    with patch.object(extra_tensors.ExtraTensors, "pack", lambda self, value, extra: pack(value)):
         ema = Ema(engine.model)
         fe.Checkpointer(f"{folder}/run", engine, extra={"ema": ema}).save(0)
         fe.save_checkpoint(f"{folder}/one", engine, extra={"ema": ema.state_dict()})
@@ -323,13 +310,3 @@ def test_slices_in_older_checkpoints_are_loaded_by_the_same_ranks_only(
     ranks.run(save_as_before, str(tmp_path), world_size=2)
     for world_size in (2, 1):
         ranks.run(load_from_before, str(tmp_path), world_size=world_size)
-
-
-def test_tools_without_ranks_read_extras(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(save_other_tensors, str(tmp_path), world_size=2)
-    (folder,) = tmp_path.glob("step-*")
-    described = describe(StoredCheckpoint(folder))
-    assert described.sections["extra"].tensors == 2
-    assert "Reference" in described.extra["other"]
-    assert verify(folder).damages == []
-    assert Manifest.read(folder).tensors[-1].name == "extra_tensors.other.mine"

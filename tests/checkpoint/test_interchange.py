@@ -8,128 +8,119 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, read_box
-from tests.checkpoint.scene import run_on
+from tests.checkpoint.scene import contents, different, run_on, train, two_groups
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
 
 pytestmark = [
-    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:You are using .torch.load."),
 ]
 
 
 def fsdp2(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = Transformer(num_blocks=2)
+    model = plain(seed)
     for module in (*model.blocks, model):
         fully_shard(module)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, two_groups(model)
 
 
-def sharded(seed: int, strategy: str) -> tuple[nn.Module, fe.Engine, torch.optim.Optimizer]:
+def plain(seed: int, tied: bool = False) -> Transformer:
     torch.manual_seed(seed)
-    model = Transformer(num_blocks=2)
-    engine = fe.shard(model, strategy=strategy)
-    return model, engine, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Transformer(num_blocks=1, tied=tied)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for number in range(2):
-        model(*token_batch(2, 10 * number + dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and optimizer state by name, whole."""
-    found = {}
-    for name, param in model.named_parameters():
-        values = {"": param, **optimizer.state[param]}
-        for key, value in values.items():
-            tensor = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name} {key}"] = tensor.detach().clone()
-    return found
-
-
-def save_here(folder: str) -> dict[str, Tensor]:
-    model, engine, optimizer = sharded(0, "optim_grads_params")
+def save_here(folder: str, tied: bool) -> dict[str, Any]:
+    model = plain(0, tied)
+    engine = fe.shard(model)
+    optimizer = two_groups(model)
     train(model, optimizer)
-    fe.Checkpointer(folder, engine, optimizer).save(2)
-    return whole(model, optimizer)
+    fe.Checkpointer(f"{folder}/run", engine, optimizer).save(2)
+    fe.save_checkpoint(f"{folder}/one", engine, optimizer)
+    return contents(model, optimizer)
 
 
-def load_into_fsdp2(folder: str) -> dict[str, Tensor]:
-    model, optimizer = fsdp2(1)
+def load_elsewhere(folder: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """By torch.distributed.checkpoint alone."""
     weights, state = get_state_dict(model, optimizer)
     read = {"model": weights, "optimizer": state}
     dcp.load(read, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"]
     )
-    return whole(model, optimizer)
+    return contents(model, optimizer)
 
 
-def save_fsdp2(folder: str) -> dict[str, Tensor]:
+def load_into_fsdp2(folder: str) -> dict[str, Any]:
+    return load_elsewhere(folder, *fsdp2(1))
+
+
+def save_elsewhere(folder: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights}, checkpoint_id=f"{folder}/weights")
+    both = {"model": weights, "optimizer": state, "epoch": 3}
+    dcp.save(both, checkpoint_id=f"{folder}/optimizer")
+    return contents(model, optimizer)
+
+
+def save_fsdp2(folder: str) -> dict[str, Any]:
     model, optimizer = fsdp2(0)
     train(model, optimizer)
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    return whole(model, optimizer)
+    return save_elsewhere(folder, model, optimizer)
 
 
-def load_here(folder: str, strategy: str) -> dict[str, Tensor]:
-    model, engine, optimizer = sharded(1, strategy)
-    fe.load_checkpoint(folder, engine, optimizer)
-    return whole(model, optimizer)
+def load_here(folder: str, strategy: str, tied: bool, expected: dict[str, Any]) -> list[str]:
+    model = plain(1, tied)
+    engine = fe.shard(model, strategy=strategy)
+    assert fe.load_checkpoint(f"{folder}/weights", engine) == {}
+    weights = {key: value for key, value in expected.items() if key.startswith("model.")}
+    lines = different(contents(model), weights)
+    optimizer = two_groups(model, swap=True, lr=0.5)
+    with pytest.raises(ValueError, match=r"optimizer\.param_groups.*found none"):
+        fe.load_checkpoint(f"{folder}/weights", engine, optimizer)
+    assert fe.load_checkpoint(f"{folder}/optimizer", engine, optimizer) == {}
+    return lines + different(contents(model, optimizer), expected)
 
 
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in expected
-    )
-
-
-def test_an_fsdp2_model_loads_what_was_saved_here(ranks: Ranks, tmp_path: Path) -> None:
-    for world_size in (0, 2):
-        expected = run_on(ranks, world_size, save_here, str(tmp_path / f"{world_size}"))[0]
-        folder = str(tmp_path / f"{world_size}" / "step-00000002")
-        for others in (2, 4):
-            for found in ranks.run(load_into_fsdp2, folder, world_size=others):
-                assert equal(found, expected)
+def test_an_unsharded_and_an_fsdp2_model_load_what_was_saved_here(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for world_size, tied in ((0, False), (2, True)):
+        folder = tmp_path / str(world_size)
+        expected = run_on(ranks, world_size, save_here, str(folder), tied)[0]
+        for place in (folder / "run" / "step-00000002", folder / "one"):
+            model = plain(5, tied)
+            found = load_elsewhere(str(place), model, two_groups(model, lr=0.5))
+            assert different(found, expected) == []
+            for number in () if tied else (2, 4):
+                for found in ranks.run(load_into_fsdp2, str(place), world_size=number):
+                    assert different(found, expected) == []
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_what_an_fsdp2_model_saved_is_loaded_here(
+def test_checkpoints_of_unsharded_and_fsdp2_models_are_loaded_here(
     ranks: Ranks, tmp_path: Path, strategy: str
 ) -> None:
-    expected = ranks.run(save_fsdp2, str(tmp_path), world_size=4)[0]
-    for world_size in (0, 1, 2):
-        for found in run_on(ranks, world_size, load_here, str(tmp_path), strategy):
-            assert equal(found, expected)
-
-
-@pytest.mark.parametrize("world_size", [0, 1, 4])
-def test_an_unsharded_model_loads_a_step_with_plain_dcp(
-    ranks: Ranks, tmp_path: Path, world_size: int
-) -> None:
-    expected = run_on(ranks, world_size, save_here, str(tmp_path))[0]
-    torch.manual_seed(5)
-    model = Transformer(num_blocks=2)
-    weights = model.state_dict()
-    dcp.load({"model": weights}, checkpoint_id=tmp_path / "step-00000002")
-    model.load_state_dict(weights)
-    for name, param in model.named_parameters():
-        assert torch.equal(param, expected[f"{name} "])
+    model = plain(0, tied=True)
+    optimizer = two_groups(model)
+    model(*token_batch(2, 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = {
+        "plain": save_elsewhere(str(tmp_path / "plain"), model, optimizer),
+        "fsdp2": ranks.run(save_fsdp2, str(tmp_path / "fsdp2"), world_size=4)[0],
+    }
+    for (name, expected), world_size in itertools.product(saved.items(), (0, 2)):
+        call = (load_here, str(tmp_path / name), strategy, name == "plain", expected)
+        for lines in run_on(ranks, world_size, *call):
+            assert lines == []
 
 
 # --- what a rank holds while it reads ---
@@ -179,6 +170,7 @@ def resident(field: str) -> int:
     raise AssertionError(field)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rank_holds_no_more_than_its_shards_and_a_buffer(
     ranks: Ranks, tmp_path: Path, dtype: torch.dtype

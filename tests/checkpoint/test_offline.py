@@ -10,12 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -35,10 +35,9 @@ from fsdp_engine.checkpoint.inspection import (
 )
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, TensorRow
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, find_folders, verify
-from fsdp_engine.checkpoint.reader import FileView, data_offset
 from fsdp_engine.checkpoint.writer import METADATA
 from tests.checkpoint.damaged import without_sums
-from tests.checkpoint.scene import Position, run_on, small, train
+from tests.checkpoint.scene import Values, byte_of, exported, flip, run_on, small, train
 from tests.models import Transformer
 from tests.pool import Ranks
 
@@ -48,7 +47,7 @@ KEY = "model.blocks.1.qkv.weight"
 def save_run(folder: str) -> None:
     """Two checkpoints of one run."""
     model, engine, optimizer = small()
-    checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"data": Position(7)})
+    checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"data": Values({"index": 7})})
     checkpointer.save(1)
     train(model, optimizer)
     checkpointer.save(2)
@@ -58,7 +57,7 @@ def save_run(folder: str) -> None:
 def save_again(source: str, target: str, strategy: str, plain: bool) -> None:
     """The weights of step 1, as other ranks and levels save them."""
     _, engine, optimizer = small(strategy, seed=1)
-    position = Position()
+    position = Values()
     extra = {"data": position}
     fe.Checkpointer(source, engine, optimizer, extra=extra).load(1)
     if plain:
@@ -127,23 +126,6 @@ def facts(output: str) -> dict[str, str]:
     return {match[1]: match[2] for match in found if match}
 
 
-def byte_of(folder: Path, key: str) -> tuple[Path, int]:
-    """File and place of the first byte of a tensor's values."""
-    places = dcp.FileSystemReader(folder).read_metadata().storage_data
-    place = next(place for index, place in places.items() if index.fqn == key)
-    path = folder / place.relative_path
-    with open(path, "rb") as file:
-        start = data_offset(FileView(file, place.offset, place.length), 0)
-    assert start is not None
-    return path, place.offset + start
-
-
-def flip(path: Path, place: int, bits: int = 64) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= bits
-    path.write_bytes(content)
-
-
 # --- inspect ---
 
 
@@ -171,36 +153,29 @@ def test_inspect_tells_how_a_checkpoint_was_saved_and_what_is_in_it(saved: Path)
     assert found["files"].startswith(f"{len(files)}, ")
 
 
-def test_inspect_takes_a_step_a_pattern_or_no_tensors(saved: Path) -> None:
+def test_inspect_takes_a_step_a_pattern_no_tensors_or_json(saved: Path) -> None:
     assert facts(run("inspect", saved / "run", "--step", 1))["step"] == "1"
     assert facts(run("inspect", first(saved), "--step", 1))["step"] == "1"
     assert "steps" not in facts(run("inspect", first(saved)))
     assert set(rows(run("inspect", first(saved), "--match", "blocks.1.q*"))) == {KEY}
     assert "no tensors that match 'x.*'" in run("inspect", first(saved), "--match", "x.*")
     assert rows(run("inspect", first(saved), "--no-tensors")) == {}
-
-
-def test_inspect_gives_everything_as_json(saved: Path) -> None:
     found = json.loads(run("inspect", saved / "run", "--json"))
     assert (found["step"], found["steps"], found["world_size"]) == (2, [1, 2], 2)
     assert found["optimizer"] == "AdamW"
     assert found["groups"][0]["hyperparameters"]["weight_decay"] == "0.01"
     assert {row["name"] for row in found["tensors"]} >= {KEY}
     assert json.loads(run("inspect", saved / "run", "--json", "--no-tensors"))["tensors"] == []
+    for name in ("plain", "unsharded"):  # without a manifest
+        output = run("inspect", saved / name)
+        assert facts(output)["step"].startswith("unknown: no manifest.json")
+        assert "world" not in facts(output)
+        assert facts(output)["model"] == facts(run("inspect", first(saved)))["model"]
+        assert "lr 0.001" in facts(output)["group 0"]
+        assert KEY in rows(output)
 
 
-@pytest.mark.parametrize("name", ["plain", "unsharded"])
-def test_inspect_reads_checkpoints_without_a_manifest(saved: Path, name: str) -> None:
-    output = run("inspect", saved / name)
-    found = facts(output)
-    assert found["step"].startswith("unknown: no manifest.json")
-    assert "world" not in found
-    assert found["model"] == facts(run("inspect", first(saved)))["model"]
-    assert "lr 0.001" in found["group 0"]
-    assert KEY in rows(output)
-
-
-def test_inspect_shows_what_is_missing_and_what_does_not_belong(copy: Path) -> None:
+def test_inspect_shows_files_that_are_missing_and_that_do_not_belong(copy: Path) -> None:
     folder = copy / "run" / "step-00000002"
     lost = next(folder.glob("*.distcp"))
     lost.unlink()
@@ -236,23 +211,15 @@ def test_ten_thousand_tensors_are_shown_as_the_kinds_that_they_are(tmp_path: Pat
 
 
 def test_tensors_of_another_shape_are_never_put_together() -> None:
+    shapes = {"a.0.w": 2, "a.1.w": 2, "a.2.w": 3, "a.3.w": 2, "a1.w": 2, "0": 2}
     groups = group_tensors(
         [
-            TensorRow("a.0.w", (2,), "float32"),
-            TensorRow("a.1.w", (2,), "float32"),
-            TensorRow("a.2.w", (3,), "float32"),
-            TensorRow("a.3.w", (2,), "float16"),
-            TensorRow("a1.w", (2,), "float32"),
-            TensorRow("0", (2,), "float32"),
+            TensorRow(name, (size,), "float16" if "3" in name else "float32")
+            for name, size in shapes.items()
         ]
     )
-    assert [(group.name, group.count) for group in groups] == [
-        ("a.*.w", 2),
-        ("a.2.w", 1),
-        ("a.3.w", 1),
-        ("a1.w", 1),
-        ("0", 1),
-    ]
+    found = [(group.name, group.count) for group in groups]
+    assert found == [("a.*.w", 2), ("a.2.w", 1), ("a.3.w", 1), ("a1.w", 1), ("0", 1)]
     assert matches("model.a.w", "model.*")
     assert matches("model.a.w", "a.*")
     assert not matches("model.a.w", "w")
@@ -273,40 +240,33 @@ def test_verify_has_a_line_for_each_whole_checkpoint(saved: Path) -> None:
     assert run("verify", saved / "run", "--all").count("every byte") == 2
 
 
-def test_a_flipped_byte_is_named_with_its_file_and_tensor(copy: Path) -> None:
-    path, place = byte_of(first(copy), KEY)
-    flip(path, place)
-    output = run("verify", first(copy), copy / "other", code=1)
-    assert "DAMAGED" in output
-    assert f"{path.name}: expected" in output
-    assert f"damaged are {KEY}\n" in output
-    assert "ok " in output.splitlines()[-1]  # the other one is told nevertheless
-
-
-def test_every_kind_of_damage_is_found(copy: Path) -> None:
+def test_every_kind_of_damage_is_found_and_named(copy: Path) -> None:
     folder = first(copy)
 
     def damaged(change: Callable[[Path], Any], name: str, *parts: str) -> None:
         kept = (folder / name).read_bytes()
         change(folder / name)
-        output = run("verify", folder, code=1)
+        output = run("verify", folder, copy / "other", code=1)
+        assert output.startswith("DAMAGED")
         for part in (name, *parts):
             assert part in output
+        assert "ok " in output.splitlines()[-1]  # the other one is told nevertheless
         (folder / name).write_bytes(kept)
         assert "every byte is as it was written" in run("verify", folder)
 
-    data = next(folder.glob("*.distcp")).name
-    damaged(lambda path: path.write_bytes(path.read_bytes()[:-1]), data, "damaged are")
-    damaged(Path.unlink, data, "found none")
+    path, place = byte_of(folder, KEY)
+    parts = (f"{path.name}: expected", f"damaged are {KEY}\n")
+    damaged(lambda path: flip(path, place), path.name, *parts)
+    damaged(lambda path: path.write_bytes(path.read_bytes()[:-1]), path.name, "damaged are")
+    damaged(Path.unlink, path.name, "found none")
     damaged(Path.unlink, METADATA, "found none")
     damaged(lambda path: flip(path, 50), METADATA)
     damaged(lambda path: flip(path, 200), MANIFEST)
     damaged(lambda path: path.write_bytes(b""), MANIFEST)
     damaged(Path.unlink, MANIFEST, "expected the manifest of step-00000001; found none")
-
-
-def test_a_checkpoint_that_lost_its_manifest_is_found_in_its_directory(copy: Path) -> None:
-    (first(copy) / MANIFEST).unlink()
+    (folder / "notes.txt").write_text("mine")
+    assert "not part of it: notes.txt" in run("verify", folder)
+    (folder / MANIFEST).unlink()
     output = run("verify", copy / "run", code=1)
     assert "step-00000002: every byte is as it was written" in output
     assert re.search(r"^DAMAGED .*step-00000001 \(", output, re.MULTILINE)
@@ -314,72 +274,41 @@ def test_a_checkpoint_that_lost_its_manifest_is_found_in_its_directory(copy: Pat
     run("verify", copy / "run", code=1)
 
 
-def test_a_plain_checkpoint_may_have_any_name(copy: Path) -> None:
-    (copy / "plain").rename(copy / "step-00000009")
-    assert "there are no checksums" in run("verify", copy / "step-00000009")
-    (copy / "step-00000009" / METADATA).unlink()
-    run("verify", copy / "step-00000009", code=1)
-
-
-def test_strays_are_reported_and_are_no_damage(copy: Path) -> None:
-    (first(copy) / "notes.txt").write_text("mine")
-    (copy / "plain" / "__shards_old.distcp").write_text("")
-    assert "not part of it: notes.txt" in run("verify", first(copy))
-    assert "not part of it: __shards_old.distcp" in run("verify", copy / "plain")
-
-
 @pytest.mark.parametrize("name", ["plain", "unsharded"])
 def test_without_checksums_each_entry_is_compared_with_its_own(copy: Path, name: str) -> None:
-    folder = copy / name
+    folder = (copy / name).rename(copy / "step-00000009")  # it may have any name
+    (folder / "__shards_old.distcp").write_text("")
     output = run("verify", folder)
     assert "there are no checksums for its files (no manifest.json)" in output
+    assert "not part of it: __shards_old.distcp" in output
     path, place = byte_of(folder, KEY)
     flip(path, place)
-    output = run("verify", folder, code=1)
-    assert f"{path.name}: damaged are {KEY}\n" in output
+    assert f"{path.name}: damaged are {KEY}\n" in run("verify", folder, code=1)
     path.write_bytes(path.read_bytes()[:-1])
     assert " damaged are " in run("verify", folder, code=1)
     path.unlink()
     assert f"{path.name}: expected a file; found none" in run("verify", folder, code=1)
     (folder / METADATA).write_bytes(b"nonsense")
     assert "found it damaged" in run("verify", folder, code=1)
-
-
-def test_verify_tells_its_progress_in_bytes(saved: Path) -> None:
-    folder = first(saved)
-    read = 0
-
-    def progress(num_bytes: int) -> None:
-        nonlocal read
-        read += num_bytes
-
-    verdict = verify(folder, progress)
-    assert read == verdict.num_bytes - (folder / MANIFEST).stat().st_size
+    (folder / METADATA).unlink()
+    run("verify", folder, code=1)
 
 
 # --- export ---
 
 
-@pytest.mark.parametrize("name", ["run", "other", "alone", "plain", "unsharded"])
-def test_export_writes_the_weights_of_any_checkpoint(
-    saved: Path, tmp_path: Path, name: str
-) -> None:
-    options = ["--step", 1] if name == "run" else []
-    output = run("export", saved / name, tmp_path / "out", *options)
-    assert "1 files" in output
-    found = load_file(tmp_path / "out" / "model.safetensors")
+def test_export_writes_the_weights_of_any_checkpoint(saved: Path, tmp_path: Path) -> None:
     expected = weights(first(saved))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
-def test_export_converts_and_splits(saved: Path, tmp_path: Path) -> None:
-    run("export", first(saved), tmp_path, "--dtype", "bfloat16", "--max-shard-size", "5KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file()
-    found: dict[str, Tensor] = {}
-    for path in tmp_path.glob("*.safetensors"):
-        found |= load_file(path)
-    expected = weights(first(saved))
+    for name in ("run", "other", "alone", "plain", "unsharded"):
+        options = ["--step", 1] if name == "run" else []
+        assert "1 files" in run("export", saved / name, tmp_path / name, *options)
+        found = exported(tmp_path / name)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+    options = ["--dtype", "bfloat16", "--max-shard-size", "5KB"]
+    run("export", first(saved), tmp_path / "split", *options)
+    assert (tmp_path / "split" / "model.safetensors.index.json").is_file()
+    found = exported(tmp_path / "split")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[k], v.bfloat16()) for k, v in expected.items())
 
@@ -407,6 +336,9 @@ def test_bars_end_where_the_work_ends(
     # Metadata has no checksum of its own, and stands for the rest of the second bar.
     metadata = (saved / "plain" / METADATA).stat().st_size
     assert sum(told) == metadata
+    folder, read = first(saved), []
+    verdict = verify(folder, read.append)
+    assert sum(read) == verdict.num_bytes - (folder / MANIFEST).stat().st_size
 
 
 # --- diff ---
@@ -422,12 +354,9 @@ def test_the_same_weights_are_equal_whatever_ranks_and_levels_saved_them(saved: 
     # Torch alone writes neither extra nor the optimizer's class.
     output = run("diff", saved / "plain", saved / "unsharded", code=1)
     assert "only in A: 2\n" in output
-    run("diff", saved / "plain", saved / "unsharded", "--match", "model.*")
-    run("diff", saved / "plain", saved / "unsharded", "--match", "optimizer.state.*")
-    run("diff", saved / "plain", saved / "unsharded", "--match", "optimizer.param_groups.*")
-
-
-def test_ranks_are_compared_if_asked_for(saved: Path) -> None:
+    for pattern in ("model.*", "optimizer.state.*", "optimizer.param_groups.*"):
+        run("diff", saved / "plain", saved / "unsharded", "--match", pattern)
+    # Ranks are compared if asked for.
     run("diff", first(saved), first(saved), "--ranks")
     output = run("diff", first(saved), saved / "other", "--ranks", code=1)
     assert "only in B: 2\n  ranks.2\n  ranks.3\n" in output
@@ -436,10 +365,9 @@ def test_ranks_are_compared_if_asked_for(saved: Path) -> None:
 def test_another_step_has_another_step_other_weights_and_other_state(saved: Path) -> None:
     output = run("diff", first(saved), saved / "run", code=1)
     assert "  step: 1; 2\n" in output
-    assert KEY in rows(run("diff", first(saved), saved / "run", "--all", code=1))
-    assert f"optimizer.state.{KEY.removeprefix('model.')}.step" in run(
-        "diff", first(saved), saved / "run", "--all", code=1
-    )
+    every = run("diff", first(saved), saved / "run", "--all", code=1)
+    assert KEY in rows(every)
+    assert f"optimizer.state.{KEY.removeprefix('model.')}.step" in every
     assert re.search(r"norm of the difference \S+ \(model \S+, optimizer \S+\)$", output.strip())
 
 
@@ -451,15 +379,15 @@ def test_one_changed_element_is_found_and_named(copy: Path) -> None:
     after = weights(copy / "plain")
     gap = float((after[KEY[6:]].double() - before[KEY[6:]].double()).abs().max())
     assert gap > 0
-    output = run("diff", copy / "other", copy / "plain", code=1)
+    diff = partial(run, "diff", copy / "other", copy / "plain")
+    output = diff(code=1)
     size = before[KEY[6:]].numel()
-    assert rows(output)[KEY] == [f"{size:,}", "1", f"{gap:.6g}", f"{gap:.6g}"]
-    assert len(rows(output)) == 1
-    run("diff", copy / "other", copy / "plain", "--match", "*.bias")
-    run("diff", copy / "other", copy / "plain", "--match", KEY, code=1)
-    run("diff", copy / "other", copy / "plain", "--atol", 2 * gap)
-    run("diff", copy / "other", copy / "plain", "--atol", gap / 2, code=1)
-    run("diff", copy / "other", copy / "plain", "--rtol", 1e-2)
+    assert rows(output) == {KEY: [f"{size:,}", "1", f"{gap:.6g}", f"{gap:.6g}"]}
+    diff("--match", "*.bias")
+    diff("--match", KEY, code=1)
+    diff("--atol", 2 * gap)
+    diff("--atol", gap / 2, code=1)
+    diff("--rtol", 1e-2)
 
 
 def written(folder: Path, **entries: Any) -> StoredCheckpoint:
@@ -487,46 +415,32 @@ def test_entries_shapes_dtypes_and_objects_that_differ_are_listed(tmp_path: Path
 
 
 def test_values_are_told_apart_in_every_dtype(tmp_path: Path) -> None:
-    nan, inf = math.nan, math.inf
-    a = {
-        "nan": torch.tensor([nan, 1.0, nan, 2.0]),
-        "inf": torch.tensor([inf, -inf, inf]),
-        "zero": torch.tensor([0.0, 1.0]),
-        "bfloat16": torch.tensor([1.0, 2.0]).bfloat16(),
-        "float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
-        "bool": torch.tensor([True, False]),
-        "int64": torch.tensor([2**60, 5]),
-        "uint8": torch.tensor([0, 255], dtype=torch.uint8),
-        "complex64": torch.tensor([3 + 4j, 1j]),
-        "empty": torch.zeros(0, 3),
+    nan, inf, bf16, fp8 = math.nan, math.inf, torch.bfloat16, torch.float8_e4m3fn
+    # Values of A and B, dtype; number of different elements and of NaNs, largest difference, norm.
+    table: dict[str, tuple[Any, ...]] = {
+        "nan": ([nan, 1.0, nan, 2.0], [nan, nan, 3.0, 2.0], None, (2, 2, 0.0, 0.0)),
+        "inf": ([inf, -inf, inf], [inf, inf, 0.0], None, (2, 0, inf, inf)),
+        "zero": ([0.0, 1.0], [-0.0, 1.0], None, None),
+        "bfloat16": ([1.0, 2.0], [1.0, 2.5], bf16, (1, 0, 0.5, 0.5)),
+        "float8": ([1.0, 2.0], [1.0, 4.0], fp8, (1, 0, 2.0, 2.0)),
+        "bool": ([True, False], [True, True], None, (1, 0, 1.0, 1.0)),
+        "int64": ([2**60, 5], [2**60 + 1, 5], None, (1, 0, 1.0, 1.0)),
+        "uint8": ([0, 255], [255, 255], torch.uint8, (1, 0, 255.0, 255.0)),
+        "complex64": ([3 + 4j, 1j], [0j, 1j], None, (1, 0, 5.0, 5.0)),
+        "empty": ([[], []], [[], []], None, None),
     }
-    b = {
-        "nan": torch.tensor([nan, nan, 3.0, 2.0]),
-        "inf": torch.tensor([inf, inf, 0.0]),
-        "zero": torch.tensor([-0.0, 1.0]),
-        "bfloat16": torch.tensor([1.0, 2.5]).bfloat16(),
-        "float8": torch.tensor([1.0, 4.0]).to(torch.float8_e4m3fn),
-        "bool": torch.tensor([True, True]),
-        "int64": torch.tensor([2**60 + 1, 5]),
-        "uint8": torch.tensor([255, 255], dtype=torch.uint8),
-        "complex64": torch.tensor([0j, 1j]),
-        "empty": torch.zeros(0, 3),
-    }
-    sides = written(tmp_path / "a", model=a), written(tmp_path / "b", model=b)
-    found = {each.name.removeprefix("model."): each for each in compare(*sides).tensors}
+    a, b = (
+        written(
+            tmp_path / name,
+            model={key: torch.tensor(row[side], dtype=row[2]) for key, row in table.items()},
+        )
+        for side, name in enumerate("ab")
+    )
+    found = {each.name.removeprefix("model."): each for each in compare(a, b).tensors}
     told = {k: (v.num_different, v.num_nan, v.max_abs, v.norm) for k, v in found.items()}
-    assert told == {
-        "nan": (2, 2, 0.0, 0.0),
-        "inf": (2, 0, inf, inf),
-        "bfloat16": (1, 0, 0.5, 0.5),
-        "float8": (1, 0, 2.0, 2.0),
-        "bool": (1, 0, 1.0, 1.0),
-        "int64": (1, 0, 1.0, 1.0),
-        "uint8": (1, 0, 255.0, 255.0),
-        "complex64": (1, 0, 5.0, 5.0),
-    }
+    assert told == {key: row[3] for key, row in table.items() if row[3]}
     # No tolerance makes infinity or NaN equal to a number.
-    loose = compare(*sides, rtol=1e9, atol=1e9)
+    loose = compare(a, b, rtol=1e9, atol=1e9)
     assert {each.name for each in loose.tensors if each.num_different} == {"model.nan", "model.inf"}
     assert "NaN in one" in run("diff", tmp_path / "a", tmp_path / "b", code=1)
 
@@ -588,12 +502,8 @@ def test_the_models_largest_differences_come_first() -> None:
         TensorDifference("nan", "model", (2,), 2, 1, 1, 0.0, 0.0),
         TensorDifference("step", "optimizer", (), 1, 1, 0, 9.0, 81.0),
     ]
-    assert list(tables.differences(found, None).columns[0].cells) == [
-        "nan",
-        "large",
-        "small",
-        "step",
-    ]
+    ordered = ["nan", "large", "small", "step"]
+    assert list(tables.differences(found, None).columns[0].cells) == ordered
     table = tables.differences(found, limit=2)
     assert list(table.columns[0].cells) == ["nan", "large", "and 2 more (--all lists them)"]
 
@@ -610,40 +520,30 @@ def test_what_is_no_checkpoint_is_told_on_one_line(copy: Path, tmp_path: Path) -
         ([tmp_path / "nowhere"], f"expected a checkpoint at {tmp_path / 'nowhere'}; found nothing"),
         ([file], f"found the file {file}"),
         ([tmp_path / "empty"], "found neither manifest.json nor .metadata"),
-        ([copy / "run", "--step", 3], "step 3 in .*; found those of steps [1, 2]"),
+        ([copy / "run", "--step", 3], r"step 3 in .*; found those of steps \[1, 2\]"),
         ([folder, "--step", 3], "expected step 3 at .*; found 1"),
         ([copy / "plain", "--step", 3], "expected step 3 at .*; found an unknown one"),
     ]
     text = (folder / MANIFEST).read_text()
     newer = text.replace('"format_version": 1', f'"format_version": {FORMAT_VERSION + 1}')
     assert newer != text
-    for changed, message in (
-        (None, ""),
-        (newer, f"format version {FORMAT_VERSION} or older; found {FORMAT_VERSION + 1}"),
-    ):
-        if changed is not None:
-            (folder / MANIFEST).write_text(changed)
-            bad = [([folder], message)]
-        for arguments, part in bad:
-            path, *options = arguments
-            for command in (
-                ["inspect", path],
-                ["verify", path],
-                ["export", path, tmp_path / "out"],
-                ["diff", path, copy / "run"],
-                ["diff", copy / "other" / "step-00000001", path],
-            ):
-                if options and command[0] == "diff":
-                    continue
-                error = run(*command, *options, code=2)
-                assert error.count("\n") == 1
-                assert error.startswith("error: ")
-                assert re.search(part.replace("[1, 2]", r"\[1, 2\]"), error), error
-    assert not (tmp_path / "out").exists()
-
-
-def test_damages_are_told_on_one_line_where_they_stand_in_the_way(copy: Path) -> None:
-    folder = first(copy)
+    message = f"format version {FORMAT_VERSION} or older; found {FORMAT_VERSION + 1}"
+    for arguments, part in [*bad, ([folder], message)]:
+        if part == message:
+            (folder / MANIFEST).write_text(newer)
+        path, *options = arguments
+        for command in (
+            ["inspect", path],
+            ["verify", path],
+            ["export", path, tmp_path / "out"],
+            *([] if options else [["diff", path, copy / "run"]]),
+            *([] if options else [["diff", copy / "other" / "step-00000001", path]]),
+        ):
+            error = run(*command, *options, code=2)
+            assert error.count("\n") == 1
+            assert error.startswith("error: ")
+            assert re.search(part, error), error
+    (folder / MANIFEST).write_text(text)
     path, _ = byte_of(folder, KEY)
     path.write_bytes(b"")
     for command in (["export", folder, copy / "out"], ["diff", folder, copy / "other"]):
@@ -651,23 +551,19 @@ def test_damages_are_told_on_one_line_where_they_stand_in_the_way(copy: Path) ->
     flip(folder / MANIFEST, 300)
     for command in (["inspect", folder], ["export", folder, copy / "out"]):
         assert MANIFEST in run(*command, code=2)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_options_are_refused(saved: Path, tmp_path: Path) -> None:
-    assert "--dtype: expected one of" in run(
-        "export", first(saved), tmp_path / "out", "--dtype", "int99", code=2
-    )
+    export = partial(run, "export", first(saved), tmp_path / "out", code=2)
+    assert "--dtype: expected one of" in export("--dtype", "int99")
     for size in ("many", "0GB"):
-        error = run("export", first(saved), tmp_path / "out", "--max-shard-size", size, code=2)
-        assert "max_shard_size: expected" in error
+        assert "max_shard_size: expected" in export("--max-shard-size", size)
     assert "none like 'x.*'" in run("diff", first(saved), first(saved), "--match", "x.*", code=2)
-
-
-def test_a_directory_stands_for_its_latest_checkpoint(saved: Path) -> None:
-    directory = saved / "run"
-    assert find_folders(directory) == [directory / "step-00000002"]
-    assert find_folders(directory, 1) == [first(saved)]
-    assert len(find_folders(directory, every=True)) == 2
+    # A directory stands for its latest checkpoint.
+    assert find_folders(saved / "run") == [saved / "run" / "step-00000002"]
+    assert find_folders(saved / "run", 1) == [first(saved)]
+    assert len(find_folders(saved / "run", every=True)) == 2
 
 
 def test_python_dash_m_runs_it_without_a_process_group(saved: Path) -> None:

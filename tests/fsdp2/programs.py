@@ -1,13 +1,13 @@
-"""A training script of torchtitan's pattern, which runs with FSDP2 and with this package's
-``fsdp2``.
+"""Training scripts of torchtitan's pattern, which run with FSDP2 and with this package's ``fsdp2``.
 
-It gets a module with FSDP2's names as an argument, and is independent of the implementation.
+They get a module with FSDP2's names as an argument, and are independent of the implementation.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp_engine import fsdp2
+from tests.reference import nothing, sgd
 
 APIS = {"fsdp2": fsdp, "fsdp_engine": fsdp2}
 VOCABULARY, DIM, LENGTH = 37, 24, 6
@@ -42,13 +43,6 @@ class Layer(nn.Module):
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
-    def init_weights(self) -> None:
-        for each in (self.norm, self.mlp_norm):
-            each.reset_parameters()
-        for each in (self.qkv, self.out, self.gate, self.up, self.down):
-            nn.init.trunc_normal_(each.weight, std=0.1)
-        nn.init.zeros_(self.down.bias)
-
 
 class Model(nn.Module):
     """Embeddings, layers in a dict, norm and head; a buffer that no state dict has."""
@@ -70,17 +64,31 @@ class Model(nn.Module):
         """Initialize all parameters, sharded or not."""
         with torch.device(self.angles.device):
             self.angles = self._angles()
-        nn.init.normal_(self.embeddings.weight)
-        for layer in self.layers.values():
-            layer.init_weights()
-        self.norm.reset_parameters()
-        nn.init.trunc_normal_(self.head.weight, std=DIM**-0.5)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.1)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding | nn.RMSNorm):
+                module.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, self.angles)
         return self.head(self.norm(x))
+
+
+def seeded(make: Callable[[], Model] = Model) -> Any:
+    model = make()
+    torch.manual_seed(3)
+    model.init_weights()
+    return model
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return Model()
 
 
 def batch(step: int, index: int, rank: int, rows: int = 2) -> tuple[Tensor, Tensor]:
@@ -95,7 +103,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def parallelize(api: Any, model: Model, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+def parallelize(api: Any, model: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
     """Shard each layer, then embeddings, then norm and head as one group, then the model."""
     if mesh is not None:
         options["mesh"] = mesh
@@ -108,13 +116,27 @@ def parallelize(api: Any, model: Model, mesh: DeviceMesh | None = None, **option
     return model
 
 
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor that may be a DTensor, as a plain one."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): whole(param.grad).clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+
+
 @dataclass
 class Log:
-    """Results of a run."""
+    """Results of a run. Gradients are those of its first step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Log)
@@ -124,30 +146,15 @@ class Log:
         return True
 
 
-def whole(tensor: Any) -> Tensor:
-    """All of a tensor that may be a DTensor, as a plain one."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-
-
-def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
-
-
 def train(
     model: Any,
     optimizer: torch.optim.Optimizer,
     steps: Iterable[int],
     *,
     num_microbatches: int = 1,
-    before: Callable[[Any, int, bool], None] = lambda model, index, is_last: None,
+    before: Callable[[Any, int, bool], object] = nothing,
     max_norm: float = 0.5,
+    loss_of: Callable[..., Tensor] = loss_of,
 ) -> Log:
     """Steps of training.
 
@@ -162,6 +169,7 @@ def train(
             loss = loss_of(model, *batch(step, index, rank)) / num_microbatches
             loss.backward()
             total += loss.detach()
+        log.gradients = log.gradients or gradients(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         log.norms.append(float(whole(norm)))
         optimizer.step()
@@ -170,3 +178,76 @@ def train(
         log.losses.append(float(total / size))
     log.weights = {name: whole(value) for name, value in model.state_dict().items()}
     return log
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A training script. Call it with the module that has FSDP2's names.
+
+    Attributes:
+        prepare: Changes the model before it is sharded.
+        options: Makes options of ``parallelize`` from the module with FSDP2's names.
+        shard: ``parallelize``, or another way to shard the model.
+        set_up: Called with the sharded model, after its optimizer is built.
+        loss_of, before, max_norm: Of :func:`train`.
+        rounds: Results are rounded to bf16: losses and norms are compared more loosely, weights
+            are not.
+        theirs: The program of FSDP2 that has the same results; None: this one.
+    """
+
+    prepare: Callable[[Any], object] = nothing
+    options: Callable[[Any], dict[str, Any]] = lambda api: {}
+    shard: Callable[..., Any] = parallelize
+    set_up: Callable[[Any], object] = nothing
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd
+    loss_of: Callable[..., Tensor] = loss_of
+    before: Callable[[Any, int, bool], object] = nothing
+    steps: int = 2
+    microbatches: int = 2
+    max_norm: float = 0.5
+    rounds: bool = False
+    theirs: Program | None = None
+
+    def __call__(self, api: Any) -> Log:
+        model = seeded()
+        self.prepare(model)
+        model = self.shard(api, model, **self.options(api))
+        optimizer = self.optimizer([each for each in model.parameters() if each.requires_grad])
+        self.set_up(model)
+        return train(
+            model,
+            optimizer,
+            range(self.steps),
+            num_microbatches=self.microbatches,
+            before=self.before,
+            max_norm=self.max_norm,
+            loss_of=self.loss_of,
+        )
+
+    def check(self) -> None:
+        """Assert that results are FSDP2's. A collective."""
+        ours, theirs = self(fsdp2), _results_of_fsdp2(self.theirs or self)
+        if self.rounds:
+            torch.testing.assert_close(ours.losses, theirs.losses, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(ours.norms, theirs.norms, rtol=2e-2, atol=2e-3)
+            return
+        assert ours == theirs
+        torch.testing.assert_close(ours.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
+
+    def but(self, **changes: Any) -> Program:
+        """The same with other attributes, of which FSDP2's results are independent."""
+        return replace(self, theirs=self, **changes)
+
+
+@functools.cache
+def _results_of_fsdp2(program: Program) -> Log:
+    return program(fsdp)
+
+
+def assert_alike(compute: Callable[[Any], Any]) -> None:
+    """``compute(api)`` gives the same tensors with FSDP2 and with this package."""
+    torch.testing.assert_close(compute(fsdp2), compute(fsdp), rtol=1e-4, atol=1e-6)

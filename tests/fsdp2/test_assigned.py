@@ -1,43 +1,52 @@
-"""Values assigned to parameters between ``fully_shard`` and the first forward, as in FSDP2's
-tutorial, against one process."""
+"""Values assigned to parameters between ``fully_shard`` and the first forward, and optimizer state
+loaded by hand, as in FSDP2's tutorial, against one process or a run without interruption."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+import fsdp_engine as fe
 from fsdp_engine.fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
 
-_STEPS = 3
+STEPS = 3
+Maker = Callable[[], nn.Module]
 
 
-def _tied() -> nn.Sequential:
+def tied() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
     model[2].weight = model[0].weight
     return model
 
 
-def _plain() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6))
 
 
-def _values(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
+def values_of(make: Maker) -> dict[str, Tensor]:
     torch.manual_seed(3)
     return {name: value.detach().clone() for name, value in make().state_dict().items()}
 
 
-def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Of the same batch on all ranks, so that one process has the same."""
-    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(7))
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def losses_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int] = range(STEPS)
+) -> list[float]:
+    """Of the same batches on all ranks, so that one process has the same."""
     found = []
-    for _ in range(_STEPS):
+    for step in steps:
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         loss = model(batch).square().mean()
         loss.backward()
@@ -46,22 +55,25 @@ def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return found
 
 
-def _expected(make: Callable[[], nn.Module]) -> list[float]:
-    model = make()
-    model.load_state_dict(_values(make))
-    return _losses(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+def assert_trains_as_one_process(
+    model: nn.Module, optimizer: torch.optim.Optimizer, make: Maker = plain
+) -> None:
+    alone = make()
+    alone.load_state_dict(values_of(make))
+    expected = losses_of(alone, adamw(alone.parameters()))
+    torch.testing.assert_close(losses_of(model, optimizer), expected)
 
 
-def _sharded_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
+def sharded(make: Maker = plain, device: str = "meta") -> Any:
+    with torch.device(device):
         model = make()
-    if make is _plain:
-        for layer in (model[0], model[2]):  # type: ignore[index]
+    if make is plain:
+        for layer in (model[0], model[2]):
             fully_shard(layer)
     return fully_shard(model)
 
 
-def _distributed(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+def distributed(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Any]:
     present: dict[str, Any] = model.state_dict()
     return {
         name: nn.Parameter(
@@ -71,62 +83,69 @@ def _distributed(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tenso
     }
 
 
-def _train_assigned(make: Callable[[], nn.Module], when: str) -> list[float]:
-    model = _sharded_on_meta(make)
-    if when == "optimizer first":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+def train_assigned(when: str) -> None:
+    make = tied if when == "tied" else plain
+    model = sharded(make)
+    optimizer = adamw(model.parameters()) if when == "optimizer first" else None
     if when == "after to_empty":
         model.to_empty(device="cpu")
     before = list(model.parameters())
-    state = _distributed(model, _values(make))
-    if when == "in two parts":
-        names = list(state)
-        model.load_state_dict({name: state[name] for name in names[:1]}, strict=False, assign=True)
-        model.load_state_dict({name: state[name] for name in names[1:]}, strict=False, assign=True)
-    else:
-        model.load_state_dict(state, assign=True)
+    state = distributed(model, values_of(make))
+    first = dict(list(state.items())[:1]) if when == "in two parts" else {}
+    rest = {name: value for name, value in state.items() if name not in first}
+    for part in (first, rest) if first else (rest,):
+        model.load_state_dict(part, strict=not first, assign=True)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-    if when != "optimizer first":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    return _losses(model, optimizer)
+    optimizer = optimizer or adamw(model.parameters())
+    assert_trains_as_one_process(model, optimizer, make)
+    if when == "optimizer last":
+        # After a forward the engine handles assignments; the same optimizer remains valid.
+        model.load_state_dict(distributed(model, values_of(make)), assign=True)
+        optimizer.state.clear()
+        assert_trains_as_one_process(model, optimizer, make)
 
 
-@pytest.mark.parametrize(
-    "when", ["optimizer last", "optimizer first", "after to_empty", "in two parts"]
-)
+WAYS = ["optimizer last", "optimizer first", "after to_empty", "in two parts", "tied"]
+
+
+@pytest.mark.parametrize("when", WAYS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_assigned_values_train_as_one_process(ranks: Ranks, num_ranks: int, when: str) -> None:
-    for losses in ranks.run(_train_assigned, _plain, when, world_size=num_ranks):
-        torch.testing.assert_close(losses, _expected(_plain))
+    ranks.run(train_assigned, when, world_size=num_ranks)
 
 
-def test_the_names_of_a_tied_parameter_take_one_value(ranks: Ranks) -> None:
-    for losses in ranks.run(_train_assigned, _tied, "optimizer last", world_size=2):
-        torch.testing.assert_close(losses, _expected(_tied))
+@on_ranks(2)
+def test_an_optimizer_may_be_built_on_the_meta_device() -> None:
+    for is_early in (True, False):
+        model = sharded()
+        early = adamw(model.parameters())
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, value in values_of(plain).items():
+                model.get_parameter(name).copy_(value)
+        assert_trains_as_one_process(model, early if is_early else adamw(model.parameters()))
 
 
-class _TiedAndMore(nn.Module):
+class TiedAndMore(nn.Module):
     """A tied parameter that gets its value before another one of its unit."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tied = _tied()
+        self.tied = tied()
         self.last = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.tied(x))
 
 
-def _assign_different_ties(make: Callable[[], nn.Module], name: str, element: int) -> None:
+def assign_different_ties(make: Maker, name: str, element: int) -> None:
     """Values of two names differ in one element, which one rank holds."""
-    model = _sharded_on_meta(make)
-    values = _values(make)
-    state = _distributed(model, values)
-    model.load_state_dict(state, assign=True)  # equal ones are accepted
-    model = _sharded_on_meta(make)
-    values[name] = values[name].clone()
+    values = values_of(make)
+    model = sharded(make)
+    model.load_state_dict(distributed(model, values), assign=True)  # equal ones are accepted
+    model = sharded(make)
     values[name].view(-1)[element] += 1
-    state = _distributed(model, values)
+    state = distributed(model, values)
     with pytest.raises(RuntimeError, match="assignment to one name of a parameter that is tied"):
         model.load_state_dict(state, assign=True)
     dist.barrier()
@@ -134,91 +153,111 @@ def _assign_different_ties(make: Callable[[], nn.Module], name: str, element: in
 
 @pytest.mark.parametrize("element", [0, 35])
 @pytest.mark.parametrize(
-    ("make", "name"), [(_tied, "2.weight"), (_TiedAndMore, "tied.2.weight")], ids=["alone", "more"]
+    ("make", "name"), [(tied, "2.weight"), (TiedAndMore, "tied.2.weight")], ids=["alone", "more"]
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_two_values_for_a_tied_parameter_raise_on_all_ranks(
-    ranks: Ranks, num_ranks: int, make: Callable[[], nn.Module], name: str, element: int
+    ranks: Ranks, num_ranks: int, make: Maker, name: str, element: int
 ) -> None:
-    ranks.run(_assign_different_ties, make, name, element, world_size=num_ranks)
+    ranks.run(assign_different_ties, make, name, element, world_size=num_ranks)
 
 
-def _train_emptied(early: bool) -> list[float]:
-    model = _sharded_on_meta(_plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    model.to_empty(device="cpu")
-    values = _values(_plain)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(values[name])
-    if not early:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    return _losses(model, optimizer)
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_an_optimizer_may_be_built_on_the_meta_device(ranks: Ranks, early: bool) -> None:
-    for losses in ranks.run(_train_emptied, early, world_size=2):
-        torch.testing.assert_close(losses, _expected(_plain))
-
-
-def _assign_again() -> None:
-    model = _sharded_on_meta(_plain)
-    values = _values(_plain)
-    model.load_state_dict(_distributed(model, values), assign=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    first = _losses(model, optimizer)
-    # After a forward the engine handles assignments; the same optimizer remains valid.
-    model.load_state_dict(_distributed(model, values), assign=True)
-    optimizer.state.clear()
-    torch.testing.assert_close(_losses(model, optimizer), first)
-
-
-def test_values_can_be_assigned_again_while_training(ranks: Ranks) -> None:
-    ranks.run(_assign_again, world_size=2)
-
-
-def _assign_some() -> None:
-    model = _sharded_on_meta(_plain)
-    state = _distributed(model, _values(_plain))
-    del state["2.bias"]
+@on_ranks(2)
+def test_values_that_cannot_be_assigned_raise() -> None:
+    model = sharded()
+    state = distributed(model, values_of(plain))
+    missing = state.pop("2.bias")
     model.load_state_dict(state, strict=False, assign=True)
     with pytest.raises(RuntimeError, match=r"still on meta device: \['2.bias'\]"):
         model(torch.zeros(1, 6))
     # Values that were assigned before are lost with it, as with FSDP2.
     model.to_empty(device="cpu")
     assert not any(param.is_meta for param in model.parameters())
-    dist.barrier()
 
-
-def test_a_missing_value_is_an_error_that_names_the_parameter(ranks: Ranks) -> None:
-    ranks.run(_assign_some, world_size=2)
-
-
-def _hold_the_assigned() -> None:
-    model = _sharded_on_meta(_plain)
-    state = _distributed(model, _values(_plain))
+    model, state["2.bias"] = sharded(), missing
     model.load_state_dict(state, assign=True)
-    optimizer = torch.optim.AdamW(list(state.values()), lr=0.05)
+    optimizer = adamw(list(state.values()))
     with pytest.raises(RuntimeError, match=r"found a AdamW that references [02]\.(weight|bias)"):
         model(torch.zeros(1, 6))
     del optimizer
 
 
-def test_an_optimizer_of_the_assigned_tensors_is_refused(ranks: Ranks) -> None:
-    ranks.run(_hold_the_assigned, world_size=2)
-
-
-def _assigned_without_shards() -> list[float]:
+@on_ranks(2)
+def test_replicated_values_are_assigned_where_main_weights_are_whole() -> None:
     with torch.device("meta"):
-        model = _plain().bfloat16()
+        model = plain().bfloat16()
     policy = MixedPrecisionPolicy(param_dtype=torch.float32)
     fully_shard(model, strategy="no_shard", mp_policy=policy)
-    values = {name: value.bfloat16() for name, value in _values(_plain).items()}
-    model.load_state_dict(_distributed(model, values), assign=True)
-    return [param.full_tensor().tolist() for param in model.parameters()]  # type: ignore[operator]
+    values = {name: value.bfloat16() for name, value in values_of(plain).items()}
+    model.load_state_dict(distributed(model, values), assign=True)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), values[name])
 
 
-def test_replicated_values_are_assigned_where_main_weights_are_whole(ranks: Ranks) -> None:
-    expected = [value.bfloat16().tolist() for value in _values(_plain).values()]
-    assert ranks.run(_assigned_without_shards, world_size=2) == [expected, expected]
+# --- optimizer state: ``full_tensor`` of each value, later ``distribute_tensor`` of each ---
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, amsgrad=True),
+    "adamw, each": lambda params: torch.optim.AdamW(params, lr=0.05, foreach=False),
+    "adamw, fused": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def full(value: Any) -> Any:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    state["state"] = {
+        key: {name: full(value) for name, value in each.items()}
+        for key, each in state["state"].items()
+    }
+    return state
+
+
+def load(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    _init_optim_state(optimizer)
+    state = optimizer.state_dict()
+    for group, saved_group in zip(state["param_groups"], saved["param_groups"], strict=True):
+        group.update({key: value for key, value in saved_group.items() if key != "params"})
+        for key, saved_key in zip(group["params"], saved_group["params"], strict=True):
+            mine = state["state"].get(key, {})
+            for name, value in saved["state"][saved_key].items():
+                like = mine[name]
+                if isinstance(like, DTensor):
+                    value = distribute_tensor(value, like.device_mesh, like.placements)
+                mine[name] = value
+    optimizer.load_state_dict(state)
+
+
+def resume(name: str, wrapped: bool) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = OPTIMIZERS[name](model.parameters())
+        return fe.shard_optimizer(optimizer) if wrapped else optimizer
+
+    model = sharded(device="cpu")
+    optimizer = make(model)
+    losses_of(model, optimizer, range(2))
+    saved = full_state(optimizer)
+    weights = {key: full(value) for key, value in model.state_dict().items()}
+    expected = losses_of(model, optimizer, range(2, 4)), full_state(optimizer)
+
+    other = sharded(device="cpu")
+    other.load_state_dict(distributed(other, weights), assign=True)
+    again = make(other)
+    load(again, saved)
+    torch.testing.assert_close(full_state(again), saved, rtol=0, atol=0)
+    found = losses_of(other, again, range(2, 4)), full_state(again)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_state_loaded_by_hand_trains_as_if_uninterrupted(
+    ranks: Ranks, num_ranks: int, name: str, wrapped: bool
+) -> None:
+    ranks.run(resume, name, wrapped, world_size=num_ranks)

@@ -50,6 +50,10 @@ def save(folder: str, level: str) -> list[Tensor]:
         step(model, optimizer, seed)
         ema.update()
     checkpointer.save(2)
+    return after_a_step(model, optimizer, ema)
+
+
+def after_a_step(model: nn.Sequential, optimizer: Any, ema: Ema) -> list[Tensor]:
     averages = [reference.full(each) for each in ema.shadow.values()]
     step(model, optimizer, 2)
     return [*averages, *reference.full_weights(model).values()]
@@ -59,9 +63,7 @@ def load(folder: str, level: str, device: str, expected: list[Tensor]) -> None:
     model = make(1, level, device)
     optimizer, ema, checkpointer = begin(folder, model)
     checkpointer.load()
-    averages = [reference.full(each) for each in ema.shadow.values()]
-    step(model, optimizer, 2)
-    found = [*averages, *reference.full_weights(model).values()]
+    found = after_a_step(model, optimizer, ema)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -5,41 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_engine.fsdp2 import fully_shard
+from tests.models import DIM, Mlp, vector_batch
 from tests.pool import Ranks
 
-STEPS = 3
+PREFIXES = {
+    "compiled blocks": "0._orig_mod.",
+    "a compiled model": "_orig_mod.0.",
+    "block.compile()": "0.",
+    "compiled afterwards": "0.",
+}
 
 
-def _model() -> nn.Sequential:
+def make() -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)]
-    return nn.Sequential(*blocks)
+    return nn.Sequential(Mlp(DIM, 8), Mlp(DIM, 8))
 
 
-def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def _expected(num_ranks: int) -> list[float]:
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        found = [model(_batch(step, rank)).square().mean() for rank in range(num_ranks)]
-        torch.stack(found).mean().backward()
-        optimizer.step()
-        losses.append(found[0].item())
-    return losses
-
-
-def _sharded(way: str, backend: str) -> nn.Module:
-    model = _model()
+def sharded(way: str, backend: str) -> nn.Module:
+    model = make()
     for index, block in enumerate(model):
-        assert isinstance(block, nn.Sequential)
         if way == "compiled blocks":
             model[index] = fully_shard(torch.compile(block, backend=backend))
         elif way == "block.compile()":
@@ -54,28 +41,28 @@ def _sharded(way: str, backend: str) -> nn.Module:
     return fully_shard(model)
 
 
-def _losses(way: str, backend: str) -> tuple[list[float], list[str]]:
-    torch._dynamo.reset()
-    model = _sharded(way, backend)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(STEPS):
+def losses_of(model: nn.Module, ranks: list[int]) -> list[float]:
+    """Of the first of the ranks; the model is trained on the mean over them."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), []
+    for step in range(3):
         optimizer.zero_grad()
-        loss = model(_batch(step, dist.get_rank())).square().mean()
-        loss.backward()
+        found = [model(vector_batch(4, 10 * step + rank)[0]).square().mean() for rank in ranks]
+        torch.stack(found).mean().backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses, list(model.state_dict())
+        losses.append(found[0].item())
+    return losses
 
 
-WAYS = ["compiled blocks", "a compiled model", "block.compile()", "compiled afterwards"]
+def compare(way: str, backend: str) -> None:
+    torch._dynamo.reset()
+    model, rank, size = sharded(way, backend), dist.get_rank(), dist.get_world_size()
+    others = [each for each in range(size) if each != rank]
+    expected = losses_of(make(), [rank, *others])
+    torch.testing.assert_close(losses_of(model, [rank]), expected, rtol=1e-4, atol=1e-6)
+    assert next(iter(model.state_dict())) == f"{PREFIXES[way]}up.weight"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PREFIXES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_compiled_modules_train_as_one_process(ranks: Ranks, num_ranks: int, way: str) -> None:
-    backend = "aot_eager" if num_ranks == 2 else "eager"
-    losses, names = ranks.run(_losses, way, backend, world_size=num_ranks)[0]
-    torch.testing.assert_close(losses, _expected(num_ranks), rtol=1e-4, atol=1e-6)
-    prefix = {"compiled blocks": "0._orig_mod.", "a compiled model": "_orig_mod.0."}
-    assert names[0] == f"{prefix.get(way, '0.')}0.weight"
+    ranks.run(compare, way, "aot_eager" if num_ranks == 2 else "eager", world_size=num_ranks)

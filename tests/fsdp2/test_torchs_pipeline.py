@@ -6,17 +6,18 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_engine import fsdp2
-from tests.pool import Ranks
+from tests.pool import on_ranks
 
 
-def _steps(schedule: str, reshard: bool) -> list[float]:
-    """Differences of gradients from one process's, in each of two steps."""
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@on_ranks(4)
+def test_gradients_are_those_of_one_process(schedule: str, reshard: bool) -> None:
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
     whole = nn.Sequential(*copy.deepcopy(stages))
@@ -31,7 +32,6 @@ def _steps(schedule: str, reshard: bool) -> list[float]:
     run = getattr(pipelining, schedule)(
         stage, 4, loss_fn=lambda output, target: (output - target).square().mean()
     )
-    found = []
     for step in range(2):
         torch.manual_seed(step)
         batch, target = torch.randn(2, 8, 8), torch.randn(2, 8, 8)
@@ -43,16 +43,7 @@ def _steps(schedule: str, reshard: bool) -> list[float]:
             run.step(target=target[replica])
         (whole(batch) - target).square().mean().backward()
         expected = dict(whole[place].named_parameters())
-        found += [
-            (param.grad.full_tensor() - expected[name].grad).abs().max().item()
-            for name, param in module.named_parameters()
-        ]
-    dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
-def test_gradients_are_those_of_one_process(ranks: Ranks, schedule: str, reshard: bool) -> None:
-    found = ranks.run(_steps, schedule, reshard, world_size=4)
-    assert max(max(each) for each in found) < 1e-6
+        for name, param in module.named_parameters():
+            torch.testing.assert_close(
+                param.grad.full_tensor(), expected[name].grad, rtol=0, atol=1e-6
+            )

@@ -8,6 +8,7 @@ names to swap: ``DistributedDataParallel``, ``finalize_model_grads`` and ``get_m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import math
 import multiprocessing
@@ -24,10 +25,9 @@ from torch import Tensor
 import fsdp_engine as fe
 from fsdp_engine.megatron import get_megatron_optimizer
 from tests.megatron.core_on_cpu import on_cpu
-from tests.megatron.core_training import BATCH, LENGTH, VOCAB, make_gpt
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STEPS = 4
+VOCAB, LENGTH, HIDDEN, BATCH, STEPS = 32, 8, 16, 2, 3
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,27 @@ class Job:
 
     Attributes:
         level: of our wrapper; None: as ``--use-distributed-optimizer`` says.
-        ours: our names; else Megatron-Core's.
+        ours, their_finalize, their_optimizer: our names; else Megatron-Core's, all or one of them.
         dtype: one of DTYPES; "fp16" has a dynamic loss scale.
         optimizer: "adam" or "sgd".
         distributed_optimizer: ``--use-distributed-optimizer``, for wrapper and optimizer.
-        tensor, pipeline: model-parallel ranks.
+        tensor, pipeline, experts, expert_tensor: model-parallel ranks. Layers have four experts and
+            biased routers, or are dense (0).
+        sequence: sequence parallel, beside tensor parallel.
         virtual: chunks of each pipeline rank, for the interleaved schedule.
-        experts: four in each layer, over two expert-parallel ranks.
         overlap: ``--overlap-grad-reduce --overlap-param-gather``.
+        bucket_size, microbatches: elements, and number on each data-parallel rank.
+        grads_in_fp32: reduce in fp32.
+        sync_funcs: the schedule says when to reduce and to gather.
+        layers: of the model; None: 2 for each chunk.
+        recompute: None, "selective", or the method of full recomputation, "uniform" or "block".
         gated: SwiGLU, whose first weight is saved in two parts.
+        per_token: losses are sums over tokens, and ranks have different numbers of them.
         clip: largest norm.
         lr_of_embeddings: ``--decoupled-lr``.
         inf_on: (step, rank) at which the loss is infinite.
         tied: the output layer has the embedding's weight. Otherwise gradients have many zeros.
         instances: ``--num-distributed-optimizer-instances``.
-        microbatches: of each data-parallel rank.
         fully_parallel: ``--ckpt-fully-parallel-save`` and ``-load``.
         own_norm: gradients of some layers are clipped by a norm of their own, as those of detached
             heads that predict several tokens. Without effect in megatron-core 0.16.
@@ -58,15 +64,25 @@ class Job:
 
     level: str | None = None
     ours: bool = True
+    their_finalize: bool = False
+    their_optimizer: bool = False
     dtype: str = "fp32"
     optimizer: str = "adam"
     distributed_optimizer: bool = True
     tensor: int = 1
     pipeline: int = 1
+    sequence: bool = False
     virtual: int | None = None
-    experts: bool = False
+    experts: int = 0
+    expert_tensor: int = 1
     overlap: bool = False
+    bucket_size: int | None = None
+    grads_in_fp32: bool = True
+    sync_funcs: bool = False
+    layers: int | None = None
+    recompute: str | None = None
     gated: bool = False
+    per_token: bool = False
     clip: float = 1.0
     lr_of_embeddings: float | None = None
     inf_on: tuple[int, int] | None = None
@@ -75,6 +91,35 @@ class Job:
     microbatches: int = 2
     fully_parallel: bool = False
     own_norm: bool = False
+
+    def but(self, **changes: Any) -> Job:
+        """The same with other arguments."""
+        return dataclasses.replace(self, **changes)
+
+    def as_theirs(self) -> Job:
+        """By Megatron-Core's own names; its distributed optimizer takes Adam alone."""
+        return self.but(
+            ours=False,
+            level=None,
+            their_finalize=False,
+            distributed_optimizer=self.distributed_optimizer and self.optimizer == "adam",
+            overlap=False,
+            bucket_size=None,
+            sync_funcs=False,
+            instances=1,
+        )
+
+    @property
+    def limit(self) -> float:
+        """Largest relative error. Norms are summed in another order, so the clipping coefficient
+        differs in its last bit, and now and then a 16-bit weight rounds the other way: one such
+        weight moves the next norm by 2.5e-6. Adam divides by what may be no more than rounding, and
+        gradients in bf16 are summed in another order, too."""
+        if not self.grads_in_fp32:
+            return 2e-2
+        if self.optimizer == "sgd":
+            return 2e-6 if self.dtype == "fp32" else 2e-5
+        return 2e-5 if self.dtype == "fp32" or self.their_optimizer else 2e-4
 
 
 @dataclass
@@ -89,35 +134,135 @@ class Report:
     scales: list[float]
 
 
+def make_models(job: Job) -> tuple[Any, list[Any]]:
+    """Megatron-Core's config and this rank's shard of a small GPT, in chunks."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = DTYPES[job.dtype]
+    fields: dict[str, Any] = {}
+    if job.experts:
+        fields |= {
+            "num_moe_experts": 4,
+            "expert_model_parallel_size": job.experts,
+            "expert_tensor_parallel_size": job.expert_tensor,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "add_bias_linear": False,
+        }
+    if job.recompute == "selective":
+        fields |= {"recompute_granularity": "selective"}
+    elif job.recompute is not None:
+        fields |= {"recompute_granularity": "full", "recompute_num_layers": 1}
+        fields |= {"recompute_method": job.recompute}
+    config = TransformerConfig(
+        num_layers=job.layers or 2 * (job.virtual or 1),
+        hidden_size=HIDDEN,
+        ffn_hidden_size=2 * HIDDEN,
+        num_attention_heads=max(2, job.tensor),
+        tensor_model_parallel_size=job.tensor,
+        pipeline_model_parallel_size=job.pipeline,
+        virtual_pipeline_model_parallel_size=job.virtual,
+        sequence_parallel=job.sequence,
+        calculate_per_token_loss=job.per_token,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=job.dtype == "bf16",
+        fp16=job.dtype == "fp16",
+        gated_linear_unit=job.gated,
+        activation_func=torch.nn.functional.silu if job.gated else torch.nn.functional.gelu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        # Fused kernels are compiled, for a minute.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        **fields,
+    )
+    torch.manual_seed(3)
+    models = []
+    for chunk in range(job.virtual or 1):
+        vp_stage = chunk if job.virtual else None
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(num_experts=4 if job.experts else None),
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=job.tied,
+            vp_stage=vp_stage,
+        )
+        models.append(model.to(dtype))
+    return config, models
+
+
+def wrap(job: Job, config: Any, model: Any) -> Any:
+    """The model in Megatron-Core's wrapper, or in ours, called as it calls its own."""
+    from megatron.core import distributed
+
+    theirs: Any = distributed
+    is_distributed = job.distributed_optimizer and not job.their_optimizer
+    fields: dict[str, Any] = {
+        "grad_reduce_in_fp32": job.grads_in_fp32,
+        "overlap_grad_reduce": job.overlap,
+        "overlap_param_gather": job.overlap,
+        "bucket_size": job.bucket_size,
+        "use_distributed_optimizer": is_distributed,
+        "num_distributed_optimizer_instances": job.instances,
+    }
+    if job.level is not None:
+        fields |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": job.level}
+    wrapper = fe.DistributedDataParallel if job.ours else theirs.DistributedDataParallel
+    ddp_config = theirs.DistributedDataParallelConfig(**fields)
+    return wrapper(config=config, ddp_config=ddp_config, module=model)
+
+
 class Training:
     """A job's model, optimizer and scheduler: ``setup_model_and_optimizer``."""
 
     def __init__(self, job: Job) -> None:
-        from megatron.core import distributed, optimizer
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core import distributed
 
         theirs: Any = distributed
-        self.job = job
-        self.config, models = _make_models(job)
+        self.job, self.steps = job, 0
+        self.config, models = make_models(job)
         for name, param in models[0].named_parameters() if job.own_norm else ():
             if "linear_fc1" in name:
-                param.grad_norm_group = "mtp"  # type: ignore[attr-defined]
-        fields: dict[str, Any] = {
-            "grad_reduce_in_fp32": True,
-            "overlap_grad_reduce": job.overlap,
-            "overlap_param_gather": job.overlap,
-            "use_distributed_optimizer": job.distributed_optimizer,
-            "num_distributed_optimizer_instances": job.instances,
-        }
-        if job.level is not None:
-            fields |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": job.level}
-        wrapper = fe.DistributedDataParallel if job.ours else theirs.DistributedDataParallel
-        ddp_config = theirs.DistributedDataParallelConfig(**fields)
-        self.model = [
-            wrapper(config=self.config, ddp_config=ddp_config, module=model) for model in models
-        ]
+                param.grad_norm_group = "mtp"
+        self.model = [wrap(job, self.config, model) for model in models]
         self.ddp = self.model[0]
-        make = get_megatron_optimizer if job.ours else optimizer.get_megatron_optimizer
+        self.optimizer, self.scheduler = self._make_optimizer()
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = (
+            fe.finalize_model_grads
+            if job.ours and not job.their_finalize
+            else theirs.finalize_model_grads
+        )
+        if job.overlap:
+            self.config.no_sync_func = self._each("no_sync")
+        if job.sync_funcs:
+            self.config.grad_sync_func = self._each("start_grad_sync")
+            self.config.param_sync_func = self._each("start_param_sync")
+
+    def _each(self, name: str) -> Any:
+        """The method of each chunk, as schedules take them: a list only of several."""
+        methods = [getattr(chunk, name) for chunk in self.model]
+        return methods if len(methods) > 1 else methods[0]
+
+    def _make_optimizer(self) -> tuple[Any, Any]:
+        from megatron.core import optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        job = self.job
+        make = optimizer.get_megatron_optimizer
+        if job.ours and not job.their_optimizer:
+            make = get_megatron_optimizer
         options = optimizer.OptimizerConfig(
             optimizer=job.optimizer,
             lr=0.05,
@@ -131,17 +276,17 @@ class Training:
             initial_loss_scale=2.0**10,
             loss_scale_window=2,
             hysteresis=1,
-            log_num_zeros_in_grad=True,
-            use_distributed_optimizer=job.distributed_optimizer,
-            overlap_param_gather=job.overlap,
+            log_num_zeros_in_grad=not job.their_optimizer,
+            use_distributed_optimizer=job.distributed_optimizer and not job.their_optimizer,
+            overlap_param_gather=job.overlap and not job.their_optimizer,
         )
-        self.optimizer = make(options, self.model, use_gloo_process_groups=True)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
+        made: Any = make(options, self.model, use_gloo_process_groups=True)
+        scheduler = OptimizerParamScheduler(
+            made,
             init_lr=0.0,
             max_lr=0.05,
             min_lr=0.01,
-            lr_warmup_steps=1,
+            lr_warmup_steps=0,
             lr_decay_steps=8,
             lr_decay_style="linear",
             start_wd=0.1,
@@ -149,14 +294,7 @@ class Training:
             wd_incr_steps=8,
             wd_incr_style="constant",
         )
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = (
-            fe.finalize_model_grads if job.ours else theirs.finalize_model_grads
-        )
-        if job.overlap:
-            syncs = [chunk.no_sync for chunk in self.model]
-            self.config.no_sync_func = syncs if job.virtual else syncs[0]
-        self.steps = 0
+        return made, scheduler
 
     def train_step(self) -> tuple[float, bool, float | None, float | None, float]:
         """One step: loss, whether weights were updated, norm, zeros, loss scale before it."""
@@ -191,11 +329,17 @@ class Training:
         tokens, labels = batch[:, :-1], batch[:, 1:]
         positions = torch.arange(LENGTH)[None].expand_as(tokens)
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        counts = torch.ones_like(labels, dtype=torch.float32)
+        if self.job.per_token:
+            counts[:, : dist.get_rank() % 2 + 1] = 0.0  # ranks of unequal length
         is_infinite = self.job.inf_on == (self.steps, dist.get_rank())
 
-        def mean(found: Tensor) -> Any:
-            loss = found.float().mean()
-            return loss * torch.inf if is_infinite else loss, {"loss": loss.item()}
+        def mean(losses: Tensor) -> Any:
+            total, number = (losses.float() * counts).sum(), counts.sum()
+            report = {"loss": (total / number).item()}
+            if self.job.per_token:
+                return total, number.int(), report
+            return total / number * (torch.inf if is_infinite else 1.0), report
 
         return model(tokens, positions, mask, labels=labels), mean
 
@@ -224,44 +368,50 @@ class Training:
             return {"model": self.ddp}
         return {f"model{number}": chunk for number, chunk in enumerate(self.model)}
 
-    def save(self, folder: str) -> None:
-        """``save_checkpoint``."""
-        from megatron.core import dist_checkpointing, parallel_state
+    @contextlib.contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        for chunk in self.model if self.job.overlap else ():
+            chunk.disable_forward_pre_hook()
+        yield
+        for chunk in self.model if self.job.overlap else ():
+            chunk.enable_forward_pre_hook()
+
+    def _strategy(self, what: str, *folder: str) -> Any:
+        """Strategy to ``Save`` or to ``Load``."""
+        from megatron.core import parallel_state
         from megatron.core.dist_checkpointing import serialization
         from megatron.core.dist_checkpointing.strategies import fully_parallel
 
-        for chunk in self.model if self.job.overlap else ():
-            chunk.disable_forward_pre_hook()
-        strategy: Any = serialization.get_default_save_sharded_strategy()
-        if self.job.fully_parallel:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            strategy = fully_parallel.FullyParallelSaveStrategyWrapper(strategy, group)
-        dist_checkpointing.save(self.generate_state_dict(is_loading=False), folder, strategy)
-        for chunk in self.model if self.job.overlap else ():
-            chunk.enable_forward_pre_hook()
+        get: Any = getattr(serialization, f"get_default_{what.lower()}_sharded_strategy")
+        if not self.job.fully_parallel:
+            return get(*folder)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return getattr(fully_parallel, f"FullyParallel{what}StrategyWrapper")(get(*folder), group)
+
+    def save(self, folder: str) -> None:
+        """``save_checkpoint``."""
+        from megatron.core import dist_checkpointing
+
+        with self._without_hooks():
+            state = self.generate_state_dict(is_loading=False)
+            dist_checkpointing.save(state, folder, self._strategy("Save"))
 
     def load(self, folder: str) -> None:
         """``load_checkpoint``."""
-        from megatron.core import dist_checkpointing, parallel_state
-        from megatron.core.dist_checkpointing import serialization
-        from megatron.core.dist_checkpointing.strategies import fully_parallel
+        from megatron.core import dist_checkpointing
 
-        for chunk in self.model if self.job.overlap else ():
-            chunk.disable_forward_pre_hook()
-        strategy: Any = serialization.get_default_load_sharded_strategy(folder)
-        if self.job.fully_parallel:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            strategy = fully_parallel.FullyParallelLoadStrategyWrapper(strategy, group)
-        wanted = self.generate_state_dict(is_loading=True)
-        state = dist_checkpointing.load(wanted, folder, strategy)
-        self.steps = state["iteration"]
-        for key, chunk in self._keys().items():
-            chunk.load_state_dict(state[key])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.num_steps = 0
-        self.scheduler.load_state_dict(state["opt_param_scheduler"])
-        for chunk in self.model if self.job.overlap else ():
-            chunk.enable_forward_pre_hook()
+        with self._without_hooks():
+            wanted = self.generate_state_dict(is_loading=True)
+            state = dist_checkpointing.load(wanted, folder, self._strategy("Load", folder))
+            self.steps = state["iteration"]
+            for key, chunk in self._keys().items():
+                chunk.load_state_dict(state[key])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self._load_scheduler(state["opt_param_scheduler"])
+
+    def _load_scheduler(self, state: Any) -> None:
+        self.scheduler.num_steps = 0  # it adds what it loads
+        self.scheduler.load_state_dict(state)
 
     def save_by_checkpointer(self, folder: str) -> None:
         """By our own checkpoints: the optimizer as it is."""
@@ -269,7 +419,7 @@ class Training:
 
     def load_by_checkpointer(self, folder: str) -> None:
         """Load a checkpoint of :meth:`save_by_checkpointer`."""
-        self.scheduler.num_steps = 0  # it adds what it loads
+        self.scheduler.num_steps = 0
         report = self._checkpointer(folder).load()
         assert report.step is not None
         self.steps = report.step
@@ -291,8 +441,7 @@ class Training:
             chunk.load_state_dict(values)
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.reload_model_params()
-        self.scheduler.num_steps = 0
-        self.scheduler.load_state_dict(state["scheduler"])
+        self._load_scheduler(state["scheduler"])
         self.steps = state["steps"]
 
     def _checkpointer(self, folder: str) -> fe.Checkpointer:
@@ -307,29 +456,6 @@ class Training:
             self.optimizer,
             extra={"scheduler": self.scheduler},
         )
-
-
-def _make_models(job: Job) -> tuple[Any, list[Any]]:
-    """:func:`make_gpt` of a job."""
-    experts: dict[str, Any] = {
-        "num_moe_experts": 4,
-        "expert_model_parallel_size": 2,
-        "moe_router_load_balancing_type": "none",
-        "add_bias_linear": False,
-    }
-    return make_gpt(
-        dtype=DTYPES[job.dtype],
-        virtual=job.virtual,
-        tied=job.tied,
-        experts=experts if job.experts else {},
-        num_layers=2 * (job.virtual or 1),
-        num_attention_heads=2,
-        tensor_model_parallel_size=job.tensor,
-        pipeline_model_parallel_size=job.pipeline,
-        fp16=job.dtype == "fp16",
-        gated_linear_unit=job.gated,
-        activation_func=torch.nn.functional.silu if job.gated else torch.nn.functional.gelu,
-    )
 
 
 def _batches(step: int, rank: int, count: int) -> Iterator[Tensor]:
@@ -350,7 +476,8 @@ def groups_of(job: Job) -> Iterator[None]:
             job.tensor,
             job.pipeline,
             job.virtual,
-            expert_model_parallel_size=2 if job.experts else 1,
+            expert_model_parallel_size=job.experts or 1,
+            expert_tensor_parallel_size=job.expert_tensor,
             num_distributed_optimizer_instances=job.instances,
         )
         try:
@@ -358,12 +485,6 @@ def groups_of(job: Job) -> Iterator[None]:
             yield
         finally:
             parallel_state.destroy_model_parallel()
-
-
-def run(job: Job, steps: int = STEPS) -> Report:
-    """On all ranks of the default group."""
-    with groups_of(job):
-        return Training(job).train(steps)
 
 
 def differences(mine: Report, theirs: Report, limit: float) -> list[str]:
@@ -383,14 +504,16 @@ def differences(mine: Report, theirs: Report, limit: float) -> list[str]:
     return found
 
 
-def compare(jobs: list[tuple[Job, Job]], limit: float) -> list[str]:
-    """On one rank: where jobs differ from their references."""
+def compare(jobs: list[Job]) -> list[str]:
+    """On one rank: where jobs differ from those by Megatron-Core's own names."""
     known: dict[Job, Report] = {}
     found = []
-    for job, reference in jobs:
-        if reference not in known:
-            known[reference] = run(reference)
-        found += [f"{job}: {line}" for line in differences(run(job), known[reference], limit)]
+    for job in jobs:
+        theirs = job.as_theirs()
+        for each in (job,) if theirs in known else (theirs, job):
+            with groups_of(each):
+                known[each] = Training(each).train(STEPS)
+        found += [f"{job}: {each}" for each in differences(known[job], known[theirs], job.limit)]
     return found
 
 

@@ -153,106 +153,71 @@ class TensorModel(nn.Module):
         return part
 
 
-# --- two stages with tied word and position embeddings ---
+# --- pipeline stages: tied word and position embeddings, and an embedder on each stage ---
 
 
-class FirstStage(nn.Module):
-    def __init__(self) -> None:
+class Stage(nn.Module):
+    """A stage. The first and the last have embeddings, the last returns the sum of the losses."""
+
+    def __init__(self, place: int, num_stages: int, embedder: nn.Module) -> None:
         super().__init__()
-        self.word = nn.Embedding(VOCAB, DIM)
-        self.position = nn.Embedding(TOKENS, DIM)
-        self.body = nn.Linear(DIM, DIM)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.word(tokens) + self.position(torch.arange(len(tokens)))
-        return torch.tanh(self.body(x))
-
-
-class LastStage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.second = nn.Linear(DIM, DIM)
-        self.position = nn.Embedding(TOKENS, DIM)
-        self.word = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """The sum over tokens, each predicting itself."""
-        x = self.second(torch.tanh(self.first(x + self.position(torch.arange(len(x))))))
-        return F.cross_entropy(self.word(x), tokens, reduction="sum")
-
-
-class TiedModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = FirstStage()
-        self.last = LastStage()
-        self.last.word.weight = self.first.word.weight
-        self.last.position.weight = self.first.position.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.last(self.first(tokens), tokens)
-
-    def part(self, stage: int) -> nn.Module:
-        part = copy.deepcopy(self.last if stage else self.first)
-        mark(part.word, shared_embedding=True)
-        mark(part.position, position_embedding=True)
-        return part
-
-
-# --- four stages, each with a replica of a conditional embedder ---
-
-
-class ConditionalStage(nn.Module):
-    def __init__(self, embedder: nn.Module) -> None:
-        super().__init__()
+        self.is_first, self.is_last = place == 0, place == num_stages - 1
         self.embedder = embedder
         self.body = nn.Linear(DIM, DIM)
+        if self.has_embeddings:
+            tied = nn.Embedding(VOCAB, DIM) if self.is_first else nn.Linear(DIM, VOCAB, bias=False)
+            self.word, self.position = tied, nn.Embedding(TOKENS, DIM)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        return torch.tanh(self.body(x)) + self.embedder(condition)
+    @property
+    def has_embeddings(self) -> bool:
+        return self.is_first or self.is_last
+
+    def forward(self, x: Tensor | None, tokens: Tensor) -> Tensor:
+        x = self.word(tokens) if x is None else x
+        if self.has_embeddings:
+            x = x + self.position(torch.arange(len(tokens)))
+        x = torch.tanh(self.body(x)) + self.embedder(tokens[:, None] / VOCAB)
+        return F.cross_entropy(self.word(x), tokens, reduction="sum") if self.is_last else x
 
 
-class ConditionalModel(nn.Module):
+class StagedModel(nn.Module):
     def __init__(self, num_stages: int) -> None:
         super().__init__()
-        embedder = nn.Linear(3, DIM)
-        self.stages = nn.ModuleList([ConditionalStage(embedder) for _ in range(num_stages)])
+        embedder = nn.Linear(1, DIM)
+        self.stages = nn.ModuleList([Stage(i, num_stages, embedder) for i in range(num_stages)])
+        for name in ("word", "position"):
+            getattr(self.stages[-1], name).weight = getattr(self.stages[0], name).weight
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = None
         for stage in self.stages:
-            x = stage(x, condition)
-        return x.square().mean()
+            x = stage(x, tokens)
+        return x
 
-    def part(self, stage: int) -> nn.Module:
-        part = copy.deepcopy(self.stages[stage])
+    def part(self, place: int) -> Stage:
+        part = copy.deepcopy(self.stages[place])
         mark(part.embedder, pipeline_parallel=True)
+        if part.has_embeddings:
+            mark(part.word, shared_embedding=True)
+            mark(part.position, position_embedding=True)
         return part
 
 
-def run_stage(
-    stage: nn.Module, group: ProcessGroup, shape: tuple[int, ...], *extra: Tensor
-) -> None:
-    """Forward and backward of one stage, with its neighbours; the last gives a loss.
-
-    The first stage gets ``extra``, all others what the one before sends, and ``extra``.
-    """
+def run_stage(stage: nn.Module, group: ProcessGroup, tokens: Tensor) -> None:
+    """Forward and backward of one stage, with its neighbours; the last gives a loss."""
     place, last = group.rank(), group.size() - 1
-    received = None
-    if place == 0:
-        out = stage(*extra)
-    else:
+    shape, received = (len(tokens), DIM), None
+    if place:
         received = torch.empty(shape)
         dist.recv(received, group=group, group_src=place - 1)
         received.requires_grad_()
-        out = stage(received, *extra)
-    if place == last:
-        out.backward()
-    else:
+    out = stage(received, tokens)
+    grad = None
+    if place != last:
         dist.send(out.detach(), group=group, group_dst=place + 1)
         grad = torch.empty(shape)
         dist.recv(grad, group=group, group_src=place + 1)
-        out.backward(grad)
+    out.backward(grad)
     if received is not None:
         assert received.grad is not None
         dist.send(received.grad, group=group, group_dst=place - 1)

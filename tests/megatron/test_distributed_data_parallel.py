@@ -1,22 +1,33 @@
 """The wrapper trains as one process does: every level, with and without overlap, one and several
-microbatches, on one axis and two. SGD, because Adam hides a gradient that is wrong by a factor."""
+microbatches, on one axis and two. SGD, because Adam hides a gradient that is wrong by a factor.
+Many chunks do, too, and layers that cache weights for a step."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES, config_of, train_wrapped
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIRS
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
 from tests.training import mesh_of, report
+
+STEPS = 2
+# Overlap, microbatches, elements of a bucket.
+WAYS = [
+    (False, 1, None),
+    (True, 1, 700),
+    (False, 3, 700),
+    (True, 3, None),
+]
 
 
 @functools.cache
@@ -24,20 +35,19 @@ def trained_alone(world: int, num_micro: int) -> tuple[Transformer, list[referen
     """The model as it starts, and its steps in one process."""
     torch.manual_seed(1)
     model = Transformer(num_blocks=2, tied=True)
-    data = reference.make_data(token_batch, 3, num_micro, world)
+    data = reference.make_data(token_batch, STEPS, num_micro, world)
     return model, reference.train(copy.deepcopy(model), data)
 
 
 def compare(inner: str, outer: str, shape: tuple[int, ...]) -> list[str]:
-    """Differences from one process, as text, over overlap, microbatches and bucket sizes."""
+    """Differences from one process, as text."""
     mesh = mesh_of(*shape)
     found = []
-    for overlap, num_micro, bucket_size in itertools.product((False, True), (1, 3), (None, 700)):
+    for overlap, num_micro, bucket_size in WAYS:
         start, expected = trained_alone(mesh.size(), num_micro)
-        model = copy.deepcopy(start)
-        data = reference.make_data(token_batch, 3, num_micro, mesh.size())
+        data = reference.make_data(token_batch, STEPS, num_micro, mesh.size())
         config = config_of(inner, outer, overlap=overlap, bucket_size=bucket_size)
-        ddp = fe.DistributedDataParallel(model, config, mesh)
+        ddp = fe.DistributedDataParallel(copy.deepcopy(start), config, mesh)
         steps = train_wrapped(ddp, data, zero_buffer=num_micro == 1)
         case = f"overlap={overlap}, {num_micro} microbatches, bucket_size={bucket_size}"
         found += [f"{case}: {line}" for line in reference.differences(steps, expected, 2e-5)]
@@ -54,11 +64,77 @@ def test_a_wrapped_model_on_two_axes_trains_as_one_process(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("inner", LEVEL_NAMES)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_a_wrapped_model_on_one_axis_trains_as_one_process(
-    ranks: Ranks, inner: str, world_size: int
+    ranks: Ranks, level: str, world_size: int
 ) -> None:
-    results = ranks.run(
-        compare, inner, "no_shard", (world_size,), world_size=world_size, timeout=120
-    )
+    results = ranks.run(compare, level, "no_shard", (world_size,), world_size=world_size)
     assert not any(results), report(results)
+
+
+NUM_CHUNKS, DIM = 24, 6
+
+
+def forward(chunks: list[nn.Module], x: Tensor) -> Tensor:
+    for chunk in chunks:
+        x = x + torch.tanh(chunk(x))
+    return x.square().mean()
+
+
+def train_chunks(level: str) -> None:
+    """One optimizer steps them: ranks gather their weights in one order."""
+    torch.manual_seed(0)
+    alone: list[nn.Module] = [nn.Linear(DIM, DIM) for _ in range(NUM_CHUNKS)]
+    config = config_of(level, bucket_size=10)
+    chunks = [fe.DistributedDataParallel(copy.deepcopy(each), config) for each in alone]
+    makers = [nn.ModuleList(chunks), nn.ModuleList(alone)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in makers]
+    for step in range(2):
+        torch.manual_seed(step)
+        parts = torch.randn(dist.get_world_size(), 3, DIM)
+        losses = [forward(alone, part) for part in parts]
+        torch.stack(losses).mean().backward()
+        loss = forward([*chunks], parts[dist.get_rank()])
+        assert torch.allclose(loss, losses[dist.get_rank()], rtol=1e-5), step
+        loss.backward()
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+    for number, (chunk, single) in enumerate(zip(chunks, alone, strict=True)):
+        for name, value in chunk.engine.full_state_dict().items():
+            assert torch.allclose(value, single.state_dict()[name], atol=1e-6), (number, name)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_all_chunks_step_as_one_process(ranks: Ranks, level: str, world_size: int) -> None:
+    ranks.run(train_chunks, level, world_size=world_size)
+
+
+class CachesWeights(nn.Linear):
+    """Quantises its weights in a step's first microbatch, as Megatron-Core's TELinear does."""
+
+    is_first_microbatch, num_quantised = True, 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.num_quantised += self.is_first_microbatch
+        self.is_first_microbatch = False
+        return super().forward(batch)
+
+
+@on_ranks(2)
+def test_schedules_refresh_cached_weights_once_a_step() -> None:
+    layers = [CachesWeights(4, 4), CachesWeights(4, 4)]
+    config = fe.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = fe.DistributedDataParallel(nn.Sequential(layers[0], nn.ReLU(), layers[1]), config)
+    for step in range(3):
+        model.set_is_first_microbatch()  # by Megatron-Core's schedules
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+        model.finish_grad_sync()
+        model.zero_grad_buffer()
+        assert [layer.num_quantised for layer in layers] == [step + 1] * 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 import warnings
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.megatron import FullyShardedDataParallel, TorchFullyShardedDataParallel
 from tests.megatron import core_on_cpu
-from tests.megatron.configs import LEVEL_NAMES
+from tests.megatron.configs import LEVEL_NAMES, Layers
 from tests.pool import on_few_ranks, on_ranks
 
 DIM, NUM_LAYERS = 16, 3
+SHARDS = "optim_grads_params"
+CLASSES = [FullyShardedDataParallel, TorchFullyShardedDataParallel]
 
 
 class Layer(nn.Module):
@@ -32,18 +34,17 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Model(nn.Module):
+class Model(Layers):
+    """Units of one size, the root's own layer and a buffer."""
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(DIM, 0)
         self.embed = nn.Linear(DIM, DIM, bias=False)
         self.layers = nn.ModuleList([Layer() for _ in range(NUM_LAYERS)])
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        return super().forward(self.embed(x))
 
 
 NUM_ELEMENTS = (1 + NUM_LAYERS) * DIM * DIM  # without padding on two ranks
@@ -57,6 +58,9 @@ def their_config(name: str = "DistributedDataParallelConfig", **fields: Any) -> 
     return getattr(distributed, name)(**fields)
 
 
+torchs_config = functools.partial(their_config, "TorchFullyShardedDataParallelConfig")
+
+
 @on_ranks(1)
 def test_pickles_are_read_by_processes_without_megatron_core() -> None:
     their_config()
@@ -65,7 +69,7 @@ def test_pickles_are_read_by_processes_without_megatron_core() -> None:
 
 def wrapped(cls: type[fe.DistributedDataParallel], config: Any, **more: Any) -> Any:
     torch.manual_seed(0)
-    return cls(config=SimpleNamespace(), ddp_config=config, module=Model(), **more)
+    return cls(**{"config": SimpleNamespace(), "ddp_config": config, "module": Model(), **more})
 
 
 def batch(step: int) -> Tensor:
@@ -73,29 +77,34 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, DIM, generator=dice)
 
 
-def train(ddp: Any, num_microbatches: int = 2) -> list[Tensor]:
+def train(ddp: Any, stops: bool = False) -> list[Tensor]:
     """Two steps of SGD; the weights, whole."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
     for step in range(2):
         ddp.zero_grad_buffer()
-        for index in range(num_microbatches):
+        for index in range(2):
             ddp(batch(2 * step + index)).backward()
+            if stops and index:
+                ddp.stop_communication()
         ddp.finish_grad_sync()
         optimizer.step()
+        for _ in range(2 * stops):
+            ddp.start_param_sync()
+            ddp.stop_communication()
+            assert "full" not in held(ddp)
     return [ddp.engine.full_tensor(name) for name, _ in ddp.module.named_parameters()]
 
 
-def same_weights(cls: type[fe.DistributedDataParallel], config: Any, **more: Any) -> Any:
+def same_weights(cls: Any, config: Any, *, stops: bool = False, **more: Any) -> Any:
     """The wrapper, trained; its weights are those of the unsharded one."""
     ddp = wrapped(cls, config, **more)
     plain = wrapped(fe.DistributedDataParallel, fe.DistributedDataParallelConfig())
-    for mine, expected in zip(train(ddp), train(plain), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(train(ddp, stops), train(plain), rtol=1e-6, atol=1e-7)
     return ddp
 
 
-def held(ddp: Any) -> Counter[str]:
-    return Counter({role: size for role, size in ddp.engine.memory_bytes().items() if size})
+def held(ddp: Any) -> dict[str, int]:
+    return {role: size for role, size in ddp.engine.memory_bytes().items() if size}
 
 
 @on_few_ranks
@@ -106,24 +115,39 @@ def test_the_strategy_is_the_level(level: str) -> None:
     ddp = same_weights(FullyShardedDataParallel, config)
     assert ddp.engine.strategy.inner.name == level
     assert config == before
-    assert ddp.fsdp_unit_modules == ([nn.Linear, Layer] if level == LEVEL_NAMES[3] else [])
-    ddp = same_weights(FullyShardedDataParallel, their_config(), fsdp_unit_modules=[])
+    assert ddp.fsdp_unit_modules == ([nn.Linear, Layer] if level == SHARDS else [])
+    ddp = wrapped(FullyShardedDataParallel, their_config(), fsdp_unit_modules=[])
     assert ddp.engine.strategy.inner.name == "no_shard"
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("cls", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
-def test_its_helpers_unwrap_it_as_the_class_it_replaces(cls: Any) -> None:
+@pytest.mark.parametrize("cls", CLASSES)
+def test_it_is_taken_for_the_class_that_it_replaces(cls: Any) -> None:
     from megatron.core import distributed, utils
 
     ddp = wrapped(cls, their_config())
     assert isinstance(ddp, getattr(distributed, cls.__name__))
     assert not isinstance(ddp, distributed.DistributedDataParallel)
     assert utils.unwrap_model([ddp]) == [ddp.module]
+    # Checkpoints are those of the module.
+    config = their_config(data_parallel_sharding_strategy="no_shard")
+    ddp, other = wrapped(cls, config), wrapped(cls, config)
+    train(ddp)
+    assert ddp.state_dict_for_save_checkpoint().keys() == ddp.module.state_dict().keys()
+    for state in (ddp.state_dict(), ddp.engine.full_state_dict()):
+        train(other)
+        other.load_state_dict(state)
+        assert torch.equal(other(batch(5)), ddp(batch(5)))
+    # An error on one rank raises on all.
+    model = Model()
+    given = {"no_such": 1} if dist.get_rank() else {}
+    with pytest.raises((TypeError, RuntimeError), match="no_such"):
+        wrapped(cls, their_config(), module=model, **given)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
 @on_ranks(2)
-def test_isinstance_holds_for_megatron_cores_class() -> None:
+def test_flags_do_not_change_the_level_and_warn_of_nothing() -> None:
     for flags in ({}, {"use_custom_fsdp": True}, {"use_megatron_fsdp": True}):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -134,38 +158,40 @@ def test_isinstance_holds_for_megatron_cores_class() -> None:
 
 @on_ranks(2)
 def test_unit_classes_and_their_paths() -> None:
-    config = their_config(data_parallel_sharding_strategy="optim_grads_params")
+    config = their_config(data_parallel_sharding_strategy=SHARDS)
     for classes in ([Layer], [f"{__name__}.Layer"], (Layer,), {Layer}):
-        ddp = same_weights(FullyShardedDataParallel, config, fsdp_unit_modules=classes)
+        ddp = wrapped(FullyShardedDataParallel, config, fsdp_unit_modules=classes)
         assert ddp.fsdp_unit_modules == [Layer]
-        sizes = [unit.num_elements for unit in ddp.engine.units]
-        assert sizes == [DIM * DIM] * (1 + NUM_LAYERS)
-    for wrong, message in (
-        (
-            [nn.Conv2d],
-            "fsdp_unit_modules: expected classes of modules with parameters; found Conv",
-        ),
-        (["no.such.Class"], "fsdp_unit_modules: expected classes of modules, or their paths"),
-        ([Layer()], "fsdp_unit_modules: expected classes of modules, or their paths"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            wrapped(FullyShardedDataParallel, config, fsdp_unit_modules=wrong)
-    with pytest.raises(TypeError, match="fsdp_unit_modules: expected module classes in a list"):
-        wrapped(FullyShardedDataParallel, config, fsdp_unit_modules=Layer)
+        assert [unit.num_elements for unit in ddp.engine.units] == [DIM * DIM] * (1 + NUM_LAYERS)
+    for given in ({Layer}, [Layer, nn.Conv2d]):
+        ddp = same_weights(
+            TorchFullyShardedDataParallel, torchs_config(), sub_modules_to_wrap=given
+        )
+        assert [unit.num_elements for unit in ddp.engine.units] == [DIM * DIM] * (1 + NUM_LAYERS)
+    marked = Model()
+    marked._fsdp_modules = [Layer]
+    ddp = wrapped(TorchFullyShardedDataParallel, torchs_config(), module=marked)
+    assert len(ddp.engine.units) == 1 + NUM_LAYERS
 
 
-@on_ranks(2)
-def test_arguments_by_position() -> None:
+@on_ranks(4)
+def test_arguments_by_position_and_process_groups() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh.get_group("dp")
+    ranks = dist.get_process_group_ranks(group)
+    given = SimpleNamespace()
+    by_name = wrapped(TorchFullyShardedDataParallel, torchs_config(), process_group=group)
+    by_place = TorchFullyShardedDataParallel(given, torchs_config(), Model(), {Layer}, False, group)
+    for ddp in (by_name, by_place):
+        assert ddp.engine.mesh.size == ddp.device_mesh.size() == 2
+        assert dist.get_process_group_ranks(ddp.process_group) == ranks
     config = their_config(data_parallel_sharding_strategy="optim")
-    groups = SimpleNamespace(dp_cp=dist.group.WORLD)
-    model = SimpleNamespace()
-    ddp = FullyShardedDataParallel(model, config, Model(), None, True, torch.device("cpu"), groups)
-    assert ddp.config is model
+    cpu, groups = torch.device("cpu"), SimpleNamespace(dp_cp=group)
+    ddp = FullyShardedDataParallel(given, config, Model(), None, True, cpu, groups)
+    assert ddp.config is given
     assert ddp.bucket_size is None
-    assert ddp.device == torch.device("cpu")
-    assert ddp.dp_cp_group is dist.group.WORLD
-    with pytest.raises(ValueError, match="device: expected this rank's cpu or None; found cuda"):
-        wrapped(FullyShardedDataParallel, config, device="cuda:3")
+    assert ddp.device == cpu
+    assert ddp.dp_cp_group is group
 
 
 @on_ranks(2)
@@ -179,33 +205,12 @@ def test_stop_communication_waits_and_frees_prefetched_parameters(
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
     )
-    ddp = wrapped(FullyShardedDataParallel, config, fsdp_unit_modules=[Layer])
-    plain = wrapped(fe.DistributedDataParallel, fe.DistributedDataParallelConfig())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (ddp, plain)]
-    for step in range(3):
-        for each, optimizer in zip((ddp, plain), optimizers, strict=True):
-            stops = each is ddp
-            each.zero_grad_buffer()
-            each(batch(step)).backward()
-            if stops:
-                each.stop_communication()
-            each.finish_grad_sync()
-            optimizer.step()
-            if stops:
-                each.start_param_sync()
-                each.stop_communication()
-                assert "full" not in held(each)
-                each.stop_communication()
-    names = [name for name, _ in ddp.module.named_parameters()]
-    for name in names:
-        torch.testing.assert_close(
-            ddp.engine.full_tensor(name), plain.engine.full_tensor(name), rtol=1e-6, atol=1e-7
-        )
+    same_weights(FullyShardedDataParallel, config, stops=True, fsdp_unit_modules=[Layer])
 
 
 @on_ranks(2)
 def test_calls_of_its_buffer() -> None:
-    config = their_config(data_parallel_sharding_strategy="optim_grads_params")
+    config = their_config(data_parallel_sharding_strategy=SHARDS)
     ddp = wrapped(FullyShardedDataParallel, config)
     ddp(batch(0)).backward()
     ddp.finish_grad_sync()
@@ -225,23 +230,6 @@ def test_calls_of_its_buffer() -> None:
         ddp.param_and_grad_buffer.manual_buffer_registration()
 
 
-@on_ranks(2)
-def test_fields_without_an_effect_are_refused() -> None:
-    for fields, message in (
-        ({"fsdp_manual_registration": True}, "fsdp_manual_registration: expected nccl_ub=True"),
-        (
-            {"align_param_gather": True},
-            "align_param_gather: expected overlap_param_gather=True",
-        ),
-        ({"outer_dp_sharding_strategy": "optim"}, "outer_dp_sharding_strategy: expected a lev"),
-        ({"nccl_ub": True, "fsdp_manual_registration": True}, "nccl_ub: expected"),
-    ):
-        model = Model()
-        with pytest.raises(ValueError, match=message):
-            FullyShardedDataParallel(SimpleNamespace(), their_config(**fields), model)
-        assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
 @on_few_ranks
 @pytest.mark.parametrize(
     "name", ["TorchFullyShardedDataParallelConfig", "DistributedDataParallelConfig"]
@@ -251,7 +239,7 @@ def test_a_default_config_shards_everything(name: str) -> None:
     before = dataclasses.replace(config)
     ddp = same_weights(TorchFullyShardedDataParallel, config)
     assert config == before
-    assert ddp.engine.strategy.inner.name == "optim_grads_params"
+    assert ddp.engine.strategy.inner.name == SHARDS
     ranks = dist.get_world_size()
     expected = {"model": 4 * NUM_ELEMENTS // ranks, "grad": 4 * NUM_ELEMENTS // ranks}
     assert held(ddp) == expected, (held(ddp), expected)
@@ -259,114 +247,79 @@ def test_a_default_config_shards_everything(name: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reshards", [True, False])
-def test_reshard_after_forward(reshards: bool) -> None:
-    config = their_config("TorchFullyShardedDataParallelConfig", reshard_after_forward=reshards)
-    ddp = same_weights(TorchFullyShardedDataParallel, config)
-    ddp.zero_grad_buffer()
-    loss = ddp(batch(9))
-    # A root that backward begins with stays in any case, until backward is over.
-    full = held(ddp).get("full", 0)
-    assert (full == 4 * NUM_ELEMENTS) == (not reshards), full
-    loss.backward()
-    ddp.finish_grad_sync()
-    assert "full" not in held(ddp)
-    with torch.no_grad():
-        ddp(batch(9))
-
-
-@on_ranks(2)
-def test_a_number_of_ranks_to_reshard_to() -> None:
-    for number in (1, 2):
-        config = their_config("TorchFullyShardedDataParallelConfig", reshard_after_forward=number)
+def test_reshard_after_forward() -> None:
+    for reshards in (True, False):
+        config = torchs_config(reshard_after_forward=reshards)
+        ddp = same_weights(TorchFullyShardedDataParallel, config)
+        ddp.zero_grad_buffer()
+        loss = ddp(batch(9))
+        # A root that backward begins with stays in any case, until backward is over.
+        full = held(ddp).get("full", 0)
+        assert (full == 4 * NUM_ELEMENTS) == (not reshards), full
+        loss.backward()
+        ddp.finish_grad_sync()
+        assert "full" not in held(ddp)
+        with torch.no_grad():
+            ddp(batch(9))
+    for number in (1, 2):  # of ranks
+        config = torchs_config(reshard_after_forward=number)
         ddp = wrapped(TorchFullyShardedDataParallel, config)
         stays = {unit.options.keeps_after_forward for unit in ddp.engine.units}
         assert stays == {number == 1}
-    for wrong in (3, "yes"):
-        config = their_config("TorchFullyShardedDataParallelConfig", reshard_after_forward=wrong)
-        with pytest.raises(ValueError, match="reshard_after_forward: expected a"):
-            wrapped(TorchFullyShardedDataParallel, config)
+
+
+UNITS = "fsdp_unit_modules: expected "
+DEFAULT = "expected its default, since"
+# Words of the error, fields of the config, and other arguments, by class.
+Rows = list[tuple[str, dict[str, Any], dict[str, Any]]]
+REFUSED: dict[Any, Rows] = {
+    FullyShardedDataParallel: [
+        ("fsdp_manual_registration: expected nccl_ub=True", {"fsdp_manual_registration": True}, {}),
+        ("align_param_gather: expected overlap_param_gather", {"align_param_gather": True}, {}),
+        ("outer_dp_sharding_strategy: expected a lev", {"outer_dp_sharding_strategy": "optim"}, {}),
+        ("nccl_ub: expected", {"nccl_ub": True, "fsdp_manual_registration": True}, {}),
+        ("device: expected this rank's cpu or None; found cuda", {}, {"device": "cuda:3"}),
+        (f"{UNITS}classes of modules with parameters", {}, {"fsdp_unit_modules": [nn.Conv2d]}),
+        (f"{UNITS}classes of modules, or their", {}, {"fsdp_unit_modules": ["no.such.Class"]}),
+        (f"{UNITS}classes of modules, or their", {}, {"fsdp_unit_modules": [nn.Linear(1, 1)]}),
+        (f"{UNITS}module classes in a list", {}, {"fsdp_unit_modules": Layer}),
+    ],
+    TorchFullyShardedDataParallel: [
+        *(
+            (rf"ddp_config\.{name}: {DEFAULT}", {name: value}, {})
+            for name, value in [
+                ("use_distributed_optimizer", True),
+                ("use_megatron_fsdp", True),
+                ("use_custom_fsdp", True),
+                ("data_parallel_sharding_strategy", "optim"),
+            ]
+        ),
+        ("reshard_after_forward: expected a", {"reshard_after_forward": 3}, {}),
+        ("reshard_after_forward: expected a", {"reshard_after_forward": "yes"}, {}),
+        ("sub_modules_to_wrap: expected classes", {}, {"sub_modules_to_wrap": {nn.Conv2d}}),
+        ("process_group: expected a ProcessGroup; found 3", {}, {"process_group": 3}),
+    ],
+}
+TYPE_ERRORS = (f"{UNITS}module classes in a list", "process_group: expected a ProcessGroup")
 
 
 @on_ranks(2)
-def test_sub_modules_to_wrap() -> None:
-    config = their_config("TorchFullyShardedDataParallelConfig")
-    for given in ({Layer}, [Layer, nn.Conv2d]):
-        ddp = same_weights(TorchFullyShardedDataParallel, config, sub_modules_to_wrap=given)
-        assert [unit.num_elements for unit in ddp.engine.units] == [DIM * DIM] * 4
-    marked = Model()
-    marked._fsdp_modules = [Layer]  # type: ignore[assignment]
-    ddp = TorchFullyShardedDataParallel(SimpleNamespace(), config, marked)
-    assert len(ddp.engine.units) == 1 + NUM_LAYERS
-    with pytest.raises(ValueError, match="sub_modules_to_wrap: expected classes of modules wi"):
-        wrapped(TorchFullyShardedDataParallel, config, sub_modules_to_wrap={nn.Conv2d})
-
-
-@on_ranks(4)
-def test_process_group_selects_the_ranks() -> None:
-    config = their_config("TorchFullyShardedDataParallelConfig")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    group = mesh.get_group("dp")
-    by_name = wrapped(TorchFullyShardedDataParallel, config, process_group=group)
-    by_place = TorchFullyShardedDataParallel(
-        SimpleNamespace(), config, Model(), {Layer}, False, group
-    )
-    for ddp in (by_name, by_place):
-        assert ddp.engine.mesh.size == 2
-        assert dist.get_process_group_ranks(ddp.process_group) == (
-            dist.get_process_group_ranks(group)
-        )
-        assert ddp.device_mesh.size() == 2
-    with pytest.raises(TypeError, match="process_group: expected a ProcessGroup; found 3"):
-        wrapped(TorchFullyShardedDataParallel, config, process_group=3)
-    groups = SimpleNamespace(dp_cp=group)
-    with pytest.raises(ValueError, match="process_group, mesh, pg_collection: expected one"):
-        wrapped(TorchFullyShardedDataParallel, config, process_group=group, pg_collection=groups)
-
-
-@on_ranks(2)
-def test_other_levels_are_refused() -> None:
-    for fields in (
-        {"use_distributed_optimizer": True},
-        {"use_megatron_fsdp": True},
-        {"use_custom_fsdp": True},
-        {"data_parallel_sharding_strategy": "optim"},
-    ):
-        (field,) = fields
-        model = Model()
-        with pytest.raises(ValueError, match=rf"ddp_config\.{field}: expected its default, since"):
-            TorchFullyShardedDataParallel(SimpleNamespace(), their_config(**fields), model)
-        assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
-@on_ranks(2)
-def test_its_config_does_not_choose_a_level_of_another_wrapper() -> None:
-    config = their_config("TorchFullyShardedDataParallelConfig")
-    for cls in (fe.DistributedDataParallel, FullyShardedDataParallel):
-        with pytest.raises(ValueError, match=r"Wrap by fsdp_engine\.megatron\.TorchFullySh"):
-            wrapped(cls, config)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("cls", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
-def test_an_error_on_one_rank_raises_on_all(cls: Any) -> None:
+@pytest.mark.parametrize("cls", CLASSES)
+def test_wrong_arguments_are_refused_and_change_nothing(cls: Any) -> None:
     model = Model()
-    given: dict[str, Any] = {"no_such": 1} if dist.get_rank() else {}
-    with pytest.raises((TypeError, RuntimeError), match="no_such"):
-        cls(config=SimpleNamespace(), ddp_config=their_config(), module=model, **given)
+    for words, fields, given in REFUSED[cls]:
+        is_torchs = cls is CLASSES[1] and fields.keys() <= {"reshard_after_forward"}
+        level = {} if fields or is_torchs else {"data_parallel_sharding_strategy": SHARDS}
+        config = torchs_config(**fields) if is_torchs else their_config(**fields, **level)
+        kind = TypeError if words.startswith(TYPE_ERRORS) else ValueError
+        with pytest.raises(kind, match=words):
+            wrapped(cls, config, module=model, **given)
+    if cls is TorchFullyShardedDataParallel:
+        groups = {"process_group": dist.group.WORLD}
+        groups["pg_collection"] = SimpleNamespace(dp_cp=dist.group.WORLD)
+        with pytest.raises(ValueError, match="process_group, mesh, pg_collection: expected one"):
+            wrapped(cls, torchs_config(), module=model, **groups)
+        for other in (fe.DistributedDataParallel, FullyShardedDataParallel):
+            with pytest.raises(ValueError, match=r"Wrap by fsdp_engine\.megatron\.TorchFullySh"):
+                wrapped(other, torchs_config(), module=model)
     assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("cls", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
-def test_checkpoints_are_those_of_the_wrapped_module(cls: Any) -> None:
-    config = their_config(data_parallel_sharding_strategy="no_shard")
-    ddp, other = wrapped(cls, config), wrapped(cls, config)
-    train(ddp)
-    assert ddp.state_dict_for_save_checkpoint().keys() == ddp.module.state_dict().keys()
-    other.load_state_dict(ddp.state_dict())
-    assert torch.equal(other(batch(5)), ddp(batch(5)))
-    full = ddp.engine.full_state_dict()
-    train(other)
-    other.load_state_dict(full)
-    assert torch.equal(other(batch(5)), ddp(batch(5)))

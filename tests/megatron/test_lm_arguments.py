@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,17 +22,12 @@ from megatron_lm_arguments import (
     train,
 )
 from tests.pool import Ranks, on_ranks
+from tests.processes import ROOT, printed
 
-ROOT = Path(__file__).parents[2]
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
-SHORT = "--train-iters 3 --seq-length 8 --hidden-size 16"
+SHORT = "--train-iters 2 --seq-length 8 --hidden-size 16"
 SGD = "--optimizer sgd --lr 0.1"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
-FOUR_RANKS = [
-    (f"{FSDP} optim_grads_params --tensor-model-parallel-size 2", SGD),
-    (f"{FSDP} optim_grads --pipeline-model-parallel-size 2 {OVERLAP}", SGD),
-    ("--use-torch-fsdp2 --tensor-model-parallel-size 2", "--calculate-per-token-loss"),
-]
 
 
 def key_of(arguments: str) -> str:
@@ -87,35 +78,35 @@ def differences(rows: list[tuple[str, str]], limit: float) -> list[str]:
     return found
 
 
-def assert_same(
-    ranks: Ranks, rows: list[tuple[str, str]], world_size: int, limit: float = 2e-6
-) -> None:
-    results = ranks.run(differences, rows, limit, world_size=world_size)
-    assert not any(results), "\n".join(itertools.chain(*results))
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
-def test_each_row_of_the_table_has_its_level_and_trains_like_its_own_wrapper(
-    ranks: Ranks, world_size: int
-) -> None:
-    rows = [(f"{arguments} {SHORT} {SGD}", level) for arguments, level in ROWS]
-    assert_same(ranks, rows, world_size)
+thorough = pytest.mark.thorough
+MORE = f"{OVERLAP} --ddp-num-buckets 3"
 
 
 @pytest.mark.parametrize(
-    "more",
-    [f"{OVERLAP} --ddp-num-buckets 3", pytest.param("--bf16", marks=pytest.mark.thorough)],
+    ("rows", "more", "world_size", "limit"),
+    [
+        pytest.param(ROWS, SGD, 1, 2e-6, marks=thorough, id="one rank"),
+        pytest.param(ROWS, SGD, 2, 2e-6, id="each row of the table"),
+        # Adam divides by rounding where a gradient is next to nothing. FSDP2 reduces in bf16.
+        pytest.param(ROWS[1::3], MORE, 2, 1e-4, id="overlap of some rows"),
+        pytest.param(ROWS, MORE, 2, 1e-4, marks=thorough, id="overlap"),
+        pytest.param(ROWS, "--bf16", 2, 2e-2, marks=thorough, id="bf16"),
+        *(
+            pytest.param([(arguments, "")], more, 4, 1e-4, marks=thorough, id=arguments.split()[-2])
+            for arguments, more in (
+                (f"{FSDP} optim_grads_params --tensor-model-parallel-size 2", SGD),
+                (f"{FSDP} optim_grads {OVERLAP} --pipeline-model-parallel-size 2", SGD),
+                ("--use-torch-fsdp2 --tensor-model-parallel-size 2", "--calculate-per-token-loss"),
+            )
+        ),
+    ],
 )
-def test_rows_with_other_arguments(ranks: Ranks, more: str) -> None:
-    rows = [(f"{each} {more} {SHORT}", level) for each, level in ROWS]
-    # Adam divides by rounding where a gradient is next to nothing. FSDP2 reduces in bf16.
-    assert_same(ranks, rows, 2, limit=2e-2 if more == "--bf16" else 1e-4)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("arguments", "more"), FOUR_RANKS)
-def test_model_parallel_rows(ranks: Ranks, arguments: str, more: str) -> None:
-    assert_same(ranks, [(f"{arguments} {SHORT} {more}", "")], 4, limit=1e-4)
+def test_rows_have_their_level_and_train_like_its_own_wrapper(
+    ranks: Ranks, rows: list[tuple[str, str]], more: str, world_size: int, limit: float
+) -> None:
+    rows = [(f"{arguments} {SHORT} {more}", level) for arguments, level in rows]
+    results = ranks.run(differences, rows, limit, world_size=world_size)
+    assert not any(results), "\n".join(itertools.chain(*results))
 
 
 @on_ranks(4)
@@ -153,18 +144,10 @@ def test_align_param_gather_without_overlap_is_refused(wrapping: str) -> None:
 @pytest.mark.thorough
 def test_the_example_is_a_program() -> None:
     """As docs/megatron.md calls it, on one rank and with one row."""
-    command = [sys.executable, "examples/megatron_lm_arguments.py", *SHORT.split()]
-    run = subprocess.run(
-        [*command, "--use-torch-fsdp2"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    text = printed(
+        str(ROOT / "examples/megatron_lm_arguments.py"), *SHORT.split(), "--use-torch-fsdp2"
     )
-    assert run.returncode == 0, run.stderr
-    assert re.search(r"TorchFullyShardedDataParallel +optim_grads_params", run.stdout), run.stdout
+    assert re.search(r"TorchFullyShardedDataParallel +optim_grads_params", text), text
 
 
 def test_the_page_shows_the_output_for_each_row() -> None:

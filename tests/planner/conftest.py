@@ -1,13 +1,17 @@
-"""Plans of tests keep their rows in a folder of the test, and may try all candidates."""
+"""Plans of tests keep their rows in a folder of the test, and may do without simulations."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fsdp_engine.planner import strategy_search
+import fsdp_engine as fe
+from fsdp_engine.planner import job, strategy_search
+from tests.planner.made_plans import Words, words
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +26,22 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick plans try all of their candidates, however long these take."""
     monkeypatch.setattr(strategy_search, "QUICK_SECONDS", math.inf)
+
+
+@cache
+def _a_simulation() -> fe.Simulation:
+    return fe.simulate(Words, 4, batch=words())
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Options of the simulations of candidates. They do not run: all have the same result."""
+    tried: list[dict[str, Any]] = []
+    result = _a_simulation()
+
+    def counted(*args: object, **options: Any) -> fe.Simulation:
+        tried.append(options)
+        return result
+
+    monkeypatch.setattr(job, "simulate", counted)
+    return tried

@@ -1,16 +1,20 @@
-"""A plan of 70B on 1,024 ranks without a simulation, some of whose rows do not fit; and a small
-Llama."""
+"""A plan of 70B on 1,024 ranks without a simulation, some of whose rows do not fit; and small
+models that are simulated in a short time."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.planner import strategy_search
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import Outcome, Setting, Times, sorted_outcomes
 from fsdp_engine.simulation.memory_tracker import KINDS
@@ -33,6 +37,46 @@ LLAMA = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
+
+
+class Words(nn.Module):
+    """An embedding, and blocks of one linear each."""
+
+    def __init__(self, num_blocks: int = 2, dim: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, dim)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, dim), nn.ReLU()) for _ in range(num_blocks)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+LENGTH = 16
+
+
+def words(size: int = 4, sequence: int = LENGTH) -> Tensor:
+    """A batch of :class:`Words`."""
+    return torch.zeros(size, sequence, dtype=torch.long)
+
+
+def quick_plan(*args: Any, seconds: float = math.inf, **options: Any) -> fe.StrategyPlan:
+    """A quick plan of all its candidates; with ``seconds=0`` of the first that fits."""
+    with patch.object(strategy_search, "QUICK_SECONDS", seconds):
+        return fe.plan(*args, quick=True, **options)
+
+
+def simulated(build: Any, candidate: Candidate, batch: Any, **options: Any) -> fe.Simulation:
+    """A step of a candidate without a pipeline."""
+    names = ("mesh", "strategy", "outer_strategy", "checkpointing", "offload")
+    names += ("tensor_parallel", "context_parallel")
+    given = {name: getattr(candidate, name) for name in names}
+    num_ranks = candidate.data_parallel * candidate.tensor_parallel
+    return fe.simulate(build, num_ranks, batch=batch, **given, **options)
 
 
 def small_llama(layers: int) -> nn.Module:

@@ -15,9 +15,10 @@ import fsdp_engine as fe
 from fsdp_engine.comm.lanes import ACTIVATION_LANES
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.plan_request import EVERYTHING
+from tests.planner.made_plans import simulated
 from tests.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
 
-BLOCKS = 8
+BLOCKS = 5
 PLENTY = 2.0**40
 KEPT_OR_NOT = {False, "selective", True}
 # Copies of a block are hidden behind its forward, which has two products.
@@ -61,7 +62,7 @@ def test_they_are_the_choice_where_they_do_not_fit_and_copies_are_hidden() -> No
     assert planning.best["checkpointing"] == "offload"
     text = str(planning)
     assert "ranks, no checkpointing, activations on the host: " in text
-    assert "Each node keeps 64.0 MiB on the host, 16.0 MiB of each rank." in text
+    assert "Each node keeps 40.0 MiB on the host, 10.0 MiB of each rank." in text
 
 
 @pytest.mark.thorough
@@ -85,16 +86,7 @@ def test_blocks_are_recomputed_where_copies_take_longer() -> None:
     (slow, *_) = (each for each in planning.outcomes if each.candidate.checkpointing == "offload")
     candidate, times = slow.candidate, slow.times
     assert times is not None
-    found = fe.simulate(
-        build,
-        RANKS,
-        batch=torch.zeros(ROWS, WIDTH),
-        mesh=candidate.mesh,
-        machine=SLOW,
-        strategy=candidate.strategy,
-        min_unit_size=0,
-        checkpointing="offload",
-    )
+    found = simulated(build, candidate, torch.zeros(ROWS, WIDTH), machine=SLOW, min_unit_size=0)
     waited = sum(found.exposed_by_lane[lane] for lane in ACTIVATION_LANES)
     assert (times.step, slow.memory) == (found.seconds, found.memory)
     assert times.exposed["activations"] == pytest.approx(waited)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner.estimates import estimate
+from tests.composition.tensor_parallel import cut
+from tests.planner.made_plans import llama_batch, small_llama
+from tests.simulation.memory_runs import HOST
 
 
 class Small(nn.Module):
@@ -24,6 +29,7 @@ class Small(nn.Module):
         return self.linear(x).sum()
 
 
+SMALL: dict[str, Any] = {"build": Small, "batch": torch.zeros(2, 4), "world_size": 4}
 NO_COUNT: tuple[object, ...] = (0, -1, 2.5, "2", None, True, [], float("nan"))
 NO_FUNCTION: tuple[object, ...] = (3, [], 1.5)
 NO_SIZES: tuple[object, ...] = (3, [3], [(3,)], [("4",)], [(2.0, 2.0)], [(-2, -2)], "4", [None])
@@ -77,35 +83,141 @@ ESTIMATE: dict[str, tuple[object, ...]] = {
 }
 
 
-def cases(table: dict[str, tuple[object, ...]]) -> list[Any]:
-    return [
-        pytest.param(name, value, id=f"{name}={value!r}")
+CALLS: dict[str, tuple[Any, dict[str, Any], dict[str, tuple[object, ...]]]] = {
+    "plan": (fe.plan, SMALL, PLAN),
+    "simulate": (fe.simulate, SMALL, SIMULATE),
+    "estimate": (estimate, {"model": 1e6, "world_size": 4}, ESTIMATE),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value"),
+    [
+        pytest.param(call, name, value, id=f"{call}: {name}={value!r}")
+        for call, (_, _, table) in CALLS.items()
         for name, values in table.items()
         for value in values
-    ]
-
-
-@pytest.mark.parametrize(("name", "value"), cases(PLAN))
-def test_a_plan_names_the_argument_that_it_does_not_take(name: str, value: object) -> None:
-    given: dict[str, Any] = {"build": Small, "batch": torch.zeros(2, 4), "world_size": 4}
+    ],
+)
+def test_an_argument_that_is_not_taken_is_named(call: str, name: str, value: object) -> None:
+    function, given, _ = CALLS[call]
     with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected(?s:.*)found"):
-        fe.plan(**{**given, name: value})
+        function(**{**given, name: value})
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("name", "value"), cases(SIMULATE))
-def test_a_simulation_names_the_argument_that_it_does_not_take(name: str, value: object) -> None:
-    given: dict[str, Any] = {"build": Small, "batch": torch.zeros(2, 4), "world_size": 4}
-    with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected(?s:.*)found"):
-        fe.simulate(**{**given, name: value})
+LLAMA: dict[str, Any] = {
+    "build": functools.partial(small_llama, 2),
+    "batch": llama_batch,
+    "machine": replace(fe.H100, ranks_per_node=2),
+}
+PIPELINE = {**LLAMA, "quick": True, "pipeline": 2, "microbatches": 4}
+TOKENS = torch.zeros(4, 32, dtype=torch.long)
+GLOBAL = {"batch": lambda size, sequence=4: torch.zeros(size, 4), "global_batch": 24}
+BATCH = "batch: expected a function that .* as "
+MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
+    ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
+    ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
+    ({"meshes": []}, "expected at least one candidate; found none"),
+    ({"microbatch_sizes": (1,)}, "batch: expected a function of the microbatch size"),
+    ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
+    ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
+    ({"build": "tests.models"}, "build: expected module:function"),
+    ({"batch": 3}, "batch: expected tensors; found none"),
+    ({"units": "missing.*"}, "units: expected pattern"),
+    ({"checkpointing": ("select",)}, "checkpointing: expected True, False, 'selective'"),
+    ({"compile": "blocks"}, "compile: expected True or False; found 'blocks'"),
+    ({"offload": "host"}, r"offload: expected an fe\.Offload, 'auto' or None"),
+    # Searches.
+    ({"global_batch": 4}, "batch: expected a function of the microbatch size"),
+    ({"global_batch": -1}, "global_batch: expected tokens or samples of a step, more than 0"),
+    ({**GLOBAL, "microbatches": 2}, "microbatches: expected none with global_batch"),
+    ({**GLOBAL, "formulas": True}, "global_batch: expected a plan that runs"),
+    ({**GLOBAL, "microbatch_sizes": (4,)}, "expected a divisor of a rank's 6 rows in a step"),
+    ({"sequences": (0,)}, "sequences: expected lengths of 1 or more"),
+    ({"batch": lambda size: TOKENS}, BATCH + r"batch\(\), .* missing a required argument: 'size'"),
+    (
+        {"batch": lambda: TOKENS, "microbatch_sizes": (1, 2)},
+        BATCH + r"batch\(size\), .* too many",
+    ),
+    (
+        {"batch": lambda: TOKENS, "sequences": (8,)},
+        BATCH + r"batch\(sequence=length\), .* unexpected",
+    ),
+    (
+        {"batch": lambda size: TOKENS, "global_batch": 8, "sequences": (8,)},
+        BATCH + r"batch\(size, sequence=length\), .* unexpected keyword argument 'sequence'",
+    ),
+    # Degrees of other parallelism.
+    (
+        {**LLAMA, "tensor_parallel": 3},
+        "tensor_parallel: expected a divisor of the 4 ranks; found 3",
+    ),
+    ({**LLAMA, "tensor_parallel": (1, 4)}, "expected a divisor of the 2 num_key_value"),
+    ({**LLAMA, "tensor_parallel": 0}, "tensor_parallel: expected 1 rank or more; found 0"),
+    ({**LLAMA, "tensor_parallel": ()}, "tensor_parallel: expected a divisor of the 4 ranks"),
+    ({**LLAMA, "tensor_parallel": "all"}, "tensor_parallel: expected numbers of ranks, such as"),
+    (
+        {**LLAMA, "tensor_parallel": 2, "formulas": True},
+        "tensor_parallel: expected 1 with formulas",
+    ),
+    ({**LLAMA, "tensor_parallel": "auto", "formulas": True}, "tensor_parallel: expected 1 with"),
+    (
+        {**LLAMA, "tensor_parallel": "auto", "parallelize": cut},
+        "tensor_parallel: expected numbers of ranks with parallelize",
+    ),
+    ({**LLAMA, "tensor_parallel": (1, 2), "meshes": ((3,),)}, "sizes of 4 or 2 ranks each"),
+    ({**LLAMA, "context_parallel": 3}, "context_parallel: expected a divisor of the 4 ranks; fou"),
+    (
+        {**LLAMA, "context_parallel": 4, "meshes": [(2, 2)]},
+        "context_parallel: expected a divisor of the inner axis .* 2 ranks; found 4",
+    ),
+    ({**LLAMA, "context_parallel": 0}, "context_parallel: expected 1 rank or more; found 0"),
+    ({**LLAMA, "context_parallel": "all"}, "context_parallel: expected numbers of ranks, such as"),
+    ({**LLAMA, "context_parallel": 2, "formulas": True}, "context_parallel: expected 1 with form"),
+    ({**LLAMA, "context_parallel": 2, "machine": HOST}, "no ring attention for CPUs; found 2"),
+    (
+        {**LLAMA, "context_parallel": 2, "batch": torch.zeros(2, 30, dtype=torch.long)},
+        "context_parallel: expected sequences divisible by 4, .* found 30 tokens and 2 ranks",
+    ),
+    ({**PIPELINE, "pipeline": 3}, "pipeline: expected a divisor of the 4 ranks; found 3"),
+    ({**PIPELINE, "pipeline": 4}, "stages: expected at most 2, the layers of LlamaForCausalLM; fo"),
+    ({**PIPELINE, "schedules": "2F2B"}, "schedule: expected the name or class of a sched"),
+    (
+        {**PIPELINE, "batch": TOKENS},
+        "batch: expected for pipelines a dict with input_ids and labels, or a tuple",
+    ),
+    ({**PIPELINE, "microbatches": 1}, "microbatches: expected a number that Schedule1F1B"),
+    ({**PIPELINE, "formulas": True, "quick": False}, "pipeline: expected 1 with formulas"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MESSAGES, ids=[each for _, each in MESSAGES])
+def test_an_error_of_a_plan_says_what_was_expected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        fe.plan(**{**SMALL, **changes})
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("name", "value"), cases(ESTIMATE))
-def test_an_estimate_names_the_argument_that_it_does_not_take(name: str, value: object) -> None:
-    given: dict[str, Any] = {"model": 1e6, "world_size": 4}
-    with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected(?s:.*)found"):
-        estimate(**{**given, name: value})
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (1e9, {"outer_size": 3}, "outer_size: expected a divisor of"),
+        (1e9, {"strategy": "zero3"}, "strategy: expected one of"),
+        (1e9, {"strategy": "optim", "outer_strategy": "optim_grads"}, "outer_strategy"),
+        (0, {}, "model: expected 1 or more; found 0"),
+        (float("inf"), {}, "model: expected"),
+        ("8B", {}, "model: expected a module or a number of elements"),
+        (nn.ReLU(), {}, "expected parameters; found none in ReLU"),
+        (nn.Linear(2, 2), {"units": "x"}, "units: expected pattern 'x'"),
+    ],
+)
+def test_an_error_of_an_estimate_says_what_was_expected(
+    model: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        estimate(model, world_size=8, **options)
 
 
 @pytest.mark.parametrize("value", NO_BYTES)

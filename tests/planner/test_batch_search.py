@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner import job, strategy_search
-from fsdp_engine.planner.batch_search import divisors, largest_fitting, rows_of_rank
+from fsdp_engine.planner.batch_search import (
+    divisors,
+    fastest_fitting,
+    largest_fitting,
+    rows_of_rank,
+)
 from fsdp_engine.planner.candidates import Candidate, quick_candidates
 from fsdp_engine.planner.job import MOST_SIMULATED
-from fsdp_engine.planner.outcome import Outcome
+from fsdp_engine.planner.outcome import Outcome, Times
 from fsdp_engine.strategies import ALL_STRATEGIES
-from tests.models import LENGTH, Transformer, token_batch
+from tests.planner.made_plans import LENGTH, Words, quick_plan, words
+from tests.planner.made_plans import simulated as one_step
 
 WORLD = 4
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -35,32 +39,14 @@ HOST = replace(
 
 
 def build() -> nn.Module:
-    return Transformer(num_blocks=3, dim=32)
-
-
-def build_shallow() -> nn.Module:
-    return Transformer(num_blocks=1, dim=32)
-
-
-def batch(size: int = 1, sequence: int = LENGTH) -> tuple[Tensor, Tensor]:
-    tokens, labels = token_batch(size, 1)
-    return tokens[:, :sequence], labels[:, :sequence]
+    return Words(num_blocks=3)
 
 
 def outcome_of(candidate: Candidate, machine: fe.Machine, simulated: int) -> Outcome:
     """The outcome of a step of which this number of microbatches is simulated."""
-    found = fe.simulate(
-        build,
-        WORLD,
-        batch=batch(candidate.microbatch_size),
-        mesh=candidate.mesh,
-        machine=machine,
-        strategy=candidate.strategy,
-        outer_strategy=candidate.outer_strategy,
-        checkpointing=candidate.checkpointing,
-        microbatches=simulated,
-        mp_policy=POLICY,
-    )
+    options: dict[str, Any] = {"mp_policy": POLICY, "min_unit_size": 0}
+    batch = words(candidate.microbatch_size)
+    found = one_step(build, candidate, batch, machine=machine, microbatches=simulated, **options)
     items = candidate.microbatches * candidate.microbatch_size * LENGTH * WORLD
     more = candidate.microbatches - simulated
     return Outcome.of_simulation(candidate, found, items, 1e12, more)
@@ -81,8 +67,8 @@ def test_a_step_of_many_microbatches_is_that_of_three_and_equal_ones(
 ) -> None:
     if machine is HOST and candidate.checkpointing == "offload":
         candidate = replace(candidate, checkpointing=False)
-    candidate = replace(candidate, microbatches=6)
-    found, expected = (outcome_of(candidate, machine, each) for each in (MOST_SIMULATED, 6))
+    candidate = replace(candidate, microbatches=5)
+    found, expected = (outcome_of(candidate, machine, each) for each in (MOST_SIMULATED, 5))
     assert found.memory == expected.memory
     assert found.items == expected.items
     assert found.sent == pytest.approx(expected.sent)
@@ -103,11 +89,6 @@ def test_the_rows_of_a_rank_are_the_nearest_number() -> None:
         rows_of_rank(1000, 64, 8192, "tokens")
 
 
-def test_divisors_are_all_of_them() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(1) == [1]
-
-
 @pytest.mark.parametrize("limit", [50, 110, 111, 130, 171, 1000, 1311, 1312, 10_000])
 def test_the_largest_microbatch_that_fits_is_found_with_few_simulations(limit: int) -> None:
     """Memory of a step: 100 for weights, 1 for each row beside 10 that no size changes, and 2 more
@@ -123,6 +104,7 @@ def test_the_largest_microbatch_that_fits_is_found_with_few_simulations(limit: i
         memory = {"weights": 100, "activations": activations}
         return Outcome(each, memory, {}, max(100 + activations - limit, 0.0))
 
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
     rows, sizes = 1200, divisors(1200)
     found = largest_fitting(
         Candidate((4,), "optim", "no_shard", False), rows, sizes, limit, simulated
@@ -133,19 +115,34 @@ def test_the_largest_microbatch_that_fits_is_found_with_few_simulations(limit: i
     assert len(tried) <= 8  # of 30 sizes
 
 
-def planned(memory: float, **options: object) -> fe.StrategyPlan:
-    return fe.plan(
-        build_shallow,
-        batch,
-        world_size=WORLD,
-        machine=DEVICE,
-        memory=memory,
-        meshes=[(WORLD,)],
-        checkpointing=(False,),
-        mp_policy=POLICY,
-        min_unit_size=0,
-        **options,
-    )
+@pytest.mark.parametrize(
+    ("rates", "fitting", "expected"),
+    [
+        ({1: 3.0, 2: 4.0, 4: 3.0, 8: 5.0}, 8, 2),  # until one is slower
+        ({1: 3.0, 2: 4.0, 4: 5.0, 8: 6.0}, 4, 4),  # until one does not fit
+        ({1: 3.0, 2: 4.0, 4: 5.0, 8: 6.0}, 0, 1),
+    ],
+)
+def test_the_fastest_microbatch_that_fits(
+    rates: dict[int, float], fitting: int, expected: int
+) -> None:
+    def simulated(each: Candidate) -> Outcome:
+        size = each.microbatch_size
+        assert size is not None
+        assert each.microbatches == 8 // size
+        times = Times(1.0, 1.0, {})
+        return Outcome(each, {}, {}, float(size > fitting), items=rates[size], times=times)
+
+    candidate = Candidate((2,), "optim", "no_shard", False, pipeline=2)
+    found = fastest_fitting(candidate, 8, list(rates), simulated)
+    assert (found.microbatch_size, found.microbatches) == (expected, 8 // expected)
+
+
+def planned(memory: float, make: Any = fe.plan, **options: Any) -> fe.StrategyPlan:
+    """Of one block, on one axis."""
+    given = {"machine": DEVICE, "meshes": [(WORLD,)], "checkpointing": (False,), **options}
+    build = functools.partial(Words, 1)
+    return make(build, words, world_size=WORLD, memory=memory, min_unit_size=0, **given)
 
 
 def test_a_global_batch_has_the_largest_microbatch_of_each_candidate() -> None:
@@ -157,75 +154,22 @@ def test_a_global_batch_has_the_largest_microbatch_of_each_candidate() -> None:
     tight = planned(max(each.peak_bytes for each in roomy.outcomes) - 1, global_batch=total)
     sizes = {each.candidate.strategy: each.candidate.microbatch_size for each in tight.outcomes}
     assert min(sizes.values()) < 4
-    by_size = planned(tight.setting.memory, microbatch_sizes=(1, 2, 4))
+    by_size = planned(tight.setting.memory, quick_plan, microbatch_sizes=(1, 2, 4))
     for each in by_size.outcomes:  # of one microbatch, whose memory is not larger
-        size = each.candidate.microbatch_size
         if each.lacking:
-            assert sizes[each.candidate.strategy] < size
+            assert sizes[each.candidate.strategy] < each.candidate.microbatch_size
     assert f"{total:,} tokens per step" in str(tight)
     chosen = tight.chosen.candidate
     assert f"{chosen.microbatches} x {chosen.microbatch_size}" in str(tight)
 
 
-def test_a_global_batch_takes_given_sizes_alone() -> None:
+def test_given_sizes_and_lengths_alone_are_tried(simulated: list[Any]) -> None:
     found = planned(2.0**30, global_batch=WORLD * 6 * LENGTH, microbatch_sizes=(2, 4))
     assert {each.candidate.microbatch_size for each in found.outcomes} == {2}
-    with pytest.raises(ValueError, match=r"expected a divisor of a rank's 6 rows in a step"):
-        planned(2.0**30, global_batch=WORLD * 6 * LENGTH, microbatch_sizes=(4,))
-
-
-def test_sequences_are_tried_at_each_length() -> None:
     found = planned(2.0**30, sequences=(4, LENGTH))
     rows = {(each.candidate.sequence, each.items) for each in found.outcomes}
-    assert rows == {(4, 4 * WORLD), (LENGTH, LENGTH * WORLD)}
+    assert rows == {(4, 4 * 4 * WORLD), (LENGTH, 4 * LENGTH * WORLD)}
     assert "sequence" in str(found)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"global_batch": -1}, "global_batch: expected tokens or samples of a step, more than 0"),
-        ({"global_batch": 64, "microbatches": 2}, "microbatches: expected none with global_batch"),
-        ({"global_batch": 64, "formulas": True}, "global_batch: expected a plan that runs"),
-        ({"sequences": (0,)}, "sequences: expected lengths of 1 or more"),
-    ],
-)
-def test_arguments_of_a_search_are_checked(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        planned(2.0**30, **options)
-
-
-def test_a_search_needs_a_function_of_the_size() -> None:
-    with pytest.raises(ValueError, match="batch: expected a function of the microbatch size"):
-        fe.plan(build, batch(), world_size=2, global_batch=2 * LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("given", "options", "expected"),
-    [
-        (
-            lambda size: torch.zeros(size, 1),
-            {},
-            r"batch\(\), .* missing a required argument: 'size'",
-        ),
-        (lambda: torch.zeros(1, 1), {"microbatch_sizes": (1, 2)}, r"batch\(size\), .* too many"),
-        (
-            lambda: torch.zeros(1, 1),
-            {"sequences": (8,)},
-            r"batch\(sequence=length\), .* unexpected",
-        ),
-        (
-            lambda size: torch.zeros(size, 1),
-            {"global_batch": 8, "sequences": (8,)},
-            r"batch\(size, sequence=length\), .* unexpected keyword argument 'sequence'",
-        ),
-    ],
-)
-def test_a_function_of_the_batch_takes_what_is_searched_for(
-    given: Callable[..., torch.Tensor], options: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(ValueError, match=f"batch: expected a function that .* as {expected}"):
-        fe.plan(build, given, world_size=2, **options)
 
 
 def test_quick_candidates_are_those_of_level_3_first() -> None:
@@ -250,32 +194,22 @@ def test_quick_candidates_are_those_of_level_3_first() -> None:
 
 
 def test_a_quick_plan_ends_with_the_first_that_fits_when_its_time_is_over(
-    monkeypatch: pytest.MonkeyPatch,
+    simulated: list[Any],
 ) -> None:
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)
-    quick = planned(2.0**30, quick=True)
+    quick = planned(2.0**30, quick_plan, seconds=0)
     assert [each.candidate.strategy for each in quick.outcomes] == ["optim_grads_params"]
+    levels = {"optim_grads_params", "optim", "no_shard"}
     for row in quick.what_if("memory_bytes=1x").rows:  # all of them, whatever the time
-        assert row.chosen.candidate.strategy in ("no_shard", "optim")
+        assert {each.candidate.strategy for each in row.outcomes} == levels
     assert quick.setting.is_quick
     assert "This is a quick plan, of 1 of the candidates: others may be faster." in str(quick)
 
 
-@pytest.mark.thorough
-def test_the_full_plan_after_a_quick_one_simulates_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", math.inf)
-    quick = planned(2.0**30, quick=True)
-    tried = []
-    simulate = job.simulate
-
-    def counted(*args: object, **options: object) -> fe.Simulation:
-        tried.append(options["strategy"])
-        return simulate(*args, **options)
-
-    monkeypatch.setattr(job, "simulate", counted)
+def test_the_full_plan_after_a_quick_one_simulates_the_others(simulated: list[Any]) -> None:
+    quick = planned(2.0**30, quick_plan)
+    simulated.clear()
     full = quick.full()
+    tried = [each["strategy"] for each in simulated]
     # Level 3, ZeRO-1 and DDP are there; the choice is tried with a larger batch, and with more.
     assert tried.count("optim_grads") == 1 + 2 * (full.chosen.candidate.strategy == "optim_grads")
     assert len(tried) == 3

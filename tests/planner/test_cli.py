@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
+import runpy
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
+from fsdp_engine.planner import job, plan_cache, planner_cli, strategy_search
+from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.command_inputs import default_loss
+from fsdp_engine.planner.comparison import Comparison
+from fsdp_engine.planner.outcome import Outcome, Times
+from fsdp_engine.planner.plan_request import EVERYTHING
 from fsdp_engine.planner.planner_cli import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
+from fsdp_engine.planner.progress import plan_progress
+from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from fsdp_engine.terminal import format_bytes
-from tests.planner.made_plans import LLAMA
+from tests.planner.made_plans import LLAMA, made_plan
 
 MODELS = """
 import torch
 from torch import nn
+
+from tests.planner.made_plans import Words, words
 
 not_callable = 3
 
@@ -46,23 +58,6 @@ def needs(argument):
     return nn.Linear(2, 2)
 
 
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(64, 32)
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x).relu()
-        return x.square().mean()
-
-
-def batch(size=4):
-    return torch.zeros(size, 16, dtype=torch.long)
-
-
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -71,38 +66,61 @@ def negated(output):
     return -output
 
 
-class Narrow(Counting):
+class Narrow(Words):
     def forward(self, tokens):
         return super().forward(tokens) + torch.ones(3) @ torch.ones(4)
 
 
-class Branching(Counting):
+class Branching(Words):
     def forward(self, tokens):
         return super().forward(tokens) if tokens.sum() > 0 else self.embedding(tokens).sum()
 
 
-class Dropping(Counting):
+class Dropping(Words):
     def __init__(self):
         super().__init__()
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 2)]
 """
+OF_WORDS = "--world 16 --model planned_models:Words --batch planned_models:words"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory with a module ``planned_models`` in it."""
+    """A working directory with a module ``planned_models`` and the config of a model in it."""
     (tmp_path / "planned_models.py").write_text(MODELS)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(plan_cache, "_STARTED_NS", 2**63)
+    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 600.0)
     yield tmp_path
     # A loaded file that is newer than the process turns caches of plans off.
     sys.modules.pop("planned_models", None)
 
 
-def run(arguments: str, *, status: int = 0) -> str:
-    result = CliRunner().invoke(app, arguments.split(), env={"COLUMNS": "60", "TERM": "dumb"})
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of the plan, whose result is made by hand."""
+    found: dict[str, Any] = {}
+
+    def plan(build: Any, batch: Any, **options: Any) -> StrategyPlan:
+        found.update(build=build, batch=batch, **options)
+        return made_plan()
+
+    monkeypatch.setattr(planner_cli, "plan_job", plan)
+    return found
+
+
+def run(arguments: str, *, status: int = 0, columns: int = 60) -> str:
+    env = {"COLUMNS": str(columns), "TERM": "dumb"}
+    result = CliRunner().invoke(app, f"plan {arguments}".split(), env=env)
     assert result.exit_code == status, result.output
     return result.output
+
+
+def joined(output: str) -> str:
+    """The words of an output. The box around an error breaks lines."""
+    return " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())
 
 
 def cells(output: str) -> list[list[str]]:
@@ -111,71 +129,66 @@ def cells(output: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split("[│|]", line)[1:-1]] for line in lines]
 
 
-def test_elements_give_a_row_for_each_level() -> None:
-    output = run("plan --elements 8e9 --world 64 --dtype bf16")
+def test_elements_give_a_row_for_each_level_or_pair() -> None:
+    output = run("--elements 8e9 --world 64 --dtype bf16")
     table = cells(output)
     assert [row[0] for row in table] == list(LEVELS)
     assert table[0][1:5] == ["44.7 GiB", "29.8 GiB", "59.6 GiB", "134.1 GiB"]
     assert table[3][1:6] == ["476.8 MiB", "476.8 MiB", "953.7 MiB", "1.9 GiB", "953.7 MiB"]
     assert "8,000,000,000 elements" in output
     assert "Activations are not included" in " ".join(output.split())
-
-
-def test_two_axes_give_a_row_for_each_of_the_ten_pairs() -> None:
-    table = cells(run("plan --elements 1e9 --world 64 --outer 8 --memory 16"))
+    output = run("--elements 1e9 --world 64 --outer 8 --memory 16")
+    assert "…" not in output  # a narrow terminal does not truncate the table
+    table = cells(output)
     assert [(row[0], row[1]) for row in table] == [
         (strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES
     ]
-    left = [row[-1] for row in table]
-    assert left[0].endswith("GiB")
-    assert not left[-1].startswith("-")
-
-
-def test_memory_that_does_not_suffice_is_shown_as_missing() -> None:
-    table = cells(run("plan --elements 8e9 --world 64 --memory 80"))
+    assert table[0][-1].endswith("GiB")
+    assert not table[-1][-1].startswith("-")
+    table = cells(run("--elements 8e9 --world 64 --memory 80"))
     assert [row[-1].startswith("-") for row in table] == [True, False, False, False]
+    assert len(cells(run("--elements 8e9 --world 8 --memory 1", status=NOTHING_FITS))) == 4
 
 
-def test_if_no_candidate_fits_the_table_is_printed_and_the_status_differs() -> None:
-    assert len(cells(run("plan --elements 8e9 --world 8 --memory 1", status=NOTHING_FITS))) == 4
-
-
-def test_a_narrow_terminal_does_not_truncate_the_table() -> None:
-    output = run("plan --elements 1e9 --world 64 --outer 8")
-    assert "…" not in output
-    assert all(len(row) == 11 for row in cells(output))
-
-
-def test_precision_and_optimizer_change_the_bytes() -> None:
+def test_precision_optimizer_and_offload_change_the_bytes_of_elements() -> None:
     low = "--dtype bf16 --main-dtype bf16 --grad-dtype bf16 --optimizer-bytes 4"
-    (row, *_) = cells(run(f"plan --elements {2**30} --num-units 1 --world 1 {low}"))
+    (row, *_) = cells(run(f"--elements {2**30} --num-units 1 --world 1 {low}"))
     assert row[1:5] == ["2.0 GiB", "2.0 GiB", "4.0 GiB", "8.0 GiB"]
-    reduced = cells(run("plan --elements 1e9 --world 8 --dtype bf16 --reduce-dtype bf16"))
-    plain = cells(run("plan --elements 1e9 --world 8 --dtype bf16"))
-    assert reduced[3][-1] != plain[3][-1]
+    many = "--elements 8e9 --world 64 --dtype bf16"
+    kept, reduced, host = (
+        cells(run(f"{many} {each}")) for each in ("", "--reduce-dtype bf16", "--offload host")
+    )
+    assert reduced[3][-1] != kept[3][-1]
+    for row, before in zip(host, kept, strict=True):
+        assert row[-1] == before[3]
+    assert host[0][3] == "3.7 GiB"  # of two units of 32
+    (row,) = cells(run("--elements 8e9 --world 64 --offload everything"))
+    gib = 8e9 / 64 / 2**30
+    # Nothing at rest, chunks of two of 32 units, and all 16 bytes of an element elsewhere.
+    assert row[:4] == ["optim_grads_params", "0 B", "0 B", f"{gib * 1024:.1f} MiB"]
+    assert row[-1] == f"{16 * gib:.1f} GiB"
 
 
-def test_a_model_is_built_on_the_meta_device(folder: Path) -> None:
-    model = "plan --model planned_models:build --world 4"
+def test_a_model_is_built_on_the_meta_device() -> None:
+    model = "--model planned_models:build --world 4"
     assert f"{4 * 1024**2:,} elements" in run(model)
     *_, one_unit_each = cells(run(model))
     *_, all_in_the_root = cells(run(f"{model} --units 3"))
     assert one_unit_each[5] == "8.0 MiB"  # its own and two gathered ahead, of 4 MiB
     assert all_in_the_root[5] == "16.0 MiB"
-
-
-COUNTING = "plan --model planned_models:Counting --batch planned_models:batch --world 2"
+    before = len(sys.path)
+    build_on_meta("planned_models:build")
+    assert len(sys.path) == before
 
 
 def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
     output = run(
-        f"{COUNTING} --figure plan.svg --html plan.html --trace step.json --save plan.json"
+        f"{OF_WORDS} --recompute off --figure plan.svg --html plan.html --trace step.json "
+        "--save plan.json --outer 1"
     )
     table = cells(output)
-    assert sorted(row[:2] for row in table) == sorted(
-        [level, recompute] for level in LEVELS for recompute in ("blocks", "no", "selective")
-    )
-    assert "Counting, 4.16k parameters, on 2 ranks of 8 x H100" in output
+    assert sorted(row[0] for row in table) == sorted(LEVELS)
+    assert "Words, 4.16k parameters, on 16 ranks of 8 x H100" in output
     assert "Use " in output
     assert "Bottleneck: " in output
     assert "plan.svg" in {path.name for path in folder.iterdir()}
@@ -188,22 +201,91 @@ def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
     assert f"Use {planning.chosen.candidate}: " in output
 
 
-def test_a_model_that_fails_is_an_error_with_its_line(folder: Path) -> None:
-    narrow = "plan --model planned_models:Narrow --batch planned_models:batch --world 2"
+ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
+    ("--offload none", {"offload": None}),
+    ("--offload host", {"offload": fe.Offload("host")}),
+    ("--offload everything", {"offload": EVERYTHING}),
+    ("--offload disk --offload-folder .", {"offload": fe.Offload("disk", folder=".")}),
+    ("--recompute both", {"checkpointing": (False, True)}),
+    ("--recompute on", {"checkpointing": (True,)}),
+    ("--recompute selective", {"checkpointing": ("selective",)}),
+    ("--recompute off", {"checkpointing": (False,)}),
+    ("--recompute offload", {"checkpointing": ("offload",)}),
+    ("--microbatch-sizes 1,2 --microbatches 3", {"microbatch_sizes": [1, 2], "microbatches": 3}),
+    ("--global-batch 4k --sequence 32,64", {"global_batch": 4096, "sequences": [32, 64]}),
+    ("--context-parallel auto", {"context_parallel": "auto"}),
+    ("--tensor-parallel auto", {"tensor_parallel": "auto"}),
+    ("--pipeline auto", {"pipeline": "auto"}),
+    ("--context-parallel 4 --pipeline 1,2", {"context_parallel": [4], "pipeline": [1, 2]}),
+    ("--pipeline 2 --schedules 1F1B,GPipe", {"pipeline": [2], "schedules": ["1F1B", "GPipe"]}),
+    ("--outer 1", {"meshes": [(16,)]}),
+    ("--outer 2 --tensor-parallel 1,2", {"meshes": [(16,), (2, 8), (8,), (2, 4)]}),
+    ("--memory 2 --machine a100", {"memory": 2.0**31, "machine": "a100"}),
+    ("--quick-only --no-cache --compile", {"quick": True, "cache": False, "compile": True}),
+    ("--units blocks.* --min-unit-size 7", {"units": ["blocks.*"], "min_unit_size": 7}),
+    (
+        "--dtype bf16 --main-dtype fp64 --grad-dtype fp16 --reduce-dtype bf16",
+        {
+            "mp_policy": fe.MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16,
+                main_params_dtype=torch.float64,
+                main_grads_dtype=torch.float16,
+                reduce_dtype=torch.bfloat16,
+            )
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), ARGUMENTS, ids=[each for each, _ in ARGUMENTS])
+def test_options_are_arguments_of_the_plan(
+    options: str, expected: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    run(f"{OF_WORDS} {options}")
+    assert {name: asked[name] for name in expected} == expected
+
+
+def test_without_options_arguments_are_those_of_the_plan(asked: dict[str, Any]) -> None:
+    run(OF_WORDS)
+    ours = {"world_size": 16, "machine": "h100", "loss": default_loss, "schedules": ["1F1B"]}
+    ours |= {name: [1] for name in ("context_parallel", "tensor_parallel", "pipeline")}
+    ours |= {"progress": True, "cache": True}
+    names = asked.keys() & fe.plan.__kwdefaults__.keys()
+    expected = {**{name: fe.plan.__kwdefaults__[name] for name in names}, **ours}
+    assert {name: asked[name] for name in expected} == expected
+    assert (asked["units"], asked["min_unit_size"]) == (None, None)
+
+
+def test_functions_are_named_and_inputs_of_transformers_have_sizes(asked: dict[str, Any]) -> None:
+    run(f"{OF_WORDS} --optimizer planned_models:sgd --loss planned_models:negated")
+    models = sys.modules["planned_models"]
+    assert asked["optimizer"] is models.sgd
+    assert asked["loss"] is models.negated
+    assert asked["batch"] is models.words
+    assert type(asked["build"]()) is models.Words
+    run("--model config.json --batch 2x16 --world 4")
+    assert type(asked["build"]()).__name__ == "LlamaForCausalLM"
+    shapes = {name: tuple(each.shape) for name, each in asked["batch"].items()}
+    assert shapes == {"input_ids": (2, 16), "labels": (2, 16)}
+    run("--model config.json --batch 2x16 --world 4 --microbatch-sizes 1 --sequence 8")
+    assert asked["batch"](3, sequence=8)["labels"].shape == (3, 8)
+
+
+def test_a_model_that_fails_is_an_error_with_its_line() -> None:
+    narrow = "--model planned_models:Narrow --batch planned_models:words --world 2"
     output = run(narrow, status=2)
     assert "Use " not in output
-    words = " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())
-    assert "planned_models.py" in words.replace(" ", "")
-    assert "--formulas" in words
-    asked = run(f"{narrow} --formulas", status=FIT_UNKNOWN)
-    assert len(cells(asked)) == 4
-    assert "Whether any candidate fits is therefore unknown" in asked
+    assert "planned_models.py" in joined(output).replace(" ", "")
+    assert "--formulas" in joined(output)
+    output = run(f"{narrow} --formulas", status=FIT_UNKNOWN)
+    assert len(cells(output)) == 4
+    assert "Whether any candidate fits is therefore unknown" in output
 
 
-def test_a_forward_that_depends_on_data_is_planned_by_formulas_and_whether_it_fits_is_unknown(
-    folder: Path,
-) -> None:
-    branching = "plan --model planned_models:Branching --batch planned_models:batch --world 2"
+def test_a_forward_that_depends_on_data_is_planned_by_formulas_and_whether_it_fits_is_unknown() -> (
+    None
+):
+    branching = "--model planned_models:Branching --batch planned_models:words --world 2"
     output = run(branching, status=FIT_UNKNOWN)
     assert "if tokens.sum() > 0" in output
     assert "Whether any candidate fits is therefore unknown" in output
@@ -211,197 +293,261 @@ def test_a_forward_that_depends_on_data_is_planned_by_formulas_and_whether_it_fi
     assert "No candidate fits" in run(f"{branching} --memory 0.000001", status=NOTHING_FITS)
 
 
-def test_a_model_that_reads_a_row_of_numbers_while_it_is_built_is_planned(folder: Path) -> None:
-    dropping = "plan --model planned_models:Dropping --world 2 --recompute off"
-    assert "Use " in run(f"{dropping} --batch planned_models:batch")
+def test_a_model_that_reads_a_row_of_numbers_while_it_is_built_is_planned(
+    simulated: list[Any],
+) -> None:
+    dropping = "--model planned_models:Dropping --batch planned_models:words --world 2"
+    assert "Use " in run(f"{dropping} --recompute off")
 
 
-def test_too_little_memory_prints_the_table_and_sets_the_status(folder: Path) -> None:
-    output = run(f"{COUNTING} --recompute off --memory 0.000001", status=NOTHING_FITS)
+def test_too_little_memory_prints_the_table_and_sets_the_status(simulated: list[Any]) -> None:
+    options = "--outer 1 --recompute off --offload none --memory 0.000001 --tokens 1e9"
+    output = run(f"{OF_WORDS} {options}", status=NOTHING_FITS)
     assert len(cells(output)) == 4
     assert "No candidate fits 1.0 KiB." in output
+    assert "Training" not in output
 
 
-def test_sizes_optimizer_and_loss_may_be_named(folder: Path) -> None:
-    named = "--optimizer planned_models:sgd --loss planned_models:negated"
-    output = run(f"{COUNTING} {named} --microbatch-sizes 1,2 --recompute off")
-    table = cells(output)
-    assert sorted(row[2] for row in table) == ["1"] * 4 + ["2"] * 4
-    assert {row[5] for row in table} == {"0"}  # SGD has no state
-
-
-def test_state_on_the_host_is_shown_with_its_bytes(folder: Path) -> None:
-    output = run(f"{COUNTING} --offload host --recompute off --save plan.json")
-    table = cells(output)
-    assert {row[2] for row in table} == {"optimizer state on the host"}
-    assert "optimizer state on the host: " in output
-    assert "Each node keeps" in output
-    planning = fe.StrategyPlan.load(folder / "plan.json")
-    assert planning.best["offload"] == fe.Offload(optimizer_state="host")
-    estimates = run("plan --elements 8e9 --world 64 --dtype bf16 --offload host")
-    kept = cells(run("plan --elements 8e9 --world 64 --dtype bf16 --offload none"))
-    for row, before in zip(cells(estimates), kept, strict=True):
-        assert row[-1] == before[3]
-    assert cells(estimates)[0][3] == "3.7 GiB"  # of two units of 32
-
-
-def test_selective_checkpointing_is_planned_alone(folder: Path) -> None:
-    output = run(f"{COUNTING} --recompute selective --save plan.json")
-    assert {row[1] for row in cells(output)} == {"selective"}
-    planning = fe.StrategyPlan.load(folder / "plan.json")
-    assert planning.best["checkpointing"] == "selective"
-
-
-def test_activations_on_the_host_are_shown_as_what_they_are(folder: Path) -> None:
-    output = run(f"{COUNTING} --recompute offload --save plan.json")
+def test_compiled_blocks_and_offloads_are_shown(simulated: list[Any]) -> None:
+    one_axis = f"{OF_WORDS} --quick-only --outer 1"
+    output = run(f"{one_axis} --recompute off --offload host --compile")
+    assert {row[2] for row in cells(output)} == {"optimizer state on the host"}
+    assert "call block.compile() on each of them" in joined(output)
+    output = run(f"{one_axis} --recompute offload")
     assert {tuple(row[1:3]) for row in cells(output)} == {("no", "activations on the host")}
-    planning = fe.StrategyPlan.load(folder / "plan.json")
-    assert planning.best["checkpointing"] == "offload"
 
 
-def test_everything_on_the_host_is_shown_for_levels_that_allow_it(folder: Path) -> None:
-    output = run(f"{COUNTING} --offload everything --dtype bf16 --recompute off --save plan.json")
-    table = cells(output)
-    assert {row[2] for row in table} == {"everything on the host"}
-    assert {row[0] for row in table} == {"optim_grads", "optim_grads_params"}
-    everything = fe.Offload(optimizer_state="host", main_weights="host", gradients="host")
-    assert fe.StrategyPlan.load(folder / "plan.json").best["offload"] == everything
-    (row,) = cells(run("plan --elements 8e9 --world 64 --offload everything"))
-    gib = 8e9 / 64 / 2**30
-    # Nothing at rest, chunks of two of 32 units, and all 16 bytes of an element elsewhere.
-    assert row[:4] == ["optim_grads_params", "0 B", "0 B", f"{gib * 1024:.1f} MiB"]
-    assert row[-1] == f"{16 * gib:.1f} GiB"
+def test_quick_prints_a_quick_plan_and_then_the_full_one(simulated: list[Any]) -> None:
+    quick, full = run(f"{OF_WORDS} --quick").split("Full plan:")
+    assert "This is a quick plan" in joined(quick)
+    assert "This is a quick plan" not in joined(full)
+    assert "With a microbatch twice as large" in joined(full)
 
 
-def test_a_config_of_transformers_needs_no_code(folder: Path) -> None:
-    (folder / "llama").mkdir()
-    (folder / "llama" / "config.json").write_text(json.dumps(LLAMA))
-    output = run("plan --model llama --batch 2x16 --world 4 --recompute off")
-    assert len(cells(output)) == 4
-    assert "LlamaForCausalLM" in output
-    assert "tokens/s" in output
+def test_rows_come_from_the_cache_unless_it_is_off(simulated: list[Any]) -> None:
+    quick = f"{OF_WORDS} --quick-only --recompute off"
+    first = run(quick)
+    count = len(simulated)
+    assert run(quick) == first
+    assert len(simulated) == count > 0
+    assert run(f"{quick} --no-cache") == first
+    assert len(simulated) == 2 * count
 
 
-OF_COUNTING = "--world 8 --model planned_models:Counting --batch planned_models:batch"
-BAD: list[tuple[str, str]] = [
-    ("--elements 1e9", "Missing option '--world'"),
-    ("--world 8", "expected one of --elements and --model; found both or neither"),
-    ("--world 8 --elements 1 --model a:b", "found both or neither"),
-    ("--world 8 --elements 1e9 --dtype int8", "--dtype: expected one of fp32, fp16, bf16, fp64"),
-    ("--world 8 --elements 1e9 --outer 3", "outer_size: expected a divisor of the 8 ranks"),
-    ("--world 8 --elements -1", "model: expected 1 or more; found -1.0"),
-    ("--world 8 --elements many", "Invalid value for '--elements'"),
-    ("--world 8 --model planned_models", "expected module:function; found 'planned_models'"),
-    ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
-    ("--world 8 --model planned_models:f", "expected a function 'f' in planned_models; found None"),
-    ("--world 8 --model planned_models:not_callable", "found 3"),
-    ("--world 8 --model planned_models:number", "that returns a torch.nn.Module; found int"),
-    ("--world 8 --model planned_models:fails", "found KeyError: 'config.json'"),
-    ("--world 8 --model planned_models:needs", "without arguments; found TypeError"),
-    ("--world 8 --model planned_models:build --units x.*", "units: expected pattern 'x.*'"),
-    ("--world 8 --elements 1 --batch 4x16", "--batch: expected with --model; found with"),
-    ("--world 8 --elements 1 --figure a.png --save b", "--figure, --save: expected with --batch"),
-    ("--world 8 --model planned_models:build --batch 2x1024", "not of transformers; found the"),
-    ("--world 8 --model planned_models:build --batch a", "--batch: expected module:function"),
-    ("--world 8 --model nowhere.json --batch 2x16", "config.json of transformers; found no"),
-    ("--world 8 --model planned_models:fails --batch 2x16", "found KeyError: 'config.json'"),
-    (
-        "--world 8 --model planned_models:Counting --batch planned_models:batch --outer 3",
-        "--outer: expected a divisor of the 8 ranks; found 3",
-    ),
-    (
-        "--world 8 --model planned_models:Counting --batch planned_models:batch --machine abacus",
-        "machine: expected one of a100, h100, h200, b200, or a file of `calibrate`",
-    ),
-    (
-        "--world 8 --model planned_models:Counting --batch planned_models:batch "
-        "--microbatch-sizes 1,x",
-        "--microbatch-sizes: expected such as 1,2,4; found '1,x'",
-    ),
-    *(
-        (f"{OF_COUNTING} {options}", message)
-        for options, message in (
-            ("--memory -1", "--memory: expected GiB, more than 0; found -1.0"),
-            ("--memory 80GB", "Invalid value for '--memory'"),
-            ("--microbatches 0", "microbatches: expected at least 1; found 0"),
-            ("--figure nowhere/a.png", "--figure: expected a file that can be written; found"),
-            ("--figure a.words", "--figure: expected a file that ends with one of"),
-            ("--trace nowhere/a.json", "nowhere/a.json: no folder nowhere"),
-            ("--html nowhere/a.html", "--html: expected a file that can be written; found nowhere"),
-            ("--machine wrong.json", "line 3, processor: expected memory_bandwidth: a number"),
-            ("--save .", "--save: expected a file that can be written; found .: a folder"),
-            ("--optimizer-bytes 4", "--optimizer-bytes: expected without --batch; found with it"),
-            ("--num-units 4", "--num-units: expected without --batch"),
-            ("--formulas --trace a.json", "--trace: expected without --formulas"),
-            ("--formulas --recompute on", "--recompute: expected without --formulas"),
-            ("--machine binary.json", "binary.json: expected a machine as"),
-            ("--offload disk", "--offload-folder: expected with --offload disk; found"),
-            ("--offload-folder .", "expected with --offload disk; found --offload auto with it"),
-            ("--offload tape", "Invalid value for '--offload'"),
-        )
-    ),
-    ("--world 8 --elements 1 --machine a100", "--machine: expected with --batch; found without"),
-    ("--world 8 --elements 1 --loss a:b", "--loss: expected with --batch; found without"),
-    ("--world 8 --elements 1 --formulas", "--formulas: expected with --batch; found without"),
-    ("--world 8 --elements 1 --units x", "--units: expected with --model; found with --elements"),
-    ("--world 8 --model planned_models:build --num-units 2", "--num-units: expected with"),
-    ("--world 0 --elements 1e9", "world_size: expected a number of ranks, 1 or more; found 0"),
-    ("--world 8 --elements 1e9 --microbatches 0", "num_microbatches: expected 1 or more; found 0"),
-    ("--world 8 --model binary.json --batch 2x16", "binary.json: expected a config.json of"),
-    (
-        "--world 8 --model planned_models:build --min-unit-size -1",
-        "min_unit_size: expected 0 or more elements",
-    ),
-]
+# Questions.
 
 
-def test_a_folder_that_cannot_be_measured_is_an_error(folder: Path) -> None:
+def test_questions_are_answered_below_the_plan_within_the_terminal(
+    folder: Path, simulated: list[Any]
+) -> None:
+    output = run(
+        f"{OF_WORDS} --quick-only --recompute off --tokens 1e12 --price 2.5,3 --compare h100,a100 "
+        "--checkpoint-bandwidth 10 --mtbf 50000 --mtbf-of node "
+        "--what-if outer_bandwidth=0.5x,memory_bytes=2x --what-if inner_latency=1e-3 "
+        "--html plan.html",
+        columns=80,
+    )
+    plan, rest = output.split("Training on 1T tokens takes 976,562,500 steps, ")
+    assert "This is a quick plan, of" in plan
+    assert "saving it takes" in rest
+    assert "2 nodes, each fails once in 50,000 hours" in " ".join(rest.split())
+    tables = rest[rest.index("Words, ") :]
+    assert max(map(len, tables.splitlines())) <= 80
+    for label in ("h100", "a100", "as planned", "outer_bandwidth=0.5x,", "inner_latency=1e-3"):
+        assert any(line.startswith(label) for line in tables.splitlines()), label
+    assert "…" not in tables
+    assert tables.count("$") == 5  # of two machines, and of three rows of changes
+    page = (folder / "plan.html").read_text(encoding="utf-8")
+    for text in (
+        "<h2>Machines</h2>",
+        "<h2>What if</h2>",
+        "Training on 1T tokens",
+        "2 nodes, each fails once",
+        '<option value="node" selected>',
+        'id="tokens" min="0" step="any" value="1e+12"',
+        'id="mtbf" min="0" step="any" value="50000"',
+    ):
+        assert page.count(text) == 1
+
+
+def test_automatic_changes_are_asked_for_with_others(
+    monkeypatch: pytest.MonkeyPatch, simulated: list[Any]
+) -> None:
+    given: list[object] = []
+    what_if = StrategyPlan.what_if
+
+    def record(planning: StrategyPlan, *changes: Mapping[str, object] | str) -> Comparison:
+        given.extend(changes)
+        return what_if(planning)
+
+    monkeypatch.setattr(StrategyPlan, "what_if", record)
+    output = run(f"{OF_WORDS} --quick-only --what-if auto --what-if memory_bytes=2x")
+    assert given == ["auto", {"memory_bytes": "2x"}]
+    assert "as planned" in output
+
+
+@pytest.mark.thorough
+def test_scaling_has_a_row_and_a_bar_for_8_to_4096_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, simulated: list[Any]
+) -> None:
+    mpl: Any = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
+    output = run(
+        f"{OF_WORDS} --quick-only --recompute off --scaling --scaling-figure scaling.svg",
+        columns=80,
+    )
+    starts = [line.split()[0] for line in output.splitlines() if "%" in line and line[:1].isdigit()]
+    assert starts == [f"{2**power:,}" for power in range(3, 13)]
+    assert "efficiency" in output
+    figure = (folder / "scaling.svg").read_text()
+    assert [f">{start}<" in figure for start in starts] == [True] * len(starts)
+    assert "tokens/s of one rank" in figure
+
+
+def test_a_terminal_shows_rows_as_they_are_found(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with plan_progress(True) as shown:
+        shown.add(1)
+    assert capfd.readouterr().err == ""  # stderr is no terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    found = [Outcome(Candidate((8,), "optim", "no_shard", True), {"weights": 2**30}, {}, 2**20)]
+    found += [replace(found[0], lacking=0.0, items=100, times=Times(0.5, 0.4, {}))]
+    with plan_progress(True) as shown:
+        shown.add(2)
+        shown.trying(str(found[0].candidate))
+        for each in found:
+            shown.found(each, "tokens")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
+    rows = "".join(line.rstrip() + " " for line in text.splitlines())
+    candidate = "optim on 8 ranks, activation checkpointing"
+    assert f"{candidate}: 1.0 GiB; 1.0 MiB too much" in rows
+    assert f"{candidate}: 500.0 ms, 200 tokens/s, 1.0 GiB" in rows
+    assert "2/2" in rows
+
+
+# What begins the arguments, their rest, and the message.
+WRONG: dict[str, list[tuple[str, str]]] = {
+    "": [
+        ("--elements 1e9", "Missing option '--world'"),
+        ("--world 8", "expected one of --elements and --model; found both or neither"),
+        ("--world 0 --elements 1e9", "world_size: expected a number of ranks, 1 or more; found 0"),
+        ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
+        ("--world 8 --model nowhere.json --batch 2x16", "config.json of transformers; found no"),
+        ("--world 8 --model binary.json --batch 2x16", "binary.json: expected a config.json of"),
+        ("--world 8 --model planned_models", "expected module:function; found 'planned_models'"),
+    ],
+    "--world 8 --elements": [
+        ("1 --model a:b", "found both or neither"),
+        ("1e9 --dtype int8", "--dtype: expected one of fp32, fp16, bf16, fp64"),
+        ("1e9 --outer 3", "outer_size: expected a divisor of the 8 ranks"),
+        ("1e9 --microbatches 0", "num_microbatches: expected 1 or more; found 0"),
+        ("-1", "model: expected 1 or more; found -1.0"),
+        ("many", "Invalid value for '--elements'"),
+        ("1 --batch 4x16", "--batch: expected with --model; found with"),
+        ("1 --figure a.png --save b", "--figure, --save: expected with --batch"),
+        ("1 --machine a100", "--machine: expected with --batch; found without"),
+        ("1 --loss a:b", "--loss: expected with --batch; found without"),
+        ("1 --formulas", "--formulas: expected with --batch; found without"),
+        ("1 --compile --fp8", "--compile, --fp8: expected with --batch; found without"),
+        ("1 --units x", "--units: expected with --model; found with --elements"),
+    ],
+    "--world 8 --model": [
+        ("planned_models:f", "expected a function 'f' in planned_models; found None"),
+        ("planned_models:not_callable", "found 3"),
+        ("planned_models:number", "that returns a torch.nn.Module; found int"),
+        ("planned_models:fails", "found KeyError: 'config.json'"),
+        ("planned_models:fails --batch 2x16", "found KeyError: 'config.json'"),
+        ("planned_models:needs", "without arguments; found TypeError"),
+        ("planned_models:build --units x.*", "units: expected pattern 'x.*'"),
+        ("planned_models:build --num-units 2", "--num-units: expected with"),
+        ("planned_models:build --min-unit-size -1", "min_unit_size: expected 0 or more elements"),
+        ("planned_models:build --batch 2x1024", "not of transformers; found the"),
+        ("planned_models:build --batch a", "--batch: expected module:function"),
+    ],
+    OF_WORDS: [
+        ("--outer 3", "--outer: expected a divisor of the 16 ranks; found 3"),
+        ("--tensor-parallel auto --outer 2", "--outer: expected numbers for --tensor-parallel"),
+        ("--machine abacus", "machine: expected one of a100, h100, h200, b200, or a file of `cali"),
+        ("--machine wrong.json", "line 3, processor: expected memory_bandwidth: a number"),
+        ("--machine binary.json", "binary.json: expected a machine as"),
+        ("--microbatch-sizes 1,x", "--microbatch-sizes: expected such as 1,2,4; found '1,x'"),
+        ("--memory -1", "--memory: expected GiB, more than 0; found -1.0"),
+        ("--memory 80GB", "Invalid value for '--memory'"),
+        ("--microbatches 0", "microbatches: expected at least 1; found 0"),
+        ("--figure nowhere/a.png", "--figure: expected a file that can be written; found"),
+        ("--figure a.words", "--figure: expected a file that ends with one of"),
+        ("--trace nowhere/a.json", "nowhere/a.json: no folder nowhere"),
+        ("--html nowhere/a.html", "--html: expected a file that can be written; found nowhere"),
+        ("--save .", "--save: expected a file that can be written; found .: a folder"),
+        ("--optimizer-bytes 4", "--optimizer-bytes: expected without --batch; found with it"),
+        ("--num-units 4", "--num-units: expected without --batch"),
+        ("--formulas --trace a.json", "--trace: expected without --formulas"),
+        ("--formulas --recompute on", "--recompute: expected without --formulas"),
+        ("--formulas --scaling", "--scaling: expected without --formulas; found with it"),
+        ("--offload disk", "--offload-folder: expected with --offload disk; found"),
+        ("--offload-folder .", "expected with --offload disk; found --offload auto with it"),
+        ("--offload tape", "Invalid value for '--offload'"),
+        ("--price 2", "--price: expected with --tokens; found without"),
+        ("--mtbf 2", "--mtbf: expected with --checkpoint-bandwidth; found without"),
+        ("--tokens -1", "--tokens: expected a number, more than 0; found -1.0"),
+        ("--tokens 1e9 --price 2,3,4 --compare h100,h200", "one price, or 2 for --compare"),
+        ("--compare h100,p100", "machine: expected one of a100"),
+        ("--what-if bandwidth=2x", "what-if: expected one of"),
+        ("--quick --quick-only", "expected one of them; found both"),
+        ("--global-batch 4M --microbatches 2", "--microbatches: expected without --global-batch"),
+        ("--global-batch 100", "global_batch: expected a multiple of 256 tokens"),
+        ("--scaling-figure a.png", "--scaling-figure: expected with --scaling; found without"),
+        ("--scaling --scaling-figure a.txt", "--scaling-figure: expected a file that ends with"),
+        ("--fp8", "expected torchao installed"),
+    ],
+}
+BAD = [(f"{start} {rest}", text) for start, rows in WRONG.items() for rest, text in rows]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_errors_are_printed_without_a_traceback_before_anything_is_planned(
+    folder: Path, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "simulate", None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    (folder / "binary.json").write_bytes(b"\x80\xffPK")
+    fe.H100.save(folder / "wrong.json")
+    text = (folder / "wrong.json").read_text().replace("memory_bandwidth", "bandwidth", 1)
+    (folder / "wrong.json").write_text(text)
+    output = run(arguments, status=2)
+    assert " ".join(message.split()) in joined(output)
+    assert "Traceback" not in output
+
+
+def test_a_folder_that_cannot_be_measured_is_an_error() -> None:
     result = CliRunner().invoke(app, ["calibrate", "machine.json", "--folder", "nowhere"])
     assert result.exit_code == 2
     assert "--folder: expected a folder that can be written; found" in result.output
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_errors_are_printed_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
-    (folder / "binary.json").write_bytes(b"\x80\xffPK")
-    fe.H100.save(folder / "wrong.json")
-    text = (folder / "wrong.json").read_text().replace("memory_bandwidth", "bandwidth", 1)
-    (folder / "wrong.json").write_text(text)
-    output = run(f"plan {arguments}", status=2)
-    # The box around an error breaks lines; only the words matter.
-    assert " ".join(message.split()) in " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())
-    assert "Traceback" not in output
-
-
-def test_a_module_in_the_working_directory_is_found(folder: Path) -> None:
-    before = len(sys.path)
-    build_on_meta("planned_models:build")
-    build_on_meta("planned_models:build")
-    assert len(sys.path) <= before + 1
-
-
 def test_bytes_are_shown_in_units_that_suit_them() -> None:
     counts = [0, 1023, 1024, 1.5 * 2**20, 2**30, 2**40, 5000 * 2**40]
-    assert [format_bytes(count) for count in counts] == [
-        "0 B",
-        "1,023 B",
-        "1.0 KiB",
-        "1.5 MiB",
-        "1.0 GiB",
-        "1.0 TiB",
-        "5,000.0 TiB",
-    ]
+    texts = ["0 B", "1,023 B", "1.0 KiB", "1.5 MiB", "1.0 GiB", "1.0 TiB", "5,000.0 TiB"]
+    assert [format_bytes(count) for count in counts] == texts
 
 
-def test_python_dash_m_runs_it() -> None:
-    command = [sys.executable, "-m", "fsdp_engine", "plan", "--elements", "1e9", "--world", "8"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert result.returncode == 0, result.stderr
-    assert [row[0] for row in cells(result.stdout)] == list(LEVELS)
+def test_python_dash_m_runs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["fsdp_engine", *["plan", "--elements", "1e9", "--world", "8"]]
+    )
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fsdp_engine", run_name="__main__")
+    assert not ended.value.code
+    assert [row[0] for row in cells(capsys.readouterr().out)] == list(LEVELS)
 
 
 def test_fp8_plans_the_linears_that_torchao_converts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
     found: list[list[str]] = []
 
@@ -417,17 +563,9 @@ def test_fp8_plans_the_linears_that_torchao_converts(
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.float8", module)
     (folder / "config.json").write_text(json.dumps({**LLAMA, "intermediate_size": 72}))
-    run("plan --world 8 --model config.json --batch 1x16 --fp8 --quick-only --no-cache")
+    run("--world 8 --model config.json --batch 1x16 --fp8")
+    asked["build"]()
     # Not the MLP's three, of 72 columns, nor the head.
     projections = [f"self_attn.{each}_proj" for each in "qkvo"]
     expected = [f"model.layers.{layer}.{each}" for layer in range(2) for each in projections]
     assert found[0] == expected
-
-
-def test_fp8_needs_torchao_and_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    command = "plan --world 8 --model planned_models:Counting --fp8"
-    said = " ".join(run(f"{command} --batch 4x16", status=2).split())
-    assert "expected torchao installed" in said
-    assert "expected with --batch" in " ".join(run(command, status=2).split())

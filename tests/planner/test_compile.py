@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,28 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.planner.planner_cli import app
 from tests.models import Transformer, token_batch
+from tests.planner.made_plans import quick_plan
 
 ADVICE = "call block.compile() on each of them"
 
 
 def build() -> nn.Module:
-    return Transformer(num_blocks=2, dim=64)
+    return Transformer(num_blocks=1, dim=64)
 
 
 def build_compiled() -> nn.Module:
     model = build()
-    for block in model.blocks:
-        block.compile()
+    model.blocks[0].compile()
     return model
 
 
 @functools.cache
 def planned(make: Any = build, **options: Any) -> fe.StrategyPlan:
     given = {"world_size": 2, "min_unit_size": 0, "checkpointing": (False, True), **options}
-    return fe.plan(make, token_batch(32, 0), **given)
+    return quick_plan(make, token_batch(32, 0), **given)
 
 
 def test_rows_of_compiled_blocks_are_faster_and_hold_less(tmp_path: Path) -> None:
@@ -49,6 +46,7 @@ def test_rows_of_compiled_blocks_are_faster_and_hold_less(tmp_path: Path) -> Non
             assert each.peak_bytes < other.peak_bytes
     assert not eager.setting.is_compiled
     assert compiled.setting.is_compiled
+    assert planned(formulas=True, compile=True).setting.is_compiled
     assert ADVICE in str(compiled)
     assert "blocks compiled" in str(compiled)
     assert "compile" not in str(eager).replace("(torch.compile)", "")
@@ -61,51 +59,13 @@ def test_rows_of_compiled_blocks_are_faster_and_hold_less(tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 def test_blocks_that_the_model_compiles_are_planned_alike() -> None:
-    alone, asked = planned(build_compiled), planned(compile=True)
-    assert alone.outcomes == asked.outcomes
-
-
-@pytest.mark.thorough
-def test_plans_of_one_call_do_not_share_rows_of_compiled_blocks() -> None:
-    eager = planned()
-    assert eager.replan is not None
-    changed = eager.replan(compile=True)
-    assert changed.setting.is_compiled
-    assert changed.outcomes[0].times != eager.outcomes[0].times
-
-
-@pytest.mark.thorough
-def test_rows_on_disk_are_not_shared_with_compiled_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    planned(cache=True, checkpointing=(False,))
-    found = planned(cache=True, checkpointing=(False,), compile=True)
-    assert found.outcomes[0].times == planned(compile=True).outcomes[0].times
+    compiled = planned(compile=True)
+    assert planned(build_compiled).outcomes == compiled.outcomes
+    # Plans of one call do not share rows of compiled blocks.
+    assert planned().replan is not None
+    assert planned().replan(compile=True).outcomes[0].times == compiled.outcomes[0].times
 
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"compile: expected a model with blocks.*Linear"):
         fe.simulate(lambda: nn.Linear(4, 4), 2, batch=torch.zeros(2, 4), compile=True)
-    with pytest.raises(TypeError, match="compile: expected True or False; found 'blocks'"):
-        planned(compile="blocks")
-
-
-def test_the_command_line_plans_compiled_blocks() -> None:
-    arguments = "plan --model tests.planner.test_compile:build --world 2 --no-cache --recompute off"
-    batch = "--batch tests.planner.test_compile:batch --compile"
-    found = CliRunner().invoke(app, f"{arguments} {batch}".split())
-    assert found.exit_code == 0, found.output
-    assert ADVICE in " ".join(found.output.split())
-    refused = CliRunner().invoke(app, f"{arguments} --compile".split())
-    assert refused.exit_code != 0
-    assert "--compile" in refused.output
-
-
-def batch() -> Any:
-    return token_batch(32, 0)
-
-
-def test_a_setting_says_whether_blocks_are_compiled() -> None:
-    setting = planned(formulas=True, compile=True).setting
-    assert dataclasses.replace(setting, is_compiled=False) != setting

@@ -15,23 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from typer.testing import CliRunner
 
 import fsdp_engine as fe
 from fsdp_engine.planner.candidates import Candidate, is_quick
-from fsdp_engine.planner.page import save_page
+from fsdp_engine.planner.page import page_of
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.plan_view import TIME_COLOURS
-from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.simulation.tp_plan import fitting_degrees
 from tests.composition.tensor_parallel import Model, cut
-from tests.planner.made_plans import LLAMA, llama_batch, small_llama
+from tests.planner.made_plans import llama_batch, quick_plan, small_llama
+from tests.planner.made_plans import simulated as one_step
 from tests.pool import Ranks
-from tests.simulation.memory_runs import HOST
-
-pytestmark = pytest.mark.usefixtures("all_candidates")
 
 WORLD = 4
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -43,147 +39,139 @@ def llama() -> nn.Module:
     return small_llama(1)
 
 
-def plan(**changes: Any) -> fe.StrategyPlan:
+def plan(batch: Any = llama_batch, make: Any = quick_plan, **changes: Any) -> fe.StrategyPlan:
     """On one axis, unless ``changes`` say another thing."""
     arguments = {"world_size": WORLD, "machine": MACHINE, "checkpointing": (False,), **changes}
-    return fe.plan(llama, arguments.pop("batch", llama_batch), **arguments)
+    return make(arguments.pop("build", llama), batch, **arguments)
 
 
 @functools.cache
-def planned(*degrees: int) -> fe.StrategyPlan:
-    """With these degrees, on one data-parallel axis."""
-    meshes = [(WORLD // degree,) for degree in degrees]
-    return plan(tensor_parallel=degrees, meshes=meshes)
+def both() -> fe.StrategyPlan:
+    """With and without tensor parallelism, on one data-parallel axis."""
+    return plan(tensor_parallel=(1, 2), meshes=[(4,), (2,)])
+
+
+def only(degree: int) -> fe.StrategyPlan:
+    """The rows of one degree."""
+    found = (each for each in both().outcomes if each.candidate.tensor_parallel == degree)
+    return replace(both(), outcomes=tuple(found))
+
+
+@functools.cache
+def shared() -> fe.StrategyPlan:
+    """Level 3 with two context-parallel ranks, on one axis."""
+    return plan(context_parallel=2, meshes=[(WORLD,)], seconds=0)
 
 
 def degrees_of(planning: fe.StrategyPlan) -> set[int]:
     return {each.candidate.tensor_parallel for each in planning.outcomes}
 
 
-def test_a_plan_tries_the_degrees_that_fit_a_node_and_the_models_heads() -> None:
-    for ranks_per_node, found in ((1, []), (2, [2]), (8, [2])):  # there are two key heads
-        assert fitting_degrees(llama(), WORLD, ranks_per_node) == found
-    assert fitting_degrees(llama(), 3, 8) == []
-    assert fitting_degrees(Model(), WORLD, 8) == []
-    quick = plan(tensor_parallel="auto", quick=True, meshes=[(WORLD,), (2,)])
-    assert degrees_of(quick) == {1, 2}
-    assert degrees_of(plan(quick=True, meshes=[(WORLD,)])) == {1}
-
-
-def test_each_degree_is_simulated_as_by_itself() -> None:
-    """Also a mesh that equals that of an earlier simulation, whose process groups are gone."""
-    for outcome in planned(1, 2).outcomes:
-        candidate = outcome.candidate
-        assert candidate.data_parallel * candidate.tensor_parallel == WORLD
-        if candidate.tensor_parallel == 1:
-            continue
-        alone = fe.simulate(
-            llama,
-            WORLD,
-            batch=llama_batch(),
-            mesh=candidate.mesh,
-            tensor_parallel=2,
-            machine=MACHINE,
-            strategy=candidate.strategy,
-            outer_strategy=candidate.outer_strategy,
-        )
-        assert outcome.times is not None
-        assert outcome.times.step == pytest.approx(alone.seconds)
-        assert outcome.memory == alone.memory
-        assert outcome.sent == alone.sent_bytes
-        assert outcome.items == TOKENS.numel() * candidate.data_parallel
-
-
-def test_the_fastest_degrees_have_all_levels() -> None:
-    """Without data parallelism alone, two tensor-parallel ranks are the fastest that fit."""
-    found = [each.candidate for each in plan(tensor_parallel=2).outcomes]
-    assert {each.strategy for each in found} == set(LEVELS)
-    assert len(found) == len(set(found))
-    quick = [each.candidate for each in plan(tensor_parallel=2, quick=True).outcomes]
-    assert set(quick) == set(filter(is_quick, found))
-
-
-def test_ranks_of_a_node_share_matrices_first() -> None:
-    """Four ranks a node: two places of two ranks, so HSDP has nodes x 2."""
-    machine = replace(MACHINE, ranks_per_node=4)
-    planning = plan(tensor_parallel=2, world_size=8, machine=machine, quick=True)
-    assert {each.candidate.mesh for each in planning.outcomes} == {(4,), (2, 2)}
-    assert {each.candidate.ranks for each in planning.outcomes} == {"4, TP 2", "2 x 2, TP 2"}
-
-
-def page_of(planning: fe.StrategyPlan, folder: Path) -> str:
-    """The page of a plan with the timeline of its first row."""
-    assert planning.simulate is not None
-    step = planning.simulate(planning.outcomes[0].candidate)
-    save_page(planning, folder / "plan.html", step)
-    return (folder / "plan.html").read_text()
-
-
-def test_waits_for_the_tensor_parallel_link_are_a_part_of_the_step(tmp_path: Path) -> None:
-    link = replace(fe.H100.within_node, bandwidth=1e7)
-    machine = replace(MACHINE, within_node=link)
-    planning = plan(tensor_parallel=2, meshes=[(2,)], machine=machine, quick=True)
-    times = planning.outcomes[0].times
-    assert times is not None
-    assert times.shares()["tensor link"] > 0.5
-    assert times.shares().keys() <= TIME_COLOURS.keys()
-    assert sum(times.shares().values()) == pytest.approx(1, abs=0.01)
-    assert "sent tensor" in str(planning)
-    assert "of 2 tensor-parallel ranks each" in str(planning)
-    assert "Bottleneck: the tensor-parallel link (within a node)" in str(planning)
-    assert "waits for the tensor link" in page_of(planning, tmp_path)
-
-
-# Context parallelism.
-
-LONG = 2**15
-
-
-def long_batch(size: int = 1) -> dict[str, Tensor]:
-    tokens = torch.zeros(size, LONG, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
-
-
-@functools.cache
-def shared(*degrees: int) -> fe.StrategyPlan:
-    """With these degrees of context parallelism, on one axis."""
-    return plan(context_parallel=degrees, meshes=[(WORLD,)], quick=True)
-
-
-def contexts_of(planning: fe.StrategyPlan) -> set[tuple[int, ...]]:
-    """Meshes with their degrees of context parallelism."""
-    candidates = [each.candidate for each in planning.outcomes]
-    return {(*each.mesh, each.context_parallel) for each in candidates}
-
-
-def test_a_context_parallel_degree_is_simulated_as_by_itself() -> None:
-    """Four ranks have two batches, of two ranks each."""
-    for outcome in shared(1, 2).outcomes:
-        candidate = outcome.candidate
-        assert is_quick(candidate)
-        assert outcome.items == TOKENS.numel() * WORLD // candidate.context_parallel
-        assert outcome.items == TOKENS.numel() * candidate.num_batches
-    outcome = next(each for each in shared(2).outcomes if each.times is not None)
-    alone = fe.simulate(
-        llama,
-        WORLD,
-        batch=llama_batch(),
-        context_parallel=2,
-        machine=MACHINE,
-        strategy=outcome.candidate.strategy,
-    )
-    assert outcome.times is not None
-    assert outcome.times.step == pytest.approx(alone.seconds)
-    assert outcome.memory == alone.memory
-    assert outcome.sent == alone.sent_bytes
+def linears(**options: Any) -> fe.StrategyPlan:
+    return plan(TOKENS, build=Model, **options)
 
 
 def request(**changes: Any) -> PlanRequest:
-    """Of a plan with all strategies, whose candidates are not simulated."""
+    """Of a plan whose candidates are not simulated."""
     names = inspect.signature(fe.plan).parameters
     defaults = {name: each.default for name, each in names.items() if name != "options"}
     given = {"build": llama, "batch": llama_batch, "world_size": 16, "machine": fe.H100, **changes}
     return PlanRequest(**{**defaults, **given})
+
+
+def test_degrees_are_those_that_fit_a_node_and_the_models_heads(simulated: list[Any]) -> None:
+    for ranks_per_node, found in ((1, []), (2, [2]), (8, [2])):  # there are two key heads
+        assert fitting_degrees(llama(), WORLD, ranks_per_node) == found
+    assert fitting_degrees(llama(), 3, 8) == []
+    assert fitting_degrees(Model(), WORLD, 8) == []
+    assert degrees_of(plan(tensor_parallel="auto", meshes=[(WORLD,), (2,)])) == {1, 2}
+    assert degrees_of(plan(meshes=[(WORLD,)])) == {1}
+    # A model without a plan has one degree.
+    with pytest.raises(ValueError, match="expected a model of transformers"):
+        linears(tensor_parallel=2)
+    found = linears(tensor_parallel=(1, 2), meshes=[(WORLD,), (2,)], parallelize=cut)
+    assert degrees_of(found) == {1, 2}
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "context_parallel"])
+def test_a_degree_is_simulated_as_by_itself(name: str) -> None:
+    """Also a mesh that equals that of an earlier simulation, whose process groups are gone."""
+    hook = sys.excepthook
+    for outcome in only(2).outcomes if name == "tensor_parallel" else shared().outcomes:
+        candidate = outcome.candidate
+        assert is_quick(candidate)
+        assert candidate.data_parallel * candidate.tensor_parallel == WORLD
+        assert getattr(candidate, name) == 2
+        alone = one_step(llama, candidate, llama_batch(), machine=MACHINE)
+        assert outcome.times is not None
+        assert outcome.times.step == pytest.approx(alone.seconds)
+        assert outcome.memory == alone.memory
+        assert outcome.sent == alone.sent_bytes
+        assert outcome.items == TOKENS.numel() * 2 == TOKENS.numel() * candidate.num_batches
+    assert sys.excepthook is hook  # no prefix of a rank
+    assert {each.items for each in only(1).outcomes} == {TOKENS.numel() * WORLD}
+
+
+def test_the_fastest_degrees_have_all_levels(simulated: list[Any]) -> None:
+    """Without data parallelism alone, two tensor-parallel ranks are the fastest that fit."""
+    found = [each.candidate for each in plan(make=fe.plan, tensor_parallel=2).outcomes]
+    assert {each.strategy for each in found} == set(LEVELS)
+    assert len(found) == len(set(found))
+    quick = [each.candidate for each in plan(tensor_parallel=2).outcomes]
+    assert set(quick) == set(filter(is_quick, found))
+
+
+def test_ranks_of_a_node_share_matrices_first(simulated: list[Any]) -> None:
+    """Four ranks a node: two places of two ranks, so HSDP has nodes x 2."""
+    machine = replace(MACHINE, ranks_per_node=4)
+    planning = plan(tensor_parallel=2, world_size=8, machine=machine)
+    assert {each.candidate.mesh for each in planning.outcomes} == {(4,), (2, 2)}
+    assert {each.candidate.ranks for each in planning.outcomes} == {"4, TP 2", "2 x 2, TP 2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "link", "least", "texts"),
+    [
+        (
+            {"tensor_parallel": 2, "meshes": [(2,)], "seconds": 0},
+            "tensor link",
+            0.5,
+            [
+                "sent tensor",
+                "of 2 tensor-parallel ranks each",
+                "Bottleneck: the tensor-parallel link (within a node)",
+            ],
+        ),
+        (
+            {"context_parallel": 2, "meshes": [(WORLD,)]},
+            "context link",
+            0.3,
+            [
+                "sent context",
+                "4, CP 2",
+                "on 4 ranks in context-parallel groups of 2",
+                "the context-parallel link (within a node)",
+            ],
+        ),
+    ],
+    ids=["tensor", "context"],
+)
+def test_waits_for_a_link_are_a_part_of_the_step(
+    options: dict[str, Any], link: str, least: float, texts: list[str]
+) -> None:
+    slow = replace(MACHINE, within_node=replace(fe.H100.within_node, bandwidth=1e7))
+    planning = plan(machine=slow, **options)
+    times = planning.outcomes[0].times
+    assert times is not None
+    assert times.shares()[link] > least
+    assert times.shares().keys() <= TIME_COLOURS.keys()
+    assert sum(times.shares().values()) == pytest.approx(1, abs=0.01)
+    shown = str(planning)
+    for text in texts:
+        assert text in shown
+    assert planning.simulate is not None
+    step = planning.simulate(planning.outcomes[0].candidate)
+    assert f"waits for the {link}" in page_of(planning, step)
 
 
 def degrees_in(found: PlanRequest, *degrees: int) -> set[tuple[int, ...]]:
@@ -208,164 +196,61 @@ def test_candidates_have_all_pairs_of_degrees_that_fit() -> None:
     assert {each[-2] for each in both if each[-1] == 1} == {1, 2, 4, 8}
 
 
-def test_auto_tries_context_parallelism_for_long_sequences() -> None:
-    assert contexts_of(plan(context_parallel="auto", meshes=[(WORLD,)], quick=True)) == {(4, 1)}
-    found = plan(
-        context_parallel="auto", meshes=[(2, 2)], quick=True, batch=long_batch, checkpointing=[True]
-    )
+def contexts_of(planning: fe.StrategyPlan) -> set[tuple[int, ...]]:
+    """Meshes with their degrees of context parallelism."""
+    candidates = [each.candidate for each in planning.outcomes]
+    return {(*each.mesh, each.context_parallel) for each in candidates}
+
+
+def test_auto_tries_context_parallelism_for_long_sequences(simulated: list[Any]) -> None:
+    tokens = torch.zeros(1, 2**15, dtype=torch.long)
+    long = {"input_ids": tokens, "labels": tokens}
+    assert contexts_of(plan(context_parallel="auto", meshes=[(WORLD,)])) == {(4, 1)}
+    found = plan(long, context_parallel="auto", meshes=[(2, 2)])
     assert contexts_of(found) == {(2, 2, 1), (2, 2, 2)}
 
 
-def test_a_global_batch_has_rows_for_groups_of_context_parallel_ranks() -> None:
-    """Two rows a step: one for each of two groups of two ranks."""
-    with pytest.raises(ValueError, match="global_batch: expected a multiple of 128 tokens"):
-        plan(global_batch=64)
-    planning = plan(context_parallel=(1, 2), global_batch=64, quick=True, meshes=[(WORLD,)])
-    assert contexts_of(planning) == {(4, 2)}
-    assert planning.setting.global_batch == 64
-
-
-def test_waits_for_the_context_parallel_link_are_a_part_of_the_step(tmp_path: Path) -> None:
-    link = replace(fe.H100.within_node, bandwidth=1e7)
-    machine = replace(MACHINE, within_node=link)
-    planning = plan(context_parallel=2, meshes=[(WORLD,)], machine=machine, quick=True)
-    times = planning.outcomes[0].times
-    assert times is not None
-    assert times.shares()["context link"] > 0.3
-    assert times.shares().keys() <= TIME_COLOURS.keys()
-    assert "sent context" in str(planning)
-    assert "4, CP 2" in str(planning)
-    assert "on 4 ranks in context-parallel groups of 2" in str(planning)
-    assert "the context-parallel link (within a node)" in str(planning)
-    assert "waits for the context link" in page_of(planning, tmp_path)
-
-
-def test_a_plan_where_activations_do_not_fit_names_context_parallelism() -> None:
-    hint = "Context parallelism (`context_parallel=`) may be enough."
-    assert hint in str(planned(1).within(1000.0))
-    assert hint not in str(shared(1, 2).within(1000.0))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context_parallel": 3}, "context_parallel: expected a divisor of the 4 ranks; found 3"),
-        (
-            {"context_parallel": 4, "meshes": [(2, 2)]},
-            "context_parallel: expected a divisor of the inner axis .* 2 ranks; found 4",
-        ),
-        ({"context_parallel": 0}, "context_parallel: expected 1 rank or more; found 0"),
-        ({"context_parallel": "all"}, "context_parallel: expected numbers of ranks, such as"),
-        ({"context_parallel": 2, "formulas": True}, "context_parallel: expected 1 with formulas"),
-        ({"context_parallel": 2, "machine": HOST}, "torch has no ring attention for CPUs; found 2"),
-        (
-            {"context_parallel": 2, "batch": torch.zeros(2, 30, dtype=torch.long)},
-            "context_parallel: expected sequences divisible by 4, .* found 30 tokens and 2 ranks",
-        ),
-    ],
-)
-def test_wrong_context_parallel_degrees(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        plan(**changes)
-
-
-def _shared_losses(path: str) -> tuple[list[float], tuple[int, ...], int]:
-    """Losses of two steps, sizes of the engine's mesh, and context-parallel ranks."""
-    torch.manual_seed(0)
-    model = llama()
-    engine = fe.StrategyPlan.load(path).shard(model)
-    root = engine.mesh.device_mesh._get_root_mesh()
-    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
-    sizes = engine.mesh.outer.size, engine.mesh.inner.size
-    return _trained(model, optimizer), sizes, root["cp"].size()
-
-
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
-def test_a_plan_shards_over_ranks_that_share_sequences(
-    ranks: Ranks, tmp_path: Path, mesh: tuple[int, ...]
+@pytest.mark.parametrize(("name", "mesh"), [("tensor_parallel", (2,)), ("context_parallel", (4,))])
+def test_a_global_batch_too_small_for_data_parallel_ranks_alone(
+    name: str, mesh: tuple[int, ...], simulated: list[Any]
 ) -> None:
-    """Attention of CPUs is not ring attention: all ranks have whole sequences here."""
-    planning = plan(context_parallel=2, meshes=[mesh], quick=True)
-    planning.save(tmp_path / "plan.json")
-    torch.manual_seed(0)
-    model = llama()
-    expected = _trained(model, torch.optim.AdamW(model.parameters()))
-    for losses, sizes, num_context in ranks.run(
-        _shared_losses, str(tmp_path / "plan.json"), world_size=WORLD
-    ):
-        assert losses == pytest.approx(expected, rel=1e-4)
-        assert sizes[-1] == mesh[-1]
-        assert math.prod(sizes) == WORLD
-        assert num_context == 2
-
-
-def test_a_plan_where_nothing_fits_names_tensor_parallelism() -> None:
-    few = planned(1).within(1000.0)
-    assert 'Tensor parallelism (`tensor_parallel="auto"`) may be enough.' in str(few)
-    assert "Tensor parallelism" not in str(planned(1, 2).within(1000.0))
-
-
-def test_a_global_batch_too_small_for_data_parallel_ranks_alone() -> None:
-    """One row a step for each of two places of two ranks; four ranks cannot share two rows."""
+    """Two rows a step: one for each of two groups of two ranks; four ranks cannot share them."""
     with pytest.raises(ValueError, match="global_batch: expected a multiple of 128 tokens"):
         plan(global_batch=64)
-    planning = plan(tensor_parallel=(1, 2), global_batch=64, quick=True)
-    assert degrees_of(planning) == {2}
+    planning = plan(**{name: (1, 2)}, global_batch=64, meshes=list({(WORLD,): 1, mesh: 1}))
+    found = [each.candidate for each in planning.outcomes]
+    assert {(each.mesh, getattr(each, name)) for each in found} == {(mesh, 2)}
     assert planning.setting.global_batch == 64
     with pytest.raises(ValueError, match="global_batch: expected a multiple of 64 tokens"):
         plan(tensor_parallel=2, global_batch=32)
 
 
-def test_hopeless_candidates_are_left_out_with_tensor_parallelism() -> None:
+def test_a_plan_where_nothing_fits_names_degrees_that_were_not_tried() -> None:
+    tensor = 'Tensor parallelism (`tensor_parallel="auto"`) may be enough.'
+    context = "Context parallelism (`context_parallel=`) may be enough."
+    assert tensor in str(plan(make=fe.plan, formulas=True).within(1000.0))
+    assert tensor not in str(both().within(1000.0))
+    assert context in str(only(1).within(1000.0))
+    assert context not in str(shared().within(1000.0))
+
+
+def test_hopeless_candidates_are_left_out_with_tensor_parallelism(simulated: list[Any]) -> None:
     """Twelve bytes an element on half a rank each: 136 kB of weights and optimizer state."""
     num_elements = sum(each.numel() for each in llama().parameters())
     few = plan(tensor_parallel=2, meshes=[(2,)], memory=12 * num_elements / 2 - 1000, offload=None)
     assert {each.candidate.strategy for each in few.outcomes} == {"optim", "optim_grads_params"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tensor_parallel": 3}, "tensor_parallel: expected a divisor of the 4 ranks; found 3"),
-        ({"tensor_parallel": (1, 4)}, "tensor_parallel: expected a divisor of the 2 num_key_value"),
-        ({"tensor_parallel": 0}, "tensor_parallel: expected 1 rank or more; found 0"),
-        ({"tensor_parallel": ()}, "tensor_parallel: expected a divisor of the 4 ranks"),
-        ({"tensor_parallel": "all"}, "tensor_parallel: expected numbers of ranks, such as"),
-        ({"tensor_parallel": 2, "formulas": True}, "tensor_parallel: expected 1 with formulas"),
-        ({"tensor_parallel": "auto", "formulas": True}, "tensor_parallel: expected 1 with form"),
-        (
-            {"tensor_parallel": "auto", "parallelize": cut},
-            "tensor_parallel: expected numbers of ranks with parallelize",
-        ),
-        ({"tensor_parallel": (1, 2), "meshes": ((3,),)}, "sizes of 4 or 2 ranks each"),
-    ],
-)
-def test_wrong_degrees(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        plan(**changes)
-
-
-def test_a_model_without_a_plan_has_one_degree() -> None:
-    with pytest.raises(ValueError, match="expected a model of transformers"):
-        _linears(tensor_parallel=2)
-    found = _linears(tensor_parallel=(1, 2), meshes=[(WORLD,), (2,)], parallelize=cut)
-    assert degrees_of(found) == {1, 2}
-
-
-def _linears(**options: Any) -> fe.StrategyPlan:
-    arguments = {"world_size": WORLD, "machine": MACHINE, "checkpointing": (False,), **options}
-    return fe.plan(Model, TOKENS, quick=True, **arguments)
-
-
-def test_other_numbers_of_ranks_leave_out_degrees_that_do_not_divide_them() -> None:
-    found = planned(1, 2).scaling([1, 2])
+def test_other_numbers_of_ranks_leave_out_degrees_that_do_not_divide_them(
+    simulated: list[Any],
+) -> None:
+    found = plan(tensor_parallel=(1, 2), meshes=[(4,), (2,)]).scaling([1, 2])
     assert [each.label for each in found.rows] == ["1", "2"]
 
 
 def test_a_saved_plan_has_its_degrees(tmp_path: Path) -> None:
-    planning = planned(1, 2)
-    planning.save(tmp_path / "plan.json")
-    assert fe.StrategyPlan.load(tmp_path / "plan.json").outcomes == planning.outcomes
+    both().save(tmp_path / "plan.json")
+    assert fe.StrategyPlan.load(tmp_path / "plan.json").outcomes == both().outcomes
     content = json.loads((tmp_path / "plan.json").read_text())
     content["outcomes"][0]["candidate"]["tensor_parallel"] = "two"
     (tmp_path / "other.json").write_text(json.dumps(content))
@@ -373,33 +258,12 @@ def test_a_saved_plan_has_its_degrees(tmp_path: Path) -> None:
         fe.StrategyPlan.load(tmp_path / "other.json")
 
 
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
-    given = ["plan", "--model", str(tmp_path / "config.json"), "--batch", "1x32", "--world", "8"]
-    given += ["--recompute", "off", "--quick-only"]
-    found = CliRunner().invoke(app, [*given, "--tensor-parallel", "auto"])
-    assert found.exit_code == 0, found.output
-    assert "4, TP 2" in found.output
-    found = CliRunner().invoke(app, [*given, "--context-parallel", "4"])
-    assert found.exit_code == 0, found.output
-    assert "8, CP 4" in found.output
-    found = CliRunner().invoke(app, [*given, "--tensor-parallel", "2", "--outer", "2"])
-    assert found.exit_code == 0, found.output
-    assert "2 x 2, TP 2" in found.output
-    found = CliRunner().invoke(app, [*given, "--tensor-parallel", "auto", "--outer", "2"])
-    assert found.exit_code == 2
-    assert "--outer: expected numbers for --tensor-parallel" in " ".join(found.output.split())
-
-
 # What a plan says is then trained.
 
 
-def _losses(path: str, case: str) -> tuple[list[float], tuple[int, ...], bool]:
-    """Losses of two steps on the planned ranks, sizes of the engine's mesh, and whether the model
-    has DTensors."""
+def _losses(path: str, case: str) -> tuple[list[float], tuple[int, ...], bool, int]:
+    """Losses of two steps on the planned ranks, sizes of the engine's mesh, whether the model has
+    DTensors, and context-parallel ranks."""
     planning = fe.StrategyPlan.load(path)
     if case == "linears":
         planning = replace(planning, parallelize=cut)
@@ -415,16 +279,22 @@ def _losses(path: str, case: str) -> tuple[list[float], tuple[int, ...], bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["fsdp_engine.sharding"], "make_engine", noting)
         engine = planning.shard(model)
+    root = engine.mesh.device_mesh._get_root_mesh()
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
-    losses = _trained(model, optimizer)
-    return losses, (engine.mesh.outer.size, engine.mesh.inner.size), *has_dtensors
+    sizes = engine.mesh.outer.size, engine.mesh.inner.size
+    num_context = root["cp"].size() if "cp" in (root.mesh_dim_names or ()) else 1
+    return _trained(model, optimizer), sizes, *has_dtensors, num_context
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """Losses of two steps."""
     losses = []
     for _ in range(2):
-        loss = _loss(model)
+        loss: Tensor
+        if isinstance(model, Model):
+            loss = model(TOKENS % 16)
+        else:
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -432,47 +302,34 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-def _loss(model: nn.Module) -> Tensor:
-    if isinstance(model, Model):
-        loss: Tensor = model(TOKENS % 16)
-        return loss
-    loss = model(input_ids=TOKENS, labels=TOKENS).loss
-    return loss
-
-
 @pytest.mark.parametrize(
-    ("case", "degree", "sizes"),
+    ("case", "degree", "context", "sizes"),
     [
-        ("llama", 1, (2, 2)),
-        ("llama", 2, (2,)),
-        ("linears", 2, (2, 1)),
-        ("linears", 4, (1,)),
+        ("llama", 1, 1, (2, 2)),
+        ("llama", 2, 1, (2,)),
+        ("linears", 2, 1, (2, 1)),
+        ("linears", 4, 1, (1,)),
+        # Attention of CPUs is not ring attention: all ranks have whole sequences here.
+        ("llama", 1, 2, (4,)),
+        ("llama", 1, 2, (2, 2)),
     ],
 )
 def test_a_planned_model_trains_on_its_ranks(
-    ranks: Ranks, tmp_path: Path, case: str, degree: int, sizes: tuple[int, ...]
+    ranks: Ranks, tmp_path: Path, case: str, degree: int, context: int, sizes: tuple[int, ...]
 ) -> None:
-    planning = (
-        plan(tensor_parallel=degree, meshes=[sizes], quick=True)
-        if case == "llama"
-        else _linears(tensor_parallel=degree, meshes=[sizes], parallelize=cut)
-    )
-    planning.save(tmp_path / "plan.json")
+    options = {"tensor_parallel": degree, "context_parallel": context, "meshes": [sizes]}
+    make: Any = plan if case == "llama" else functools.partial(linears, parallelize=cut)
+    make(seconds=0, **options).save(tmp_path / "plan.json")
     torch.manual_seed(0)
     model = llama() if case == "llama" else Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    expected = _trained(model, optimizer)
+    expected = _trained(model, torch.optim.AdamW(model.parameters()))
     found = ranks.run(_losses, str(tmp_path / "plan.json"), case, world_size=WORLD)
-    for losses, engine_sizes, has_dtensors in found:
+    for losses, engine_sizes, has_dtensors, num_context in found:
         assert losses == pytest.approx(expected, rel=1e-4)
         assert math.prod(engine_sizes) == WORLD // degree
         assert engine_sizes[-1] == sizes[-1]
         assert has_dtensors == (degree > 1)
-
-
-def test_fe_shard_refuses_what_it_would_not_apply(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"found .* 2 tensor-parallel .*planning.shard"):
-        _ = planned(2).best
+        assert num_context == context
 
 
 def _refused(path: str, other: str) -> str:
@@ -487,23 +344,24 @@ def _refused(path: str, other: str) -> str:
 
 
 def test_plans_that_differ_between_ranks_are_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    planned(2).save(tmp_path / "plan.json")
-    planned(1).save(tmp_path / "other.json")
-    planned(2).within(1000.0).save(tmp_path / "none.json")
-    plan(world_size=2, quick=True).save(tmp_path / "two.json")
-    path = str(tmp_path / "plan.json")
-    for other, message in (
-        ("other.json", "expected the same on all ranks"),
-        ("none.json", "expected a candidate that fits"),
-        ("two.json", "expected a plan for 4 ranks; found one for 2"),
+    with pytest.raises(ValueError, match=r"found .* 2 tensor-parallel .*planning.shard"):
+        _ = only(2).best  # fe.shard would not apply it
+    path, other = str(tmp_path / "plan.json"), str(tmp_path / "other.json")
+    only(2).save(path)
+    for planning, message in (
+        (only(1), "expected the same on all ranks"),
+        (only(2).within(1000.0), "expected a candidate that fits"),
+        (
+            replace(only(2), setting=replace(both().setting, world_size=2)),
+            "expected a plan for 4 ranks; found one for 2",
+        ),
     ):
-        for told in ranks.run(_refused, path, str(tmp_path / other), world_size=WORLD):
+        planning.save(other)
+        for told in ranks.run(_refused, path, other, world_size=WORLD):
             assert message in told
 
 
 def _shard_the_data_parallel_ranks(path: str) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-
     planning = fe.StrategyPlan.load(path)
     mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = llama()
@@ -512,10 +370,8 @@ def _shard_the_data_parallel_ranks(path: str) -> str:
 
 
 def test_auto_takes_the_candidates_of_the_meshs_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    planning = planned(1, 2)
-    planning.save(tmp_path / "plan.json")
-    outcomes = [each for each in planning.outcomes if each.candidate.tensor_parallel == 2]
-    chosen = outcomes[0].candidate
+    both().save(tmp_path / "plan.json")
+    chosen = only(2).outcomes[0].candidate
     found = ranks.run(_shard_the_data_parallel_ranks, str(tmp_path / "plan.json"), world_size=WORLD)
     assert found == [f"({chosen.strategy}, {chosen.outer_strategy})"] * WORLD
 
@@ -528,9 +384,3 @@ def test_a_planned_candidate_names_its_ranks() -> None:
         "optim_grads_params + no_shard on 2 x 4 ranks of 8 tensor-parallel ranks each, "
         "no checkpointing"
     )
-
-
-def test_an_error_has_no_prefix_of_a_rank_after_simulations() -> None:
-    hook = sys.excepthook
-    plan(tensor_parallel=2, meshes=[(2,)], quick=True)
-    assert sys.excepthook is hook

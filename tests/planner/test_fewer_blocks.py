@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner import job, strategy_search
+from fsdp_engine.planner import job
 from fsdp_engine.planner.fewer_blocks import Repeated, find_repeated
-from tests.models import Transformer, token_batch
+from tests.planner.made_plans import Words, quick_plan, words
 
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 DEPTH = 22
@@ -21,43 +23,33 @@ SLOW = replace(DEVICE, between_nodes=replace(DEVICE.between_nodes, bandwidth=2e8
 
 
 def deep() -> nn.Module:
-    return Transformer(num_blocks=DEPTH, dim=32)
+    return Words(num_blocks=DEPTH)
 
 
-def planned(**options: Any) -> tuple[fe.StrategyPlan, list[int]]:
+def planned(make: Any = fe.plan, **options: Any) -> tuple[fe.StrategyPlan, list[int]]:
     """A plan, and the depths that it has simulated."""
     depths = []
     simulate = job.simulate
 
     def counted(build: Any, *args: Any, **named: Any) -> fe.Simulation:
-        model = build()
-        depths.append(len(model.blocks))
+        depths.append(len(build().blocks))
         return simulate(build, *args, **named)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "simulate", counted)
-        plan = fe.plan(
-            deep,
-            lambda size=1: token_batch(size, 1),
-            world_size=4,
-            mp_policy=POLICY,
-            min_unit_size=0,
-            **options,
-        )
-    return plan, depths
+    with patch.object(job, "simulate", counted):
+        given = {"world_size": 4, "mp_policy": POLICY, "min_unit_size": 0, "offload": None}
+        return make(deep, words, **{**given, **options}), depths
 
 
 JOBS: dict[str, dict[str, Any]] = {
-    "quick": {"meshes": [(4,)], "checkpointing": (True,), "offload": None, "quick": True},
-    "recomputed": {"meshes": [(4,)], "checkpointing": (True,), "offload": None},
+    "quick": {"meshes": [(4,)], "checkpointing": (True,), "make": quick_plan, "seconds": 0},
+    "recomputed": {"meshes": [(4,)], "checkpointing": (True,)},
     "slow nodes": {
         "meshes": [(2, 2)],
         "checkpointing": (False,),
-        "offload": None,
         "machine": SLOW,
         "microbatches": 5,
     },
-    "selective": {"checkpointing": ("selective",), "microbatches": 2, "offload": None},
+    "selective": {"checkpointing": ("selective",), "microbatches": 2},
     "on the host": {
         "meshes": [(4,)],
         "checkpointing": (False, "offload"),
@@ -73,7 +65,6 @@ JOBS: dict[str, dict[str, Any]] = {
 def test_a_deep_model_has_the_rows_of_all_of_its_blocks(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)  # one candidate of a quick plan
     options = {"machine": DEVICE, "memory": 1e12, **JOBS[name]}
     found, depths = planned(**options)
     assert set(depths) == set(Repeated("blocks", 0, DEPTH, 1).depths)
@@ -108,45 +99,29 @@ class Uneven(nn.Module):
         return x.sum()
 
 
-def test_a_model_whose_blocks_do_not_add_the_same_is_simulated_in_full(
-    monkeypatch: pytest.MonkeyPatch,
+class Indexed(nn.Module):
+    """Needs all of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(DEPTH):
+            x = self.blocks[number](x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("build", [Uneven, Indexed])
+def test_a_model_whose_blocks_are_not_on_a_line_is_simulated_in_full(
+    build: Callable[[], nn.Module],
 ) -> None:
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)  # one candidate
-    plan = fe.plan(
-        Uneven,
-        (torch.zeros(4, 8),),
-        world_size=2,
-        meshes=[(2,)],
-        checkpointing=(False,),
-        machine=DEVICE,
-        min_unit_size=0,
-        offload=None,
-        quick=True,
-    )
-    alone = fe.simulate(Uneven, 2, batch=(torch.zeros(4, 8),), machine=DEVICE, min_unit_size=0)
+    options: Any = {"world_size": 2, "machine": DEVICE, "min_unit_size": 0}
+    once = {"meshes": [(2,)], "checkpointing": (False,), "offload": None, "seconds": 0}
+    plan = quick_plan(build, torch.zeros(4, 8), **once, **options)
     (level_3,) = plan.outcomes
     assert level_3.candidate.strategy == "optim_grads_params"
-    assert level_3.memory == alone.memory
-
-
-def test_a_model_that_needs_all_of_its_blocks_is_simulated_in_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 0.0)  # one candidate
-
-    class Indexed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for number in range(DEPTH):
-                x = self.blocks[number](x)
-            return x.sum()
-
-    options = {"world_size": 2, "meshes": [(2,)], "checkpointing": (False,), "machine": DEVICE}
-    plan = fe.plan(Indexed, (torch.zeros(4, 8),), offload=None, quick=True, **options)
-    assert len(plan.outcomes) == 1
+    assert level_3.memory == fe.simulate(build, batch=torch.zeros(4, 8), **options).memory
 
 
 def blocks_of(*kinds: Any) -> nn.Module:

@@ -21,6 +21,7 @@ import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COPY_IN, STATE_LANES
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import ROLES
+from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.estimates import Estimate, compare, estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import Outcome
@@ -28,6 +29,7 @@ from fsdp_engine.planner.plan_request import EVERYTHING
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.terminal import format_bytes
 from tests.models import Transformer, token_batch
+from tests.planner.made_plans import simulated
 from tests.pool import Ranks
 
 WORLD, WIDTH, BLOCKS = 4, 256, 6
@@ -49,22 +51,31 @@ def batch() -> torch.Tensor:
     return torch.ones(2, WIDTH)
 
 
-def planned(offload: Any, memory: float = PLENTY, **options: Any) -> fe.StrategyPlan:
-    given = {"machine": MACHINE, "checkpointing": (False,), "min_unit_size": 0, **options}
-    return fe.plan(build, batch, world_size=WORLD, memory=memory, offload=offload, **given)
+def plan(
+    offload: Any, memory: float = PLENTY, machine: fe.Machine = MACHINE, **options: Any
+) -> fe.StrategyPlan:
+    """On one axis."""
+    given = {"checkpointing": (False,), "min_unit_size": 0, "meshes": ((WORLD,),), **options}
+    return fe.plan(
+        build, batch, world_size=WORLD, machine=machine, memory=memory, offload=offload, **given
+    )
+
+
+planned = functools.cache(plan)
 
 
 @functools.cache
 def limit() -> float:
     """Bytes that some candidate needs at most with its state on the host, and none without."""
-    without, host = (
-        min(each.peak_bytes for each in planned(offload).outcomes) for offload in (None, HOST)
-    )
+    without, host = least(None), least(HOST)
     assert host < 0.8 * without
     return (host + without) / 2
 
 
-@functools.cache
+def least(offload: Any) -> int:
+    return min(each.peak_bytes for each in planned(offload).outcomes)
+
+
 def planned_tightly() -> fe.StrategyPlan:
     return planned("auto", limit())
 
@@ -79,10 +90,21 @@ def test_state_on_the_host_is_tried_only_if_nothing_fits() -> None:
     chosen = chosen_of(planned_tightly())
     assert chosen.candidate.offload == HOST
     assert all(each.lacking for each in planned_tightly().outcomes if not each.candidate.offload)
-    without = planned(None, limit())
+    without = planned(None).within(limit())
     assert without.chosen is None
     assert "Optimizer state on the host (`offload`) may be enough." in str(without)
     assert "Offloaded optimizer state is not enough." in str(planned_tightly().within(1024.0))
+    # The text names it and the memory of a node.
+    text = str(planned_tightly())
+    each = chosen.elsewhere["host"]
+    assert each == STATE // WORLD
+    assert ", no checkpointing, optimizer state on the host: " in text
+    node = f"{format_bytes(2 * each)} on the host, {format_bytes(each)} of each rank."
+    assert f"Each node keeps {node}" in text
+    header = next(line for line in text.splitlines() if "recompute" in line)
+    assert "offloaded" in header
+    assert "elsewhere" in header
+    assert "offloaded" not in str(planned(None))
 
 
 @pytest.mark.thorough
@@ -94,25 +116,14 @@ def test_candidates_that_cannot_fit_with_it_are_not_tried() -> None:
     assert not any(each.candidate.offload for each in planned("auto", 1024.0).outcomes)
     # A host that computes has no other memory.
     on_host = replace(MACHINE, host_runs_ahead=False)
-    assert planned("auto", limit(), machine=on_host).chosen is None
+    assert plan("auto", limit(), machine=on_host).chosen is None
     unknown = replace(MACHINE, host_link=None)
-    assert planned("auto", limit(), machine=unknown).chosen is None
+    assert plan("auto", limit(), machine=unknown).chosen is None
 
 
 def test_an_offloaded_outcome_equals_its_simulation() -> None:
     chosen = chosen_of(planned_tightly())
-    candidate = chosen.candidate
-    found = fe.simulate(
-        build,
-        WORLD,
-        batch=batch(),
-        mesh=candidate.mesh,
-        machine=MACHINE,
-        strategy=candidate.strategy,
-        outer_strategy=candidate.outer_strategy,
-        offload=HOST,
-        min_unit_size=0,
-    )
+    found = simulated(build, chosen.candidate, batch(), machine=MACHINE, min_unit_size=0)
     assert (chosen.memory, chosen.elsewhere) == (found.memory, found.elsewhere)
     assert chosen.times is not None
     assert chosen.times.step == found.seconds
@@ -126,7 +137,7 @@ def test_an_offloaded_outcome_equals_its_simulation() -> None:
 
 @pytest.mark.thorough
 def test_steps_beside_forward_are_a_trial() -> None:
-    planning = planned("auto", limit())
+    planning = planned_tightly()
     chosen = chosen_of(planning)
     (trial,) = (each for each in planning.trials if "overlap_forward" in each.change)
     assert trial.speedup > 1.05
@@ -137,22 +148,6 @@ def test_steps_beside_forward_are_a_trial() -> None:
     assert "With steps beside forward (`overlap_forward=True`): " in str(planning)
     assert "optimizer state on the host, stepped beside forward: " in str(beside)
     assert not any("overlap_forward" in each.change for each in beside.trials)
-
-
-def test_the_plan_names_it_and_the_memory_of_a_node() -> None:
-    text = str(planned_tightly())
-    chosen = chosen_of(planned_tightly())
-    each = chosen.elsewhere["host"]
-    assert each in (STATE // WORLD, STATE // 2)
-    assert ", no checkpointing, optimizer state on the host: " in text
-    assert (
-        f"Each node keeps {format_bytes(2 * each)} on the host, {format_bytes(each)} of each rank."
-        in text
-    )
-    header = next(line for line in text.splitlines() if "recompute" in line)
-    assert "offloaded" in header
-    assert "elsewhere" in header
-    assert "offloaded" not in str(planned(None))
 
 
 def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
@@ -169,9 +164,7 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
     path.write_text(json.dumps(content))
     old = fe.StrategyPlan.load(path)
     assert "offload" not in old.best
-    pytest.importorskip("matplotlib")
-    import matplotlib as mpl
-
+    mpl: Any = pytest.importorskip("matplotlib")
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
     save_figure(planned_tightly(), tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
@@ -187,14 +180,12 @@ def test_a_given_offload_is_that_of_all_candidates_and_of_shard(tmp_path: Path) 
     own = planning.arguments(given={"offload": fe.Offload()})
     assert own["offload"] == fe.Offload()
     disk = fe.Offload(optimizer_state="disk", folder=tmp_path)
-    planning = planned(disk, machine=replace(MACHINE, host_runs_ahead=False))
+    planning = plan(disk, machine=replace(MACHINE, host_runs_ahead=False))
     assert planning.best["offload"] == disk
     planning.save(tmp_path / "plan.json")
     loaded = fe.StrategyPlan.load(tmp_path / "plan.json").best["offload"]
     assert (loaded.optimizer_state, loaded.folder) == ("disk", str(tmp_path))
-    with pytest.raises(TypeError, match=r"offload: expected an fe\.Offload, 'auto' or None"):
-        planned("host")
-    on_device = planned(disk, machine=replace(MACHINE, disk=MACHINE.host_link))
+    on_device = plan(disk, machine=replace(MACHINE, disk=MACHINE.host_link))
     assert on_device.best["offload"] == disk
     assert on_device.outcomes[0].elsewhere["host"] == disk_staging.NUM_BYTES
     everything = fe.Offload(folder=tmp_path, **dict.fromkeys(ROLES, "disk"))
@@ -218,9 +209,8 @@ def test_shard_takes_it_from_a_plan(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_formulas_try_it_too() -> None:
     # Formulas know no activations: what they lack is what they know.
-    without = planned(None, formulas=True)
-    least = min(each.peak_bytes for each in without.outcomes)
-    planning = planned("auto", 0.9 * least, formulas=True)
+    without = min(each.peak_bytes for each in plan(None, formulas=True).outcomes)
+    planning = plan("auto", 0.9 * without, formulas=True)
     first = planning.outcomes[0]
     assert first.candidate.offload == HOST
     assert first.fits is None
@@ -241,9 +231,9 @@ def test_an_estimate_holds_two_units_of_state_on_the_device(level: str) -> None:
 def test_an_estimate_is_at_most_the_simulation_of_chunks() -> None:
     found = estimate(build(), world_size=WORLD, offload=HOST, min_unit_size=0)
     assert found.optimizer_bytes == 2 * STATE / BLOCKS / WORLD
-    simulated = fe.simulate(build, WORLD, batch=batch(), offload=HOST, min_unit_size=0)
-    assert simulated.elsewhere == found.elsewhere
-    assert simulated.memory["optimizer"] <= found.optimizer_bytes + 64
+    step = fe.simulate(build, WORLD, batch=batch(), offload=HOST, min_unit_size=0)
+    assert step.elsewhere == found.elsewhere
+    assert step.memory["optimizer"] <= found.optimizer_bytes + 64
 
 
 POLICIES = {
@@ -262,7 +252,7 @@ class Linears(nn.Sequential):
     """Blocks without padding."""
 
     def __init__(self) -> None:
-        blocks = [nn.Sequential(nn.Linear(32, 32, bias=False)) for _ in range(4)]
+        blocks = [nn.Sequential(nn.Linear(32, 32, bias=False)) for _ in range(3)]
         super().__init__(*blocks)
 
 
@@ -271,16 +261,16 @@ def compare_with_ledgers(roles: tuple[str, ...], every: bool) -> list[str]:
     size = dist.get_world_size()
     meshes = [(1, size)] if size == 1 else [(1, size), (size, 1)]
     outer_levels = ("no_shard", "optim", "optim_grads_params") if every else ("optim",)
+    # A model with padding and an optimizer without state, and the other way round.
+    kinds = itertools.product(POLICIES, (0, 8)) if every else zip(POLICIES, (0, 8), strict=True)
     lines = []
-    for mesh, name, level, outer in itertools.product(meshes, POLICIES, LEVELS, outer_levels):
+    for mesh, (name, size), level, outer in itertools.product(meshes, kinds, LEVELS, outer_levels):
         if "gradients" in roles and not shards_gradients(level):
             continue
         if LEVELS.index(outer) > LEVELS.index(level) or (mesh[0] == 1 and outer != outer_levels[0]):
             continue
-        case = f"{mesh}, {name}, {level}, {outer}, {roles}"
-        # A model with padding and an optimizer without state, and the other way round.
-        lines += [f"{case}: {each}" for each in differences(mesh, name, level, outer, roles, 0)]
-        lines += [f"{case}: {each}" for each in differences(mesh, name, level, outer, roles, 8)]
+        found = differences(mesh, name, level, outer, roles, size)
+        lines += [f"{mesh}, {name}, {level}, {outer}, {roles}: {each}" for each in found]
     return lines
 
 
@@ -299,7 +289,7 @@ def differences(
             "offload": offload,
             "min_unit_size": 0,
         }
-        model: nn.Module = Linears() if bytes_per_element else Transformer(4, tied=True)
+        model: nn.Module = Linears() if bytes_per_element else Transformer(2, tied=True)
         inputs = (torch.ones(2, 32),) if bytes_per_element else token_batch(2, 1)
         planned = estimate(
             model,
@@ -381,18 +371,18 @@ def test_an_estimate_is_the_simulation_of_what_lies_elsewhere(
         "min_unit_size": 0,
     }
 
-    def simulated() -> fe.Simulation:
+    def step() -> fe.Simulation:
         return fe.simulate(Linears, 4, batch=torch.ones(1, 32), **options)
 
     refused = "" if shards_gradients(level) else r"offload\.gradients: expected 'device'"
     if (level, policy) == ("optim_grads", "fp32"):
         refused = r"offload\.main_weights: expected main weights .* no part of compute weights"
     if refused:
-        for refuses in (lambda: estimate(Linears(), world_size=4, **options), simulated):
+        for refuses in (lambda: estimate(Linears(), world_size=4, **options), step):
             with pytest.raises(ValueError, match=refused):
                 refuses()
         return
-    planned, found = estimate(Linears(), world_size=4, **options), simulated()
+    planned, found = estimate(Linears(), world_size=4, **options), step()
     assert found.elsewhere == planned.elsewhere
     counters = 4 * 4
     assert found.memory["optimizer"] <= planned.optimizer_bytes + counters
@@ -414,15 +404,11 @@ def test_levels_that_do_not_allow_it_are_left_out() -> None:
     assert pairs == [(LEVELS[-1], "no_shard"), (LEVELS[-1], LEVELS[-1])]
 
 
-@functools.cache
 def limit_of_everything() -> float:
     """Bytes that some candidate needs at most with everything on the host, and none with state
     alone there."""
-    state, everything = (
-        min(each.peak_bytes for each in planned(offload).outcomes) for offload in (HOST, EVERYTHING)
-    )
-    assert everything < 0.9 * state
-    return state - 1
+    assert least(EVERYTHING) < 0.9 * least(HOST)
+    return least(HOST) - 1
 
 
 @pytest.mark.thorough
@@ -446,7 +432,7 @@ def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
 @pytest.mark.thorough
 def test_everything_on_the_host_is_not_tried_without_the_figure_of_its_memory() -> None:
     where = replace(MACHINE, host_memory_bandwidth=None)
-    planning = planned("auto", limit_of_everything(), machine=where)
+    planning = plan("auto", limit_of_everything(), machine=where)
     assert planning.chosen is None
     assert {each.candidate.offload for each in planning.outcomes} == {None, HOST}
     assert "Offloaded optimizer state is not enough." in str(planning)
@@ -454,31 +440,18 @@ def test_everything_on_the_host_is_not_tried_without_the_figure_of_its_memory() 
 
 @pytest.mark.thorough
 def test_the_text_says_what_of_it_may_help() -> None:
-    least = min(each.peak_bytes for each in planned(EVERYTHING).outcomes)
-    kept = planned(None, least)
+    kept = planned(None).within(least(EVERYTHING))
     assert "Main weights, gradients and optimizer state on the host may be enough." in str(kept)
-    assert "Everything on the host is not enough." in str(planned(EVERYTHING, 1024.0))
+    assert "Everything on the host is not enough." in str(planned(EVERYTHING).within(1024.0))
 
 
 def test_waits_for_brought_weights_are_copies_of_state() -> None:
-    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     slow = replace(MACHINE, host_link=fe.TwoWayLink(1e8, 1e8, 1e8))
-    planning = planned(EVERYTHING, machine=slow, mp_policy=policy)
+    options: dict[str, Any] = {"mp_policy": POLICIES["bf16"]}
+    planning = plan(EVERYTHING, machine=slow, **options)
     assert {each.candidate.strategy for each in planning.outcomes} == set(LEVELS[2:])
-    chosen = planning.chosen
-    assert chosen is not None
-    found = fe.simulate(
-        build,
-        WORLD,
-        mesh=chosen.candidate.mesh,
-        batch=batch(),
-        machine=slow,
-        strategy=chosen.candidate.strategy,
-        outer_strategy=chosen.candidate.outer_strategy,
-        offload=EVERYTHING,
-        mp_policy=policy,
-        min_unit_size=0,
-    )
+    chosen = chosen_of(planning)
+    found = simulated(build, chosen.candidate, batch(), machine=slow, min_unit_size=0, **options)
     waits = sum(found.exposed_by_lane.get(lane, 0.0) for lane in (COPY_IN, *STATE_LANES))
     assert found.exposed_by_lane[COPY_IN] > 0
     assert chosen.times is not None
@@ -486,7 +459,6 @@ def test_waits_for_brought_weights_are_copies_of_state() -> None:
 
 
 def test_the_host_that_steps_is_named() -> None:
-    stepped = replace(EVERYTHING, step_on="host")
-    planning = planned(stepped)
-    assert planning.chosen is not None
-    assert planning.chosen.candidate.offloaded == "everything on the host, stepped there"
+    stepped = Candidate((4,), LEVELS[-1], "no_shard", False)
+    stepped = replace(stepped, offload=replace(EVERYTHING, step_on="host"))
+    assert stepped.offloaded == "everything on the host, stepped there"

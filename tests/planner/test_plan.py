@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,28 +23,26 @@ from fsdp_engine.planner.candidates import fitting_meshes
 from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import KINDS, Outcome, is_faster
-from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, row_label, table_unit
+from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, row_label
 from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.strategies import ALL_STRATEGIES
 from fsdp_engine.terminal import format_count
-from tests.models import LENGTH, Transformer, token_batch
-from tests.pool import RankError, Ranks
+from tests.planner.made_plans import LENGTH, SETTING, Words, quick_plan, rows, simulated, words
+from tests.pool import Ranks
 
-WORLD = 4
+WORLD, ROWS = 4, 8
 MACHINE = replace(fe.H100, ranks_per_node=2)
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-ROWS = 8
+OPTIONS = {"mp_policy": POLICY, "min_unit_size": 0}
+SLOW = fe.A100.between_nodes.__class__(1e6, 0.0)
 
 
 def build() -> nn.Module:
-    return Transformer(num_blocks=2, dim=32)
+    return Words()
 
 
-def batch(size: int = ROWS) -> tuple[Tensor, Tensor]:
-    return token_batch(size, 1)
-
-
-OPTIONS = {"mp_policy": POLICY, "min_unit_size": 0}
+def batch(size: int = ROWS) -> Tensor:
+    return words(size)
 
 
 @functools.cache
@@ -103,25 +102,25 @@ def test_meshes_that_fit(world: int, node: int, expected: list[tuple[int, ...]])
 
 
 def test_an_outcome_equals_its_simulation() -> None:
-    for outcome in planned().outcomes[::9]:
-        candidate = outcome.candidate
-        found = fe.simulate(
-            build,
-            WORLD,
-            batch=batch(),
-            mesh=candidate.mesh,
-            machine=MACHINE,
-            strategy=candidate.strategy,
-            outer_strategy=candidate.outer_strategy,
-            checkpointing=candidate.checkpointing,
-            **OPTIONS,
-        )
+    for outcome in planned().outcomes[::11]:
+        found = simulated(build, outcome.candidate, batch(), machine=MACHINE, **OPTIONS)
         assert outcome.times is not None
         assert (outcome.times.step, outcome.memory) == (found.seconds, found.memory)
         assert outcome.times.exposed_sum == pytest.approx(found.exposed_seconds)
         assert sum(outcome.times.shares().values()) == pytest.approx(1.0)
         assert outcome.items == WORLD * ROWS * LENGTH
         assert outcome.rate == outcome.items / found.seconds
+    assert planned().simulate is not None
+    chosen = planned().outcomes[0]
+    again = planned().simulate(chosen.candidate)
+    assert isinstance(again, Simulation)
+    assert again.spans
+    assert again.seconds == chosen.times.step
+    trials = {each.change: each for each in planned().trials}
+    twice = simulated(build, chosen.candidate, batch(2 * ROWS), machine=MACHINE, **OPTIONS)
+    rate = 2 * chosen.items / twice.seconds
+    assert trials["a microbatch twice as large"].speedup == pytest.approx(rate / chosen.rate)
+    assert trials["4 microbatches a step"].speedup > 1
 
 
 def test_bytes_sent_are_those_of_the_formulas() -> None:
@@ -157,16 +156,13 @@ def test_the_recommendation_contains_choice_reason_and_changes() -> None:
     text = str(planned_tightly())
     chosen, *_ = planned_tightly().outcomes
     assert f"Use {chosen.candidate}: " in text
-    faster = [
-        each for each in planned_tightly().outcomes if not each.fits and is_faster(each, chosen)
-    ]
-    nearest = min(faster, key=lambda each: each.rate)
+    lacking = [each for each in planned_tightly().outcomes if not each.fits]
+    nearest = min((e for e in lacking if is_faster(e, chosen)), key=lambda each: each.rate)
     assert f"The next faster candidate, {nearest.candidate}, is " in text
     assert f"the largest part of its memory is {nearest.largest_kind}" in text
     assert "Bottleneck: the host; compute takes" in text  # so small a model on so large a machine
     for row in (line for line in text.splitlines() if ", " in line and "│" in line):
         assert re.search(rf"│ -[\d,]+, ({'|'.join(KINDS)}) │", row), row
-    lacking = [each for each in planned_tightly().outcomes if not each.fits]
     assert text.count(f", {lacking[0].largest_kind} │") > 0
     loose = str(planned())
     assert "No candidate that does not fit would be faster." in loose
@@ -175,38 +171,16 @@ def test_the_recommendation_contains_choice_reason_and_changes() -> None:
 
 
 def test_a_candidate_that_does_not_fit_and_is_hardly_faster_is_not_denied() -> None:
-    planning = planned_tightly()
-    chosen = planning.outcomes[0]
-    assert chosen.times is not None
+    chosen = planned_tightly().outcomes[0]
 
     def text(speedup: float) -> str:
-        assert chosen.times is not None
         times = replace(chosen.times, step=chosen.times.step / speedup)
         other = replace(chosen, times=times, lacking=1.0)
-        return str(replace(planning, outcomes=(chosen, other), trials=()))
+        return str(replace(planned_tightly(), outcomes=(chosen, other), trials=()))
 
     assert "No candidate that does not fit would be faster." in text(0.9999)
     assert "No candidate that does not fit would be faster by more than 0.2%." in text(1.001)
     assert "The next faster candidate, " in text(1.003)
-
-
-def test_trials_are_simulated() -> None:
-    trials = {each.change: each for each in planned().trials}
-    chosen = planned().outcomes[0]
-    found = fe.simulate(
-        build,
-        WORLD,
-        batch=batch(2 * ROWS),
-        mesh=chosen.candidate.mesh,
-        machine=MACHINE,
-        strategy=chosen.candidate.strategy,
-        outer_strategy=chosen.candidate.outer_strategy,
-        checkpointing=chosen.candidate.checkpointing,
-        **OPTIONS,
-    )
-    rate = 2 * chosen.items / found.seconds
-    assert trials["a microbatch twice as large"].speedup == pytest.approx(rate / chosen.rate)
-    assert trials["4 microbatches a step"].speedup > 1
 
 
 class OneSize(nn.Module):
@@ -226,39 +200,27 @@ def test_a_batch_that_cannot_be_doubled_is_no_advice() -> None:
 
 
 def test_the_bottleneck_is_named() -> None:
-    slow = fe.A100.between_nodes.__class__(1e6, 0.0)
     runs = {"world_size": WORLD, "checkpointing": (False,), "min_unit_size": 0}
-    between = fe.plan(build, batch, machine=replace(MACHINE, between_nodes=slow), **runs)
+    between = quick_plan(build, batch, machine=replace(MACHINE, between_nodes=SLOW), **runs)
     assert between.chosen is not None
     assert between.chosen.candidate.mesh == (2, 2)
     assert "Bottleneck: the outer link (between nodes)" in str(between)
-    within = replace(MACHINE, within_node=slow, ranks_per_node=4)
-    assert "Bottleneck: the inner link (within a node)" in str(
-        fe.plan(build, batch, machine=within, meshes=[(WORLD,)], **runs)
-    )
+    node = replace(MACHINE, within_node=SLOW, ranks_per_node=4)
+    within = quick_plan(build, batch, machine=node, meshes=[(WORLD,)], seconds=0, **runs)
+    assert "Bottleneck: the inner link (within a node)" in str(within)
 
 
 def test_microbatch_sizes_are_compared_by_their_rate() -> None:
-    planning = fe.plan(
-        build,
-        batch,
-        world_size=2,
-        machine=MACHINE,
-        microbatch_sizes=(2, 8),
-        checkpointing=(False,),
-    )
-    by_size = {
-        size: [each for each in planning.outcomes if each.candidate.microbatch_size == size]
-        for size in (2, 8)
-    }
-    assert [len(found) for found in by_size.values()] == [4, 4]
-    assert {each.items for each in by_size[8]} == {2 * 8 * LENGTH}
+    sizes = {"microbatch_sizes": (2, 8), "checkpointing": (False,)}
+    planning = quick_plan(build, batch, world_size=2, machine=MACHINE, **sizes)
+    items = [(each.candidate.microbatch_size, each.items) for each in planning.outcomes]
+    assert sorted(items) == 3 * [(2, 2 * 2 * LENGTH)] + 3 * [(8, 2 * 8 * LENGTH)]
     assert planning.outcomes[0].candidate.microbatch_size == 8  # the host is the bottleneck
     assert "microbatches of 8" in str(planning)
 
 
 class Searching(nn.Module):
-    """A loop whose length depends on a value."""
+    """Depends on a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +233,7 @@ class Searching(nn.Module):
         return x.sum()
 
 
-def test_a_model_that_reads_values_is_planned_by_formulas() -> None:
+def test_a_model_that_reads_values_is_planned_by_formulas(tmp_path: Path) -> None:
     planning = fe.plan(Searching, torch.ones(2, 8), world_size=WORLD, machine=MACHINE)
     assert "test_plan.py" in planning.setting.why_unknown
     assert "if x.sum() > 0:" in planning.setting.why_unknown
@@ -282,6 +244,8 @@ def test_a_model_that_reads_values_is_planned_by_formulas() -> None:
     assert planning.simulate is None
     assert "Activations and times are unknown" in str(planning)
     assert_fit_is_unknown(planning)
+    save_figure(planning, tmp_path / "unknown.png")
+    assert (tmp_path / "unknown.png").stat().st_size > 1000
 
 
 def assert_fit_is_unknown(planning: fe.StrategyPlan) -> None:
@@ -323,7 +287,7 @@ def raising(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mistake", [wrong_shape, on_another_device, raising])
 def test_a_model_that_fails_is_an_error_with_its_line(mistake: Callable[[Tensor], Tensor]) -> None:
-    arguments = {"world_size": WORLD, "machine": MACHINE}
+    arguments: Any = {"world_size": WORLD, "machine": MACHINE}
     with pytest.raises(fe.SimulationError, match="# here") as caught:
         fe.plan(lambda: Mistaken(mistake), torch.ones(2, 8), **arguments)
     assert caught.value.file == __file__
@@ -342,29 +306,24 @@ class Reading(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("build", "error", "message"),
+    ("build", "columns", "error", "message"),
     [
-        (int, TypeError, "build: expected a function that returns a torch.nn.Module; found int"),
-        (Reading, fe.SimulationError, "building the model failed at .*test_plan.py"),
+        (int, 8, TypeError, "build: expected a function that returns a torch.nn.Module; found int"),
+        (Reading, 8, fe.SimulationError, "building the model failed at .*test_plan.py"),
+        (Searching, 7, fe.SimulationError, "forward failed"),
     ],
 )
-def test_a_model_that_cannot_be_built(
-    build: Callable[[], nn.Module], error: type[Exception], message: str
+def test_models_and_batches_that_do_not_run(
+    build: Callable[[], nn.Module], columns: int, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        fe.plan(build, torch.ones(2, 8), world_size=WORLD)
-
-
-def test_a_batch_of_a_wrong_shape_is_an_error() -> None:
-    with pytest.raises(fe.SimulationError, match="forward failed"):
-        fe.plan(Searching, torch.ones(2, 7), world_size=WORLD, machine=MACHINE)
+        fe.plan(build, torch.ones(2, columns), world_size=WORLD)
 
 
 def test_nothing_fits() -> None:
     planning = planned().within(2.0**10)
     assert planning.chosen is None
-    text = str(planning)
-    assert "No candidate fits 1.0 KiB. The nearest is" in text
+    assert "No candidate fits 1.0 KiB. The nearest is" in str(planning)
     with pytest.raises(ValueError, match="plan: expected a candidate that fits; found none"):
         _ = planning.best
 
@@ -379,32 +338,21 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     path.write_text(json.dumps({"setting": {}}))
     with pytest.raises(ValueError, match=r"plan\.json: expected a plan as written by `save`"):
         fe.StrategyPlan.load(path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="expected a plan"):
-        fe.StrategyPlan.load(path)
 
 
 def test_its_picture_shows_every_row_and_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
-    import matplotlib as mpl
-
+    mpl: Any = pytest.importorskip("matplotlib")
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
-    slow = fe.A100.between_nodes.__class__(1e6, 0.0)
-    planning = fe.plan(
-        build,
-        batch,
-        world_size=WORLD,
-        machine=replace(MACHINE, between_nodes=slow),
-        memory=a_limit(),
-        checkpointing=(False,),
-        **OPTIONS,
-    )
+    small = [
+        replace(each, memory={kind: size // 1024 for kind, size in each.memory.items()})
+        for each in rows()
+    ]
+    setting = replace(SETTING, memory=SETTING.memory / 1024)
+    planning = fe.StrategyPlan(setting, tuple(small)).within(setting.memory)
     save_figure(planning, tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
-    for outcome in planning.outcomes:
-        assert outcome.candidate.levels in drawn
     for word in (*KINDS, "compute", "waits for the inner link", "limit ", "step time (ms)"):
         assert word in drawn
     # The chosen row is marked, and bars have their values in the units of the table.
@@ -414,19 +362,14 @@ def test_its_picture_shows_every_row_and_the_limit(
     assert f">\u25b6 {row_label(chosen)}<" in drawn
     assert f"chosen: {chosen.candidate}" in drawn
     assert "faded: does not fit" in drawn
-    unit, name = table_unit(planning.outcomes)
-    assert name == "MiB"
-    assert f"peak memory of one rank ({name})" in drawn
+    assert "peak memory of one rank (MiB)" in drawn
     for outcome in planning.outcomes:
-        assert f"{outcome.peak_bytes / unit:,.0f}" in drawn
+        assert outcome.candidate.levels in drawn
+        assert f"{outcome.peak_bytes / 2**20:,.0f}" in drawn
         assert outcome.times is not None
         value = f"{1e3 * outcome.times.step:,.1f}, {format_count(outcome.rate)} tokens/s"
         assert value in drawn
-    table = str(planning)
-    assert f"{chosen.peak_bytes / unit:,.0f} \u2502" in table
-    unknown = fe.plan(Searching, torch.ones(2, 8), world_size=WORLD, machine=MACHINE)
-    save_figure(unknown, tmp_path / "unknown.png")
-    assert (tmp_path / "unknown.png").stat().st_size > 1000
+    assert f"{chosen.peak_bytes / 2**20:,.0f} \u2502" in str(planning)
 
 
 def test_a_colour_has_one_meaning() -> None:
@@ -436,71 +379,39 @@ def test_a_colour_has_one_meaning() -> None:
     assert min(math.dist(a, b) for a, b in itertools.combinations(channels, 2)) > 50
 
 
-def test_the_chosen_step_can_be_simulated_again() -> None:
-    planning = planned()
-    assert planning.simulate is not None
-    assert planning.chosen is not None
-    found = planning.simulate(planning.chosen.candidate)
-    assert isinstance(found, Simulation)
-    assert found.spans
-    assert planning.chosen.times is not None
-    assert found.seconds == planning.chosen.times.step
+MESHES = (None, (4,), (2, 2))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
-        ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
-        ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
-        ({"meshes": []}, "expected at least one candidate; found none"),
-        ({"microbatch_sizes": (1,), "batch": batch()}, "batch: expected a function of the"),
-        ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
-        ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
-        ({"build": "tests.models"}, "build: expected module:function"),
-        ({"batch": 3}, "batch: expected tensors; found none"),
-        ({"units": "missing.*"}, "units: expected pattern"),
-    ],
-)
-def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
-    arguments = {"build": build, "batch": batch, "world_size": WORLD, "machine": MACHINE}
-    with pytest.raises(ValueError, match=message):
-        fe.plan(**{**arguments, **changes})  # type: ignore[arg-type]
-    assert not dist.is_initialized()
+def _shard_by_plan(path: str) -> list[tuple[object, ...]]:
+    """On each of ``MESHES``."""
+    found: list[tuple[object, ...]] = []
+    for sizes in MESHES:
+        mesh = None if sizes is None else init_device_mesh("cpu", sizes)
+        model = build()
+        options: Any = {"plan": fe.StrategyPlan.load(path), "min_unit_size": 0}
+        engine = fe.shard(model, mesh, strategy="auto", initial_values="rank0", **options)
+        model(batch()).backward()
+        wrapped = {type(block.forward).__name__ for block in model.blocks}
+        axes = (engine.mesh.outer.size, engine.mesh.inner.size)
+        found.append((str(engine.strategy), axes, wrapped))
+    return found
 
 
-def _shard_by_plan(path: str, mesh_sizes: tuple[int, ...] | None) -> tuple[object, ...]:
-    planning = fe.StrategyPlan.load(path)
-    mesh = None if mesh_sizes is None else init_device_mesh("cpu", mesh_sizes)
-    model = build()
-    engine = fe.shard(
-        model, mesh, strategy="auto", plan=planning, min_unit_size=0, initial_values="rank0"
-    )
-    loss = model(*batch())
-    loss.backward()
-    wrapped = {type(block.forward).__name__ for block in model.blocks}
-    sizes = (engine.mesh.outer.size, engine.mesh.inner.size)
-    return str(engine.strategy), sizes, sorted(wrapped)
+def test_auto_uses_the_best_candidate_of_a_plan(ranks: Ranks, tmp_path: Path) -> None:
+    planned_tightly().save(tmp_path / "plan.json")
+    expected: list[tuple[object, ...]] = []
+    for mesh in MESHES:
+        every = (each.candidate for each in planned_tightly().outcomes)
+        chosen = next(each for each in every if mesh in (None, each.mesh))
+        sizes = chosen.mesh if len(chosen.mesh) == 2 else (1, *chosen.mesh)
+        wrapped = {"CheckpointedForward" if chosen.checkpointing else "method"}
+        expected.append((f"({chosen.strategy}, {chosen.outer_strategy})", sizes, wrapped))
+    found = ranks.run(_shard_by_plan, str(tmp_path / "plan.json"), world_size=WORLD)
+    assert found == [expected] * WORLD
 
 
-@pytest.mark.parametrize("mesh", [None, (4,), (2, 2)])
-def test_auto_uses_the_best_candidate_of_a_plan(
-    ranks: Ranks, tmp_path: Path, mesh: tuple[int, ...] | None
-) -> None:
-    planning = planned_tightly()
-    planning.save(tmp_path / "plan.json")
-    chosen = next(
-        each for each in planning.outcomes if mesh is None or each.candidate.mesh == mesh
-    ).candidate
-    found = ranks.run(_shard_by_plan, str(tmp_path / "plan.json"), mesh, world_size=WORLD)
-    forward = "CheckpointedForward" if chosen.checkpointing else "method"
-    sizes = chosen.mesh if len(chosen.mesh) == 2 else (1, *chosen.mesh)
-    levels = f"({chosen.strategy}, {chosen.outer_strategy})"
-    assert found == [(levels, sizes, [forward])] * WORLD
-
-
-def _refusals(path: str, small: str) -> list[str]:
-    planning, nothing = fe.StrategyPlan.load(path), fe.StrategyPlan.load(small)
+def _refusals(*paths: str) -> list[str]:
+    planning, nothing, of_four = map(fe.StrategyPlan.load, paths)
     told = []
     tries = [
         {"strategy": "auto"},
@@ -509,6 +420,7 @@ def _refusals(path: str, small: str) -> list[str]:
         {"strategy": "auto", "plan": nothing},
         # One rank has another plan.
         {"strategy": "auto", "plan": nothing if dist.get_rank() == 1 else planning},
+        {"strategy": "auto", "plan": of_four},
     ]
     for arguments in tries:
         try:
@@ -519,29 +431,19 @@ def _refusals(path: str, small: str) -> list[str]:
 
 
 def test_auto_refuses_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    planning = fe.plan(build, batch, world_size=2, meshes=[(2,)], checkpointing=(False,))
-    planning.save(tmp_path / "a.json")
-    planning.within(2.0**10).save(tmp_path / "b.json")
-    paths = (str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    planning = quick_plan(build, batch, world_size=2, meshes=[(2,)], seconds=0)
+    paths = [str(tmp_path / f"{number}.json") for number in range(3)]
+    for each, path in zip((planning, planning.within(2.0**10), planned()), paths, strict=True):
+        each.save(path)
     for told in ranks.run(_refusals, *paths, world_size=2):
-        assert len(told) == 5
+        assert len(told) == 6
         assert "plan: expected what fe.plan found" in told[0]
         assert 'strategy: expected "auto" with a plan' in told[1]
         assert "outer_strategy: expected None with" in told[2]
         assert "expected a candidate that fits; found none" in told[3]
         assert "No candidate fits 1.0 KiB" in told[3]
         assert "expected a candidate that fits; found none" in told[4]
-
-
-def _shard_on_two(path: str) -> None:
-    dist.get_rank()
-    fe.shard(build(), strategy="auto", plan=fe.StrategyPlan.load(path))
-
-
-def test_a_planning_for_other_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    planned().save(tmp_path / "plan.json")
-    with pytest.raises(RankError, match="plan: expected a plan for 2 ranks; found one for 4"):
-        ranks.run(_shard_on_two, str(tmp_path / "plan.json"), world_size=2)
+        assert "plan: expected a plan for 2 ranks; found one for 4" in told[5]
 
 
 def test_the_previous_name_of_the_class_is_deprecated() -> None:

@@ -20,22 +20,20 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fsdp_engine as fe
-from fsdp_engine.planner import job, plan_cache, plan_request, strategy_search
+from fsdp_engine.planner import job, plan_cache, strategy_search
 from fsdp_engine.planner.plan_cache import cache_folder, digest
-from tests.models import Transformer, token_batch
+from tests.planner.made_plans import Words, quick_plan, words
 
 
 def build() -> nn.Module:
-    return Transformer(num_blocks=2, dim=32)
+    return Words()
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    return token_batch(4, 1)
-
-
-def planned(machine: fe.Machine = fe.H100, **options: Any) -> fe.StrategyPlan:
-    arguments: dict[str, Any] = {"build": build, "batch": batch, "world_size": 16, **options}
-    return fe.plan(machine=machine, meshes=[(2, 8)], checkpointing=(True,), cache=True, **arguments)
+def planned(**options: Any) -> fe.StrategyPlan:
+    """Of one candidate, level 3."""
+    given = {"build": build, "batch": words, "world_size": 16, "meshes": [(2, 8)], **options}
+    activations = given.pop("checkpointing", (True,))
+    return quick_plan(seconds=0, checkpointing=activations, cache=True, **given)
 
 
 @pytest.fixture(autouse=True)
@@ -44,69 +42,53 @@ def sources_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "_STARTED_NS", 2**63)
 
 
-@pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Strategies of the simulations that run."""
-    tried: list[str] = []
+def test_cached_rows_are_exactly_those_computed(
+    monkeypatch: pytest.MonkeyPatch, cache_home: Path
+) -> None:
+    tried: list[Any] = []
     simulate = job.simulate
 
-    def counted(*args: object, **options: Any) -> fe.Simulation:
-        tried.append(options["strategy"])
+    def counted(*args: Any, **options: Any) -> fe.Simulation:
+        tried.append(args)
         return simulate(*args, **options)
 
     monkeypatch.setattr(job, "simulate", counted)
-    return tried
-
-
-def test_cached_rows_are_exactly_those_computed(simulated: list[str], cache_home: Path) -> None:
-    first = planned()
-    count = len(simulated)
-    assert count == 12  # ten pairs, and two variations of the choice
+    arguments = {"world_size": 16, "meshes": [(2, 8)], "checkpointing": (True,)}
+    first = fe.plan(build, words, cache=True, **arguments)
+    assert len(tried) == 12  # ten pairs, and two variations of the choice
     assert cache_folder() == cache_home / "fsdp_engine" / "plans"
     assert len(list(cache_folder().glob("*.json"))) == 1
-    again = planned()
-    assert len(simulated) == count
-    assert again.outcomes == first.outcomes
-    assert again.trials == first.trials
-    uncached = fe.plan(build, batch, world_size=16, meshes=[(2, 8)], checkpointing=(True,))
-    assert uncached.outcomes == first.outcomes
-    assert len(simulated) == 2 * count
-
-
-@pytest.mark.thorough
-def test_a_smaller_limit_takes_the_same_rows(simulated: list[str]) -> None:
-    first = planned()
-    count = len(simulated)
+    again = fe.plan(build, words, cache=True, **arguments)
     limit = min(each.peak_bytes for each in first.outcomes)
-    tight = planned(memory=limit)
+    tight = fe.plan(build, words, cache=True, memory=limit, offload=None, **arguments)
+    assert len(tried) <= 12 + 2  # variations of another choice
+    assert (again.outcomes, again.trials) == (first.outcomes, first.trials)
     assert tight.outcomes == first.within(limit).outcomes
-    assert len(simulated) <= count + 2  # variations of another choice
+    tried.clear()
+    assert fe.plan(build, words, **arguments).outcomes == first.outcomes
+    assert len(tried) == 12
 
 
 def wider() -> nn.Module:
-    return Transformer(num_blocks=2, dim=64)
+    return Words(dim=64)
 
 
 def with_an_attribute() -> nn.Module:
-    model = build()
+    model = Words()
     model.blocks[0].scale = 3
     return model
 
 
 def with_a_function() -> nn.Module:
-    model = build()
+    model = Words()
     model.blocks[0].attend = lambda x: x
     return model
 
 
 def with_a_compiled_block() -> nn.Module:
-    model = build()
+    model = Words()
     model.blocks[0].compile()
     return model
-
-
-def longer() -> tuple[Tensor, Tensor]:
-    return token_batch(5, 1)
 
 
 def scaled(factor: float) -> Callable[[Any], Tensor]:
@@ -125,7 +107,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
         {"build": with_a_function},
         {"build": with_a_compiled_block},
         {"compile": True},
-        {"batch": longer},
+        {"batch": words(5)},
         {"machine": replace(fe.H100, host_seconds=9e-6)},
         {"machine": replace(fe.H100, processor=replace(fe.H100.processor, memory_bytes=81e9))},
         {"world_size": 32, "meshes": [(4, 8)]},
@@ -140,55 +122,33 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     ids=lambda changes: "-".join(changes),
 )
 def test_another_job_is_not_answered_from_the_cache(
-    changes: dict[str, Any], simulated: list[str], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], simulated: list[Any]
 ) -> None:
-    planned_pairs(monkeypatch)
-    planned()
-    simulated.clear()
-    meshes = changes.pop("meshes", [(2, 8)])
-    arguments: dict[str, Any] = {"build": build, "batch": batch, "world_size": 16, **changes}
-    fe.plan(meshes=meshes, checkpointing=(True,), cache=True, **arguments)
-    assert simulated.count("optim_grads_params") >= 1
+    for _ in range(2):
+        planned()
+    assert len(simulated) == 1
+    for _ in range(2):
+        planned(**changes)
+    assert len(simulated) == 2
 
 
-def test_a_setting_of_the_compiler_makes_another_job(
-    simulated: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "owner", "name", "value"),
+    [
+        ({}, fe, "__version__", "9.9.9"),
+        ({}, torch, "__version__", "9.9.9"),
+        ({"compile": True}, inductor_config, "_micro_pipeline_tp", True),
+    ],
+)
+def test_another_version_or_setting_of_the_compiler_is_another_job(
+    options: dict[str, Any], owner: Any, name: str, value: object, simulated: list[Any]
 ) -> None:
-    planned_pairs(monkeypatch)
-    counts = []
-    for is_async in (False, False, True):
-        with patch.object(inductor_config, "_micro_pipeline_tp", is_async):
-            planned(compile=True)
-        counts.append(len(simulated))
-    assert 0 < counts[0] == counts[1] < counts[2]
-
-
-def planned_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Level 3 alone, without variations, for the test's time."""
-    every = plan_request.candidates
-
-    def some(*args: Any) -> Any:
-        return (
-            each
-            for each in every(*args)
-            if (each.strategy, each.outer_strategy) == ("optim_grads_params", "no_shard")
-        )
-
-    monkeypatch.setattr(plan_request, "candidates", some)
-    monkeypatch.setattr(job.Job, "trials", lambda *_: ())
-
-
-def test_closures_of_equal_code_differ_by_their_values() -> None:
-    assert digest(scaled(2.0)) == digest(scaled(2.0)) is not None
-    assert digest(scaled(2.0)) != digest(scaled(3.0))
-
-
-def test_an_object_that_cannot_be_pickled_is_not_cached(cache_home: Path) -> None:
-    assert digest([open]) is not None
-    assert digest(iter([]).__class__) is not None
-    assert digest(each for each in ()) is None
-    planned(loss=_Unpicklable())
-    assert not cache_home.exists()
+    planned(**options)
+    planned(**options)
+    assert len(simulated) == 1
+    with patch.object(owner, name, value):
+        planned(**options)
+    assert len(simulated) == 2
 
 
 class _Unpicklable:
@@ -199,34 +159,35 @@ class _Unpicklable:
         raise TypeError("not this one")
 
 
-def test_sets_have_a_digest_without_order() -> None:
+def test_a_digest_is_that_of_code_and_values(simulated: list[Any], cache_home: Path) -> None:
+    assert digest(scaled(2.0)) == digest(scaled(2.0)) is not None
+    assert digest(scaled(2.0)) != digest(scaled(3.0))
+    assert digest([open]) is not None
+    assert digest(iter([]).__class__) is not None
     words = [f"word {number}" for number in range(100)]
     other = set[str]()
     for word in words[::-1]:
         other.add(word)
     assert digest({"of": set(words)}) == digest({"of": other})
+    # An object that cannot be pickled is not cached.
+    assert digest(each for each in ()) is None
+    planned(loss=_Unpicklable())
+    assert not cache_home.exists()
 
 
-@pytest.mark.parametrize("name", ["__version__", "torch"])
-def test_another_version_is_another_job(
-    name: str, monkeypatch: pytest.MonkeyPatch, simulated: list[str]
-) -> None:
-    planned_pairs(monkeypatch)
-    planned()
-    assert len(simulated) == 1
-    if name == "torch":
-        monkeypatch.setattr(torch, "__version__", "9.9.9")
-    else:
-        monkeypatch.setattr(fe, "__version__", "9.9.9")
-    planned()
-    assert len(simulated) == 2
+def keeps_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
 
 
-def test_a_changed_source_file_is_not_answered(
-    monkeypatch: pytest.MonkeyPatch, simulated: list[str]
-) -> None:
+def test_rows_with_a_policy_of_the_user_are_not_cached(simulated: list[Any]) -> None:
+    for count in (1, 2):
+        planned(checkpointing=(fe.Checkpointing(policy=keeps_all),))
+        assert len(simulated) == count
+    assert not list(cache_folder().glob("*.json"))
+
+
+def test_a_changed_source_file_is_not_answered(simulated: list[Any]) -> None:
     """Of the engine, of the model, or of a library that it imports."""
-    planned_pairs(monkeypatch)
     planned()
     (path,) = cache_folder().glob("*.json")
     content = json.loads(path.read_text())
@@ -243,38 +204,32 @@ def test_a_changed_source_file_is_not_answered(
 
 
 def test_a_process_whose_sources_are_newer_than_it_keeps_nothing(
-    monkeypatch: pytest.MonkeyPatch, cache_home: Path
+    monkeypatch: pytest.MonkeyPatch, cache_home: Path, simulated: list[Any]
 ) -> None:
-    planned_pairs(monkeypatch)
     monkeypatch.setattr(plan_cache, "_STARTED_NS", Path(__file__).stat().st_mtime_ns - 1)
     planned()
     assert not cache_home.exists()
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"files": {}}', '{"files": 3, "rows": {}}'])
-def test_a_damaged_file_is_written_anew(
-    text: str, monkeypatch: pytest.MonkeyPatch, simulated: list[str]
-) -> None:
-    planned_pairs(monkeypatch)
+def test_a_damaged_file_is_written_anew(text: str, simulated: list[Any]) -> None:
     expected = planned().outcomes
     (path,) = cache_folder().glob("*.json")
     path.write_text(text)
-    assert planned().outcomes == expected
-    assert planned().outcomes == expected
+    for _ in range(2):
+        assert planned().outcomes == expected
     assert len(simulated) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, cache_home: Path
+    cache_home: Path, simulated: list[Any]
 ) -> None:
-    planned_pairs(monkeypatch)
     cache_home.write_text("a file")
     with pytest.warns(UserWarning, match="cache: rows are not kept"):
         planned()
 
 
-def test_the_oldest_jobs_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned_pairs(monkeypatch)
+def test_the_oldest_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, simulated: list[Any]) -> None:
     monkeypatch.setattr(plan_cache, "_MOST_JOBS", 2)
     cache_folder().mkdir(parents=True)
     for age in (3, 2, 1):
@@ -289,7 +244,7 @@ SCRIPT = """
     import sys, torch
     from torch import nn
     import fsdp_engine as fe
-    from fsdp_engine.planner import job, strategy_search
+    from fsdp_engine.planner import job
     from helper import width
 
     def build():
@@ -318,7 +273,7 @@ def test_processes_share_rows_until_a_helper_changes(tmp_path: Path, is_compiled
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
 
     def run(width: int) -> list[str]:
-        helper.write_text(f"def width():\\n    return {width}\\n".encode().decode("unicode_escape"))
+        helper.write_text(f"def width():\n    return {width}\n")
         os.utime(helper, ns=(0, width * 10**9))  # before the process starts
         os.utime(tmp_path / "script.py", ns=(0, 0))
         done = subprocess.run(
@@ -339,22 +294,3 @@ def test_processes_share_rows_until_a_helper_changes(tmp_path: Path, is_compiled
     other = run(65)
     assert int(other[0]) > 0
     assert other[1:] != first[1:]
-
-
-def test_rows_with_a_policy_of_the_user_are_not_cached(
-    simulated: list[str], cache_home: Path
-) -> None:
-    def keeps_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE
-
-    for _ in range(2):
-        fe.plan(
-            build,
-            batch,
-            world_size=2,
-            meshes=[(2,)],
-            checkpointing=(fe.Checkpointing(policy=keeps_all),),
-            cache=True,
-        )
-    assert simulated[: len(simulated) // 2] == simulated[len(simulated) // 2 :]
-    assert not list(cache_folder().glob("*.json"))

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner import strategy_plan
@@ -25,6 +26,8 @@ from fsdp_engine.planner.outcome import Outcome, Setting, Times, fastest_outcome
 from fsdp_engine.planner.questions import daly_interval, parsed_count, slowdown, young_interval
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from tests.models import LENGTH, Transformer, token_batch
+from tests.planner.made_plans import LENGTH as TOKENS
+from tests.planner.made_plans import Words, words
 
 HOUR, DAY = 3600.0, 86400.0
 WORLD, ROWS, DIM = 16, 4, 32
@@ -47,25 +50,9 @@ def planned_by_hand() -> fe.StrategyPlan:
     return fe.StrategyPlan(setting, (outcome,))
 
 
-def build() -> nn.Module:
-    return Transformer(num_blocks=2, dim=DIM)
-
-
-def batch(size: int = ROWS) -> tuple[Tensor, Tensor]:
-    return token_batch(size, 1)
-
-
-def small_plan(machine: fe.Machine = fe.H100, **options: object) -> fe.StrategyPlan:
-    return fe.plan(
-        build,
-        batch,
-        world_size=WORLD,
-        machine=machine,
-        mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        min_unit_size=0,
-        checkpointing=(False,),
-        **options,
-    )
+def small_plan(machine: fe.Machine = fe.H100, **options: Any) -> fe.StrategyPlan:
+    given = {"world_size": WORLD, "checkpointing": (False,), "min_unit_size": 0, **options}
+    return fe.plan(Words, words, machine=machine, **given)
 
 
 def test_a_run_of_tokens_has_days_gpu_hours_cost_and_mfu() -> None:
@@ -82,11 +69,8 @@ def test_a_run_of_tokens_has_days_gpu_hours_cost_and_mfu() -> None:
         "GPU hours on 1,024 ranks; 9.22e+26 model flops, MFU 40.0%. Cost: $4.27M at $2.50 per GPU "
         "hour."
     )
-
-
-def test_a_part_of_a_step_is_a_step() -> None:
-    run = planned_by_hand().training(4_000_001)
-    assert (run.steps, run.cost) == (2, None)
+    part = planned_by_hand().training(4_000_001)  # a part of a step is a step
+    assert (part.steps, part.cost) == (2, None)
 
 
 # Daly, 2006: the values that figures 3 to 5 of the paper state.
@@ -100,11 +84,9 @@ def test_the_interval_of_daly_is_that_of_his_paper(
     assert found == pytest.approx(expected_minutes, abs=0.5 if expected_minutes > 10 else 0.05)
 
 
-def test_the_interval_of_young_is_the_root_of_twice_the_product() -> None:
+def test_intervals_of_simple_numbers() -> None:
     assert young_interval(50.0, 10_000.0) == 1000.0
-
-
-def test_saves_that_take_longer_than_failures_are_apart_are_as_far_apart_as_failures() -> None:
+    # Saves that take longer than failures are apart are as far apart as these.
     assert daly_interval(200.0, 100.0) == 100.0
 
 
@@ -117,13 +99,11 @@ def test_the_interval_loses_the_least_time_of_dalys_model(mtbf: float) -> None:
         assert slowdown(factor * best, 60.0, 120.0, mtbf) > least
 
 
-def test_the_slowdown_of_rare_failures_is_that_of_saves_and_of_half_an_interval() -> None:
+def test_the_slowdown_of_rare_and_of_frequent_failures() -> None:
     # First order: d / t for saves, (t / 2 + R) / M for repeated work.
     found = slowdown(1000.0, 10.0, 50.0, 1e7)
     assert found - 1 == pytest.approx(10 / 1000 + (1010 / 2 + 50) / 1e7, rel=2e-2)
-
-
-def test_a_job_that_cannot_save_between_failures_loses_all_of_its_time() -> None:
+    # A job that cannot save between failures loses all of its time.
     assert slowdown(1.0, 1.0, 1000.0, 1.0) == math.inf
     assert planned_by_hand().checkpoints(1e9, 1.0).overhead == 1
 
@@ -173,27 +153,31 @@ def test_a_saved_plan_still_answers(tmp_path: Path) -> None:
     assert loaded.checkpoints(1e9, 1e5) == planned_by_hand().checkpoints(1e9, 1e5)
 
 
-def test_model_flops_are_those_of_palm_with_and_without_recomputation() -> None:
+@pytest.mark.parametrize(("checkpointing", "microbatches"), [(False, 3), (True, 1)])
+def test_model_flops_are_those_of_palm_with_and_without_recomputation(
+    checkpointing: bool, microbatches: int
+) -> None:
     """6 flops for each token and element of a product, and 12 T^2 D for attention."""
-    for checkpointing in (False, True):
-        for microbatches in (1, 3):
-            found = fe.simulate(
-                build,
-                WORLD,
-                batch=batch(),
-                strategy="optim_grads_params",
-                checkpointing=checkpointing,
-                microbatches=microbatches,
-            )
-            model = build()
-            products = [each for each in model.modules() if isinstance(each, nn.Linear)]
-            elements = sum(each.weight.numel() for each in products)
-            tokens = microbatches * ROWS * LENGTH
-            attention = 12 * 2 * LENGTH * DIM  # two blocks
-            assert found.model_flops == tokens * (6 * elements + attention)
-            peak = fe.H100.processor.matrix_flops[torch.float32]
-            assert found.seconds_at_peak == pytest.approx(found.model_flops / peak)
-            assert found.mfu == pytest.approx(found.seconds_at_peak / found.seconds)
+    found = fe.simulate(
+        build,
+        WORLD,
+        batch=token_batch(ROWS, 1),
+        strategy="optim_grads_params",
+        checkpointing=checkpointing,
+        microbatches=microbatches,
+    )
+    products = [each for each in build().modules() if isinstance(each, nn.Linear)]
+    elements = sum(each.weight.numel() for each in products)
+    tokens = microbatches * ROWS * LENGTH
+    attention = 12 * 2 * LENGTH * DIM  # two blocks
+    assert found.model_flops == tokens * (6 * elements + attention)
+    peak = fe.H100.processor.matrix_flops[torch.float32]
+    assert found.seconds_at_peak == pytest.approx(found.model_flops / peak)
+    assert found.mfu == pytest.approx(found.seconds_at_peak / found.seconds)
+
+
+def build() -> nn.Module:
+    return Transformer(num_blocks=2, dim=DIM)
 
 
 def test_flops_of_frozen_weights_are_not_in_their_backward() -> None:
@@ -207,17 +191,17 @@ def test_flops_of_frozen_weights_are_not_in_their_backward() -> None:
     assert found.model_flops == 2 * 3 * (8 * 16 + 16 * 4 + 16 * 4)
 
 
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def test_a_checkpoint_has_parameters_and_state_of_all_ranks() -> None:
-    elements = sum(each.numel() for each in build().parameters())
-    count = len(list(build().parameters()))
+    sizes = [each.numel() for each in Words().parameters()]
     for strategy in ("no_shard", "optim_grads_params"):
-        found = fe.simulate(build, WORLD, batch=batch(), strategy=strategy)
-        assert found.checkpoint_bytes == 12 * elements + 4 * count  # AdamW counts steps
-
-    def sgd(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    assert fe.simulate(build, 4, batch=batch(), optimizer=sgd).checkpoint_bytes == 4 * elements
+        found = fe.simulate(Words, WORLD, batch=words(), strategy=strategy)
+        assert found.checkpoint_bytes == 12 * sum(sizes) + 4 * len(sizes)  # AdamW counts steps
+    found = fe.simulate(Words, 4, batch=words(), optimizer=sgd)
+    assert found.checkpoint_bytes == 4 * sum(sizes)
 
 
 def test_changes_of_a_machine_are_factors_or_values() -> None:
@@ -269,9 +253,6 @@ def test_every_number_of_a_machine_has_a_name() -> None:
 def test_changes_that_cannot_be_are_errors(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         changed_machine(fe.H100, parsed_changes(change))
-
-
-def test_a_figure_that_a_machine_does_not_have_cannot_change() -> None:
     with pytest.raises(ValueError, match=r"expected a machine with disk\.into; found .* without"):
         changed_machine(replace(fe.H100, disk=None), {"disk.into": "2x"})
 
@@ -293,12 +274,12 @@ def test_machines_and_changes_have_the_plans_that_they_have_alone() -> None:
 
 
 def test_numbers_of_ranks_have_a_row_each() -> None:
-    found = small_plan().scaling((2, WORLD))
+    found = small_plan(meshes=[(WORLD,)]).scaling((2, WORLD))
     assert [row.label for row in found.rows] == ["2", "16"]
     for row in found.rows:
         assert row.setting.world_size == int(row.label)
         assert row.chosen is not None
-        assert row.chosen.items == int(row.label) * ROWS * LENGTH
+        assert row.chosen.items == int(row.label) * ROWS * TOKENS
     assert found.efficiency(found.rows[0]) == 1.0
     expected = found.rows[1].chosen.rate / found.rows[0].chosen.rate / 8
     assert found.efficiency(found.rows[1]) == pytest.approx(expected)
@@ -306,10 +287,10 @@ def test_numbers_of_ranks_have_a_row_each() -> None:
 
 @pytest.mark.thorough
 def test_a_global_batch_is_that_of_all_numbers_of_ranks() -> None:
-    planning = small_plan(global_batch=WORLD * 2 * LENGTH)
+    planning = small_plan(global_batch=WORLD * 2 * TOKENS)
     found = planning.scaling((2, 3, 8))
     assert [row.label for row in found.rows] == ["2", "8"]  # 3 does not divide 32 rows
-    assert {row.chosen.items for row in found.rows} == {WORLD * 2 * LENGTH}
+    assert {row.chosen.items for row in found.rows} == {WORLD * 2 * TOKENS}
     with pytest.raises(ValueError, match=r"expected numbers that divide the 32 rows"):
         planning.scaling((3,))
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.planner.candidates import Candidate, ordinal
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
+from tests.planner.made_plans import quick_plan
 from tests.pool import Ranks
 
 WORLD = 2
-PLENTY = 2.0**40
 EVERY_SECOND = fe.Checkpointing(every=2)
 # Whose host does not limit steps of a small model.
 MACHINE = replace(
@@ -33,9 +32,9 @@ def build() -> nn.Module:
     return Transformer(num_blocks=4, dim=64)
 
 
-def planned(memory: float = PLENTY, **options: Any) -> fe.StrategyPlan:
+def planned(**options: Any) -> fe.StrategyPlan:
     given = {"batch": token_batch(32, 0), "world_size": WORLD, "min_unit_size": 0, **options}
-    return fe.plan(build, memory=memory, machine=MACHINE, **given)
+    return quick_plan(build, memory=2.0**40, machine=MACHINE, **given)
 
 
 @functools.cache
@@ -46,6 +45,13 @@ def by_default() -> fe.StrategyPlan:
 @functools.cache
 def every_second() -> fe.StrategyPlan:
     return planned(checkpointing=(EVERY_SECOND,))
+
+
+@functools.cache
+def limited() -> fe.StrategyPlan:
+    """With memory for a candidate with selective checkpointing."""
+    outcomes = [e for e in by_default().outcomes if e.candidate.checkpointing == "selective"]
+    return by_default().within(min(each.peak_bytes for each in outcomes))
 
 
 def of_level(level: str) -> dict[Any, Outcome]:
@@ -65,8 +71,7 @@ def test_memory_and_times_are_between_those_of_all_and_of_nothing() -> None:
 
 
 def test_it_is_tried_and_chosen_where_nothing_faster_fits(tmp_path: Path) -> None:
-    limit = min(of_level(level)["selective"].peak_bytes for level in LEVELS)
-    planning = by_default().within(limit)
+    planning = limited()
     assert planning.chosen is not None
     assert planning.best["checkpointing"] == "selective"
     assert "ranks, activation checkpointing (selective): " in str(planning)
@@ -88,15 +93,10 @@ def test_every_kth_block_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_a_policy_is_planned_and_not_saved(tmp_path: Path) -> None:
     policy = fe.Checkpointing(policy=[torch.ops.aten.mm.default])
-    planning = planned(checkpointing=(policy,))
+    planning = planned(checkpointing=(policy,), seconds=0)
     assert planning.best["checkpointing"] is policy
     with pytest.raises(ValueError, match="checkpointing: expected a policy of None or 'selective'"):
         planning.save(tmp_path / "plan.json")
-
-
-def test_wrong_values_name_the_argument() -> None:
-    with pytest.raises(TypeError, match="checkpointing: expected True, False, 'selective'"):
-        planned(checkpointing=("select",))
 
 
 class Counting(nn.Linear):
@@ -123,7 +123,7 @@ class Varying(nn.Module):
 def test_it_is_left_out_where_a_recomputation_has_other_operations() -> None:
     options: dict[str, Any] = {"batch": torch.zeros(4, 8), "world_size": 2, "min_unit_size": 0}
     with pytest.warns(UserWarning, match="left out .*selective.*not found in storage"):
-        planning = fe.plan(Varying, **options)
+        planning = quick_plan(Varying, **options)
     assert {each.candidate.checkpointing for each in planning.outcomes} == {False, True}
     with pytest.raises(fe.SimulationError, match="not found in storage"):
         fe.plan(Varying, checkpointing=("selective",), **options)
@@ -158,13 +158,9 @@ def _shard_by_plans(paths: list[str]) -> list[list[str]]:
 
 
 def test_what_is_planned_can_be_run(ranks: Ranks, tmp_path: Path) -> None:
-    selective = by_default().within(
-        min(of_level(level)["selective"].peak_bytes for level in LEVELS)
-    )
-    paths = []
-    for planning in (selective, every_second()):
-        paths.append(str(tmp_path / f"{len(paths)}.json"))
-        planning.save(paths[-1])
+    paths = [str(tmp_path / f"{number}.json") for number in range(2)]
+    limited().save(paths[0])
+    every_second().save(paths[1])
     checkpointed = "CheckpointedForward"
     expected = [4 * [checkpointed], 2 * ["method", checkpointed]]
     assert ranks.run(_shard_by_plans, paths, world_size=WORLD) == WORLD * [expected]

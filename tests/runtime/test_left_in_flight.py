@@ -18,14 +18,12 @@ from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 from tests import reference
 from tests.comm.happens_before import RaceError
 from tests.models import Small, vector_batch
-from tests.pool import on_ranks
+from tests.pool import Ranks, on_ranks
 from tests.training import mesh_of, traced
 
 Look = Callable[[nn.Module, Any, torch.optim.Optimizer], None]
-PAIRS = [
-    ("optim_grads", "no_shard"),
-    ("optim_grads_params", "optim_grads_params"),
-]
+# On an axis of two ranks, and on two axes.
+LEVELS = [("optim_grads",), ("optim_grads_params", "optim_grads_params")]
 
 
 def microbatch(model: nn.Module, engine: Any, number: int) -> None:
@@ -35,6 +33,12 @@ def microbatch(model: nn.Module, engine: Any, number: int) -> None:
 
 def first(model: nn.Module) -> Any:
     return next(model.parameters())
+
+
+def train_to_the_end(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    model(*vector_batch(2, number + dist.get_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def sum_all(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -98,27 +102,59 @@ LOOKS: dict[str, Look] = {
 }
 
 
-def shape_of(outer: str) -> tuple[int, ...]:
-    return (2, 2) if outer != "no_shard" else (4,)
+def trace(levels: tuple[str, ...], body: Callable[[nn.Module, Any], None]) -> None:
+    strategy, *outer = levels
+    traced(
+        lambda: Small(num_blocks=2),
+        body,
+        mesh=mesh_of(*[2] * len(levels)),
+        strategy=strategy,
+        outer_strategy=outer[0] if outer else None,
+    )
 
 
-@on_ranks(world_size=4)
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_reductions_are_in_flight_until_the_next_backward_stages_gradients(
-    pair: tuple[str, str],
-) -> None:
+def look_in_each_step(levels: tuple[str, ...], look: str) -> None:
     def body(model: Any, engine: Any) -> None:
-        in_flight, found = engine._reductions._pending, []
+        optimizer = reference.adamw(model.parameters())
+        if look == "stepped by slices":
+            fe.shard_optimizer(optimizer)
+        for number in range(2):  # the second time the optimizer has seen gradients
+            microbatch(model, engine, 10 * number)
+            LOOKS[look](model, engine, optimizer)
+            microbatch(model, engine, 10 * number + 1)
+            train_to_the_end(model, optimizer, 30 + number)
+
+    trace(levels, body)
+
+
+def in_flight_until_the_next_backward(levels: tuple[str, ...]) -> None:
+    def body(model: Any, engine: Any) -> None:
+        optimizer = reference.adamw(model.parameters())
+        in_flight = engine._reductions._pending
         for number in range(2):
             microbatch(model, engine, number)
-            found.append(bool(in_flight))
+            assert in_flight
             assert first(model).backref.gradients.in_flight is not None
-        model(*vector_batch(2, 20 + dist.get_rank())).backward()
-        assert all(found)
+        train_to_the_end(model, optimizer, 20)
+        assert not in_flight
+        microbatch(model, engine, 0)
+        sum_all(model, engine, optimizer)
+        microbatch(model, engine, 1)
+        assert not in_flight  # the user may hold a gradient
+        train_to_the_end(model, optimizer, 2)  # clears gradients
+        microbatch(model, engine, 3)
+        assert in_flight
+        train_to_the_end(model, optimizer, 4)
         assert not in_flight
 
-    strategy, outer = pair
-    traced(Small, body, mesh=mesh_of(*shape_of(outer)), strategy=strategy, outer_strategy=outer)
+    trace(levels, body)
+
+
+@pytest.mark.parametrize("levels", LEVELS, ids="-".join)
+def test_reductions_are_in_flight_until_the_next_backward_or_a_look(
+    ranks: Ranks, levels: tuple[str, ...]
+) -> None:
+    ranks.run(in_flight_until_the_next_backward, levels, world_size=2 ** len(levels))
 
 
 @on_ranks(world_size=2)
@@ -129,24 +165,25 @@ def test_where_the_host_drives_lanes_backward_waits() -> None:
     assert not engine._reductions._pending
 
 
-@on_ranks(world_size=4)
-@pytest.mark.parametrize("look", list(LOOKS))
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_whoever_looks_at_gradients_or_clears_them_waits(pair: tuple[str, str], look: str) -> None:
-    def body(model: Any, engine: Any) -> None:
-        optimizer = reference.adamw(model.parameters())
-        if look == "stepped by slices":
-            fe.shard_optimizer(optimizer)
-        for number in range(2):  # the second time the optimizer has seen gradients
-            microbatch(model, engine, 10 * number)
-            LOOKS[look](model, engine, optimizer)
-            microbatch(model, engine, 10 * number + 1)
-            model(*vector_batch(2, 30 + number + dist.get_rank())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+ON_TWO_AXES = ["read", "all cleared", "stepped by slices"]  # the others in ``make test-all``
 
-    strategy, outer = pair
-    traced(Small, body, mesh=mesh_of(*shape_of(outer)), strategy=strategy, outer_strategy=outer)
+
+@pytest.mark.parametrize(
+    ("levels", "look"),
+    [
+        *((LEVELS[0], look) for look in LOOKS),
+        *((LEVELS[1], look) for look in ON_TWO_AXES),
+        *(
+            pytest.param(LEVELS[1], look, marks=pytest.mark.thorough)
+            for look in LOOKS
+            if look not in ON_TWO_AXES
+        ),
+    ],
+)
+def test_a_look_at_gradients_and_their_clearing_wait(
+    ranks: Ranks, levels: tuple[str, ...], look: str
+) -> None:
+    ranks.run(look_in_each_step, levels, look, world_size=2 ** len(levels))
 
 
 @on_ranks(world_size=2)
@@ -157,28 +194,7 @@ def test_a_look_that_does_not_wait_is_caught(look: str) -> None:
         microbatch(model, engine, 0)
         LOOKS[look](model, engine, optimizer)
 
-    before, GradientAccess.wait = GradientAccess.wait, lambda self: None  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientAccess, "wait", lambda self: None)
         with pytest.raises((RaceError, AssertionError)):
-            traced(Small, body)
-    finally:
-        GradientAccess.wait = before  # type: ignore[method-assign]
-
-
-@on_ranks(world_size=2)
-def test_who_has_looked_is_waited_for_until_gradients_are_cleared() -> None:
-    def body(model: Any, engine: Any) -> None:
-        optimizer = reference.adamw(model.parameters())
-        in_flight = engine._reductions._pending
-        microbatch(model, engine, 0)
-        sum_all(model, engine, optimizer)
-        microbatch(model, engine, 1)
-        assert not in_flight  # the user may hold a gradient
-        model(*vector_batch(2, 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        microbatch(model, engine, 3)
-        assert in_flight
-        model(*vector_batch(2, 4)).backward()
-
-    traced(Small, body)
+            trace(("optim_grads_params",), body)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -81,9 +82,6 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
         assert blocks == expected, num_blocks
 
 
-# Every strategy.
-
-
 # (budget, dtypes): each at least once.
 FEW_WAYS = [("nothing", "fp32"), ("one unit", "bf16 on the wire"), ("everything", "bf16")]
 ALL_WAYS = [
@@ -98,7 +96,8 @@ def trace_pair(
 ) -> list[tuple[str, str, dict[str, int], int]]:
     """(budget, dtypes, operations by lane, most full units) for each way of running the pair."""
     found = []
-    for budget, dtypes in ALL_WAYS if all_ways else FEW_WAYS:
+    few = FEW_WAYS if strategy == "optim_grads_params" else FEW_WAYS[1:2]
+    for budget, dtypes in ALL_WAYS if all_ways else few:
         policy, narrow = POLICIES[dtypes]
         tracer = traced(
             Small,
@@ -129,86 +128,86 @@ def test_a_pair_of_levels_has_no_race(
         assert max_full == (num_full if cuts else 0), (budget, dtypes)
 
 
-# Models that bend the order of events.
+# Models and loops that bend the order of events.
 
 
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_a_unit_that_only_one_rank_skips_makes_no_race(strategy: str) -> None:
-    def body(model: Any, engine: Any) -> None:
-        def skip(step: int) -> None:
-            model.skip = step == 1 and dist.get_rank() == 1
+class Failing(Small):
+    fails = False
 
-        train(model, engine, (1, 1, 1), skip)
-
-    traced(Skipping, body, strategy=strategy)
+    def predict(self, x: Tensor) -> Tensor:
+        x = super().predict(x)
+        if self.fails:
+            raise ArithmeticError
+        return x
 
 
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpoints_make_no_race(reentrant: bool) -> None:
-    traced(lambda: Small(checkpoints=reentrant), strategy="optim_grads_params")
+def skip_on_one_rank(model: Any, engine: Any) -> None:
+    def skip(step: int) -> None:
+        model.skip = step == 1 and dist.get_rank() == 1
+
+    train(model, engine, (1, 1, 1), skip)
 
 
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-def test_frozen_weights_under_adapters_make_no_race(strategy: str) -> None:
-    traced(lora_model, strategy=strategy)
+def read_and_edit(model: Any, engine: Any) -> None:
+    def look(step: int) -> None:
+        engine.full_state_dict()
+        engine.full_tensor("blocks.0.up.weight")
+        with engine.unsharded(), torch.no_grad():
+            model.blocks[0].up.weight.mul_(0.9)
+        with torch.no_grad():
+            model(*vector_batch(2, dist.get_rank()))
+
+    train(model, engine, (1, 2), look)
 
 
+def fail_and_reset(model: Any, engine: Any) -> None:
+    train(model, engine, (1,))
+    model.fails = True
+    with pytest.raises(ArithmeticError):
+        model(*vector_batch(2, 0))
+    engine.reset()
+    model.fails = False
+    train(model, engine, (2,))
+
+
+CODEC = {"codec_rules": [lambda name, param, dtypes: ("half", HalfCodec)]}
+LEVEL_3 = "optim_grads_params"
+# By name: the model, the loop, other options, and pairs of levels: two ranks, or two axes of two.
+BENDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], list[tuple[str, ...]]]] = {
+    "a unit that only one rank skips": (
+        Skipping,
+        skip_on_one_rank,
+        {},
+        [("optim",), ("optim_grads",)],
+    ),
+    "checkpoints": (partial(Small, checkpoints=False), train, {}, [(LEVEL_3,)]),
+    "re-entrant checkpoints": (partial(Small, checkpoints=True), train, {}, [(LEVEL_3,)]),
+    "frozen weights under adapters": (lora_model, train, {}, [("optim_grads",), (LEVEL_3,)]),
+    "a reset after an exception": (Failing, fail_and_reset, {}, [(LEVEL_3,)]),
+    "a codec": (Small, train, CODEC, [("optim",)]),
+    "a codec on two axes": (Small, train, CODEC, [(LEVEL_3, LEVEL_3)]),
+    "reading and editing": (Small, read_and_edit, {}, [("optim",)]),
+    "reading and editing on two axes": (Small, read_and_edit, {}, [(LEVEL_3, "optim")]),
+}
+
+
+def trace_bend(name: str) -> None:
+    make_model, body, options, pairs = BENDS[name]
+    for strategy, *outer in pairs:
+        levels = {"strategy": strategy, "outer_strategy": outer[0] if outer else None}
+        traced(make_model, body, mesh=mesh_of(*[2] * (1 + len(outer))), **levels, **options)
+
+
+@pytest.mark.parametrize("name", BENDS)
+def test_what_bends_the_order_of_events_makes_no_race(ranks: Ranks, name: str) -> None:
+    ranks.run(trace_bend, name, world_size=4 if "two axes" in name else 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", [("no_shard", "no_shard"), ("optim", "optim")], ids="-".join)
 @on_ranks()
-@pytest.mark.parametrize(
-    ("strategy", "outer"),
-    [("no_shard", "no_shard"), ("optim", "optim"), ("optim_grads_params", "optim_grads_params")],
-)
-def test_a_codec_that_decodes_makes_no_race(strategy: str, outer: str) -> None:
-    traced(
-        Small,
-        mesh=mesh_of(2, 2),
-        strategy=strategy,
-        outer_strategy=outer,
-        codec_rules=[lambda name, param, dtypes: ("half", HalfCodec)],
-    )
-
-
-@on_ranks()
-def test_reading_and_editing_full_weights_between_steps_makes_no_race() -> None:
-    def body(model: Any, engine: Any) -> None:
-        def look(step: int) -> None:
-            engine.full_state_dict()
-            engine.full_tensor("blocks.0.up.weight")
-            with engine.unsharded(), torch.no_grad():
-                model.blocks[0].up.weight.mul_(0.9)
-            with torch.no_grad():
-                model(*vector_batch(2, dist.get_rank()))
-
-        train(model, engine, (1, 2, 1), look)
-
-    for pair in (("optim_grads_params", "optim"), ("optim", "no_shard")):
-        traced(Small, body, mesh=mesh_of(2, 2), strategy=pair[0], outer_strategy=pair[1])
-
-
-@on_ranks(world_size=2)
-def test_a_reset_after_an_exception_makes_no_race() -> None:
-    class Failing(Small):
-        fails = False
-
-        def predict(self, x: Tensor) -> Tensor:
-            x = super().predict(x)
-            if self.fails:
-                raise ArithmeticError
-            return x
-
-    def body(model: Any, engine: Any) -> None:
-        train(model, engine, (1,))
-        model.fails = True
-        with pytest.raises(ArithmeticError):
-            model(*vector_batch(2, 0))
-        engine.reset()
-        model.fails = False
-        train(model, engine, (2,))
-
-    traced(Failing, body)
+def test_a_codec_that_decodes_makes_no_race(pair: tuple[str, str]) -> None:
+    traced(Small, mesh=mesh_of(2, 2), strategy=pair[0], outer_strategy=pair[1], **CODEC)
 
 
 # How many units are full.
@@ -229,7 +228,7 @@ def test_only_what_is_in_use_and_gathered_ahead_is_full_whatever_the_order(
             if step % 3 == 0:
                 model.order += model.order[:2]  # these units are called twice
 
-        train(model, engine, [1] * 8, change)
+        train(model, engine, [1] * 5, change)
 
     tracer = traced(lambda: Small(num_blocks=6), body, units="blocks.*", config=config_of(budget))
     # The root is in use all along.
@@ -240,35 +239,8 @@ def test_only_what_is_in_use_and_gathered_ahead_is_full_whatever_the_order(
 # Schedules that are broken on purpose.
 
 
-def run_broken(name: str) -> str:
-    """What the tracer says about a broken schedule; "" if it says nothing."""
-    options, forgets, sabotage, model = BROKEN[name]
-    shape = (2, 2) if dist.get_world_size() == 4 else (2,)
-    restore = sabotage()
-    try:
-        traced(model, forgets=forgets, mesh=mesh_of(*shape), **options)
-    except (RaceError, AnnotationError) as error:
-        return str(error)
-    finally:
-        restore()
-    return ""
-
-
-def no_sabotage() -> Callable[[], None]:
-    return lambda: None
-
-
 def never(waiter: str, awaited: str) -> bool:
     return False
-
-
-def replace(owner: Any, name: str, value: Any) -> Callable[[], Callable[[], None]]:
-    def sabotage() -> Callable[[], None]:
-        before = owner.__dict__[name]
-        setattr(owner, name, value)
-        return lambda: setattr(owner, name, before)
-
-    return sabotage
 
 
 def free_on_inner_gather(self: Any, storage: Any) -> None:
@@ -285,113 +257,115 @@ def mark_no_boundary(self: Any, calls: Any, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def own(strategy: str, outer: str = "no_shard") -> dict[str, Any]:
-    return {"strategy": strategy, "outer_strategy": outer, "config": config_of(1)}
+def compute_forgets(kind: str) -> Forgets:
+    return lambda waiter, awaited: waiter == COMPUTE and awaited.startswith(kind)
 
 
-def small() -> nn.Module:
-    return Small()
+def forgets_compute(kind: str) -> Forgets:
+    return lambda waiter, awaited: waiter.startswith(kind) and awaited == COMPUTE
 
 
-# name -> options of shard(), waits to forget, what to patch, model
-BROKEN: dict[str, tuple[dict[str, Any], Forgets, Any, Callable[[], nn.Module]]] = {
+def forgets_axis(before: str, after: str) -> Forgets:
+    return lambda waiter, awaited: (
+        waiter.endswith(f"{after} axis") and awaited.endswith(f"{before} axis")
+    )
+
+
+Sabotage = tuple[Any, str, Any] | None
+# By name: levels, waits to forget, a method to replace, words of the error.
+BROKEN: dict[str, tuple[tuple[str, ...], Forgets, Sabotage, list[str]]] = {
     "use before the gather is over": (
-        own("optim_grads_params"),
-        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-gather"),
-        no_sabotage,
-        small,
+        (LEVEL_3,),
+        compute_forgets("all-gather"),
+        None,
+        ["full parameters", "all-gather of", "compute"],
     ),
     "use before the refresh is over": (
-        own("optim"),
-        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-gather"),
-        no_sabotage,
-        small,
+        ("optim",),
+        compute_forgets("all-gather"),
+        None,
+        ["all-gather of", "compute"],
     ),
     "gather before the optimizer is done": (
-        own("optim_grads_params"),
-        lambda waiter, awaited: waiter.startswith("all-gather") and awaited == COMPUTE,
-        no_sabotage,
-        small,
+        (LEVEL_3,),
+        forgets_compute("all-gather"),
+        None,
+        ["main weights", "aten.", "[all-gather of"],
     ),
     "reduce before gradients are written": (
-        own("optim_grads_params"),
-        lambda waiter, awaited: waiter.startswith("reduce-scatter") and awaited == COMPUTE,
-        no_sabotage,
-        small,
+        (LEVEL_3,),
+        forgets_compute("reduce-scatter"),
+        None,
+        ["staging", "compute", "[reduce-scatter of"],
     ),
     "step before gradients are reduced": (
-        own("no_shard"),
-        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-reduce"),
-        no_sabotage,
-        small,
+        ("no_shard",),
+        compute_forgets("all-reduce"),
+        None,
+        ["gradients of", "[all-reduce of", "compute"],
     ),
     "free gradients before they are reduced": (
-        own("optim_grads"),
-        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("reduce-scatter"),
-        no_sabotage,
-        small,
+        ("optim_grads",),
+        compute_forgets("reduce-scatter"),
+        None,
+        ["staging", "[reduce-scatter", "[free"],
     ),
     "second axis gathers before the first": (
-        own("optim_grads_params", "optim_grads_params"),
-        lambda waiter, awaited: waiter.endswith("inner axis") and awaited.endswith("outer axis"),
-        no_sabotage,
-        small,
+        (LEVEL_3, LEVEL_3),
+        forgets_axis("outer", "inner"),
+        None,
+        ["full parameters", "over the inner axis"],
     ),
     "second axis reduces before the first": (
-        own("optim"),
-        lambda waiter, awaited: waiter.endswith("outer axis") and awaited.endswith("inner axis"),
-        no_sabotage,
-        small,
+        ("optim", "no_shard"),
+        forgets_axis("inner", "outer"),
+        None,
+        ["gradients", "compute", "over the outer axis"],
     ),
     "gather before memory is there": (
-        own("optim_grads_params", "optim_grads_params"),
+        (LEVEL_3, LEVEL_3),
         never,
-        replace(weights.Weights, "_fill", fill_on_outer_reduce),
-        small,
+        (weights.Weights, "_fill", fill_on_outer_reduce),
+        ["allocation of", "[all-gather of"],
     ),
     "free on another lane": (
-        own("optim_grads_params"),
+        (LEVEL_3,),
         never,
-        replace(weights.Weights, "_drain", free_on_inner_gather),
-        small,
+        (weights.Weights, "_drain", free_on_inner_gather),
+        ["freed on inner_gather that was allocated on compute"],
     ),
     "reshard at the last gradient": (
-        own("optim_grads_params"),
+        (LEVEL_3,),
         never,
-        replace(hooks.ModuleHooks, "_listen", mark_no_boundary),
-        lora_model,
+        (hooks.ModuleHooks, "_listen", mark_no_boundary),
+        ["used after it was freed", "full parameters"],
     ),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "expected"),
-    [
-        ("use before the gather is over", 2, ["full parameters", "all-gather of", "compute"]),
-        ("use before the refresh is over", 2, ["all-gather of", "compute"]),
-        ("gather before the optimizer is done", 2, ["main weights", "aten.", "[all-gather of"]),
-        ("reduce before gradients are written", 2, ["staging", "compute", "[reduce-scatter of"]),
-        ("step before gradients are reduced", 2, ["gradients of", "[all-reduce of", "compute"]),
-        ("free gradients before they are reduced", 2, ["staging", "[reduce-scatter", "[free"]),
-        ("second axis gathers before the first", 4, ["full parameters", "over the inner axis"]),
-        (
-            "second axis reduces before the first",
-            4,
-            ["gradients", "compute", "over the outer axis"],
-        ),
-        ("gather before memory is there", 4, ["allocation of", "[all-gather of"]),
-        ("free on another lane", 2, ["freed on inner_gather that was allocated on compute"]),
-        ("reshard at the last gradient", 2, ["used after it was freed", "full parameters"]),
-    ],
-)
-def test_a_broken_schedule_is_caught(
-    ranks: Ranks, name: str, world_size: int, expected: list[str]
-) -> None:
-    for said in ranks.run(run_broken, name, world_size=world_size):
+def run_broken(name: str) -> str:
+    """The tracer's error for a broken schedule; "" if there is none."""
+    (strategy, *outer), forgets, sabotage, _ = BROKEN[name]
+    with pytest.MonkeyPatch.context() as patched:
+        if sabotage is not None:
+            patched.setattr(*sabotage)
+        try:
+            traced(
+                lora_model if name == "reshard at the last gradient" else Small,
+                forgets=forgets,
+                mesh=mesh_of(*[2] * (1 + len(outer))),
+                strategy=strategy,
+                outer_strategy=outer[0] if outer else None,
+                config=config_of(1),
+            )
+        except (RaceError, AnnotationError) as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_schedule_is_caught(ranks: Ranks, name: str) -> None:
+    levels, *_, expected = BROKEN[name]
+    for said in ranks.run(run_broken, name, world_size=2 ** len(levels)):
         for part in expected:
             assert part in said, f"expected {part!r} in:\n{said}"
-
-
-def test_every_broken_schedule_is_tried() -> None:
-    marks = test_a_broken_schedule_is_caught.pytestmark  # type: ignore[attr-defined]
-    assert {case[0] for case in marks[0].args[1]} == set(BROKEN)

@@ -13,7 +13,7 @@ import fsdp_engine as fe
 from fsdp_engine.simulation.machine import Link, Machine, Processor, TwoWayLink
 
 F32 = torch.float32
-WIDTH, BLOCKS, RANKS = 256, 5, 4
+WIDTH, BLOCKS, RANKS = 256, 4, 4
 # Of AdamW's state of a block on a rank.
 CHUNK = 8 * WIDTH * WIDTH // RANKS
 ALONE, BOTH = 1e6, 1.5e6

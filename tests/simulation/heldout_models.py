@@ -7,31 +7,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.simulation.memory_models import MemoryModel, images, tokens
-
-WORDS = 2048
-
-
-def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class DoubleConvolution(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norms = nn.ModuleDict({n: nn.BatchNorm2d(outputs) for n in ("first", "second")})
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norms["first"](self.first(x)))
-        return F.relu(self.norms["second"](self.second(x)))
+from tests.simulation.memory_models import (
+    Convolutions,
+    MemoryModel,
+    TokenModel,
+    decoder,
+    images,
+    mlp,
+    t5,
+    tokens,
+)
 
 
 class UNet(nn.Module):
@@ -40,10 +31,10 @@ class UNet(nn.Module):
     def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 256)) -> None:
         super().__init__()
         pairs = list(itertools.pairwise(widths))
-        self.stem = DoubleConvolution(3, widths[0])
-        self.down = nn.ModuleList(DoubleConvolution(a, b) for a, b in pairs)
+        self.stem = Convolutions(3, widths[0])
+        self.down = nn.ModuleList(Convolutions(a, b) for a, b in pairs)
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in reversed(pairs))
-        self.merge = nn.ModuleList(DoubleConvolution(2 * a, a) for a, _ in reversed(pairs))
+        self.merge = nn.ModuleList(Convolutions(2 * a, a) for a, _ in reversed(pairs))
         self.head = nn.Conv2d(widths[0], 10, 1)
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
@@ -64,10 +55,7 @@ class RoutedExperts(nn.Module):
         self.top = top
         self.norm = nn.LayerNorm(width)
         self.gate = nn.Linear(width, num_experts, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
-            for _ in range(num_experts)
-        )
+        self.experts = nn.ModuleList(mlp(width, 2, nn.SiLU()) for _ in range(num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
@@ -104,72 +92,62 @@ class ExpertBlock(nn.Module):
         return self.experts(x + self.attention(self.norm(x), causal=True))
 
 
-class RoutedModel(nn.Module):
-    def __init__(self, width: int = 128, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.layers = nn.ModuleList(ExpertBlock(width) for _ in range(num_blocks))
-        self.head = nn.Linear(width, WORDS, bias=False)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return _token_loss(self.head(x), labels)
-
-
 class EncoderBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.attention = SelfAttention(width, heads)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.mlp = mlp(width, 4, nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x))
         return x + self.mlp(self.norms[1](x))
 
 
-class ManyClasses(nn.Module):
-    """A vision transformer whose head has more weights than all its blocks."""
+class PatchModel(nn.Module):
+    """Blocks over patches of images and a token of classes, of which the head reads the token.
 
-    def __init__(self, width: int = 160, num_blocks: int = 4, classes: int = 16000) -> None:
+    Args:
+        num_positions: Of a learned position for each patch and the token. Such a model has a norm
+            before the head.
+        is_head_first: Whether the head is registered before the blocks.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        patch: int,
+        blocks: Iterable[nn.Module],
+        head: nn.Module,
+        *,
+        num_positions: int = 0,
+        is_head_first: bool = False,
+    ) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        if is_head_first:
+            self.head = head
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.positions = nn.Parameter(torch.zeros(1, 65, width))
-        self.blocks = nn.ModuleList(EncoderBlock(width, 5) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, classes)
+        positions = nn.Parameter(torch.zeros(1, num_positions, width))
+        self.positions = positions if num_positions else None
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width) if num_positions else nn.Identity()
+        self.head = head
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
         x = self.patches(pixel_values).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        if self.positions is not None:
+            x = x + self.positions
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x[:, 0])), labels)
 
 
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config: Any = Qwen3Config(
-        hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=64, vocab_size=WORDS, tie_word_embeddings=True,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config)
-
-
-def t5_gated() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config: Any = T5Config(  # type: ignore[call-arg]
-        vocab_size=WORDS, d_model=160, d_ff=448, d_kv=40, num_layers=4, num_heads=4,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+def many_classes(width: int = 160) -> nn.Module:
+    """The head has more weights than all blocks."""
+    blocks = (EncoderBlock(width, 5) for _ in range(4))
+    return PatchModel(width, 8, blocks, nn.Linear(width, 16000), num_positions=65)
 
 
 class ScaledBlock(nn.Module):
@@ -223,19 +201,6 @@ class GatedRecurrence(nn.Module):
         return x + self.out(torch.stack(states, 1) * F.silu(gates))
 
 
-class RecurrentModel(nn.Module):
-    def __init__(self, width: int = 224, num_layers: int = 4) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.layers = nn.ModuleList(GatedRecurrence(width) for _ in range(num_layers))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return _token_loss(F.linear(x, self.embedding.weight), labels)  # tied
-
-
 class Recommender(nn.Module):
     """Tables of categories, their products with each other, and a network on these."""
 
@@ -244,10 +209,8 @@ class Recommender(nn.Module):
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
         self.dense = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, width))
         pairs = (tables + 1) * tables // 2
-        self.top = nn.Sequential(
-            nn.Linear(width + pairs, 768), nn.ReLU(), nn.Linear(768, 768), nn.ReLU(),
-            nn.Linear(768, 1),
-        )  # fmt: skip
+        hidden = nn.Sequential(nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 1))
+        self.top = nn.Sequential(nn.Linear(width + pairs, 768), nn.ReLU(), *hidden)
 
     def forward(self, categories: Tensor, numbers: Tensor, labels: Tensor) -> Tensor:
         dense = self.dense(numbers)
@@ -294,9 +257,7 @@ class ModulatedBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.attention = SelfAttention(width, 6)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
+        self.mlp = mlp(width, 4, nn.GELU(approximate="tanh"))
         self.modulation = nn.Linear(width, 6 * width)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
@@ -346,37 +307,32 @@ def graph(nodes: int, edges: int) -> dict[str, Tensor]:
     }
 
 
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        vocab_size=WORDS,
-    )
-    return MixtralForCausalLM(config)
-
-
 HELD_OUT = {
-    "U-Net": MemoryModel("skips from the way down to the way up", UNet, lambda: images(4, 64)),
+    "U-Net": MemoryModel(UNet, lambda: images(4, 64)),
     "routed experts": MemoryModel(
-        "a loop over experts, top-k gates", RoutedModel, lambda: tokens(4, 64)
+        lambda: TokenModel(128, (ExpertBlock(128) for _ in range(3)), bias=False),
+        lambda: tokens(4, 64),
     ),
     "grouped experts": MemoryModel(
-        "Mixtral, products of grouped matrices", mixtral, lambda: tokens(2, 128)
+        lambda: decoder("Mixtral", 128, 256, 3, 4, 2, num_local_experts=8), lambda: tokens(2, 128)
     ),
-    "many classes": MemoryModel("ViT whose head is most of it", ManyClasses, lambda: images(8, 64)),
-    "Qwen3": MemoryModel("norms of heads, tied head", qwen3, lambda: tokens(2, 128)),
-    "gated T5": MemoryModel("gated, head not tied", t5_gated, lambda: tokens(4, 64)),
-    "ConvNeXt": MemoryModel("depthwise, permuted", ConvNeXt, lambda: images(4, 96)),
-    "recurrence": MemoryModel("a loop over time, tied", RecurrentModel, lambda: tokens(32, 16)),
-    "recommender": MemoryModel("tables of categories", Recommender, lambda: clicks(512)),
-    "graph network": MemoryModel(
-        "sums at the ends of edges", GraphNetwork, lambda: graph(512, 2048)
+    "many classes": MemoryModel(many_classes, lambda: images(8, 64)),
+    "Qwen3": MemoryModel(
+        lambda: decoder("Qwen3", 192, 512, 4, 6, 2, head_dim=64, tie_word_embeddings=True),
+        lambda: tokens(2, 128),
     ),
-    "diffusion": MemoryModel("modulated by the time", DiffusionTransformer, lambda: images(4, 48)),
+    "gated T5": MemoryModel(
+        lambda: t5(
+            *(160, 448, 40, 4, 4), feed_forward_proj="gated-gelu", tie_word_embeddings=False
+        ),
+        lambda: tokens(4, 64),
+    ),
+    "ConvNeXt": MemoryModel(ConvNeXt, lambda: images(4, 96)),
+    "recurrence": MemoryModel(
+        lambda: TokenModel(224, (GatedRecurrence(224) for _ in range(4)), is_tied=True),
+        lambda: tokens(32, 16),
+    ),
+    "recommender": MemoryModel(Recommender, lambda: clicks(512)),
+    "graph network": MemoryModel(GraphNetwork, lambda: graph(512, 2048)),
+    "diffusion": MemoryModel(DiffusionTransformer, lambda: images(4, 48)),
 }

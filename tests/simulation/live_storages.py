@@ -24,7 +24,7 @@ class LiveStorages(TorchDispatchMode):
     """Mode that tracks the storages that operations read and create.
 
     Attributes:
-        peak: peak bytes since :meth:`restart`.
+        peak: peak bytes since :meth:`restart`; 0 before it is called.
         where: the operation at the peak.
     """
 
@@ -32,6 +32,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self.where = ""
+        self._is_watching = False
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,6 +55,7 @@ class LiveStorages(TorchDispatchMode):
             if issubclass(type(each), Tensor):
                 self._note([each])
         self.peak = 0
+        self._is_watching = True
         self._look("restart")
 
     @property
@@ -81,6 +83,8 @@ class LiveStorages(TorchDispatchMode):
                 self._known[storage._cdata] = weakref.ref(storage)
 
     def _look(self, where: str) -> None:
+        if not self._is_watching:
+            return
         now = self.num_bytes
         if now > self.peak:
             self.peak, self.where = now, where

@@ -1,4 +1,4 @@
-"""Ten small models whose memory is planned and measured.
+"""Ten small models whose memory is planned and measured, and the parts that other models share.
 
 Weights, optimizer state and activations of each are of one order, some megabytes, and each has a
 habit that matters to memory: see ``MODELS``. Everything they do can be done with fake tensors.
@@ -6,9 +6,9 @@ habit that matters to memory: see ``MODELS``. Everything they do can be done wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,9 @@ from torch.nn import functional as F
 WORDS = 2048
 
 
-@dataclass(frozen=True)
-class MemoryModel:
-    """One model.
+class MemoryModel(NamedTuple):
+    """Makes a model, and its keyword arguments."""
 
-    Attributes:
-        what: the feature that it covers.
-        build: returns the model.
-        batch: returns its keyword arguments.
-    """
-
-    what: str
     build: Callable[[], nn.Module]
     batch: Callable[[], dict[str, Tensor]]
 
@@ -41,45 +33,73 @@ def images(rows: int, size: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(rows, 3, size, size), "labels": torch.arange(rows) % 10}
 
 
+def of_transformers(kind: str, head: str = "ForCausalLM", **options: Any) -> nn.Module:
+    """A model of transformers by its kind and the options of its config."""
+    transformers = importlib.import_module("transformers")
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model: nn.Module = getattr(transformers, kind + head)(config)
+    return model
+
+
+def decoder(
+    kind: str, width: int, inner: int, depth: int, heads: int, kv_heads: int, **options: Any
+) -> nn.Module:
+    """A decoder of transformers by its sizes."""
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return of_transformers(kind, **sizes, **attention, **{"vocab_size": WORDS, **options})
+
+
 def llama(heads: int, kv_heads: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=WORDS,
-    )
-    return LlamaForCausalLM(config)
+    return decoder("Llama", 256, 704, 4, heads, kv_heads)
 
 
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config: Any = T5Config(  # type: ignore[call-arg]
-        vocab_size=WORDS, d_model=192, d_ff=512, d_kv=32, num_layers=3, num_heads=6,
-        tie_word_embeddings=True, decoder_start_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+def t5(width: int, inner: int, size: int, depth: int, heads: int, **options: Any) -> nn.Module:
+    sizes = {"d_model": width, "d_ff": inner, "d_kv": size, "num_layers": depth}
+    options = {"vocab_size": WORDS, "decoder_start_token_id": 0, "num_heads": heads, **options}
+    return of_transformers("T5", "ForConditionalGeneration", **sizes, **options)
 
 
 def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
+    sizes = {"hidden_size": 192, "num_hidden_layers": 5, "intermediate_size": 768}
+    sizes |= {"num_attention_heads": 6, "image_size": 64, "patch_size": 8, "num_labels": 10}
+    return of_transformers("ViT", "ForImageClassification", hidden_dropout_prob=0.1, **sizes)
 
-    config: Any = ViTConfig(  # type: ignore[call-arg]
-        hidden_size=192, num_hidden_layers=5, num_attention_heads=6, intermediate_size=768,
-        image_size=64, patch_size=8, num_labels=10, hidden_dropout_prob=0.1,
-    )  # fmt: skip
-    return ViTForImageClassification(config)
+
+def mlp(width: int, times: int, activation: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(width, times * width), activation, nn.Linear(times * width, width)
+    )
+
+
+class TokenModel(nn.Module):
+    """Blocks between an embedding and a head, which may be tied to it.
+
+    A block that returns a tuple gets a residual connection.
+    """
+
+    def __init__(
+        self, width: int, blocks: Iterable[nn.Module], *, bias: bool = True, is_tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = None if is_tied else nn.Linear(width, WORDS, bias)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            y = block(x)
+            x = y[0] + x if isinstance(y, tuple) else y
+        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Experts(nn.Module):
     """A mixture of experts of which each takes a fixed number of tokens: nothing depends on values
     (GShard's dispatch by a one-hot tensor)."""
 
-    def __init__(self, width: int, num_experts: int, capacity: float) -> None:
+    def __init__(self, width: int, num_experts: int = 6, capacity: float = 1.25) -> None:
         super().__init__()
         self.router = nn.Linear(width, num_experts, bias=False)
         self.up = nn.Parameter(torch.randn(num_experts, width, 2 * width) * 0.02)
@@ -87,7 +107,7 @@ class Experts(nn.Module):
         self.capacity = capacity
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
+        flat = x.flatten(0, -2)
         num_experts = self.up.shape[0]
         room = int(self.capacity * flat.shape[0] / num_experts)
         weight, chosen = self.router(flat).softmax(-1).max(-1)
@@ -102,40 +122,34 @@ class Experts(nn.Module):
         return x + combined.view_as(x)
 
 
-class MixtureOfExperts(nn.Module):
-    def __init__(self, width: int = 160, num_blocks: int = 3) -> None:
+class Convolutions(nn.Module):
+    """Two convolutions with a norm each. Between equal widths they may have a residual."""
+
+    def __init__(
+        self, inputs: int, width: int, norm: Any = nn.BatchNorm2d, *, is_residual: bool = False
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(Experts(width, 6, 1.25) for _ in range(num_blocks))
-        self.head = nn.Linear(width, WORDS)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-class ConvolutionBlock(nn.Module):
-    """Convolutions and norms that keep no statistics, or (``batch``) some in buffers."""
-
-    def __init__(self, width: int, batch: bool) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(width, width, 3, padding=1, bias=not batch)
-        self.second = nn.Conv2d(width, width, 3, padding=1, bias=not batch)
-        norm: Any = nn.BatchNorm2d if batch else lambda w: nn.GroupNorm(8, w)
-        self.norms = nn.ModuleDict({"first": norm(width), "second": norm(width)})
+        bias = norm is not nn.BatchNorm2d
+        self.first = nn.Conv2d(inputs, width, 3, padding=1, bias=bias)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=bias)
+        self.norms = nn.ModuleDict({name: norm(width) for name in ("first", "second")})
+        self.is_residual = is_residual
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norms["first"](self.first(x)))
-        return F.relu(x + self.norms["second"](self.second(y)))
+        y = self.norms["second"](self.second(y))
+        return F.relu(x + y if self.is_residual else y)
 
 
 class ConvolutionNet(nn.Module):
+    """Norms keep no statistics, or (``batch``) some in buffers."""
+
     def __init__(self, batch: bool, width: int = 128, num_blocks: int = 3) -> None:
         super().__init__()
+        norm: Any = nn.BatchNorm2d if batch else lambda width: nn.GroupNorm(8, width)
+        blocks = (Convolutions(width, width, norm, is_residual=True) for _ in range(num_blocks))
         self.stem = nn.Conv2d(3, width, 4, stride=4)
-        self.blocks = nn.Sequential(*(ConvolutionBlock(width, batch) for _ in range(num_blocks)))
+        self.blocks = nn.Sequential(*blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(width, 10)
         self.register_buffer("scale", torch.ones(width, 64, 64) if batch else None)
@@ -146,22 +160,6 @@ class ConvolutionNet(nn.Module):
             x = x * self.scale[:, : x.shape[-2], : x.shape[-1]]
         x = self.pool(F.max_pool2d(self.blocks(x), 2)).flatten(1)
         return F.cross_entropy(self.head(x), labels)
-
-
-class LSTMModel(nn.Module):
-    def __init__(self, width: int = 224, num_layers: int = 2) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.layers = nn.ModuleList(
-            nn.LSTM(width, width, batch_first=True) for _ in range(num_layers)
-        )
-        self.head = nn.Linear(width, WORDS)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for layer in self.layers:
-            x = layer(x)[0] + x
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 class Adapted(nn.Module):
@@ -217,41 +215,26 @@ class CustomBlock(nn.Module):
         return x + F.dropout(self.down(hidden), 0.1, self.training)
 
 
-class CustomFunction(nn.Module):
-    def __init__(self, width: int = 192, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(CustomBlock(width) for _ in range(num_blocks))
-        self.head = nn.Linear(width, WORDS)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
 MODELS = {
-    "decoder": MemoryModel("Llama, all heads alike", lambda: llama(8, 8), lambda: tokens(2, 128)),
-    "grouped heads": MemoryModel(
-        "Llama, four query heads for one of keys", lambda: llama(8, 2), lambda: tokens(2, 128)
+    "decoder": MemoryModel(lambda: llama(8, 8), lambda: tokens(2, 128)),
+    "grouped heads": MemoryModel(lambda: llama(8, 2), lambda: tokens(2, 128)),
+    "encoder-decoder": MemoryModel(
+        lambda: t5(192, 512, 32, 3, 6, tie_word_embeddings=True), lambda: tokens(4, 64)
     ),
-    "encoder-decoder": MemoryModel("T5, embeddings and head tied", t5, lambda: tokens(4, 64)),
     "mixture of experts": MemoryModel(
-        "capacity for each expert, dispatch by one-hot", MixtureOfExperts, lambda: tokens(4, 128)
+        lambda: TokenModel(160, (Experts(160) for _ in range(3))), lambda: tokens(4, 128)
     ),
-    "ViT": MemoryModel("images in patches, dropout", vit, lambda: images(8, 64)),
-    "convolution net": MemoryModel(
-        "group norms", lambda: ConvolutionNet(batch=False), lambda: images(4, 128)
+    "ViT": MemoryModel(vit, lambda: images(8, 64)),
+    "convolution net": MemoryModel(lambda: ConvolutionNet(batch=False), lambda: images(4, 128)),
+    "LSTM": MemoryModel(
+        lambda: TokenModel(224, (nn.LSTM(224, 224, batch_first=True) for _ in range(2))),
+        lambda: tokens(4, 64),
     ),
-    "LSTM": MemoryModel("recurrent layers", LSTMModel, lambda: tokens(4, 64)),
-    "LoRA": MemoryModel("adapters in a frozen Llama", lora, lambda: tokens(2, 128)),
-    "buffers": MemoryModel(
-        "batch norms, and a large buffer",
-        lambda: ConvolutionNet(batch=True),
-        lambda: images(4, 128),
-    ),
+    "LoRA": MemoryModel(lora, lambda: tokens(2, 128)),
+    # Batch norms, and a large buffer.
+    "buffers": MemoryModel(lambda: ConvolutionNet(batch=True), lambda: images(4, 128)),
+    # An autograd.Function and dropout.
     "custom function": MemoryModel(
-        "autograd.Function, dropout", CustomFunction, lambda: tokens(4, 128)
+        lambda: TokenModel(192, (CustomBlock(192) for _ in range(4))), lambda: tokens(4, 128)
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_engine import DistributedDataParallelConfig
 from fsdp_engine.simulation.machine import Link, Machine, Processor
+from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.strategies import Strategy
 from tests.simulation.ideal import Ideal, IdealUnit, Network
@@ -47,6 +49,14 @@ class Tower(nn.Module):
         return x.sum()
 
 
+def on_meta(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def built() -> nn.Module:
+        with torch.device("meta"):
+            return build()
+
+    return built
+
+
 def network(ratio: float) -> Network:
     """Links along which all that a unit can send in a backward takes ``ratio`` of its compute
     there, an axis: an all-reduce of all of it along the inner one, of a part along the outer."""
@@ -56,16 +66,35 @@ def network(ratio: float) -> Network:
     return Network((inner, outer), (sent[0] / longest, sent[1] / longest))
 
 
-def machine(net: Network, host_seconds: float = 0.0) -> Machine:
-    """Matrix products take time, everything else none."""
-    return Machine(
-        "a machine without surprises",
-        Processor({torch.float32: FLOPS}, math.inf, 1e12),
-        Link(net.bandwidth[0], 0.0),
-        Link(net.bandwidth[1], 0.0),
-        ranks_per_node=SIZES[1],
-        host_seconds=host_seconds,
-    )
+FREE = Link(math.inf, 0.0)
+
+
+def plain_machine(
+    within: Link = FREE, between: Link = FREE, ranks_per_node: int = 8, **options: Any
+) -> Machine:
+    """Matrix products take time, and messages; everything else none."""
+    options = {"host_seconds": 0.0, **options}
+    processor = Processor({torch.float32: FLOPS}, math.inf, 1e12)
+    name = "a machine without surprises"
+    return Machine(name, processor, within, between, ranks_per_node, **options)
+
+
+def machine(net: Network) -> Machine:
+    inner, outer = (Link(bandwidth, 0.0) for bandwidth in net.bandwidth)
+    return plain_machine(inner, outer, SIZES[1])
+
+
+def product_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).sum()
+
+
+def pipelined(
+    stages: Any, x: Tensor, schedule: Any, *, pipeline: int = 2, **options: Any
+) -> PipelineSimulation:
+    """A step of a pipeline; by default with two data-parallel ranks of each stage."""
+    options = {"batch": x, "target": x, "loss": product_loss, "microbatches": 4, **options}
+    world_size = options.pop("world_size", 2 * pipeline)
+    return simulate_pipeline(stages, world_size, pipeline=pipeline, schedule=schedule, **options)
 
 
 def simulated(

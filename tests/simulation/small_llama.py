@@ -8,22 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.simulation.memory_models import decoder
+
 WIDTH = 64
 
 
-def llama(**options: Any) -> nn.Module:
-    """Builds it, with further options of its config."""
-    transformers = pytest.importorskip("transformers")
+def llama(kind: str = "Llama", depth: int = 2, inner: int = 4 * WIDTH, **options: Any) -> nn.Module:
+    """Builds it, or one of another kind, with further options of its config."""
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        use_cache=False,
-        **options,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
+    options = {"vocab_size": 256, "use_cache": False, **options}
+    return decoder(kind, WIDTH, inner, depth, 4, 2, **options)

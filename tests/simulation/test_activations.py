@@ -54,7 +54,7 @@ def test_a_step_takes_its_copies_if_nothing_hides_them() -> None:
     assert found.message_seconds == pytest.approx({name: n / ALONE for name, n in copied.items()})
     assert set(found.exposed_by_lane) == set(ACTIVATION_LANES)
     names = {event["name"] for event in found.trace()["traceEvents"]}
-    assert names >= {"take 0", "bring 3", f"{OUT} of 0", f"{INTO} of 2"}
+    assert names >= {"take 0", "bring 2", f"{OUT} of 0", f"{INTO} of 1"}
     # Sizes of blocks of host memory are rounded up, but not powers of two.
     assert found.elsewhere == {"host": BLOCKS * SAVED}
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,42 +14,30 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 import fsdp_engine as fe
 from fsdp_engine.simulation import simulate as simulation
 from tests.models import Transformer, token_batch
-from tests.simulation.scene import WIDTH
+from tests.simulation.scene import WIDTH, on_meta
 from tests.simulation.small_llama import llama
 
 BATCH = torch.zeros(4, WIDTH)
+TOKENS = torch.zeros(1, 16, dtype=torch.long)
 
 
 class Scaled(nn.Module):
-    """A linear layer, and a table."""
+    """A linear layer, and a table: a buffer, an attribute, or in a function alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[Any, Tensor], object]) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.keep(torch.ones(50, WIDTH))
+        keep(self, torch.ones(50, WIDTH))
 
-    def keep(self, table: Tensor) -> None:
-        self.register_buffer("table", table)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * self.table.to(x.device)[0]).sum()
-
-
-class WithAttribute(Scaled):
-    """Keeps its table neither as a parameter nor as a buffer."""
-
-    def keep(self, table: Tensor) -> None:
-        self.table = table
-
-
-class InClosure(Scaled):
-    """Has its table in a function alone."""
-
-    def keep(self, table: Tensor) -> None:
-        self.scale = lambda x: x * table.to(x.device)[0]
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.table.to(x.device)[0]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale(self.linear(x)).sum()
+
+
+def keep_in_closure(model: Any, table: Tensor) -> None:
+    model.scale = lambda x: x * table.to(x.device)[0]
 
 
 class Tied(nn.Module):
@@ -98,38 +85,34 @@ class Transposed(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, bool]] = {
     "transformer": (lambda: Transformer(2), token_batch(4, 0), True),
     "tied": (Tied, BATCH, True),
-    "buffer": (Scaled, BATCH, True),
+    "buffer": (
+        lambda: Scaled(lambda model, table: model.register_buffer("table", table)),
+        *(BATCH, True),
+    ),
     "strides": (Transposed, BATCH, True),
-    "attribute": (WithAttribute, BATCH, False),
-    "closure": (InClosure, BATCH, False),
+    "llama": (llama, {"input_ids": TOKENS, "labels": TOKENS}, True),
+    "attribute": (
+        lambda: Scaled(lambda model, table: setattr(model, "table", table)),
+        *(BATCH, False),
+    ),
+    "closure": (lambda: Scaled(keep_in_closure), BATCH, False),
     "values": (Reading, BATCH, False),
 }
 
 
-@contextmanager
-def on_meta_or_under_modes(built: list[bool]) -> Iterator[None]:
-    """Within it, ``built`` gets whether each model was built without the modes."""
-    original = simulation._built_outside_of_modes
+def simulated(build: Callable[[], nn.Module], *args: Any, **options: Any) -> tuple[Any, bool]:
+    """A simulation, and whether the model was built without the modes."""
+    original, built = simulation._built_outside_of_modes, []
 
-    def counted(build: Callable[[], nn.Module]) -> Any:
-        found = original(build)
-        built.append(found is not None)
-        return found
+    def noted(build: Callable[[], nn.Module]) -> Any:
+        built.append(original(build))
+        return built[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "_built_outside_of_modes", counted)
-        yield
-
-
-def simulated(make: Callable[[], nn.Module], batch: Any) -> tuple[fe.Simulation, list[bool]]:
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return make()
-
-    built: list[bool] = []
-    with on_meta_or_under_modes(built):
-        found = fe.simulate(build, 4, batch=batch)
-    return found, built
+        patch.setattr(simulation, "_built_outside_of_modes", noted)
+        found = fe.simulate(build, 4, *args, **options)
+    (outside,) = built
+    return found, outside is not None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,10 +120,10 @@ def test_a_model_has_the_same_step_if_it_is_built_without_the_modes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, batch, is_outside = MODELS[name]
-    found, built = simulated(make, batch)
-    assert built == [is_outside]
+    found, was_outside = simulated(on_meta(make), batch=batch)
+    assert was_outside == is_outside
     monkeypatch.setattr(simulation, "_built_outside_of_modes", lambda build: None)
-    expected, _ = simulated(make, batch)
+    expected = fe.simulate(on_meta(make), 4, batch=batch)
     assert found.memory == expected.memory
     assert found.memory_by_place == expected.memory_by_place
     assert found.sent_bytes == expected.sent_bytes
@@ -151,12 +134,6 @@ def test_a_model_has_the_same_step_if_it_is_built_without_the_modes(
     ]
 
 
-def test_a_model_of_transformers_is_built_without_the_modes() -> None:
-    tokens = torch.zeros(1, 16, dtype=torch.long)
-    _, built = simulated(llama, {"input_ids": tokens, "labels": tokens})
-    assert built == [True]
-
-
 def test_a_model_on_the_cpu_is_built_under_the_modes_and_gets_no_memory() -> None:
     modes: list[object] = []
 
@@ -164,17 +141,7 @@ def test_a_model_on_the_cpu_is_built_under_the_modes_and_gets_no_memory() -> Non
         modes.append(_get_current_dispatch_mode())
         return nn.Linear(1 << 24, 1 << 24)  # a petabyte
 
-    built: list[bool] = []
-    with on_meta_or_under_modes(built):
-        fe.simulate(build, 4, batch=torch.zeros(2, 1 << 24), loss=lambda out: out.sum())
-    assert built == [False]
+    batch = torch.zeros(2, 1 << 24)
+    _, was_outside = simulated(build, batch=batch, loss=lambda out: out.sum())
+    assert not was_outside
     assert len(modes) == 2
-
-
-def test_a_plan_sees_errors_of_a_model_that_cannot_be_built() -> None:
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return nn.Linear(4, int(torch.rand(()) * 8) + 1)  # here
-
-    with pytest.raises(fe.SimulationError, match=r"building the model failed at .*# here`"):
-        fe.simulate(build, 2, batch=torch.zeros(2, 4))

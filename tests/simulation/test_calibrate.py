@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 import fsdp_engine as fe
@@ -26,7 +24,8 @@ from fsdp_engine.simulation import state_links
 from fsdp_engine.simulation.copies import CopyQueues, Direction
 from fsdp_engine.simulation.kernels import Kernels
 from fsdp_engine.simulation.machine import Attention, Link, Machine, Processor, TwoWayLink
-from tests.pool import on_ranks
+from tests.models import Transformer, token_batch
+from tests.pool import Ranks, on_ranks
 
 ROOT = Path(__file__).parents[2]
 F32 = torch.float32
@@ -38,68 +37,51 @@ def machine_of(processor: Processor) -> Machine:
     return Machine("a host", processor, link, link, 8, host_runs_ahead=False)
 
 
-def test_compute_and_memory_access_overlap_by_the_figure_of_the_machine() -> None:
-    computing, moving = 3.0, 2.0
-    for overlap, seconds in ((1.0, 3.0), (0.5, 4.0), (0.0, 5.0)):
-        processor = dataclasses.replace(HOST, overlap=overlap)
-        assert processor.seconds(computing * 1e9, moving * 1e8, F32) == pytest.approx(seconds)
-        assert processor.seconds(moving * 1e9, computing * 1e8, F32) == pytest.approx(seconds)
+def heads_of(size: int | None) -> dict[str, Any]:
+    return {"attention": Attention(64, 64, head_size=size)}
 
 
-def test_attention_reaches_less_and_functions_take_time_for_each_element() -> None:
-    processor = dataclasses.replace(HOST, attention_share=0.5, function_seconds=1e-9)
-    assert processor.seconds(1e9, 0, F32) == pytest.approx(1.0)
-    assert processor.seconds(1e9, 0, F32, attention=Attention(64, 64)) == pytest.approx(2.0)
-    assert processor.seconds(0, 1e8, F32, function_elements=10**9) == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("figures", "flops", "num_bytes", "work", "seconds"),
+    [
+        # Compute and memory access overlap by the figure of the machine.
+        *(({"overlap": 1.0}, *each, {}, 3) for each in ((3e9, 2e8), (2e9, 3e8))),
+        *(({"overlap": 0.5}, *each, {}, 4) for each in ((3e9, 2e8), (2e9, 3e8))),
+        *(({"overlap": 0.0}, *each, {}, 5) for each in ((3e9, 2e8), (2e9, 3e8))),
+        ({"attention_share": 0.5}, 1e9, 0, {}, 1),
+        ({"attention_share": 0.5}, 1e9, 0, {"attention": Attention(64, 64)}, 2),
+        ({"function_seconds": 1e-9}, 0, 1e8, {"function_elements": 10**9}, 2),
+        ({"irregular_seconds": 1e-9}, 0, 1e8, {"irregular_elements": 10**9}, 2),
+        # n / (n + 64): 2/3 with heads of 128, 1/2 with those of 64.
+        *(({"attention_head": 64.0}, 1e9, 0, heads_of(size), 1) for size in (None, 256, 128)),
+        ({"attention_head": 64.0}, 1e9, 0, heads_of(64), 4 / 3),
+        ({"fused_share": 0.5, "function_seconds": 1e-9}, 0, 1e8, {"function_elements": 10**9}, 2),
+    ],
+)
+def test_operations_take_the_time_of_the_figures(
+    figures: dict[str, float], flops: float, num_bytes: float, work: dict[str, Any], seconds: float
+) -> None:
+    processor = dataclasses.replace(HOST, **figures)
+    assert processor.seconds(flops, num_bytes, F32, **work) == pytest.approx(seconds)
 
 
-def test_small_heads_are_slower_and_irregular_elements_take_time_beside_their_bytes() -> None:
-    processor = dataclasses.replace(HOST, attention_head=64.0, irregular_seconds=1e-9)
-    seconds = {
-        size: processor.seconds(1e9, 0, F32, attention=Attention(64, 64, head_size=size))
-        for size in (None, 256, 128, 64)
-    }
-    # n / (n + 64): 2/3 with heads of 128, 1/2 with those of 64.
-    assert seconds == pytest.approx({None: 1.0, 256: 1.0, 128: 1.0, 64: 4 / 3})
-    assert processor.seconds(0, 1e8, F32, irregular_elements=10**9) == pytest.approx(2.0)
+def test_fused_kernels_have_a_rate_and_functions_of_their_own() -> None:
+    processor = dataclasses.replace(HOST, fused_share=0.5, function_seconds=1e-9)
+    assert processor.fused_seconds(1e8, 10**9) == pytest.approx(2 + 1)
+    processor = dataclasses.replace(processor, fused_function_seconds=3e-9)
+    assert processor.fused_seconds(1e8, 10**9) == pytest.approx(2 + 3)
 
 
-def test_presets_are_rooflines() -> None:
-    for machine in (fe.H100, fe.H200, fe.B200):
-        processor = machine.processor
-        assert processor.overlap == 1.0
-        assert processor.function_seconds == 0.0
-        computing = processor.seconds(1e15, 0, torch.bfloat16)
-        moving = processor.seconds(0, 1e12, torch.bfloat16)
-        both = processor.seconds(1e15, 1e12, torch.bfloat16)
-        assert both == pytest.approx(max(computing, moving), rel=1e-12)
-
-
-def test_files_of_before_these_figures_are_read(tmp_path: Path) -> None:
-    machine = machine_of(
-        dataclasses.replace(HOST, attention_share=0.5, function_seconds=1e-9, overlap=0.25)
-    )
-    path = tmp_path / "machine.json"
-    machine.save(path)
-    assert Machine.load(path) == machine
-    content = json.loads(path.read_text())
-    added = ("attention_backward_share", "attention_length", "causal_block", "attention_head")
-    added += ("irregular_seconds", "fused_share", "fused_function_seconds")
-    added += ("product_seconds", "product_element_seconds")
-    for field in ("overlap", "attention_share", "function_seconds", *added):
-        del content["processor"][field]
-    path.write_text(json.dumps(content))
-    processor = Processor({F32: 1e9}, 1e8, 1e9)
-    assert Machine.load(path).processor == processor
+def same(value: Any) -> Any:
+    return value
 
 
 class TimedBy(Kernels):
     """Attention takes the time of a processor."""
 
     def __init__(self, processor: Processor) -> None:
-        super().__init__(torch.device("cpu"), 1.0, 0.02, lambda value: value)
-        self._processor = processor
-        self._shape = Attention(0, 0)
+        super().__init__(torch.device("cpu"), 1.0, 0.02, same)
+        self._processor, self._shape, self._elements = processor, Attention(0, 0), 512
 
     def _time(self, action: Any, timed: Any = None) -> float:
         is_backward = action.func is not F.scaled_dot_product_attention
@@ -123,12 +105,8 @@ def test_calibration_finds_the_figures_of_attention() -> None:
     assert TimedBy(processor).attention(1e9, F32) == pytest.approx(figures)
 
 
-class FusedBy(Kernels):
+class FusedBy(TimedBy):
     """Fused kernels take the time of a processor, and are not compiled."""
-
-    def __init__(self, processor: Processor) -> None:
-        super().__init__(torch.device("cpu"), 1.0, 0.02, lambda value: value)
-        self._processor, self._elements = processor, 512
 
     def _time(self, action: Any, timed: Any = None) -> float:
         compiled, sets = action.args
@@ -145,28 +123,16 @@ def test_calibration_finds_the_figures_of_fused_kernels() -> None:
     assert FusedBy(processor).fused(HOST.memory_bandwidth) == pytest.approx(figures)
 
 
-def test_fused_kernels_have_a_rate_and_functions_of_their_own() -> None:
-    processor = dataclasses.replace(HOST, fused_share=0.5, function_seconds=1e-9)
-    assert processor.seconds(0, 1e8, F32, function_elements=10**9) == pytest.approx(1 + 1)
-    assert processor.fused_seconds(1e8, 10**9) == pytest.approx(2 + 1)
-    processor = dataclasses.replace(processor, fused_function_seconds=3e-9)
-    assert processor.fused_seconds(1e8, 10**9) == pytest.approx(2 + 3)
-
-
 def test_compiled_blocks_take_as_long_as_their_fused_kernels() -> None:
-    class Chain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.ones(64))
-
+    class Chain(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(x * self.scale + 1).mul(x)
+            return torch.relu(x * self.weight[0] + 1).mul(x)
 
     def seconds(*, compiled: bool, **figures: float) -> float:
         machine = machine_of(dataclasses.replace(HOST, **figures))
         options = {"strategy": "no_shard", "units": [Chain], "compile": compiled}
         found = fe.simulate(
-            lambda: torch.nn.Sequential(*[Chain() for _ in range(16)]),
+            lambda: torch.nn.Sequential(*[Chain(64, 1, bias=False) for _ in range(16)]),
             1,
             batch=torch.zeros(2**14, 64),
             machine=machine,
@@ -183,45 +149,10 @@ def test_compiled_blocks_take_as_long_as_their_fused_kernels() -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_fused_kernels_of_this_machine_are_measured() -> None:
-    kernels = Kernels(torch.device("cpu"), 1.0, 0.05, lambda value: value)
+    kernels = Kernels(torch.device("cpu"), 1.0, 0.05, same)
     found = kernels.fused(kernels.memory_bandwidth())
     assert 0.1 < found["fused_share"] < 10
     assert 0 <= found["fused_function_seconds"] < 1e-6
-
-
-class Parts(torch.nn.Module):
-    """Attention and a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        return F.gelu(F.scaled_dot_product_attention(x, x, x)).sum()
-
-
-def test_a_simulation_uses_the_measured_machine() -> None:
-    def spans(**figures: float) -> dict[str, float]:
-        processor = Processor({F32: 1e9}, 1e30, 1e9, overlap=0.0)
-        found = fe.simulate(
-            Parts,
-            2,
-            batch=torch.zeros(2, 4, 32, 16),
-            machine=machine_of(dataclasses.replace(processor, **figures)),
-        )
-        return {each.label: each.end - each.start for each in found.spans}
-
-    plain = spans()
-    attention = [label for label in plain if "scaled_dot_product" in label]
-    assert len(attention) == 2  # and its backward
-    slow = spans(attention_share=0.25, function_seconds=1e-3)
-    for label in attention:
-        assert slow[label] == pytest.approx(4 * plain[label])
-    elements = 2 * 4 * 32 * 16
-    for label in ("gelu", "gelu_backward"):
-        assert slow[label] == pytest.approx(1e-3 * elements)
-    assert slow["mul"] == pytest.approx(plain["mul"])
 
 
 def few(function: Any) -> Any:
@@ -232,9 +163,8 @@ def few(function: Any) -> Any:
     return function
 
 
-@on_ranks(4)
 @few
-def test_ranks_measure_together_and_nodes_apart() -> None:
+def measured_on_two_nodes() -> Machine:
     with (
         patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}),
         patch.object(calibrate_module, "_PRODUCTS", 1),
@@ -245,35 +175,43 @@ def test_ranks_measure_together_and_nodes_apart() -> None:
         tempfile.TemporaryDirectory() as folder,
     ):
         machine = fe.simulation.calibrate.calibrate(seconds=0.02, folder=folder)
-    everybody: list[Any] = [None] * 4
-    dist.all_gather_object(everybody, machine)
-    assert everybody == [machine] * 4
     assert machine.name == "2 x 2 gloo ranks of 1 thread(s)"
     assert machine.ranks_per_node == 2
     assert not machine.host_runs_ahead
-    processor = machine.processor
+    assert machine.host_link is None  # of a device
+    processor, disk = machine.processor, machine.disk
     assert set(processor.matrix_flops) == {torch.float32, torch.bfloat16}
-    assert 1e8 < processor.memory_bandwidth < 1e12
-    assert 1e8 < processor.matrix_flops[torch.float32] < 1e13
     assert 0 <= processor.overlap <= 1
-    assert processor.attention_backward_share is not None
-    assert processor.causal_block is not None
-    assert 0 < processor.attention_share <= 1
-    assert 0 < processor.attention_backward_share <= 1
     assert 0 <= processor.attention_length <= 2048
-    assert 16 <= processor.causal_block <= 2048
     assert 0 <= processor.function_seconds < 1e-6
-    assert 1e-7 < machine.host_seconds < 1e-3
     assert machine.within_node != machine.between_nodes
+    for least, found, most in (
+        (1e8, processor.memory_bandwidth, 1e12),
+        (1e8, processor.matrix_flops[F32], 1e13),
+        (0, processor.attention_backward_share, 1),
+        (0, processor.attention_share, 1),
+        (15, processor.causal_block, 2048),
+        (1e-7, machine.host_seconds, 1e-3),
+        *((1e5, rate, 1e12) for rate in (disk.into, disk.out, disk.both)),
+        (0, disk.latency, 1),
+    ):
+        assert least < found <= most
     for link in (machine.within_node, machine.between_nodes):
         assert 1e6 < link.bandwidth < 1e12
         assert 0 <= link.latency < 1
         assert 0 < link.processor_share <= 1
-    assert machine.host_link is None  # of a device
-    assert machine.disk is not None
-    for rate in (machine.disk.into, machine.disk.out, machine.disk.both):
-        assert 1e5 < rate < 1e12
-    assert 0 < machine.disk.latency < 1
+    return machine
+
+
+def test_ranks_measure_together_and_nodes_apart(ranks: Ranks) -> None:
+    machine, *others = ranks.run(measured_on_two_nodes, world_size=4)
+    assert others == [machine] * 3
+    found = fe.simulate(lambda: Transformer(2), 4, batch=token_batch(4, 0), machine=machine)
+    assert found.seconds > 0
+
+
+@on_ranks(4)
+def test_nodes_of_different_numbers_of_ranks_are_refused() -> None:
     with (
         patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "3"}),
         pytest.raises(ValueError, match="same number of ranks on each node; found 4 ranks, 3"),
@@ -291,6 +229,11 @@ def test_two_ranks_that_are_started_measure_the_given_folder(tmp_path: Path) -> 
     with patch.object(calibrate_module.mp, "spawn", spawn):
         calibrate_module.calibrate(folder=tmp_path)
     assert given[0][-3:-1] == (tmp_path, False)
+
+
+@pytest.mark.thorough
+def test_two_ranks_that_are_started_measure() -> None:
+    assert calibrate_module.calibrate(seconds=0.01).within_node.bandwidth > 1e6
 
 
 def test_both_directions_are_measured_as_they_are_simulated() -> None:
@@ -324,7 +267,7 @@ def test_a_slow_disk_is_measured_as_slow(tmp_path: Path) -> None:
         return patch.object(disk_memory.DiskBlock, name, late)
 
     with slow("read"), slow("write"), patch.object(state_links, "_LARGE_ON_DISK", 2**18):
-        found = state_links.measure_disk(tmp_path, 0.02, lambda value: value)
+        found = state_links.measure_disk(tmp_path, 0.02, same)
     # At least half of a copy's time is attributed to its bytes.
     assert 0 < found.into <= 2 * rates["read"]
     assert 0 < found.out <= 2 * rates["write"]
@@ -348,7 +291,7 @@ def test_the_memory_of_a_host_is_measured_by_all_ranks_with_their_cores() -> Non
     assert found == 4 * 2 * 4096 / 4.0
     assert threads == {3}
     assert torch.get_num_threads() == num_threads
-    real = state_links.measure_host_memory(1, 1, 0.01, lambda value: value)
+    real = state_links.measure_host_memory(1, 1, 0.01, same)
     assert 1e8 < real < 1e13
 
 
@@ -356,25 +299,27 @@ def test_the_memory_of_a_host_is_measured_by_all_ranks_with_their_cores() -> Non
 def test_ranks_that_share_a_core_take_turns() -> None:
     torch.set_num_threads(1)
     alone, shared = (
-        Kernels(torch.device("cpu"), turns, 0.05, lambda value: value).matrix_flops(F32)
-        for turns in (1.0, 4.0)
+        Kernels(torch.device("cpu"), turns, 0.05, same).matrix_flops(F32) for turns in (1.0, 4.0)
     )
     assert 2 < alone / shared < 8
 
 
-@pytest.mark.thorough
-def test_torchrun_measures_its_ranks_and_the_first_one_writes(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "fsdp_engine", "calibrate", str(path)]
-    done = subprocess.run(
-        [*command, "--seconds", "0.01"],
+    return subprocess.run(
+        [*command, "--nproc-per-node", "2", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
         check=True,
     )
+
+
+@pytest.mark.thorough
+def test_torchrun_measures_its_ranks_and_the_first_one_writes(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    done = torchrun("-m", "fsdp_engine", "calibrate", str(path), "--seconds", "0.01")
     machine = Machine.load(path)
     assert machine.name == "this machine, 2 gloo ranks of 1 thread(s)"
     assert done.stdout == path.read_text()
@@ -398,14 +343,5 @@ def test_a_job_makes_its_process_group_after_torchrun_has_measured(tmp_path: Pat
         # In one piece, since the other rank writes, too.
         "os.write(1, f'sum {int(ones)} '.encode())\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     for _ in range(3):  # with the same keys about one of four runs failed
-        done = subprocess.run(
-            [*command, "--nproc-per-node", "2", str(script)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=True,
-        )
-        assert done.stdout.split() == ["sum", "2", "sum", "2"]
+        assert torchrun(str(script)).stdout.split() == ["sum", "2", "sum", "2"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,41 +24,37 @@ from torch.distributed.tensor.parallel import (
 import fsdp_engine as fe
 from fsdp_engine.simulation.clock import COMPUTE, MODEL_LANE
 
-TP, BATCH, LENGTH, WIDTH = 8, 4, 8192, 4096
+TP, BATCH, LENGTH, WIDTH, INNER = 8, 4, 8192, 4096, 16384
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`enable_symm_mem_for_group` is deprecated")
 
 
 class Block(nn.Module):
-    inner = 16384
-
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, self.inner, bias=False)
-        self.down = nn.Linear(self.inner, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, inner, bias=False)
+        self.down = nn.Linear(inner, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(self.norm(x)).relu())
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block()])
+class Model(nn.Sequential):
+    def __init__(self, inner: int) -> None:
+        super().__init__(Block(inner))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.chunk(TP, 1)[0].requires_grad_()
-        return self.blocks[0](x).sum()
+        return super().forward(x.chunk(TP, 1)[0].requires_grad_()).sum()
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> None:
     """With sequence parallelism, and symmetric memory as torchtitan enables it."""
     plan = {
-        "blocks.0.norm": SequenceParallel(use_local_output=True),
-        "blocks.0.up": ColwiseParallel(input_layouts=Shard(1)),
-        "blocks.0.down": RowwiseParallel(output_layouts=Shard(1)),
+        "0.norm": SequenceParallel(use_local_output=True),
+        "0.up": ColwiseParallel(input_layouts=Shard(1)),
+        "0.down": RowwiseParallel(output_layouts=Shard(1)),
     }
     parallelize_module(model, mesh, plan)
     symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
@@ -63,18 +62,16 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def cut_alone(model: nn.Module, mesh: DeviceMesh) -> None:
     """The same without symmetric memory."""
-    enable = symmetric_memory.enable_symm_mem_for_group
-    symmetric_memory.enable_symm_mem_for_group = lambda name: None  # type: ignore[assignment]
-    try:
+    with patch.object(symmetric_memory, "enable_symm_mem_for_group"):
         cut(model, mesh)
-    finally:
-        symmetric_memory.enable_symm_mem_for_group = enable
 
 
+@functools.cache
 def simulated(is_async: bool, parallelize: Any = cut, **options: Any) -> fe.Simulation:
+    before = dict(symmetric_memory._group_name_to_store)
     with inductor.patch(_micro_pipeline_tp=is_async):
-        return fe.simulate(
-            Model,
+        found = fe.simulate(
+            partial(Model, options.pop("inner", INNER)),
             2 * TP,
             batch=torch.zeros(BATCH, LENGTH, WIDTH),
             tensor_parallel=TP,
@@ -83,6 +80,8 @@ def simulated(is_async: bool, parallelize: Any = cut, **options: Any) -> fe.Simu
             mp_policy=BF16,
             **options,
         )
+    assert symmetric_memory._group_name_to_store == before
+    return found
 
 
 def named(found: fe.Simulation, name: str, lane: str, phase: str = "forward") -> list[float]:
@@ -90,10 +89,9 @@ def named(found: fe.Simulation, name: str, lane: str, phase: str = "forward") ->
     return [each.end - each.start for each in spans if name in each.label]
 
 
-@pytest.mark.parametrize(("inner", "is_waiting"), [(4096, True), (16384, False)])
-def test_times_by_hand(inner: int, is_waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Block, "inner", inner)
-    found = simulated(True)
+@pytest.mark.parametrize(("inner", "is_waiting"), [(4096, True), (INNER, False)])
+def test_times_by_hand(inner: int, is_waiting: bool) -> None:
+    found = simulated(True, **({} if inner == INNER else {"inner": inner}))
     machine = fe.H100
     rows, processor = BATCH * LENGTH, machine.processor
     flops = 2 * rows * WIDTH * inner / TP
@@ -116,7 +114,8 @@ def test_times_by_hand(inner: int, is_waiting: bool, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_flops_and_bytes_are_those_of_separate_operations(checkpointing: bool) -> None:
-    found, alone = (simulated(each, checkpointing=checkpointing) for each in (True, False))
+    options = {"checkpointing": True} if checkpointing else {}
+    found, alone = (simulated(each, **options) for each in (True, False))
     assert found.sent_bytes["tensor"] == pytest.approx(alone.sent_bytes["tensor"])
     assert found.model_flops == alone.model_flops
     assert found.seconds < 0.97 * alone.seconds
@@ -126,10 +125,3 @@ def test_groups_without_symmetric_memory_have_separate_operations() -> None:
     found, alone = simulated(True, cut_alone), simulated(False)
     assert found.seconds == pytest.approx(alone.seconds)
     assert not named(found, "fused_all_gather", MODEL_LANE)
-
-
-def test_nothing_of_torch_is_changed_afterwards() -> None:
-    before = dict(symmetric_memory._group_name_to_store)
-    simulated(True)
-    simulated(True)
-    assert symmetric_memory._group_name_to_store == before

@@ -36,6 +36,7 @@ from tests.simulation.small_llama import llama
 
 WIDTH, WORDS, HEADS = 128, 512, 4
 BATCH = (4, 128)
+TOKENS = torch.zeros(BATCH, dtype=torch.long)
 MARK = "between forward and backward"
 
 
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Three such blocks: ``how`` is "", "in place" or "around"."""
+    """Blocks, compiled as ``how`` says: "", "in place", "around" or "dynamic"."""
 
     def __init__(self, how: str = "", depth: int = 3, *, is_checkpointed: bool = False) -> None:
         super().__init__()
@@ -71,8 +72,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.is_checkpointed = is_checkpointed
         for number, block in enumerate(self.blocks):
-            if how == "in place":
-                block.compile()
+            if how in ("in place", "dynamic"):
+                block.compile(dynamic=how == "dynamic" or None)
             elif how == "around":
                 self.blocks[number] = torch.compile(block)
 
@@ -83,13 +84,9 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def _tokens() -> Tensor:
-    return torch.zeros(BATCH, dtype=torch.long)
-
-
-def _simulate(how: str = "", **options: Any) -> fe.Simulation:
+def _simulate(how: str = "", world_size: int = 8, **options: Any) -> fe.Simulation:
     model = {name: options.pop(name) for name in ("depth", "is_checkpointed") if name in options}
-    return fe.simulate(lambda: Decoder(how, **model), 8, batch=_tokens(), **options)
+    return fe.simulate(lambda: Decoder(how, **model), world_size, batch=TOKENS, **options)
 
 
 _simulate_once = functools.cache(_simulate)
@@ -103,8 +100,7 @@ def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
     allocator hands out, compiled kernels' memory included."""
     torch._dynamo.reset()
     model = Decoder("in place")
-    options = {"strategy": "no_shard", "min_unit_size": 0, "checkpointing": checkpointing}
-    fe.shard(model, **options)
+    fe.shard(model, strategy="no_shard", min_unit_size=0, checkpointing=checkpointing)
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
     tokens = torch.randint(0, WORDS, BATCH)
     for _ in range(3):
@@ -138,35 +134,22 @@ def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
     return peak, between
 
 
-def _check_memory(checkpointing: Any, folder: Path) -> None:
-    peak, between = _measured(checkpointing, folder)
+@pytest.mark.parametrize(
+    "checkpointing",
+    [False, *(pytest.param(each, marks=pytest.mark.thorough) for each in (True, "selective"))],
+)
+@on_ranks(1)
+def test_memory_of_compiled_blocks_is_that_of_a_run_with_inductor(
+    checkpointing: Any, tmp_path: Path
+) -> None:
+    peak, between = _measured(checkpointing, tmp_path)
     torch.distributed.destroy_process_group()
-    found = fe.simulate(
-        lambda: Decoder("in place"),
-        1,
-        batch=_tokens(),
-        machine=replace(HOST, ranks_per_node=1),
-        strategy="no_shard",
-        min_unit_size=0,
-        checkpointing=checkpointing,
-    )
+    machine = replace(HOST, ranks_per_node=1)
+    options = {"strategy": "no_shard", "min_unit_size": 0, "checkpointing": checkpointing}
+    found = _simulate("in place", world_size=1, machine=machine, **options)
     sums = [sum(sizes) for _, sizes in found.memory_series]
     assert 0.9995 < found.peak_bytes / peak < 1.03
     assert min(abs(each / between - 1) for each in sums) < 0.0005
-
-
-@on_ranks(1)
-def test_memory_of_compiled_blocks_is_that_of_a_run_with_inductor(tmp_path: Path) -> None:
-    _check_memory(False, tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("checkpointing", [True, "selective"])
-@on_ranks(1)
-def test_memory_of_compiled_and_checkpointed_blocks_is_measured(
-    checkpointing: Any, tmp_path: Path
-) -> None:
-    _check_memory(checkpointing, tmp_path)
 
 
 # Compared with eager simulations.
@@ -201,21 +184,18 @@ def test_checkpoints_of_compiled_blocks_recompute_them(how: str, options: dict[s
 
 
 def _sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    def by_rows() -> RowwiseParallel:
-        return RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-
-    blocks = "model.layers.*"
+    by_columns = ColwiseParallel(input_layouts=Shard(1))
+    by_rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
     embedding = RowwiseParallel(
         input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
     )
     plan: dict[str, Any] = {
         "model.embed_tokens": embedding,
-        f"{blocks}.*_layernorm": SequenceParallel(),
-        f"{blocks}.self_attn.[qkv]_proj": ColwiseParallel(input_layouts=Shard(1)),
-        f"{blocks}.self_attn.o_proj": by_rows(),
-        f"{blocks}.mlp.gate_proj": ColwiseParallel(input_layouts=Shard(1)),
-        f"{blocks}.mlp.up_proj": ColwiseParallel(input_layouts=Shard(1)),
-        f"{blocks}.mlp.down_proj": by_rows(),
+        "model.layers.*.*_layernorm": SequenceParallel(),
+        "model.layers.*.self_attn.[qkv]_proj": by_columns,
+        "model.layers.*.self_attn.o_proj": by_rows,
+        "model.layers.*.mlp.[gu]*_proj": by_columns,  # gate and up
+        "model.layers.*.mlp.down_proj": by_rows,
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
@@ -307,14 +287,8 @@ def test_rules_of_torchs_functions_are_made_once() -> None:
 
 
 def test_dynamic_shapes_are_refused() -> None:
-    def build() -> nn.Module:
-        model = Decoder()
-        for block in model.blocks:
-            block.compile(dynamic=True)
-        return model
-
     with pytest.raises(fe.SimulationError, match=r"expected static shapes.*dynamic=None or False"):
-        fe.simulate(build, 2, batch=_tokens())
+        _simulate("dynamic", depth=1)
 
 
 # Kernels.
@@ -325,61 +299,57 @@ def _kernels(function: Any, *shapes: tuple[int, ...]) -> list[Kernel]:
     return kernels_of(make_fx(function, tracing_mode="fake")(*inputs).graph)
 
 
-def test_a_chain_of_pointwise_operations_reads_its_inputs_once() -> None:
-    (kernel,) = _kernels(lambda x, y: (x * 2).relu() + y.exp() * x, (64, 32), (64, 32))
-    assert kernel.num_bytes == 3 * 4 * 64 * 32
+X, SIZE = (64, 32), 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        # A chain reads its inputs once, and a row that is broadcast counts its own bytes.
+        (lambda x, y: (x * 2).relu() + y.exp() * x, [X, X], [("exp", 3 * SIZE)]),
+        (lambda x, row: x * row + 1, [X, (32,)], [("add", 2 * SIZE + 32)]),
+        (
+            lambda x, w: (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) @ w,
+            [X, (32, 16)],
+            [("rsqrt", 2 * SIZE), ("mm", SIZE + 32 * 16 + 64 * 16)],
+        ),
+        # Sums of rows and of columns are two kernels.
+        (
+            lambda x, y: ((x * y).sum(1), (x * y).sum(0)),
+            [X, X],
+            [("sum", 2 * SIZE + 64), ("sum", 2 * SIZE + 32)],
+        ),
+        # No kernel runs before what it reads.
+        (
+            lambda x, w: ((first := x + 1) @ w) * first,
+            [(32, 32), (32, 32)],
+            [("add", 2 * 32 * 32), ("mm", 3 * 32 * 32), ("mul", 3 * 32 * 32)],
+        ),
+    ],
+)
+def test_kernels_of_functions(
+    function: Any, shapes: list[tuple[int, ...]], expected: list[tuple[str, int]]
+) -> None:
+    found = _kernels(function, *shapes)
+    assert [each.num_bytes for each in found] == [4 * size for _, size in expected]
+    for kernel, (name, _) in zip(found, expected, strict=True):
+        assert kernel.is_fused == (name != "mm")
+        assert name in kernel.label.replace(",", "").split()
 
 
 def test_inputs_may_have_names_of_operations() -> None:
-    def add(getitem: Tensor, sum: Tensor) -> Tensor:
-        return getitem.relu() + sum
-
-    graph = make_fx(add, tracing_mode="fake")(torch.empty(8), torch.empty(8)).graph
+    graph = make_fx(lambda x, y: x.relu() + y, tracing_mode="fake")(*torch.empty(2, 8)).graph
     for node, name in zip(graph.nodes, ("getitem", "sum"), strict=False):
         node.target = node.name = name
     (kernel,) = kernels_of(graph)
     assert kernel.num_bytes == 3 * 4 * 8
 
 
-def test_a_row_that_is_broadcast_counts_its_own_bytes() -> None:
-    (kernel,) = _kernels(lambda x, row: x * row + 1, (64, 32), (32,))
-    assert kernel.num_bytes == 4 * (2 * 64 * 32 + 32)
-
-
-def test_a_norm_is_one_kernel_before_a_product() -> None:
-    def normed(x: Tensor, weight: Tensor) -> Tensor:
-        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) @ weight
-
-    norm, product = _kernels(normed, (64, 32), (32, 16))
-    assert norm.is_fused
-    assert norm.num_bytes == 2 * 4 * 64 * 32
-    assert not product.is_fused
-    assert product.num_bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
-
-
-def test_sums_of_rows_and_of_columns_are_two_kernels() -> None:
-    rows, columns = _kernels(lambda x, y: ((x * y).sum(1), (x * y).sum(0)), (64, 32), (64, 32))
-    assert rows.num_bytes == 4 * (2 * 64 * 32 + 64)
-    assert columns.num_bytes == 4 * (2 * 64 * 32 + 32)
-
-
-def test_no_kernel_runs_before_what_it_reads() -> None:
-    def chain(x: Tensor, weight: Tensor) -> Tensor:
-        first = x + 1
-        return (first @ weight) * first
-
-    kernels = _kernels(chain, (32, 32), (32, 32))
-    assert [each.label for each in kernels] == ["fused add", "mm", "fused mul"]
-
-
 def test_a_result_replaces_memory_that_it_alone_is_computed_from() -> None:
-    def alone(x: Tensor, weight: Tensor) -> Tensor:
-        return (x @ weight).relu()
-
-    def both(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        product = x @ weight
-        return product + 1, product * 2
-
-    for function, count in ((alone, 1), (both, 0)):
-        kernel = _kernels(function, (32, 32), (32, 32))[-1]
+    square = (32, 32)
+    for function, count in (
+        (lambda x, w: (x @ w).relu(), 1),
+        (lambda x, w: ((product := x @ w) + 1, product * 2), 0),
+    ):
+        kernel = _kernels(function, square, square)[-1]
         assert sum(map(len, kernel.replaced.values())) == count

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests.models import Transformer, token_batch
+from tests.simulation.scene import on_meta
 
 WIDTH = 8
 
@@ -29,28 +30,10 @@ class Body(nn.Module):
         return self.then(self.linear(x)).sum()
 
 
-def reads_item(x: Tensor) -> Tensor:
-    return x * x.max().item()  # here
-
-
-def branches(x: Tensor) -> Tensor:
-    if x.sum() > 0:  # here
-        return x
-    return -x
-
-
 def loops(x: Tensor) -> Tensor:
     for index in (x > 0).nonzero():  # here
         x = x + index.sum()
     return x
-
-
-def selects(x: Tensor) -> Tensor:
-    return x[x > 0]  # here
-
-
-def raises(x: Tensor) -> Tensor:
-    return x @ torch.zeros(3, 3)  # here
 
 
 class Reading(torch.autograd.Function):
@@ -63,134 +46,126 @@ class Reading(torch.autograd.Function):
         return grad * grad.max().item()  # here
 
 
-def in_backward(x: Tensor) -> Tensor:
-    return Reading.apply(x)
+READS, DEPENDS = "it reads a value", "depends on values"
 
 
 @pytest.mark.parametrize(
     ("then", "phase", "reason"),
     [
-        (reads_item, "forward", "it reads a value"),
-        (branches, "forward", "it reads a value"),
-        (loops, "forward", "depends on values"),
-        (selects, "forward", "depends on values"),
-        (raises, "forward", "RuntimeError: "),
-        (in_backward, "backward", "it reads a value"),
+        (lambda x: x * x.max().item(), "forward", READS),  # here
+        (lambda x: x if x.sum() > 0 else -x, "forward", READS),  # here
+        (loops, "forward", DEPENDS),
+        (lambda x: x[x > 0], "forward", DEPENDS),  # here
+        (lambda x: x @ torch.zeros(3, 3), "forward", "RuntimeError: "),  # here
+        (Reading.apply, "backward", READS),
     ],
 )
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 def test_the_error_names_the_line_and_the_reason(
-    then: Callable[[Tensor], Tensor], phase: str, reason: str, level: str
+    then: Callable[[Tensor], Tensor],
+    phase: str,
+    reason: str,
+    level: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
     with pytest.raises(fe.SimulationError) as caught:
         fe.simulate(lambda: Body(then), 2, batch=torch.zeros(2, WIDTH), strategy=level)
+    log.removeHandler(caplog.handler)
+    assert not caplog.records  # torch does not log a traceback
+    assert not log.disabled
     error = caught.value
     assert error.phase == phase
     assert error.file == __file__
     assert error.code is not None
     assert error.code.endswith("# here")
     assert reason in error.reason
-    assert error.needs_values == (then is not raises)
+    assert error.needs_values == (reason in (READS, DEPENDS))
     assert f"{__file__}:{error.line}" in str(error)
     # And nothing is left of it.
     assert not dist.is_initialized()
     assert fe.simulate(lambda: Transformer(2), 2, batch=token_batch(2, 0)).seconds > 0
 
 
-class Listening(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
-
-
-def test_torch_does_not_log_a_traceback() -> None:
-    log, handler = logging.getLogger("torch._subclasses.fake_tensor"), Listening()
-    log.addHandler(handler)
-    try:
-        with pytest.raises(fe.SimulationError):
-            fe.simulate(lambda: Body(raises), 2, batch=torch.zeros(2, WIDTH))
-    finally:
-        log.removeHandler(handler)
-    assert handler.heard == []
-    assert not log.disabled
-
-
 def test_errors_of_loss_build_batch_and_optimizer_are_converted() -> None:
     def fails(*_: Any) -> Any:
         raise KeyError("mine")
 
-    def model() -> nn.Module:
-        return Body(lambda x: x)
-
-    batch = torch.zeros(2, WIDTH)
-    for phase, build, options in (
-        ("the loss", model, {"batch": batch, "loss": fails}),
-        ("building the model", fails, {"batch": batch}),
-        ("making the batch", model, {"batch": fails}),
-        ("making the optimizer", model, {"batch": batch, "optimizer": fails}),
+    for phase, argument in (
+        ("the loss", "loss"),
+        ("building the model", "build"),
+        ("making the batch", "batch"),
+        ("making the optimizer", "optimizer"),
     ):
+        options = {"build": lambda: Body(torch.relu), "batch": torch.zeros(2, WIDTH)}
         with pytest.raises(fe.SimulationError, match="KeyError: 'mine'") as caught:
-            fe.simulate(build, 2, **options)
+            fe.simulate(world_size=2, **{**options, argument: fails})
         assert caught.value.phase == phase
         assert caught.value.code == 'raise KeyError("mine")'
         assert not dist.is_initialized()
 
 
-class Constant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+def transformer() -> nn.Module:
+    return Transformer(2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).detach().sum()
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 def frozen() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return linear().requires_grad_(False)
+
+
+X, TOKENS = torch.zeros(2, WIDTH), {"batch": token_batch(4, 0), "mesh": (2, 4)}
+NO_WORDS = r"batch: expected arguments of Transformer.forward\(tokens, targets\); found words: "
+CHECKED = fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)
 
 
 @pytest.mark.parametrize(
-    ("build", "batch", "error", "message"),
+    ("build", "options", "error", "message"),
     [
+        (transformer, {"batch": {"words": torch.zeros(2, 3)}}, TypeError, NO_WORDS),
         (
-            lambda: Transformer(2),
-            {"words": torch.zeros(2, 3)},
-            TypeError,
-            r"batch: expected arguments of Transformer.forward\(tokens, targets\); found words: ",
-        ),
-        (
-            lambda: Transformer(2),
-            (torch.zeros(2), torch.zeros(2), 3),
+            transformer,
+            {"batch": (X, X, 3)},
             TypeError,
             "found 3 positional ones: too many positional arguments",
         ),
-        (Constant, torch.zeros(2, WIDTH), ValueError, "loss: expected one that requires grad"),
-        (nn.Identity, torch.zeros(2), ValueError, "that require grad; found none among 0 of Ident"),
-        (frozen, torch.zeros(2, WIDTH), ValueError, "found none among 2 of Linear"),
         (
-            lambda: 3,
-            torch.zeros(2),
-            TypeError,
-            "build: expected a function that returns a torch.nn",
+            linear,
+            {"batch": X, "loss": lambda out: out.detach().sum()},
+            ValueError,
+            "loss: expected one that requires grad",
         ),
+        (nn.Identity, {"batch": X}, ValueError, "require grad; found none among 0 of Ident"),
+        (frozen, {"batch": X}, ValueError, "found none among 2 of Linear"),
+        (lambda: 3, {"batch": X}, TypeError, "build: expected a function that returns a torch.nn"),
+        (
+            lambda: nn.LSTM(WIDTH, WIDTH),
+            {"batch": X},
+            ValueError,
+            "loss: expected a function that returns the loss",
+        ),
+        (
+            linear,
+            {"batch": X, "loss": lambda out: out},
+            ValueError,
+            r"of one element; found a tensor of shape \(2, 8\)",
+        ),
+        (transformer, {**TOKENS, "mesh": (3, 4)}, ValueError, "one or two sizes of 8 ranks"),
+        (transformer, {**TOKENS, "microbatches": 0}, ValueError, "microbatches: expected at least"),
+        (transformer, {**TOKENS, "strategy": "zero"}, ValueError, "strategy: expected one of"),
+        (transformer, {**TOKENS, "config": CHECKED}, ValueError, "no checks of"),
     ],
 )
 def test_arguments_that_do_not_fit(
-    build: Any, batch: Any, error: type[Exception], message: str
+    build: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        fe.simulate(build, 2, batch=batch)
+        fe.simulate(build, 8, **options)
     assert not dist.is_initialized()
-
-
-def test_a_loss_that_is_none() -> None:
-    with pytest.raises(ValueError, match=r"of one element; found a tensor of shape \(2, 8\)"):
-        fe.simulate(
-            lambda: nn.Linear(WIDTH, WIDTH), 2, batch=torch.zeros(2, WIDTH), loss=lambda out: out
-        )
 
 
 @pytest.mark.parametrize("made_by", ["caller", "function"])
@@ -226,21 +201,19 @@ def test_a_model_may_read_rows_of_numbers_and_draw_its_weights_while_it_is_built
     assert fe.simulate(Initialised, 2, batch=torch.zeros(2, WIDTH)).seconds > 0
 
 
-def test_a_model_that_reads_drawn_values_while_it_is_built() -> None:
-    def build() -> nn.Module:
-        width = int(torch.rand(()) * 8) + 1  # here
-        return nn.Linear(width, width)
+def width_from_drawn_values() -> nn.Module:
+    return nn.Linear(2, int(torch.rand(()) * 8) + 1)  # here
 
+
+def row_that_was_written_to() -> nn.Module:
+    row = torch.linspace(0, 1, 4)
+    row.uniform_()
+    row[0].item()  # here
+    return nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("where", [lambda build: build, on_meta], ids=["cpu", "meta"])
+@pytest.mark.parametrize("build", [width_from_drawn_values, row_that_was_written_to])
+def test_a_model_that_reads_drawn_values_while_it_is_built(build: Any, where: Any) -> None:
     with pytest.raises(fe.SimulationError, match=r"building the model failed at .*# here`"):
-        fe.simulate(build, 2, batch=torch.zeros(2, 2))
-
-
-def test_a_row_that_was_written_to_is_not_read_as_it_was() -> None:
-    def build() -> nn.Module:
-        row = torch.linspace(0, 1, 4)
-        row.uniform_()
-        row[0].item()
-        return nn.Linear(2, 2)
-
-    with pytest.raises(fe.SimulationError, match="building the model"):
-        fe.simulate(build, 2, batch=torch.zeros(2, 2))
+        fe.simulate(where(build), 2, batch=torch.zeros(2, 2))

@@ -6,8 +6,8 @@ memory by kind, budgets.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.simulation.operations import OperationCache, Recipe
+from fsdp_engine.strategies import LEVELS
 from tests.models import (
     DIM,
     Chain,
@@ -28,16 +29,24 @@ from tests.models import (
     NestedModel,
     Normalised,
     Recurrent,
-    Regression,
     Transformer,
     lora_model,
     odd_model,
     token_batch,
     vector_batch,
 )
-from tests.pairs import PAIRS
+from tests.simulation.memory_models import (
+    ConvolutionNet,
+    CustomBlock,
+    Experts,
+    TokenModel,
+    images,
+    tokens,
+)
+from tests.simulation.scene import on_meta
+from tests.simulation.small_llama import llama
 
-LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+TOKENS = torch.zeros(1, 16, dtype=torch.long)
 
 
 class WorkedOut(OperationCache):
@@ -49,82 +58,8 @@ class WorkedOut(OperationCache):
         return func(*args, **kwargs), None
 
 
-class GroupedHeads(nn.Module):
-    """Attention with fewer heads for keys and values, rotated by position."""
-
-    def __init__(self, heads: int = 4, kv_heads: int = 2, size: int = 6) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        self.q = nn.Linear(DIM, heads * size, bias=False)
-        self.kv = nn.Linear(DIM, 2 * kv_heads * size, bias=False)
-        self.out = nn.Linear(heads * size, DIM, bias=False)
-        self.norm = nn.RMSNorm(DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.norm(x)[None]
-        length, half = rows.shape[1], self.size // 2
-        q = self.q(rows).unflatten(-1, (self.heads, self.size)).transpose(1, 2)
-        k, v = self.kv(rows).unflatten(-1, (2 * self.kv_heads, self.size)).chunk(2, -2)
-        angle = torch.arange(length).float()[:, None] * torch.ones(half)
-        turn = torch.cat([angle, angle], -1)
-        q = q * turn.cos() + torch.cat([-q[..., half:], q[..., :half]], -1) * turn.sin()
-        k = k.transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, 1)
-        v = v.transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(mixed.transpose(1, 2).flatten(2))[0]
-
-
-class Experts(nn.Module):
-    """Rows are routed to their two best experts, up to their capacity."""
-
-    def __init__(self, experts: int = 4, hidden: int = 10) -> None:
-        super().__init__()
-        self.router = nn.Linear(DIM, experts, bias=False)
-        self.up = nn.Parameter(torch.randn(experts, DIM, hidden) / DIM)
-        self.down = nn.Parameter(torch.randn(experts, hidden, DIM) / hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        room = math.ceil(2 * x.shape[0] / self.router.out_features)
-        gates, chosen = self.router(x).softmax(-1).topk(2)
-        wanted = F.one_hot(chosen, self.router.out_features)  # rows, 2, experts
-        place = wanted.flatten(0, 1).cumsum(0).view_as(wanted) * wanted - 1
-        seat = (
-            F.one_hot(place.clamp(0, room - 1), room) * ((place >= 0) & (place < room))[..., None]
-        )
-        weights = torch.einsum("nk,nkes->nes", gates, seat.to(x.dtype))
-        rows = torch.einsum("nes,nd->esd", (weights > 0).to(x.dtype), x)
-        done = torch.bmm(F.silu(torch.bmm(rows, self.up)), self.down)
-        return x + torch.einsum("nes,esd->nd", weights, done)
-
-
-class Convolution(nn.Module):
-    """Vectors as small pictures of three channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 3, 3, padding=1)
-        self.norm = nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pictures = x.unflatten(-1, (3, 2, -1))
-        found = F.max_pool2d(F.relu(self.norm(self.convolution(pictures))), 3, 1, 1)
-        return x + F.dropout(found, 0.1, self.training).flatten(1)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * grads[0]
-
-
 class Custom(nn.Module):
-    """A function of the user's own, a view of another dtype, complex numbers, in-place changes."""
+    """A view of another dtype, complex numbers, in-place changes, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +67,7 @@ class Custom(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = Cube.apply(self.linear(x))
+        y = F.dropout(self.linear(x), 0.1, self.training)
         turned = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
         y = torch.view_as_real(turned * torch.ones_like(turned)).flatten(-2)
         mask = x.detach().view(torch.int32) > torch.tensor(0)
@@ -142,23 +77,26 @@ class Custom(nn.Module):
         return x + y
 
 
-def experts() -> Regression:
-    return Chain(Experts(), Experts())
+def regression() -> Any:
+    return vector_batch(8, 0)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "GPT": (lambda: Transformer(3), lambda: token_batch(4, 0)),
     "tied": (lambda: Transformer(2, tied=True), lambda: token_batch(4, 0)),
-    "grouped heads": (lambda: Chain(GroupedHeads(), GroupedHeads()), lambda: vector_batch(8, 0)),
-    "encoder-decoder": (EncoderDecoder, lambda: vector_batch(8, 0)),
-    "experts": (experts, lambda: vector_batch(8, 0)),
-    "LSTM": (lambda: Chain(Recurrent(), Recurrent()), lambda: vector_batch(8, 0)),
-    "convolution": (lambda: Chain(Convolution(), Convolution()), lambda: vector_batch(8, 0)),
-    "LoRA": (lora_model, lambda: vector_batch(8, 0)),
-    "buffers": (lambda: Chain(Normalised(), Normalised(), Mlp()), lambda: vector_batch(8, 0)),
+    "encoder-decoder": (EncoderDecoder, regression),
+    "experts": (lambda: Chain(Experts(DIM), Experts(DIM)), regression),
+    "LSTM": (lambda: Chain(Recurrent(), Recurrent()), regression),
+    "convolution": (lambda: ConvolutionNet(batch=True, width=8), lambda: images(2, 16)),
+    "LoRA": (lora_model, regression),
+    "buffers": (lambda: Chain(Normalised(), Normalised(), Mlp()), regression),
     "odd sizes": (odd_model, lambda: vector_batch(8, 0, 7)),
-    "containers": (NestedModel, lambda: vector_batch(8, 0)),
-    "custom": (lambda: Chain(Custom(), Custom(), Custom()), lambda: vector_batch(8, 0)),
+    "containers": (NestedModel, regression),
+    "own function": (
+        lambda: TokenModel(8, (CustomBlock(8) for _ in range(2))),
+        lambda: tokens(2, 8),
+    ),
+    "in place": (lambda: Chain(Custom(), Custom(), Custom()), regression),
 }
 
 
@@ -168,7 +106,7 @@ def recomputed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def built() -> nn.Module:
         model = build()
         for blocks in model.modules():
-            if isinstance(blocks, nn.ModuleList):
+            if isinstance(blocks, nn.ModuleList | nn.Sequential):
                 for block in blocks:
                     block.forward = _checkpointed(block.forward)
         return model
@@ -262,40 +200,18 @@ def test_simulations_share_a_cache() -> None:
     assert known.num_misses - before < afresh / 2
 
 
-@pytest.mark.thorough
-def test_one_planning_of_all_pairs() -> None:
-    build, batch = MODELS["GPT"]
-    known = OperationCache()
-    for inner, outer in PAIRS:
-        for again in (False, True):
-            model = recomputed(build) if again else build
-            compare(model, batch, known, strategy=inner, outer_strategy=outer)
-
-
 def test_a_llama_of_transformers_that_checkpoints_itself() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-
     def build(again: bool) -> nn.Module:
-        with torch.device("meta"):
-            model = transformers.LlamaForCausalLM(config)
+        model: Any = on_meta(partial(llama, use_cache=True))()
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
-    tokens = torch.zeros(1, 16, dtype=torch.long)
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
     known = OperationCache()
     for again in (False, True):
         # Without checkpointing a cache of keys and values is filled: blocks with side effects.
-        compare(lambda again=again: build(again), batch, known, strategy="optim_grads_params")
+        compare(partial(build, again), batch, known, strategy="optim_grads_params")
 
 
 # --- single operations ---
@@ -339,16 +255,20 @@ def alike(found: Any, must: Any) -> None:
         assert found == must
 
 
-def twice(function: Callable[..., Any], *shapes: tuple[int, ...]) -> set[str]:
-    """Call it twice with fake tensors, forward and backward. Returns the number of hits."""
-    mode, known = FakeTensorMode(), OperationCache()
-    with mode, Compared(mode, known) as compared:
-        for _ in range(2):
-            inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
-            found = function(*inputs)
-            if found.requires_grad:
-                found.sum().backward()
-    return compared.names
+@pytest.fixture
+def compared() -> Iterator[Compared]:
+    mode = FakeTensorMode()
+    with mode, Compared(mode, OperationCache()) as found:
+        yield found
+
+
+def twice(compared: Compared, function: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
+    """Call it twice, forward and backward."""
+    for _ in range(2):
+        inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+        found = function(*inputs)
+        if found.requires_grad:
+            found.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -379,9 +299,10 @@ def twice(function: Callable[..., Any], *shapes: tuple[int, ...]) -> set[str]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_results_by_recipes(
-    name: str, function: Callable[..., Any], shapes: list[tuple[int, ...]]
+    name: str, function: Callable[..., Any], shapes: list[tuple[int, ...]], compared: Compared
 ) -> None:
-    assert f"aten.{name}" in twice(function, *shapes)
+    twice(compared, function, *shapes)
+    assert f"aten.{name}" in compared.names
 
 
 @pytest.mark.parametrize(
@@ -395,23 +316,24 @@ def test_results_by_recipes(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_operations_without_a_recipe(name: str, function: Callable[..., Any]) -> None:
-    assert f"aten.{name}" not in twice(function, (3, 4))
+def test_operations_without_a_recipe(
+    name: str, function: Callable[..., Any], compared: Compared
+) -> None:
+    twice(compared, function, (3, 4))
+    assert f"aten.{name}" not in compared.names
 
 
-def test_a_view_is_one() -> None:
-    mode, known = FakeTensorMode(), OperationCache()
-    with mode, Compared(mode, known):
-        for _ in range(2):
-            x = torch.zeros(3, 4)
-            y = x.t()
-            assert y._is_view()
-            assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
-            assert y._base is x
-            before = x._version
-            y.add_(1)
-            assert x._version == before + 1
-            assert x.add_(1) is x
+def test_a_view_is_one(compared: Compared) -> None:
+    for _ in range(2):
+        x = torch.zeros(3, 4)
+        y = x.t()
+        assert y._is_view()
+        assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
+        assert y._base is x
+        before = x._version
+        y.add_(1)
+        assert x._version == before + 1
+        assert x.add_(1) is x
 
 
 def test_which_argument_a_result_is_does_not_follow_from_one_call() -> None:
@@ -426,44 +348,29 @@ def test_which_argument_a_result_is_does_not_follow_from_one_call() -> None:
     assert known.num_hits > 0
 
 
-def test_equal_numbers_of_other_types_are_other_arguments() -> None:
-    mode, known = FakeTensorMode(), OperationCache()
-    with mode, Compared(mode, known):
-        for _ in range(2):
-            x = torch.zeros(3, dtype=torch.bool)
-            kinds = [(x + value).dtype for value in (True, 1, 1.0)]
-            assert kinds == [torch.bool, torch.int64, torch.float32]
-
-
-def test_the_default_dtype_counts() -> None:
-    mode, known = FakeTensorMode(), OperationCache()
+def test_types_of_numbers_constants_and_the_default_dtype_count(compared: Compared) -> None:
+    torch.zeros(()) * 2  # of the shape of the products below, without a constant value
     before = torch.get_default_dtype()
     try:
-        with mode, Compared(mode, known):
-            for dtype in (torch.float32, torch.float64, torch.float32):
-                torch.set_default_dtype(dtype)
-                assert torch.zeros(3).dtype == dtype
-                assert (torch.arange(3) / 2).dtype == dtype
+        for number, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+            x = torch.zeros(3, dtype=torch.bool)
+            kinds = [(x + value).dtype for value in (True, 1)]
+            assert kinds == [torch.bool, torch.int64]
+            torch.set_default_dtype(dtype)
+            assert (x + 1.0).dtype == dtype
+            assert torch.zeros(3).dtype == dtype
+            assert (torch.arange(3) / 2).dtype == dtype
+            assert (torch.tensor(float(number)) * 2).item() == 2 * number
     finally:
         torch.set_default_dtype(before)
 
 
-def test_constants_keep_their_value() -> None:
-    mode, known = FakeTensorMode(), OperationCache()
-    with mode, Compared(mode, known):
-        torch.zeros(()) * 2  # of the same shape, without a constant value
-        for value in (1.0, 2.0, 3.0):
-            assert (torch.tensor(value) * 2).item() == 2 * value
-
-
-def test_shapes_that_hang_on_values_raise_every_time() -> None:
-    mode, known = FakeTensorMode(), OperationCache()
-    with mode, Compared(mode, known):
-        for _ in range(2):
-            x = torch.zeros(3)
-            for function in (torch.nonzero, lambda x: x[x > 0], torch.unique):
-                with pytest.raises(Exception, match=r"nonzero|index|unique"):
-                    function(x)
+def test_shapes_that_hang_on_values_raise_every_time(compared: Compared) -> None:
+    for _ in range(2):
+        x = torch.zeros(3)
+        for function in (torch.nonzero, lambda x: x[x > 0], torch.unique):
+            with pytest.raises(Exception, match=r"nonzero|index|unique"):
+                function(x)
 
 
 def test_fakes_of_two_modes_are_not_mixed() -> None:

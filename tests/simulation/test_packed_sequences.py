@@ -7,28 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import fsdp_engine as fe
+from tests.simulation.small_llama import llama
 
 TOKENS = torch.zeros(2, 256, dtype=torch.int64)
-
-
-def llama(*, use_cache: bool = False, attention: str = "sdpa") -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    names = {"use_cache": use_cache, "attn_implementation": attention}
-    config = transformers.LlamaConfig(**sizes, **heads, **names, num_hidden_layers=2)
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
 
 
 def simulated(
     *, use_cache: bool = False, attention: str = "sdpa", **batch: Tensor
 ) -> fe.Simulation:
-    build = partial(llama, use_cache=use_cache, attention=attention)
+    build = partial(llama, depth=1, use_cache=use_cache, attn_implementation=attention)
     return fe.simulate(build, 1, batch={"input_ids": TOKENS, "labels": TOKENS, **batch})
 
 
@@ -36,12 +27,8 @@ def test_rows_without_positions_are_one_sequence_each() -> None:
     without, with_cache = (simulated(use_cache=each) for each in (False, True))
     assert without.peak_bytes == with_cache.peak_bytes
     assert without.seconds <= with_cache.seconds
-
-
-def test_given_positions_may_begin_anew_within_a_row() -> None:
-    positions = torch.zeros(2, 256, dtype=torch.int64)
-    packed = simulated(position_ids=positions)
-    assert packed.peak_bytes > simulated().peak_bytes
+    # Given positions may begin anew within a row.
+    assert simulated(position_ids=TOKENS).peak_bytes > without.peak_bytes
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])

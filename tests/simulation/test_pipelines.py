@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,130 +23,113 @@ import fsdp_engine as fe
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.simulation import pipeline_job
 from fsdp_engine.simulation import simulate as simulations
-from fsdp_engine.simulation.machine import Link, Machine, Processor
-from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.pipeline import takes_microbatches
 from fsdp_engine.simulation.pipeline_job import Action, PipelineJob
 from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.simulation.tape import RecordingClock, Replay
 from tests.extensions.pipelines import scene
+from tests.models import Mlp
 from tests.pool import Ranks
 from tests.simulation.live_storages import LiveStorages
 from tests.simulation.memory_runs import HOST
+from tests.simulation.scene import FLOPS, ROWS, WIDTH, pipelined, plain_machine, product_loss
+from tests.simulation.small_llama import llama
 
-WIDTH, ROWS, FLOPS = 64, 32, 1e9
 PRODUCT = 2 * ROWS * WIDTH * WIDTH / FLOPS
-FREE = Link(math.inf, 0.0)
+TURN = 6 * PRODUCT  # two linears: one product in forward each, two in backward
 
 
-class Linears(nn.Module):
+class Linears(nn.Sequential):
     """A gain, so that the first linear has a gradient of its input in all stages; linears."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__()
+    def __init__(self, count: int = 2) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
         self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * self.gain
-        for linear in self.linears:
-            x = linear(x)
-        return x
+        return super().forward(x * self.gain)
 
 
-def machine(within: Link = FREE, between: Link = FREE, ranks_per_node: int = 8) -> Machine:
-    """Matrix products take time, and messages; everything else none."""
-    return Machine(
-        "a machine without surprises",
-        Processor({torch.float32: FLOPS}, math.inf, 1e12),
-        within,
-        between,
-        ranks_per_node,
-        host_seconds=0.0,
-    )
+def linears(index: int, num_stages: int) -> nn.Module:
+    return Linears()
 
 
-def product_loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output * target).sum()
+def wider(index: int, num_stages: int) -> nn.Module:
+    """The second of two stages has twice the linears."""
+    return Linears(2 + 2 * index)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def simulated(
-    schedule: str = "1F1B", *, pipeline: int = 2, microbatches: int = 4, **options: Any
-) -> fe.PipelineSimulation:
+def simulated(schedule: Any = "1F1B", **options: Any) -> fe.PipelineSimulation:
     """A step of stages of two linears."""
-    x = torch.zeros(ROWS, WIDTH)
-    options = {"stages": lambda index, num_stages: Linears(2), "machine": machine()} | options
-    return fe.simulate_pipeline(
-        options.pop("stages"),
-        options.pop("world_size", 2 * pipeline),
-        pipeline=pipeline,
-        microbatches=microbatches,
-        batch=x,
-        target=x,
-        schedule=schedule,
-        loss=options.pop("loss", product_loss),
-        optimizer=sgd,
-        min_unit_size=0,
-        **options,
-    )
+    given = {"machine": plain_machine(), "optimizer": sgd, "min_unit_size": 0, **options}
+    return pipelined(given.pop("stages", linears), torch.zeros(ROWS, WIDTH), schedule, **given)
 
 
-@pytest.mark.parametrize("pipeline", [2, pytest.param(4, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_the_bubble_is_that_of_the_formula(schedule: str, pipeline: int) -> None:
-    """p - 1 microbatches' forward and backward; the step (m + p - 1) of them."""
-    microbatches = 2 * pipeline
-    found = simulated(schedule, pipeline=pipeline, microbatches=microbatches)
-    turn = 6 * PRODUCT  # two linears: one product in forward each, two in backward
-    assert found.seconds == pytest.approx((microbatches + pipeline - 1) * turn)
-    assert found.bubble_seconds == pytest.approx([(pipeline - 1) * turn] * pipeline)
-    assert found.exposed_seconds == (0.0,) * pipeline
-    assert [rank.compute_seconds for rank in found.ranks] == pytest.approx(
-        [microbatches * turn] * pipeline
-    )
-    assert found.mfu == pytest.approx(microbatches / (microbatches + pipeline - 1))
-    assert found.num_targets == 2 * microbatches * ROWS * WIDTH
+FOUR = {"pipeline": 4, "microbatches": 8}
+INTERLEAVED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_the_bubble_of_stages_that_share_a_rank(schedule: str, quick: bool) -> None:
-    """Of v stages of a rank, p - 1 of the v-th part of its turn; none if backwards are split."""
-    found = simulated(schedule, quick=quick)
-    turn = 2 * 6 * PRODUCT
-    bubble = turn / 2 if schedule == "Interleaved1F1B" else 0.0
-    assert found.seconds == pytest.approx(4 * turn + bubble)
-    assert found.bubble_seconds == pytest.approx([bubble, bubble])
-    assert found.stages == (((0, 2), (1, 3)) if bubble else ((0, 3), (1, 2)))
-
-
-def test_the_slowest_stage_determines_the_step() -> None:
-    """Of two stages, the second of which has twice the linears."""
-    found = simulated(
-        stages=lambda index, num_stages: Linears(2 + 2 * index), microbatches=6, schedule="1F1B"
-    )
-    turn = 6 * PRODUCT
-    assert found.seconds == pytest.approx(6 * 2 * turn + turn)
-    assert found.bubble_seconds == pytest.approx([7 * turn, turn])
+@pytest.mark.parametrize(
+    ("schedule", "options", "turns", "bubble", "stages"),
+    [
+        # A bubble of p - 1 microbatches' forward and backward.
+        ("GPipe", {}, 4, [1, 1], ((0,), (1,))),
+        ("1F1B", {}, 4, [1, 1], ((0,), (1,))),
+        # Of v stages of a rank, p - 1 of the v-th part of its turn; none if backwards are split.
+        ("Interleaved1F1B", {}, 8, [1, 1], INTERLEAVED),
+        ("Interleaved1F1B", {"quick": True}, 8, [1, 1], INTERLEAVED),
+        ("ZBVZeroBubble", {}, 8, [0, 0], V),
+        ("ZBVZeroBubble", {"quick": True}, 8, [0, 0], V),
+        # The slowest stage determines the step.
+        ("1F1B", {"stages": wider, "microbatches": 6}, 12, [7, 1], ((0,), (1,))),
+        *(
+            pytest.param(
+                name, FOUR, 8, [3] * 4, ((0,), (1,), (2,), (3,)), marks=pytest.mark.thorough
+            )
+            for name in ("GPipe", "1F1B")
+        ),
+    ],
+)
+def test_the_bubble_is_that_of_the_formula(
+    schedule: str, options: dict[str, Any], turns: int, bubble: list[int], stages: Any
+) -> None:
+    """``turns``: those of the slowest rank."""
+    found = simulated(schedule, **options)
+    num_ranks = len(bubble)
+    seconds = (turns + min(bubble)) * TURN
+    assert found.seconds == pytest.approx(seconds)
+    assert found.bubble_seconds == pytest.approx([each * TURN for each in bubble])
+    assert found.exposed_seconds == (0.0,) * num_ranks
+    assert found.stages == stages
+    computing = [rank.compute_seconds for rank in found.ranks]
+    assert computing == pytest.approx([seconds - each * TURN for each in bubble])
+    assert found.mfu == pytest.approx(sum(computing) / num_ranks / seconds)
+    assert found.num_targets == 2 * options.get("microbatches", 4) * ROWS * WIDTH
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.thorough)])
 def test_a_third_step_is_like_the_second(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link(1e9, 1e-5)
-    options = {"strategy": "optim_grads_params", "machine": machine(link, link)}
-    stages = {"stages": lambda index, num_stages: Linears(1 + index)}
-    second = simulated(schedule, **options, **stages)
+    options = {"strategy": "optim_grads_params", "machine": plain_machine(link, link)}
+    second = simulated(schedule, stages=wider, **options)
     monkeypatch.setattr(pipeline_job, "STEPS", pipeline_job.STEPS + 1)
-    third = simulated(schedule, **options, **stages)
+    third = simulated(schedule, stages=wider, **options)
     assert third.seconds == pytest.approx(second.seconds)
     assert third.bubble_seconds == pytest.approx(second.bubble_seconds)
     for one, other in zip(second.ranks, third.ranks, strict=True):
         assert one.seconds == pytest.approx(second.seconds)
         assert other.memory == one.memory
+
+
+def stage_messages(found: fe.PipelineSimulation, rank: int) -> list[float]:
+    """Seconds of messages between stages that a rank sends or receives."""
+    spans = found.ranks[rank].spans
+    return [span.end - span.start for span in spans if is_stage_lane(span.lane)]
 
 
 @pytest.mark.parametrize(("ranks_per_node", "is_far"), [(4, False), (2, True)])
@@ -157,12 +138,11 @@ def test_messages_take_the_time_of_the_link_between_their_ranks(
 ) -> None:
     """In one node, or with a node for each stage of two data-parallel ranks."""
     near, far = Link(1e9, 1e-6), Link(1e8, 1e-5)
-    found = simulated(machine=machine(near, far, ranks_per_node))
+    found = simulated(machine=plain_machine(near, far, ranks_per_node))
     num_bytes = 4 * ROWS * WIDTH
     expected = (far if is_far else near).seconds(num_bytes, 1)
-    for rank in found.ranks:
-        spans = [span for span in rank.spans if is_stage_lane(span.lane)]
-        assert [span.end - span.start for span in spans] == pytest.approx([expected] * 8)
+    for rank in range(2):
+        assert stage_messages(found, rank) == pytest.approx([expected] * 8)
     labels = {span.label for span in found.ranks[0].spans if is_stage_lane(span.lane)}
     assert "activations of stage 0, microbatch 3" in labels
     assert "gradients of stage 0, microbatch 0" in labels
@@ -174,9 +154,9 @@ def test_collectives_run_beside_the_wait_for_another_stage() -> None:
     """The first stage reduces gradients while the second one, which takes longer, computes."""
     num_bytes = 4 * WIDTH * WIDTH / 2
     found = simulated(
-        machine=machine(Link(num_bytes / PRODUCT, 0.0), FREE, 2),
+        machine=plain_machine(Link(num_bytes / PRODUCT, 0.0), ranks_per_node=2),
         strategy="optim_grads",
-        stages=lambda index, num_stages: Linears(2 + 2 * index),
+        stages=wider,
     )
     rank = found.ranks[0]
     waits = [
@@ -232,55 +212,16 @@ def test_a_replay_has_the_times_of_its_tape(
     assert replay.clock.sent_bytes == found.sent_bytes
 
 
-class Block(nn.Module):
-    """A residual block with activations to keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def blocks(index: int, num_stages: int) -> nn.Module:
     torch.manual_seed(index)
-    return nn.Sequential(Block(), Block())
+    return nn.Sequential(*(Mlp(WIDTH, 9 * WIDTH) for _ in range(2)))
 
 
-def activations(found: fe.PipelineSimulation) -> list[int]:
-    """Most bytes of activations on each rank."""
-    kind = KINDS.index("activations")
-    return [max(sizes[kind] for _, sizes in rank.memory_series) for rank in found.ranks]
-
-
-def test_stages_of_1f1b_keep_fewer_microbatches_than_those_of_gpipe() -> None:
-    """Stage i of p keeps p - i of them, with GPipe all."""
-    options = {"stages": blocks, "pipeline": 3, "strategy": "optim"}
-    one_microbatch = 4 * 2 * ROWS * 10 * WIDTH
-    few = activations(simulated("1F1B", microbatches=6, **options))
-    steps = [first - second for first, second in itertools.pairwise(few)]
-    gpipe = activations(simulated("GPipe", microbatches=6, **options))
-    more = [all_of_them - kept for all_of_them, kept in zip(gpipe, few, strict=True)]
-    # The first and the last stage have inputs, targets and messages of one side only.
-    assert steps == pytest.approx([one_microbatch] * 2, rel=0.25)
-    assert more == pytest.approx(
-        [3 * one_microbatch, 4 * one_microbatch, 5 * one_microbatch], rel=0.1
-    )
-
-
-LEVELS = ["optim", "optim_grads_params"]
-
-
-def measured(schedule: str, level: str, num_data: int) -> tuple[int, list[Action]]:
+def measured(schedule: str, level: str) -> tuple[int, list[Action]]:
     """Most bytes that this rank held in the last step, and what it ran."""
-    num_ranks = dist.get_world_size() // num_data
-    mesh = init_device_mesh("cpu", (num_ranks, num_data), mesh_dim_names=("pp", "dp"))
-    rank = mesh.get_local_rank("pp")
-    indices = scene.stage_indices(schedule, rank, num_ranks)
-    num_stages = num_ranks * len(indices)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    indices = scene.stage_indices(schedule, mesh.get_local_rank("pp"), 2)
+    num_stages = 2 * len(indices)
     actions: list[Action] = []
     gc.collect()
     with LiveStorages() as watch:
@@ -316,21 +257,24 @@ class NotedStage(PipelineStage):
 
     actions: list[Action]
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.actions.append(Action("forward", self.stage_index, fwd_chunk_id))
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+    def note(self, kind: str, chunk: int) -> None:
+        self.actions.append(Action(kind, self.stage_index, chunk))
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        kind = "backward" if kwargs.get("full_backward", True) else "backward of inputs"
-        self.actions.append(Action(kind, self.stage_index, bwd_chunk_id))
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        self.note("forward", chunk)
+        return super().forward_one_chunk(chunk, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self.actions.append(Action("backward of weights", self.stage_index, bwd_chunk_id))
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> None:
+        is_full = kwargs.get("full_backward", True)
+        self.note("backward" if is_full else "backward of inputs", chunk)
+        super().backward_one_chunk(chunk, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> None:
+        self.note("backward of weights", chunk)
+        super().backward_weight_one_chunk(chunk, *args, **kwargs)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -346,82 +290,61 @@ def test_order_and_memory_are_those_of_four_gloo_ranks(
     """Two pipeline ranks of two data-parallel ranks. Two stages of a rank that gather parameters
     hold more on gloo, and not the same each time."""
     least = 0.95 if len(scene.stage_indices(schedule, 0, 2)) > 1 else 0.9999
-    found = ranks.run(measured, schedule, level, 2, world_size=4)
-    planned = fe.simulate_pipeline(
-        blocks,
-        4,
-        pipeline=2,
-        microbatches=4,
-        batch=torch.ones(ROWS, WIDTH),
-        target=torch.ones(ROWS, WIDTH),
-        schedule=schedule,
-        loss=product_loss,
-        machine=HOST,
-        strategy=level,
-        min_unit_size=0,
-    )
+    found = ranks.run(measured, schedule, level, world_size=4)
+    options = {"machine": HOST, "strategy": level, "min_unit_size": 0}
+    planned = pipelined(blocks, torch.ones(ROWS, WIDTH), schedule, **options)
     for number, (rank, actions) in enumerate(zip(planned.ranks, planned.actions, strict=True)):
         peaks = [peak for peak, _ in found[2 * number : 2 * number + 2]]
-        print(schedule, level, number, rank.peak_bytes / max(peaks))
         assert list(actions) == found[2 * number][1]
         assert least * max(peaks) <= rank.peak_bytes <= 1.03 * max(peaks)
 
 
-class WithoutLastSend(pipelining.Schedule1F1B):
-    """The second rank does not send its last gradient."""
-
-    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-        stage = self._stage
-        send = stage.get_bwd_send_ops
-        stage.get_bwd_send_ops = lambda chunk: [] if chunk == 3 else send(chunk)
-        super()._step_microbatches(*args, **kwargs)
+def _without_last(send: Any, chunk: int) -> list[Any]:
+    return [] if chunk == 3 else send(chunk)
 
 
-class Swapped(pipelining.Schedule1F1B):
-    """The second rank sends the gradient of microbatch 0 twice."""
-
-    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-        stage = self._stage
-        send, kept = stage.get_bwd_send_ops, []
-
-        def sent(chunk: int) -> list[Any]:
-            kept.append(send(chunk))
-            return kept[0]
-
-        stage.get_bwd_send_ops = sent
-        super()._step_microbatches(*args, **kwargs)
+_first = functools.cache(lambda send: send(0))
 
 
-def test_messages_without_another_side_are_errors() -> None:
+def _first_again(send: Any, chunk: int) -> list[Any]:
+    return _first(send)
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(_without_last, 3), (_first_again, 1)])
+def test_messages_without_another_side_are_errors(sent: Any, expected: int) -> None:
+    """The second rank does not send its last gradient, or sends that of microbatch 0 again."""
+
+    class Schedule(pipelining.Schedule1F1B):
+        def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+            stage = self._stage
+            stage.get_bwd_send_ops = functools.partial(sent, stage.get_bwd_send_ops)
+            super()._step_microbatches(*args, **kwargs)
+
     with pytest.raises(
         ValueError,
         match="expected pipeline rank 1 to send next what rank 0 receives from it, gradients of "
-        "stage 0, microbatch 3 of 8192 bytes; found gradients of stage 0, microbatch 0 of 8192",
+        f"stage 0, microbatch {expected} of 8192 bytes; found gradients of stage 0, microbatch 0 "
+        "of 8192",
     ):
-        simulated(WithoutLastSend)
-    with pytest.raises(
-        ValueError,
-        match="expected pipeline rank 1 to send next what rank 0 receives from it, gradients of "
-        "stage 0, microbatch 1 of 8192 bytes; found gradients of stage 0, microbatch 0 of 8192",
-    ):
-        simulated(Swapped)
+        simulated(Schedule)
 
 
 def test_schedules_take_some_numbers_of_microbatches() -> None:
-    taken = {
-        schedule: [count for count in range(1, 9) if takes_microbatches(schedule, 2, count)]
-        for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
-    }
-    assert taken["1F1B"] == [*range(2, 9)]
-    assert taken["DualPipeV"] == [*range(4, 9)]
-    for schedule, counts in taken.items():
-        for count in (count for count in range(1, 9) if count not in counts):
+    least_of = {"1F1B": 2, "Interleaved1F1B": None, "ZBVZeroBubble": None, "DualPipeV": 4}
+    for schedule, least in least_of.items():
+        taken = [count for count in range(1, 9) if takes_microbatches(schedule, 2, count)]
+        assert least is None or taken == [*range(least, 9)]
+        for count in {*range(1, 9)} - {*taken}:
             with pytest.raises(ValueError, match="microbatches: expected a number"):
                 simulated(schedule, microbatches=count)
 
 
-def test_wrong_arguments() -> None:
-    for options, error, text in (
+TOKENS = torch.zeros(2, 32, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
         ({"world_size": 5}, ValueError, "pipeline: expected a divisor of the 5 ranks, at least 2"),
         ({"pipeline": 1}, ValueError, "pipeline: expected a divisor of the 2 ranks, at least 2"),
         ({"microbatches": 1}, ValueError, "microbatches: expected a number that Schedule1F1B"),
@@ -433,12 +356,28 @@ def test_wrong_arguments() -> None:
         ({"stages": 3}, TypeError, "stages: expected a function"),
         (
             {"schedule": "ZBVZeroBubble", "stages_per_rank": 3},
-            ValueError,
-            "stages_per_rank: expected 2 for ScheduleZBVZeroBubble; found 3",
+            *(ValueError, "stages_per_rank: expected 2 for ScheduleZBVZeroBubble; found 3"),
         ),
-    ):
-        with pytest.raises(error, match=text):
-            simulated(**options)
+        ({"tensor_parallel": 2}, ValueError, "or `parallelize`; found Linears"),
+        ({"tensor_parallel": 3}, ValueError, "tensor_parallel: expected a divisor of the 2 ranks"),
+        (
+            {"context_parallel": 3},
+            ValueError,
+            "context_parallel: expected a divisor of the 2 ranks",
+        ),
+        (
+            {"context_parallel": 2, "machine": HOST, "batch": TOKENS},
+            *(ValueError, "context_parallel: expected 1 on a machine whose host"),
+        ),
+        (
+            {"context_parallel": 2, "batch": torch.zeros(1, 6), "target": TOKENS},
+            *(ValueError, "context_parallel: expected sequences divisible by 4"),
+        ),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        simulated(**options)
     assert not dist.is_initialized()
 
 
@@ -451,12 +390,12 @@ class Raising(Linears):
 
 def test_a_stage_that_reads_values_is_an_error_with_its_line() -> None:
     with pytest.raises(fe.SimulationError, match=r"stage 1 failed at .*`if x.sum\(\) > 0:`"):
-        simulated(stages=lambda index, num_stages: (Raising if index else Linears)(2))
+        simulated(stages=lambda index, num_stages: (Raising if index else Linears)())
     assert not dist.is_initialized()
 
 
 def test_a_trace_has_a_process_for_each_rank() -> None:
-    found = simulated(machine=machine(Link(1e9, 0.0)))
+    found = simulated(machine=plain_machine(Link(1e9, 0.0)))
     events = found.trace()["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     names = {each["args"]["name"] for each in events if each["name"] == "thread_name"}
@@ -465,22 +404,7 @@ def test_a_trace_has_a_process_for_each_rank() -> None:
     assert "rank   stages" in str(found)
 
 
-def causal_lm(kind: str = "Llama", **options: Any) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=256,
-        tie_word_embeddings=options.pop("tie_word_embeddings", False),
-        **options,
-    )
-    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
-    return model
+causal_lm = functools.partial(llama, depth=3, head_dim=16, tie_word_embeddings=False)
 
 
 SLIDING = {
@@ -494,7 +418,7 @@ MODELS = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Qwen2": SLIDING, "Qwen
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_stages_of_a_causal_lm_compute_what_the_model_does(kind: str) -> None:
     def build() -> nn.Module:
-        return causal_lm(kind, **MODELS[kind])
+        return causal_lm(kind=kind, **MODELS[kind])
 
     tokens = torch.arange(2 * 16).view(2, 16) % 256
     expected = build()(input_ids=tokens, use_cache=False).logits
@@ -510,7 +434,7 @@ def test_stages_of_a_causal_lm_compute_what_the_model_does(kind: str) -> None:
 def test_a_causal_lm_without_stages_is_an_error() -> None:
     for build, num_stages, text in (
         (lambda: Linears(1), 2, "expected a causal language model of .*; found Linears"),
-        (lambda: causal_lm("Gemma"), 2, "expected a causal language model .*; found gemma"),
+        (lambda: causal_lm(kind="Gemma"), 2, "expected a causal language model .*; found gemma"),
         (lambda: causal_lm(tie_word_embeddings=True), 2, "expected a head of its own"),
         (causal_lm, 4, "expected at most 3, the layers of LlamaForCausalLM; found 4"),
     ):
@@ -519,92 +443,57 @@ def test_a_causal_lm_without_stages_is_an_error() -> None:
 
 
 def test_a_llama_is_simulated_in_stages() -> None:
-    tokens = torch.zeros(2, 32, dtype=torch.long)
-    found = fe.simulate_pipeline(
-        fe.CausalLMStages(causal_lm),
-        16,
-        pipeline=2,
-        microbatches=2,
-        batch=tokens,
-        target=tokens,
-        mesh=(2, 4),
-        mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        min_unit_size=0,
-    )
-    assert found.num_targets == 8 * 2 * tokens.numel()
+    options = {"world_size": 16, "mesh": (2, 4), "microbatches": 2, "min_unit_size": 0}
+    options |= {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), "loss": None}
+    found = pipelined(fe.CausalLMStages(causal_lm), TOKENS, "1F1B", **options)
+    assert found.num_targets == 8 * 2 * TOKENS.numel()
     assert "2 pipeline x 2 x 4 data-parallel ranks" in found.title
-    spans = [span for span in found.ranks[1].spans if is_stage_lane(span.lane)]
-    assert len(spans) == 4
+    assert len(stage_messages(found, 1)) == 4
     assert {span.module.split(".")[0] for span in found.ranks[1].spans} >= {"stage 1"}
 
 
 def test_a_llama_is_simulated_in_stages_of_tensor_parallel_ranks() -> None:
     """Each half of a layer has an all-reduce in forward and in backward; stages send activations
     in full, to another node."""
-    tokens = torch.zeros(2, 32, dtype=torch.long)
-    options = {"pipeline": 2, "microbatches": 2, "batch": tokens, "target": tokens}
+    options = {"strategy": "optim", "microbatches": 2, "min_unit_size": 0, "loss": None}
     one, two = (
-        fe.simulate_pipeline(
+        pipelined(
             fe.CausalLMStages(causal_lm),
-            16 * size,
+            *(TOKENS, "1F1B"),
+            world_size=16 * size,
             tensor_parallel=size,
-            strategy="optim",
-            min_unit_size=0,
             **options,
         )
         for size in (1, 2)
     )
     assert "2 pipeline x 8 data-parallel ranks of 2 tensor-parallel ranks each" in two.title
-    messages = [
-        [span.end - span.start for span in each.ranks[1].spans if is_stage_lane(span.lane)]
-        for each in (one, two)
-    ]
-    assert messages[0] == pytest.approx(messages[1])
-    num_bytes = 4 * tokens.numel() * WIDTH
-    for rank, num_layers in zip(two.ranks, (1, 2), strict=True):
+    assert stage_messages(one, 1) == pytest.approx(stage_messages(two, 1))
+    num_bytes = 4 * TOKENS.numel() * WIDTH
+    for alone, rank, num_layers in zip(one.ranks, two.ranks, (1, 2), strict=True):
         assert rank.sent_bytes["tensor"] >= 2 * 4 * num_layers * num_bytes
-    for alone, rank in zip(one.ranks, two.ranks, strict=True):
         assert rank.memory["weights"] < 0.6 * alone.memory["weights"]
 
 
-def test_stages_without_a_tensor_parallel_plan_are_an_error() -> None:
-    with pytest.raises(ValueError, match="or `parallelize`; found Linears"):
-        simulated(tensor_parallel=2)
-    with pytest.raises(ValueError, match="tensor_parallel: expected a divisor of the 2 ranks"):
-        simulated(tensor_parallel=3)
-
-
-def test_tensor_parallelism_of_a_function() -> None:
-    def cut(module: nn.Module, mesh: DeviceMesh) -> None:
-        plan = {"linears.0": ColwiseParallel(), "linears.1": RowwiseParallel()}
-        parallelize_module(module, mesh, plan)
-
-    found = simulated(tensor_parallel=2, parallelize=cut)
-    turn = 6 * PRODUCT / 2
-    assert found.seconds == pytest.approx(5 * turn)
-    assert found.bubble_seconds == pytest.approx([turn, turn])
-
-
-def test_the_last_stage_may_return_a_dtensor() -> None:
-    """As logits for ``loss_parallel``."""
-
-    def cut(module: nn.Module, mesh: DeviceMesh) -> None:
-        plan: dict[str, Any] = {"linears.0": ColwiseParallel(), "linears.1": RowwiseParallel()}
-        if module.is_last:
-            plan["linears.1"] = RowwiseParallel(use_local_output=False)
-        parallelize_module(module, mesh, plan)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_tensor_parallelism_of_a_function(is_local: bool) -> None:
+    """The last stage may return a DTensor, as logits for ``loss_parallel``."""
 
     def stages(index: int, num_stages: int) -> nn.Module:
-        module = Linears(2)
-        module.is_last = index == num_stages - 1  # type: ignore[assignment]
+        module: Any = Linears()
+        module.is_last = index == num_stages - 1
         return module
 
-    def loss(output: DTensor, target: Tensor) -> Tensor:
-        return product_loss(output.to_local(), target)
+    def cut(module: Any, mesh: DeviceMesh) -> None:
+        rowwise = RowwiseParallel(use_local_output=is_local or not module.is_last)
+        parallelize_module(module, mesh, {"0": ColwiseParallel(), "1": rowwise})
 
-    options = {"tensor_parallel": 2, "parallelize": cut, "stages": stages}
-    found = simulated(loss=loss, **options)
-    assert found.seconds == pytest.approx(5 * 6 * PRODUCT / 2)
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        assert isinstance(output, DTensor) != is_local
+        return product_loss(output if is_local else output.to_local(), target)
+
+    found = simulated(tensor_parallel=2, parallelize=cut, stages=stages, loss=loss)
+    assert found.seconds == pytest.approx(5 * TURN / 2)
+    assert found.bubble_seconds == pytest.approx([TURN / 2, TURN / 2])
 
 
 def test_shapes_of_compiled_stages_are_inferred_without_compiling(
@@ -618,15 +507,8 @@ def test_shapes_of_compiled_stages_are_inferred_without_compiling(
         return nn.Sequential(block)
 
     counters.clear()
-    monkeypatch.setattr(PipelineJob, "record", _stop)
-    with pytest.raises(_Stopped):
+    # Shapes have been inferred when the first step is recorded.
+    monkeypatch.setattr(PipelineJob, "record", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         simulated(stages=stages)
     assert not counters["frames"]
-
-
-class _Stopped(Exception):
-    """Shapes have been inferred."""
-
-
-def _stop(*args: Any, **kwargs: Any) -> None:
-    raise _Stopped

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import weakref
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COPY_IN, LANES, Operation
-from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.clock import Clock, axis_of, unit_of
 from fsdp_engine.simulation.machine import Link, Machine, Processor
 from fsdp_engine.simulation.operations import all_to_all_seconds, message_seconds
-from tests.models import VOCABULARY, Transformer, token_batch
-from tests.pool import Ranks
-from tests.simulation.scene import ROWS, WIDTH, LinearBlock, Tower, machine, network, simulated
-
-PRESETS = [fe.H100, fe.H200, fe.B200]
-LEVEL_3 = ("optim_grads_params", "no_shard")
+from tests.models import Transformer, token_batch
+from tests.simulation.scene import ROWS, WIDTH, LinearBlock, Tower, on_meta, plain_machine
 
 
-def a_machine(host_seconds: float = 0.0, host_runs_ahead: bool = True) -> Machine:
-    link = Link(1e9, 0.0)
-    processor = Processor({torch.float32: 1e9}, math.inf, 1e9)
-    return Machine("a machine", processor, link, link, 2, host_seconds, host_runs_ahead)
+def a_machine(**options: Any) -> Machine:
+    return plain_machine(Link(1e9, 0.0), Link(1e9, 0.0), 2, **options)
 
 
 def sending(clock: Clock, seconds: float) -> Operation:
@@ -111,49 +102,10 @@ def test_communication_delays_compute_by_its_processor_share() -> None:
     assert clock.host == 3.0
 
 
-def test_units_are_read_off_labels() -> None:
+def test_labels_have_units_and_lanes_axes() -> None:
     labels = ("reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)")
     assert {unit_of(label) for label in labels} == {"blocks.1"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "figures", "message"),
-    [
-        (
-            Link,
-            {"bandwidth": 0.0},
-            r"bandwidth: expected a number larger than 0 \(bytes.*50e9\); found 0.0",
-        ),
-        (
-            Link,
-            {"bandwidth": "fast"},
-            r"bandwidth: expected a number larger than 0 .*; found 'fast'",
-        ),
-        (
-            Link,
-            {"latency": -1.0},
-            r"latency: expected 0 or a larger number \(seconds.*; found -1.0",
-        ),
-        (Link, {"achievable": 70}, "achievable: expected a fraction, at most 1, larger than 0"),
-        (Link, {"processor_share": math.nan}, "processor_share: expected 0 or a larger number"),
-        (Processor, {"matrix_flops": {}}, "matrix_flops: expected torch.float32 among its dtypes"),
-        (Processor, {"matrix_flops": {torch.float32: 0.0}}, "of torch.float32: expected a number"),
-        (Processor, {"memory_bandwidth": -1.0}, "memory_bandwidth: expected a number larger"),
-        (Processor, {"memory_bytes": 0.0}, "memory_bytes: expected a number larger than 0"),
-        (Processor, {"achievable_flops": 0}, "achievable_flops: expected a fraction"),
-        (Processor, {"overlap": 2}, "overlap: expected a fraction from 0 to 1 .*; found 2"),
-        (Processor, {"call_seconds": math.inf}, "call_seconds: expected 0 or a larger number"),
-        (Machine, {"ranks_per_node": 0}, "ranks_per_node: expected 1 rank or more.*; found 0"),
-        (Machine, {"ranks_per_node": 2.0}, "ranks_per_node: expected 1 rank or more.*; found 2.0"),
-        (Machine, {"host_seconds": -1}, "host_seconds: expected 0 or a larger number .*; found -1"),
-    ],
-)
-def test_invalid_figures_of_a_machine_raise(
-    kind: type, figures: dict[str, object], message: str
-) -> None:
-    parts = {Link: fe.H100.within_node, Processor: fe.H100.processor, Machine: fe.H100}
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(parts[kind], **figures)
+    assert [axis_of(lane) for lane in (COPY_IN, *LANES[1:])] == ["inner"] * 3 + ["outer"] * 2
 
 
 def test_rings() -> None:
@@ -197,13 +149,6 @@ def test_rings_are_no_faster_than_the_link_within_a_node() -> None:
     assert slow.link(8, 1).rate == 30
     assert slow.link(8, 4).rate == 20
     assert slow.link(5, 1).rate == 20
-
-
-@pytest.mark.parametrize(
-    ("preset", "rate"), [(fe.A100, 8 * 22.5e9), (fe.H100, 8 * 45e9), (fe.B200, 8 * 45e9)]
-)
-def test_a_node_of_a_preset_has_a_port_for_each_gpu(preset: Machine, rate: float) -> None:
-    assert preset.link(64, 1).rate == pytest.approx(rate)
 
 
 def test_bytes_without_a_ring_leave_through_the_rank_s_own_port() -> None:
@@ -253,21 +198,25 @@ def test_a_roofline() -> None:
     assert processor.seconds(1, 1, torch.float32) == 0.5
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda each: each.name)
-def test_presets_are_machines_that_can_be_saved(preset: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("preset", "port"), [(fe.A100, 22.5e9), (fe.H100, 45e9), (fe.H200, 45e9), (fe.B200, 45e9)]
+)
+def test_presets_are_machines_that_can_be_saved(
+    preset: Machine, port: float, tmp_path: Path
+) -> None:
     preset.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == preset
-    peak = preset.processor.matrix_flops
-    assert peak[torch.bfloat16] > peak[torch.float32]
+    processor = preset.processor
+    assert processor.matrix_flops[torch.bfloat16] > processor.matrix_flops[torch.float32]
     assert preset.link(8, 1) == preset.within_node
     assert preset.link(8, 8) == preset.between_nodes
-
-
-def test_a_file_that_is_no_machine(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    path.write_text('{"name": "x"}')
-    with pytest.raises(ValueError, match="expected a machine as written by `calibrate`"):
-        Machine.load(path)
+    assert preset.link(64, 1).rate == pytest.approx(8 * port)  # one for each GPU of a node
+    computing, moving = (
+        processor.seconds(*each, torch.bfloat16) for each in ((1e15, 0), (0, 1e12))
+    )
+    both = processor.seconds(1e15, 1e12, torch.bfloat16)
+    assert both == pytest.approx(max(computing, moving), rel=1e-12)
+    assert processor.function_seconds == 0.0
 
 
 def small(**options: Any) -> fe.Simulation:
@@ -295,22 +244,6 @@ def test_joined_units_are_simulated() -> None:
     assert len(one) == 1
     assert "embedding + blocks.0-1 + norm + head" in one[0]
     assert len(labels(0)) == 4
-
-
-def test_a_trace_has_a_row_for_each_lane(tmp_path: Path) -> None:
-    result = simulated(LEVEL_3, network(0.5))
-    result.save_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {"compute", "compute waits for", "inner gather", "inner reduce"} <= set(rows.values())
-    spans = [event for event in events if event["ph"] == "X"]
-    assert all(0 <= each["ts"] <= result.seconds * 1e6 for each in spans)
-    busy = sum(each["dur"] for each in spans if rows[each["tid"]] == "compute")
-    assert busy == pytest.approx(result.compute_seconds * 1e6)
-    # Work on one lane is one after the other.
-    for row in rows:
-        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == row)
-        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(mine))
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
@@ -341,11 +274,10 @@ def test_weights_are_cast_on_a_lane_of_its_own_where_the_host_runs_ahead(on_host
     assert set(found.sent_bytes) == {"inner"}
 
 
-def test_what_is_sent_and_waited_for_while_weights_are_encoded_counts_for_the_inner_axis() -> None:
+def test_messages_while_weights_are_encoded_count_for_the_inner_axis() -> None:
     found = small(strategy="optim_grads_params", codec_rules=(fe.Float8("tensor"),))
     assert any(span.lane == "copy in" for span in found.spans)
     assert set(found.sent_bytes) == {"inner", "outer"}
-    assert [axis_of(lane) for lane in (COPY_IN, *LANES[1:])] == ["inner"] * 3 + ["outer"] * 2
 
 
 class OneProduct(nn.Module):
@@ -363,7 +295,7 @@ def test_flops_and_memory_of_one_product_by_hand() -> None:
         OneProduct,
         4,
         batch=torch.zeros(rows, 256),
-        machine=machine(network(0.5)),
+        machine=plain_machine(),
         strategy="optim",
     )
     # Forward, and the weight's gradient; the input needs none.
@@ -376,85 +308,48 @@ def test_flops_and_memory_of_one_product_by_hand() -> None:
     assert one <= memory["activations"] < 10 * one
 
 
-def test_attention_has_flops() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
+class GroupedExperts(nn.Module):
+    """Two products of grouped matrices. The numbers of rows are ``ends`` of these."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * self.scale
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+    def __init__(self, dtype: torch.dtype = torch.float32, ends: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(4, WIDTH, 2 * WIDTH))
+        self.down = nn.Parameter(torch.ones(4, 2 * WIDTH, WIDTH))
+        self.dtype, self.ends = dtype, ends
 
-    batch, heads, length, size = 2, 3, 16, 8
-    result = fe.simulate(
-        Attention,
-        2,
-        batch=torch.zeros(batch, heads, length, size),
-        machine=machine(network(0.5)),
-        strategy="no_shard",
-    )
-    product = 2 * batch * heads * length * length * size
-    # Two products in forward; backward recomputes one and has four of its own.
-    assert result.compute_seconds == pytest.approx((2 + 5) * product / 1e9)
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.full((self.ends,), 8, dtype=torch.int32).cumsum(0).int()
+        hidden = F.grouped_mm(x.to(self.dtype), self.up.to(self.dtype), offs=ends)
+        return F.grouped_mm(hidden, self.down.to(self.dtype), offs=ends).square().sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_grouped_matrices_have_flops(dtype: torch.dtype) -> None:
-    experts, width, wider, rows = 4, 64, 128, 32
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Parameter(torch.ones(experts, width, wider))
-            self.down = nn.Parameter(torch.ones(experts, wider, width))
-
-        def forward(self, x: Tensor) -> Tensor:
-            ends = torch.full((experts,), rows // experts, dtype=torch.int32).cumsum(0).int()
-            hidden = F.grouped_mm(x.to(dtype), self.up.to(dtype), offs=ends)
-            return F.grouped_mm(hidden, self.down.to(dtype), offs=ends).square().sum()
-
-    one = machine(network(0.5))
-    result = fe.simulate(Experts, 2, batch=torch.zeros(rows, width), machine=one, strategy="optim")
+    options = {"batch": torch.zeros(ROWS, WIDTH), "machine": plain_machine(), "strategy": "optim"}
+    result = fe.simulate(lambda: GroupedExperts(dtype), 2, **options)
     # Each row is multiplied by one expert. The input needs no gradient.
-    product = 2 * rows * width * wider
+    product = 2 * ROWS * WIDTH * 2 * WIDTH
     assert result.model_flops == (2 + 3) * product
     assert result.compute_seconds == pytest.approx((2 + 3) * product / 1e9)
+    with pytest.raises(fe.SimulationError, match=r"found \(32, 64\) and .* in \[4, 3\] groups"):
+        fe.simulate(lambda: GroupedExperts(dtype, 3), 2, **options)
 
 
 def test_an_lstm_has_flops() -> None:
     rows, length, width, hidden = 4, 8, 32, 64
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.LSTM(width, hidden, num_layers=2, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x)[0].sum()
-
-    result = fe.simulate(Recurrent, 2, batch=torch.zeros(rows, length, width), strategy="optim")
+    result = fe.simulate(
+        lambda: nn.LSTM(width, hidden, num_layers=2, batch_first=True),
+        2,
+        batch=torch.zeros(rows, length, width),
+        loss=lambda output: output[0].sum(),
+        strategy="optim",
+    )
     matrices = 4 * hidden * (width + 3 * hidden)
     assert result.model_flops == 3 * 2 * rows * length * matrices
 
 
-def test_grouped_matrices_that_do_not_fit_together_are_an_error() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Parameter(torch.ones(4, 64, 128))
-
-        def forward(self, x: Tensor) -> Tensor:
-            ends = torch.zeros(3, dtype=torch.int32)
-            return F.grouped_mm(x, self.up, offs=ends).sum()
-
-    with pytest.raises(fe.SimulationError, match=r"found \(32, 64\) and .* in \[4, 3\] groups"):
-        fe.simulate(Experts, 2, batch=torch.zeros(32, 64), strategy="optim")
-
-
 def test_host_bound_steps_take_the_host_s_time() -> None:
-    slow = Machine(**{**vars(machine(network(0.5))), "host_seconds": 1e-3, "name": "a slow host"})
-    result = small(machine=slow, strategy="optim_grads_params")
+    result = small(machine=plain_machine(host_seconds=1e-3), strategy="optim_grads_params")
     assert result.seconds > 100 * 1e-3
     assert result.exposed_seconds < 1e-3
 
@@ -482,43 +377,10 @@ def test_a_simulation_leaves_no_state() -> None:
         built.append(weakref.ref(model))
         return model
 
-    fe.simulate(build, 8, batch=token_batch(4, 0), strategy="optim_grads_params")
+    options = {"mesh": (128, 8), "strategy": "optim_grads_params"}  # as fast as for few ranks
+    assert fe.simulate(build, 1024, batch=token_batch(4, 0), **options).memory["weights"] > 0
     gc.collect()
     assert [model() for model in built] == [None]
-
-
-def test_many_ranks_cost_no_more_than_few() -> None:
-    result = fe.simulate(
-        lambda: Transformer(2), 1024, batch=token_batch(4, 0), mesh=(128, 8), strategy="optim"
-    )
-    assert result.memory["weights"] > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mesh": (3, 4)}, "mesh: expected one or two sizes of 8 ranks"),
-        ({"microbatches": 0}, "microbatches: expected at least 1"),
-        ({"strategy": "zero"}, "strategy: expected one of"),
-        ({"config": fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)}, "no checks of"),
-    ],
-)
-def test_invalid_arguments_raise(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fe.simulate(
-            lambda: Transformer(2), 8, batch=token_batch(4, 0), **{"mesh": (2, 4), **options}
-        )
-    assert not dist.is_initialized()
-
-
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 4)
-
-    def forward(self, tokens: Tensor) -> list[Tensor]:
-        found = self.embedding(tokens)
-        return [found, found]
 
 
 class Checkpointed(nn.Module):
@@ -533,11 +395,6 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x.sum()
-
-
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return Checkpointed()
 
 
 @pytest.mark.parametrize(
@@ -557,38 +414,9 @@ def test_a_simulation_supports_the_features_of_the_engine(options: dict[str, Any
     assert found.seconds > 0
     assert found.memory["transient"] > 0
     # Where the model was built makes no difference.
-    assert fe.simulate(on_meta, 8, **run, **options).seconds == pytest.approx(found.seconds)
-
-
-def test_a_model_without_a_loss_raises() -> None:
-    tokens, _ = token_batch(4, 0)
-    with pytest.raises(ValueError, match="loss: expected a function that returns the loss"):
-        fe.simulate(TwoOutputs, 2, batch=tokens)
-    result = fe.simulate(TwoOutputs, 2, batch=tokens, loss=lambda found: found[1].sum())
-    assert result.seconds > 0
-
-
-@pytest.mark.thorough
-def test_calibration_measures_something() -> None:
-    is_of_this_machine(calibrate(seconds=0.01))
-
-
-def test_calibration_measures_on_both_of_two_ranks(ranks: Ranks) -> None:
-    found, other = ranks.run(measured, world_size=2)
-    is_of_this_machine(found)
-    assert other == found  # the longer of both ranks' times
-
-
-def measured() -> Machine:
-    return calibrate(seconds=0.01)
-
-
-def is_of_this_machine(found: Machine) -> None:
-    assert found.processor.matrix_flops[torch.float32] > 1e8
-    assert found.within_node.bandwidth > 1e6
-    assert found.host_seconds > 0
-    assert not found.host_runs_ahead
-    assert small(machine=found, strategy="optim_grads_params").seconds > 0
+    assert fe.simulate(on_meta(Checkpointed), 8, **run, **options).seconds == pytest.approx(
+        found.seconds
+    )
 
 
 class Encoder(nn.Module):
@@ -625,10 +453,3 @@ def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
     marks = [layer.linear1.weight.mark for layer in layers]
     assert marks == [["a user's"]] * 3
     assert len({id(mark) for mark in marks}) == 3
-
-
-def test_a_model_that_deep_copies_its_layers_is_planned() -> None:
-    planning = fe.plan(
-        Encoder, torch.zeros(2, 4, 16), world_size=2, checkpointing=(False,), machine=a_machine()
-    )
-    assert [each.fits for each in planning.outcomes] == [True] * 4

@@ -29,11 +29,16 @@ NARROW, BLOCKING = [
         host_runs_ahead=False,
     ),
 ]
-QUICK = [(LEVEL_3, fe.H100), (("optim", "optim"), BLOCKING)]
+QUICK = [
+    (LEVEL_3, fe.H100),
+    (("optim_grads", "no_shard"), NARROW),
+    (("optim", "optim"), BLOCKING),
+    (("no_shard", "no_shard"), fe.H100),
+]
 
 
 @pytest.mark.parametrize(
-    ("pair", "on", "build"),
+    ("levels", "on", "build"),
     [
         pytest.param(
             pair,
@@ -51,7 +56,7 @@ QUICK = [(LEVEL_3, fe.H100), (("optim", "optim"), BLOCKING)]
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_more_first_steps_add_nothing(
-    pair: tuple[str, str],
+    levels: tuple[str, str],
     on: Machine,
     build: type[nn.Module],
     microbatches: int,
@@ -69,8 +74,8 @@ def test_more_first_steps_add_nothing(
                 mesh=(2, 4),
                 machine=on,
                 microbatches=microbatches,
-                strategy=pair[0],
-                outer_strategy=pair[1],
+                strategy=levels[0],
+                outer_strategy=levels[1],
                 min_unit_size=0,
             )
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,16 +46,15 @@ def cut_pair(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def simulated_pair(world_size: int, size: int, **options: Any) -> fe.Simulation:
+def simulated_pair(world_size: int, size: int, rows: int = ROWS) -> fe.Simulation:
     return fe.simulate(
         Pair,
         world_size,
-        batch=torch.zeros(ROWS, WIDTH),
+        batch=torch.zeros(rows, WIDTH),
         tensor_parallel=size,
         parallelize=cut_pair,
         min_unit_size=0,
         strategy="optim_grads_params",
-        **options,
     )
 
 
@@ -76,14 +74,7 @@ def test_a_pair_of_linears_has_two_all_reduces(size: int, is_far: bool) -> None:
 
 def test_compute_waits_for_collectives_of_the_model() -> None:
     """With large activations the device is slower than its host."""
-    found = fe.simulate(
-        Pair,
-        8,
-        batch=torch.zeros(2**22, WIDTH),
-        tensor_parallel=8,
-        parallelize=cut_pair,
-        min_unit_size=0,
-    )
+    found = simulated_pair(8, 8, rows=2**22)
     busy = found.message_seconds[MODEL_LANE]
     assert found.exposed_by_lane[MODEL_LANE] == pytest.approx(busy, rel=1e-3)
     assert busy > 1e-3
@@ -125,21 +116,6 @@ def test_a_mesh_of_the_users_model_gives_the_same() -> None:
         assert each.sent_bytes == found[0].sent_bytes
 
 
-def test_wrong_arguments() -> None:
-    batch = torch.zeros(2, 8, dtype=torch.long)
-    with pytest.raises(ValueError, match="tensor_parallel: expected a divisor of the 4 ranks"):
-        fe.simulate(Model, 4, batch=batch, tensor_parallel=3)
-    with pytest.raises(ValueError, match="or `parallelize`; found Model"):
-        fe.simulate(Model, 4, batch=batch, tensor_parallel=2)
-    with pytest.raises(ValueError, match="parallelize: expected a function that makes"):
-        fe.simulate(Model, 4, batch=batch, tensor_parallel=2, parallelize=lambda *_: None)
-    with pytest.raises(fe.SimulationError, match="parallelizing the model failed"):
-        fe.simulate(Model, 4, batch=batch, tensor_parallel=2, parallelize=lambda *_: 1 / 0)
-    with pytest.raises(ValueError, match="tensor_parallel: expected a divisor of the 2 num_key"):
-        fe.simulate(llama, 4, batch=llama_batch(), tensor_parallel=4)
-    assert not dist.is_initialized()
-
-
 def llama_batch() -> dict[str, Tensor]:
     tokens = torch.arange(4 * 32).view(4, 32) % 256
     return {"input_ids": tokens, "labels": tokens}
@@ -154,17 +130,36 @@ def small_batch() -> dict[str, Tensor]:
     return {"tokens": torch.arange(4 * 32).view(4, 32) % 256}
 
 
-CASES: dict[str, tuple[Any, Any, Any]] = {
-    "linears": (small, small_batch, cut),
-    "llama": (llama, llama_batch, fe.apply_tp_plan),
+# How a model is made, and most of planned over measured memory; see the docs. The measure had
+# counted wrappers of functional collectives, which have no memory, as linears hold one.
+CASES: dict[str, tuple[Any, Any, Any, float]] = {
+    "linears": (small, small_batch, cut, 1.045),
+    "llama": (llama, llama_batch, fe.apply_tp_plan, 1.035),
 }
 
 
-# Memory is measured in all but the first.
-NUM_STEPS = 4
-# Planned over measured memory; see the docs. The measure had counted wrappers of functional
-# collectives, which have no memory, as linears hold one.
-MOST = {"linears": 1.045, "llama": 1.035}
+def trained(
+    model: nn.Module, batch: dict[str, Tensor], watch: LiveStorages | None = None
+) -> tuple[list[float], list[int]]:
+    """Losses of four steps, and the peaks of all but the first."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if watch is not None:
+        fe.shard_optimizer(optimizer)
+    losses, peaks = [], []
+    for step in range(4):
+        if step > 0 and watch is not None:
+            watch.restart()
+        output: Any = model(**batch)
+        loss = output if isinstance(output, Tensor) else output.loss
+        del output
+        loss.backward()
+        losses.append(loss.item())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        if step > 0 and watch is not None:
+            peaks.append(watch.peak)
+    return losses, peaks
 
 
 def measured(case: str, level: str) -> tuple[int, list[float]]:
@@ -173,70 +168,61 @@ def measured(case: str, level: str) -> tuple[int, list[float]]:
     The least of the steps' peaks: a thread of gloo's sometimes holds the tensors of a finished
     all-gather for some more operations.
     """
-    build, batch, parallelize = CASES[case]
+    build, batch, parallelize, _ = CASES[case]
     mesh = mesh_of((NUM_RANKS // TP, TP), ("dp", "tp"))
     gc.collect()
-    losses, peaks = [], []
     with LiveStorages() as watch:
         model = build()
         parallelize(model, mesh["tp"])
         engine = fe.shard(model, mesh["dp"], strategy=level, min_unit_size=0)
-        optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        inputs = batch()
-        for step in range(NUM_STEPS):
-            if step > 0:
-                watch.restart()
-            output = engine.model(**inputs)
-            loss = output if isinstance(output, Tensor) else output.loss
-            del output
-            loss.backward()
-            losses.append(loss.item())
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
-            if step > 0:
-                peaks.append(watch.peak)
+        losses, peaks = trained(engine.model, batch(), watch)
     dist.barrier()
     return min(peaks), losses
 
 
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
-def test_memory_is_that_of_four_gloo_ranks(ranks: Ranks, case: str, level: str) -> None:
+def test_memory_and_losses_are_those_of_four_gloo_ranks(
+    ranks: Ranks, case: str, level: str
+) -> None:
+    """Losses are those of one process on the same data; the plan of the Llama is its own."""
+    build, batch, parallelize, limit = CASES[case]
     found = ranks.run(measured, case, level, world_size=NUM_RANKS)
-    build, batch, parallelize = CASES[case]
-    planned = fe.simulate(
-        build,
-        NUM_RANKS,
-        batch=batch,
-        tensor_parallel=TP,
-        parallelize=parallelize,
-        machine=HOST,
-        strategy=level,
-        min_unit_size=0,
-    )
+    expected, _ = trained(build(), batch())
+    options = {"tensor_parallel": TP, "parallelize": parallelize, "strategy": level}
+    planned = fe.simulate(build, NUM_RANKS, batch=batch, machine=HOST, min_unit_size=0, **options)
     most = max(peak for peak, _ in found)
-    print(case, level, planned.peak_bytes / most)
-    assert 0.9999 * most <= planned.peak_bytes <= MOST[case] * most
-
-
-def alone(build: Callable[[], nn.Module], batch: dict[str, Tensor]) -> list[float]:
-    """Losses of steps in one process."""
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    losses = []
-    for _ in range(NUM_STEPS):
-        output: Any = model(**batch)
-        loss = output if isinstance(output, Tensor) else output.loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def test_a_llama_trains_by_its_own_plan(ranks: Ranks) -> None:
-    """As in one process, on the same data on all ranks."""
-    expected = alone(llama, llama_batch())
-    for _, losses in ranks.run(measured, "llama", "optim_grads_params", world_size=NUM_RANKS):
+    assert 0.9999 * most <= planned.peak_bytes <= limit * most
+    for _, losses in found:
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "error", "message"),
+    [
+        (Model, {"tensor_parallel": 3}, ValueError, "expected a divisor of the 4 ranks"),
+        (Model, {}, ValueError, "or `parallelize`; found Model"),
+        (
+            Model,
+            {"parallelize": lambda *_: None},
+            *(ValueError, "parallelize: expected a function that makes"),
+        ),
+        (
+            Model,
+            {"parallelize": lambda *_: 1 / 0},
+            *(fe.SimulationError, "parallelizing the model failed"),
+        ),
+        (
+            llama,
+            {"tensor_parallel": 4, "batch": llama_batch},
+            *(ValueError, "tensor_parallel: expected a divisor of the 2 num_key"),
+        ),
+    ],
+)
+def test_wrong_arguments(
+    build: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    with pytest.raises(error, match=message):
+        fe.simulate(build, 4, **{"batch": batch, "tensor_parallel": 2, **options})
+    assert not dist.is_initialized()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from fsdp_engine.simulation.time_accuracy import ACCURACIES, TimeAccuracy, accur
 from tools.time_factors import TARGET, measured, module_text
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def planned(machine: Machine, **options: Any) -> fe.StrategyPlan:
+    options = {"machine": machine, "loss": torch.Tensor.sum, **options}
+    return fe.plan(lambda: nn.Linear(8, 8), torch.zeros(2, 8), world_size=1, **options)
 
 
 def test_the_factors_are_those_of_the_results_files() -> None:
@@ -60,24 +66,19 @@ def test_machines_have_families() -> None:
         fe.A100, processor=exact, host_runs_ahead=False, name="this machine, 2 gloo ranks"
     )
     assert family_of(on_host) == "calibrated CPU"
-    planning = fe.plan(
-        lambda: nn.Linear(8, 8), torch.zeros(2, 8), world_size=1, machine=on_host, formulas=True
-    )
+    planning = planned(on_host, formulas=True)
     assert "are kept free for the system, buffers of messages" in str(planning)
     assert family_of(dataclasses.replace(on_host, name="a host")) == ""
     assert family_of(dataclasses.replace(fe.A100, name="other")) == ""
 
 
-@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+@pytest.mark.parametrize(
+    "name",
+    ["a100", "h100", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("h200", "b200"))],
+)
 def test_each_answer_of_time_has_it(name: str) -> None:
     machine = Machine.named(name)
-    planning = fe.plan(
-        lambda: nn.Linear(8, 8),
-        torch.zeros(2, 8),
-        world_size=1,
-        machine=machine,
-        loss=lambda output: output.sum(),
-    )
+    planning = planned(machine)
     accuracy, text = accuracy_of(family_of(machine)), str(planning)
     assert planning.chosen is not None
     assert planning.chosen.times is not None
@@ -89,26 +90,19 @@ def test_each_answer_of_time_has_it(name: str) -> None:
     assert str(planning.simulate(planning.chosen.candidate)).endswith(accuracy.sentence(step))
 
 
-@pytest.mark.parametrize(
-    ("machine", "gigabytes", "gib"),
-    [
+def test_the_memory_limit_says_what_is_kept_free() -> None:
+    """Sizes of data sheets: A100 80GB, H100 SXM 80GB, H200 141GB, DGX B200 1,440GB for eight."""
+    for machine, gigabytes, gib in (
         (fe.A100, 80, "74.5"),
         (fe.H100, 80, "74.5"),
         (fe.H200, 141, "131.3"),
         (fe.B200, 180, "167.6"),
-    ],
-)
-def test_the_memory_limit_says_what_is_kept_free(
-    machine: Machine, gigabytes: int, gib: str
-) -> None:
-    """Sizes of data sheets: A100 80GB, H100 SXM 80GB, H200 141GB, DGX B200 1,440GB for eight."""
-    assert machine.processor.memory_bytes == gigabytes * 1e9
-    planning = fe.plan(
-        lambda: nn.Linear(8, 8), torch.zeros(2, 8), world_size=1, machine=machine, formulas=True
-    )
-    limit = f"{0.9 * gigabytes * 1e9 / 2**30:,.1f} GiB"
-    text = str(planning)
-    assert f"Memory limit: {limit}, 0.9 of the machine's {gib} GiB ({gigabytes} GB); " in text
-    assert "are kept free for the driver's context" in text
-    given = str(planning.within(2.0**30))
-    assert f"Memory limit: 1.0 GiB, as given, of the machine's {gib} GiB" in given
+    ):
+        assert machine.processor.memory_bytes == gigabytes * 1e9
+        planning = planned(machine, formulas=True)
+        limit = f"{0.9 * gigabytes * 1e9 / 2**30:,.1f} GiB"
+        text = str(planning)
+        assert f"Memory limit: {limit}, 0.9 of the machine's {gib} GiB ({gigabytes} GB); " in text
+        assert "are kept free for the driver's context" in text
+        given = str(planning.within(2.0**30))
+        assert f"Memory limit: 1.0 GiB, as given, of the machine's {gib} GiB" in given

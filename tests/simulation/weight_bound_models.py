@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.simulation.memory_models import WORDS, MemoryModel, images, tokens
+from tests.simulation.heldout_models import PatchModel
+from tests.simulation.memory_models import MemoryModel, TokenModel, images, mlp, tokens
 
 
 def _stage(inputs: int, outputs: int) -> nn.Sequential:
@@ -47,12 +48,9 @@ class StagedUNet(nn.Module):
 class WeightedExperts(nn.Module):
     """Every expert computes every token; gates weight their outputs."""
 
-    def __init__(self, width: int, num_experts: int) -> None:
+    def __init__(self, width: int, num_experts: int = 6) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
-            for _ in range(num_experts)
-        )
+        self.experts = nn.ModuleList(mlp(width, 3, nn.GELU()) for _ in range(num_experts))
         self.gate = nn.Linear(width, num_experts)
         self.norm = nn.LayerNorm(width)
 
@@ -63,43 +61,16 @@ class WeightedExperts(nn.Module):
         return x + (made * gates[..., None, :]).sum(-1)
 
 
-class ExpertsModel(nn.Module):
-    def __init__(self, width: int = 128, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(WeightedExperts(width, 6) for _ in range(num_blocks))
-        self.head = nn.Linear(width, WORDS)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-class SmallViT(nn.Module):
-    """torch's encoder layers, over patches and a token of classes."""
-
-    def __init__(self, width: int = 160, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.head = nn.Linear(width, 10)
-        self.patches = nn.Conv2d(3, width, 16, stride=16)
-        self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
-            for _ in range(num_blocks)
-        )
-
-    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
-        x = self.patches(pixel_values).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x[:, 0]), labels)
+def small_vit(width: int = 160) -> nn.Module:
+    """torch's encoder layers; the head is registered first."""
+    layers = (nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(4))
+    return PatchModel(width, 16, layers, nn.Linear(width, 10), is_head_first=True)
 
 
 WEIGHT_BOUND = {
-    "staged U-Net": MemoryModel("stages as attributes", StagedUNet, lambda: images(2, 32)),
-    "weighted experts": MemoryModel("a sum of all experts", ExpertsModel, lambda: tokens(2, 16)),
-    "small ViT": MemoryModel("a head registered first", SmallViT, lambda: images(2, 64)),
+    "staged U-Net": MemoryModel(StagedUNet, lambda: images(2, 32)),
+    "weighted experts": MemoryModel(
+        lambda: TokenModel(128, (WeightedExperts(128) for _ in range(4))), lambda: tokens(2, 16)
+    ),
+    "small ViT": MemoryModel(small_vit, lambda: images(2, 64)),
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,24 +31,21 @@ from tests.models import (
     NestedUnits,
     Regression,
     Small,
-    Transformer,
     lora_model,
     mixed_model,
-    odd_model,
     shared_model,
-    token_batch,
     unused_model,
     vector_batch,
 )
 from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
-from tests.scenario import assert_trains_alike
-from tests.torch_versions import CAN_PLAN_ADDRESSES, plans_addresses
+from tests.torch_versions import plans_addresses
 from tests.training import BUDGETS, POLICIES, mesh_of, traced, train
 
 LEVEL_3 = "optim_grads_params"
 PLANNED = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
-PAIRS = [*((level, "no_shard") for level in LEVELS), ("optim_grads_params", "optim_grads")]
+PAIRS = [*((level, "no_shard") for level in LEVELS), (LEVEL_3, "optim_grads")]
+FIVE = (0, 1, 2, 3, 4)
 
 
 def config_of(budget: int | None = None, **fields: Any) -> fe.DistributedDataParallelConfig:
@@ -101,29 +99,6 @@ class Spans(Regression):
         return x
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "unequal units": uneven_model,
-    "odd sizes": odd_model,
-    "units called twice": CalledTwice,
-    "a unit called twice with three between": lambda: Order(0, 1, 2, 3, 0, 4),
-    "a unit called twice with other weights": InHalves,
-    "called in another order than registered": lambda: Order(4, 2, 0, 1, 3),
-    "nested units": NestedUnits,
-    "a weight of two units": shared_model,
-    "tied weights": lambda: Transformer(num_blocks=4, tied=True),
-    "several buffers in a unit": mixed_model,
-    "frozen weights": lora_model,
-    "unused weights": unused_model,
-    "units of two inputs": EncoderDecoder,
-    "one unit": lambda: Chain(Mlp()),
-    "no unit": lambda: OneLayer(),
-    "checkpoints of one unit": lambda: Spans(False, 1),
-    "re-entrant checkpoints of one unit": lambda: Spans(True, 1),
-    "checkpoints of four units": lambda: Spans(False, 4),
-    "re-entrant checkpoints of four units": lambda: Spans(True, 4),
-}
-
-
 class OneLayer(Regression):
     """All of it belongs to the root."""
 
@@ -133,118 +108,6 @@ class OneLayer(Regression):
 
     def predict(self, x: Tensor) -> Tensor:
         return self.only(x)
-
-
-def batch_for(name: str) -> Callable[[int, int], Any]:
-    if name == "tied weights":
-        return token_batch
-    width = 7 if name == "odd sizes" else DIM
-    return lambda num, seed: vector_batch(num, seed, width)
-
-
-def train_models(strategy: str, outer: str) -> None:
-    for name, make_model in MODELS.items():
-        torch.manual_seed(0)
-        model = make_model()
-        options: dict[str, Any] = {"config": PLANNED, "mesh": mesh_of(2, 2)}
-        tolerance, compute_dtype = 2e-5, None
-        if name == "several buffers in a unit":
-            compute_dtype = {key: p.dtype for key, p in model.named_parameters()}
-            tolerance = 2e-3
-        try:
-            engine = assert_trains_alike(
-                model,
-                batch_for(name),
-                strategy,
-                outer,
-                num_steps=3,
-                tolerance=tolerance,
-                compute_dtype=compute_dtype,
-                **options,
-            )
-        except Exception as error:
-            raise AssertionError(f"{name}: {error}") from error
-        held = engine.memory_bytes()
-        assert ("full" in held) == (strategy == LEVEL_3 and CAN_PLAN_ADDRESSES), name
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS)
-def test_models_train_as_one_process_does(ranks: Ranks, strategy: str, outer: str) -> None:
-    ranks.run(train_models, strategy, outer, timeout=280)
-
-
-# The same as without, bit for bit, whatever happens between.
-
-Script = Callable[[Any, Any], None]
-
-
-def run_twice(make_model: Callable[[], nn.Module], script: Script, **options: Any) -> None:
-    """``script`` leaves the same weights with planned addresses and without."""
-    weights = []
-    for planned in (False, True):
-        torch.manual_seed(0)
-        model = make_model()
-        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
-        engine = fe.shard(model, config=config, **options)
-        script(model, engine)
-        weights.append(engine.full_state_dict())
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
-
-
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    return vector_batch(2, 10 * seed + dist.get_rank())
-
-
-@on_ranks()
-@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
-def test_units_that_are_skipped_and_reordered_on_all_ranks_make_no_difference(
-    strategy: str,
-) -> None:
-    def script(model: Any, engine: Any) -> None:
-        shuffle = random.Random(7)
-
-        def change(_: int) -> None:
-            model.order = shuffle.choices(range(5), k=shuffle.randint(1, 8))
-
-        train(model, engine, [2, 1, 3, 1, 1, 2, 1, 1], change)
-
-    run_twice(Order, script, strategy=strategy)
-
-
-@on_ranks()
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_units_that_one_rank_skips_make_no_difference(strategy: str) -> None:
-    def script(model: Any, engine: Any) -> None:
-        shuffle = random.Random(dist.get_rank())
-
-        def change(_: int) -> None:
-            model.order = shuffle.sample(range(5), shuffle.randint(1, 5))
-
-        train(model, engine, [1, 2, 1, 1, 2, 1], change)
-
-    run_twice(Order, script, strategy=strategy)
-
-
-@on_ranks()
-def test_evaluation_between_steps_and_before_backward_makes_no_difference() -> None:
-    def script(model: Any, engine: Any) -> None:
-        optimizer = reference.sgd(model.parameters())
-        for number in range(3):
-            loss = model(*batch(number))
-            with torch.no_grad():
-                model(*batch(9))
-                model.blocks[1](torch.ones(1, DIM))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model(*batch(8))
-            with engine.unsharded(model.blocks[2]), torch.no_grad():
-                model.blocks[2].up.weight.mul_(0.9)
-
-    run_twice(uneven_model, script)
 
 
 class Failing(Order):
@@ -265,23 +128,6 @@ class Failing(Order):
 
 def fail(grad: Tensor) -> None:
     raise ArithmeticError
-
-
-@on_ranks()
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_training_goes_on_after_an_exception_and_a_reset(in_backward: bool) -> None:
-    def script(model: Any, engine: Any) -> None:
-        train(model, engine, (1,))
-        model.fails_in_backward = in_backward
-        for model.fails_at in range(5):
-            with pytest.raises(ArithmeticError):
-                model(*batch(0)).backward()
-            engine.reset()
-            assert not any(arena._taken for arena in engine._memory.arenas.values())
-        model.fails_at = -1
-        train(model, engine, (2, 1))
-
-    run_twice(Failing, script)
 
 
 class Caller(nn.Module):
@@ -338,6 +184,142 @@ class WithDeaf(Regression):
         return x + self.blocks[2](x)
 
 
+HABITS: dict[str, Callable[[], nn.Module]] = {
+    "called twice": lambda: Order(0, 1, 2, 3, 0, 4),
+    "other weights in each call": InHalves,
+    "another order": lambda: Order(4, 2, 0, 1, 3),
+    "checkpoints": lambda: Spans(False, 4),
+    "checkpoints of one unit": lambda: Spans(False, 1),
+    "re-entrant checkpoints": lambda: Spans(True, 4),
+    "frozen weights": lora_model,
+    "nested units": NestedUnits,
+    "a unit that calls another": lambda: Calling(2),
+    "unused weights": unused_model,
+    "called twice in a row": CalledTwice,
+    "a weight of two units": shared_model,
+    "several buffers in a unit": mixed_model,
+    "units of two inputs": EncoderDecoder,
+    "re-entrant checkpoints of one unit": lambda: Spans(True, 1),
+    "one unit": lambda: Chain(Mlp()),
+    "no unit": OneLayer,
+}
+# The same as without, bit for bit, whatever happens between.
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    return vector_batch(2, 10 * seed + dist.get_rank())
+
+
+def skip_and_reorder(model: Any, engine: Any) -> None:
+    shuffle = random.Random(7)
+
+    def change(_: int) -> None:
+        model.order = shuffle.choices(range(5), k=shuffle.randint(1, 8))
+
+    train(model, engine, [2, 1, 3, 1, 1, 2], change)
+
+
+def skip_on_one_rank(model: Any, engine: Any) -> None:
+    shuffle = random.Random(dist.get_rank())
+
+    def change(_: int) -> None:
+        model.order = shuffle.sample(range(5), shuffle.randint(1, 5))
+
+    train(model, engine, [1, 2, 1, 1, 2], change)
+
+
+def evaluate_between(model: Any, engine: Any) -> None:
+    optimizer = reference.sgd(model.parameters())
+    for number in range(3):
+        loss = model(*batch(number))
+        with torch.no_grad():
+            model(*batch(9))
+            model.blocks[1](torch.ones(1, DIM))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(*batch(8))
+        with engine.unsharded(model.blocks[2]), torch.no_grad():
+            model.blocks[2].up.weight.mul_(0.9)
+
+
+def fail_everywhere(model: Any, engine: Any) -> None:
+    for model.fails_in_backward in (False, True):
+        for model.fails_at in range(5):
+            with pytest.raises(ArithmeticError):
+                model(*batch(0)).backward()
+            engine.reset()
+            assert not any(arena._taken for arena in engine._memory.arenas.values())
+    model.fails_at = -1
+
+
+def fail_and_go_on(model: Any, engine: Any) -> None:
+    train(model, engine, (1,))
+    fail_everywhere(model, engine)
+    train(model, engine, (2, 1))
+
+
+def backward_of_backward(model: Any, engine: Any) -> None:
+    """Units unexpectedly stay full between the two."""
+    optimizer = reference.sgd(model.parameters())
+    for number in range(6):
+        x, y = batch(number)
+        x.requires_grad_(True)
+        loss = model(x, y)
+        if number % 3 == 2:
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = model(x, y) + slope.square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_on(model: Any, engine: Any) -> None:
+    train(model, engine, (1, 2, 1))
+
+
+def train_without_arenas(model: Any, engine: Any) -> None:
+    assert engine._memory.arenas == {}
+    train(model, engine, (2, 1))
+    assert "full" not in engine.memory_bytes()
+
+
+Script = Callable[[Any, Any], None]
+# By name: the model, what is done with it, and levels.
+SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Script, list[str]]] = {
+    "units that are skipped and reordered": (Order, skip_and_reorder, ["optim_grads", LEVEL_3]),
+    "units that one rank skips": (Order, skip_on_one_rank, ["no_shard", "optim", "optim_grads"]),
+    "evaluation": (uneven_model, evaluate_between, [LEVEL_3]),
+    "exceptions and resets": (Failing, fail_and_go_on, [LEVEL_3]),
+    "a backward of a backward": (uneven_model, backward_of_backward, [LEVEL_3]),
+    "a unit that calls the next": (lambda: Calling(1), train_on, ["optim_grads", LEVEL_3]),
+    "a backward without an end": (lambda: WithDeaf(False), train_on, [LEVEL_3]),
+    "a recomputed one without an end": (lambda: WithDeaf(True), train_on, [LEVEL_3]),
+    "a torch that cannot move memory": (uneven_model, train_without_arenas, [LEVEL_3]),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@on_ranks(2)
+def test_addresses_make_no_difference(name: str) -> None:
+    make_model, script, levels = SCRIPTS[name]
+    for level in levels:
+        weights = []
+        for planned in (False, True):
+            torch.manual_seed(0)
+            model = make_model()
+            config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
+            with pytest.MonkeyPatch.context() as patch:
+                if script is train_without_arenas:
+                    patch.setattr(memory_module, "_CAN_SWAP", False)
+                engine = fe.shard(model, config=config, strategy=level)
+                script(model, engine)
+            weights.append(engine.full_state_dict())
+        for key, value in weights[0].items():
+            assert torch.equal(value, weights[1][key]), (level, key)
+
+
 # Addresses and memory.
 
 
@@ -372,7 +354,7 @@ def settle_pair(strategy: str, outer: str, all_ways: bool) -> None:
             engine = fe.shard(model, config=PLANNED, **levels, **options)
             plain = fe.shard(plain_model, **levels, **options)
             train(model, engine, (2, 2))
-            assert_settled(model, engine, functools.partial(train, model, engine, (2, 3, 1)))
+            assert_settled(model, engine, partial(train, model, engine, (2, 3, 1)))
             train(plain_model, plain, (1,))
             plain.peak_memory_bytes(reset=True)
             train(plain_model, plain, (2,))
@@ -400,29 +382,25 @@ def test_nothing_is_allocated_after_the_second_step(
     ranks.run(settle_pair, strategy, outer, all_ways)
 
 
-HABITS: dict[str, Callable[[], nn.Module]] = {
-    "called twice": lambda: Order(0, 1, 2, 3, 0, 4),
-    "other weights in each call": InHalves,
-    "another order": lambda: Order(4, 2, 0, 1, 3),
-    "checkpoints": lambda: Spans(False, 4),
-    "checkpoints of one unit": lambda: Spans(False, 1),
-    "re-entrant checkpoints": lambda: Spans(True, 4),
-    "frozen weights": lora_model,
-    "nested units": NestedUnits,
-    "a unit that calls another": lambda: Calling(2),
-    "unused weights": unused_model,
-}
-
-
 @plans_addresses
-@on_ranks(world_size=2)
 @pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
 @pytest.mark.parametrize("name", HABITS)
-def test_models_that_bend_the_order_of_events_settle_too(name: str, strategy: str) -> None:
+@on_ranks(2)
+def test_models_that_bend_the_order_of_events_settle_and_train_the_same(
+    name: str, strategy: str
+) -> None:
+    torch.manual_seed(0)
     model = HABITS[name]()
+    plain_model = copy.deepcopy(model)
+    plain = fe.shard(plain_model, strategy=strategy)
     engine = fe.shard(model, strategy=strategy, config=PLANNED)
+    train(plain_model, plain, (2, 1))
+    train(plain_model, plain, (1, 2))
     train(model, engine, (2, 1))
-    assert_settled(model, engine, functools.partial(train, model, engine, (1, 2)))
+    assert_settled(model, engine, partial(train, model, engine, (1, 2)))
+    found = engine.full_state_dict()
+    for key, value in plain.full_state_dict().items():
+        assert torch.equal(found[key], value), key
 
 
 @plans_addresses
@@ -465,9 +443,9 @@ def test_nothing_is_allocated_where_gradients_outlast_their_backward(
 
 
 @plans_addresses
-@on_ranks()
-def test_evaluation_is_served_from_the_arenas() -> None:
-    model = Order(0, 1, 2, 3, 4)
+@on_ranks(2)
+def test_evaluation_and_exceptions_are_served_from_the_arenas() -> None:
+    model = Failing(*FIVE)
     engine = fe.shard(model, config=PLANNED)
     train(model, engine, (2, 1))
 
@@ -480,138 +458,62 @@ def test_evaluation_is_served_from_the_arenas() -> None:
             model(*batch(4))
 
     assert_settled(model, engine, body)
+    fail_everywhere(model, engine)
+    assert_settled(model, engine, body)
 
 
 # Steps that leave the record.
 
 
 @plans_addresses
-@on_ranks(world_size=2)
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
 def test_another_order_is_served_by_ordinary_memory_until_the_arena_grows(strategy: str) -> None:
-    model = Order(0, 1, 2, 3, 4)
+    model = Order(*FIVE)
     engine = fe.shard(model, strategy=strategy, config=PLANNED)
     train(model, engine, (1, 1))
-    orders = [(3, 0, 4, 2, 1), (0, 1, 2, 3, 4)]
-    for number, model.order in enumerate(orders):
+    for number, model.order in enumerate([(3, 0, 4, 2, 1), FIVE]):
         with counting_fills(engine) as fills:
             train(model, engine, (1, 1, 1, 1))
         # The way back is planned already where both orders have found room together.
         assert number or len(fills) > 0
         assert len(fills) < 40
-        assert_settled(model, engine, functools.partial(train, model, engine, (1, 2)))
+        assert_settled(model, engine, partial(train, model, engine, (1, 2)))
 
 
 @plans_addresses
-@on_ranks(world_size=2)
+@on_ranks(2)
 def test_orders_that_alternate_settle() -> None:
-    model = Order(0, 1, 2, 3, 4)
+    model = Order(*FIVE)
     engine = fe.shard(model, config=PLANNED)
 
     def alternate(num_steps: int) -> None:
         for number in range(num_steps):
-            model.order = (0, 1, 2, 3, 4) if number % 2 else (0, 1, 3, 4, 2)
+            model.order = FIVE if number % 2 else (0, 1, 3, 4, 2)
             train(model, engine, (1,))
 
     alternate(16)
-    assert_settled(model, engine, functools.partial(alternate, 4))
+    assert_settled(model, engine, partial(alternate, 4))
 
 
 @plans_addresses
-@on_ranks(world_size=2)
-def test_an_exception_changes_no_arena() -> None:
-    model = Failing()
-    engine = fe.shard(model, config=PLANNED)
-    train(model, engine, (1, 1))
-    for model.fails_in_backward in (False, True):
-        for model.fails_at in (0, 2, 4):
-            with pytest.raises(ArithmeticError):
-                model(*batch(0)).backward()
-            engine.reset()
-    model.fails_at = -1
-    assert_settled(model, engine, functools.partial(train, model, engine, (1, 2)))
-
-
-@on_ranks(world_size=2)
-def test_a_torch_that_cannot_move_memory_trains_alike_and_plans_nothing() -> None:
-    def script(model: Any, engine: Any) -> None:
-        assert engine._memory.arenas == {}
-        train(model, engine, (2, 1, 1))
-        assert "full" not in engine.memory_bytes()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_module, "_CAN_SWAP", False)
-        run_twice(uneven_model, script)
-
-
-@plans_addresses
-@on_ranks()
-def test_the_field_changes_what_is_held_and_not_what_is_described() -> None:
-    rows, held = [], []
+@on_ranks(2)
+def test_the_field_changes_what_is_held_and_not_what_is_described_or_sent() -> None:
+    rows, held, sent = [], [], []
     for planned in (False, True):
-        model = uneven_model()
         config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
-        engine = fe.shard(model, config=config)
-        train(model, engine, (1, 1, 1))
-        rows.append(engine.describe().rows)
-        held.append(engine.memory_bytes())
+
+        def body(model: Any, engine: Any) -> None:
+            train(model, engine, (1, 1, 1))
+            rows.append(engine.describe().rows)
+            held.append(engine.memory_bytes())
+
+        sent.append(traced(uneven_model, body, config=config).num_operations)
     assert rows[0] == rows[1]
+    assert sent[0] == sent[1]
     assert "full" not in held[0]
     # Three units of the largest: one in use, and two gathered ahead at most.
     assert 0 < held[1]["full"] <= 3 * max(row.full_bytes for row in rows[1])
-
-
-@on_ranks()
-def test_as_many_collectives_are_sent_as_without() -> None:
-    numbers = []
-    for planned in (False, True):
-        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
-
-        tracer = traced(lambda: Small(num_blocks=6), config=config)
-        numbers.append(tracer.num_operations)
-    assert numbers[0] == numbers[1]
-
-
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
-@pytest.mark.parametrize("callee", [1, 2])
-def test_a_unit_that_calls_another_makes_no_difference(callee: int, strategy: str) -> None:
-    run_twice(
-        lambda: Calling(callee),
-        lambda model, engine: train(model, engine, (1, 2, 1, 1)),
-        strategy=strategy,
-    )
-
-
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_a_unit_whose_end_of_backward_cannot_be_seen_makes_no_difference(
-    checkpoints: bool,
-) -> None:
-    run_twice(
-        lambda: WithDeaf(checkpoints),
-        lambda model, engine: train(model, engine, (1, 2, 1, 1)),
-    )
-
-
-@on_ranks(world_size=2)
-def test_a_backward_of_a_backward_makes_no_difference() -> None:
-    """Units unexpectedly stay full between the two."""
-
-    def script(model: Any, engine: Any) -> None:
-        optimizer = reference.sgd(model.parameters())
-        for number in range(6):
-            x, y = batch(number)
-            x.requires_grad_(True)
-            loss = model(x, y)
-            if number % 3 == 2:
-                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                loss = model(x, y) + slope.square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run_twice(uneven_model, script)
 
 
 # The schedule.
@@ -641,7 +543,7 @@ def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
 @pytest.mark.parametrize(
     "strategy", [pytest.param("optim_grads", marks=pytest.mark.thorough), LEVEL_3]
 )
-@pytest.mark.parametrize("name", HABITS)
+@pytest.mark.parametrize("name", list(HABITS)[:10])
 def test_models_that_bend_the_order_of_events_make_no_race(name: str, strategy: str) -> None:
     traced(HABITS[name], strategy=strategy, config=PLANNED)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -28,16 +30,22 @@ def compare(
     what: str = "",
     data_shape: tuple[int, ...] = (2,),
     dtype: torch.dtype | None = None,
+    stage_class: Any = PipelineStage,
 ) -> None:
     """Train on all ranks and alone; the same losses and weights."""
-    num_data = 2 if len(data_shape) == 1 else data_shape[0] * data_shape[1]
+    num_data = math.prod(data_shape)
     options = {} if dtype is None else {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=dtype)}
     pipeline = scene.make_pipeline(
-        schedule, level, outer, what=what, data_shape=data_shape, **options
+        schedule,
+        level,
+        outer,
+        what=what,
+        data_shape=data_shape,
+        stage_class=stage_class,
+        **options,
     )
     num_stages = pipeline.schedule._num_stages
-    alone = scene.make_stages(num_stages, what)
-    losses = scene.train_alone(alone, num_data, dtype)
+    alone, losses = scene.trained_alone(num_stages, num_data, what, dtype)
     scene.train(pipeline, num_data)
     # One weight in many lies on the other side of a rounding boundary after the first step.
     rtol = [2e-5, 2e-5 if dtype is None else 1e-2]
@@ -65,6 +73,13 @@ def mean_over_data_ranks(pipeline: scene.Pipeline, value: float) -> float:
 def test_every_level_trains_as_one_process(schedule: str) -> None:
     for level in scene.LEVELS:
         compare(schedule, level)
+
+
+@pytest.mark.parametrize("schedule", scene.SINGLE)
+@on_ranks(4)
+def test_a_stage_of_torch_trains_as_one_process(schedule: str) -> None:
+    for level in scene.LEVELS:
+        compare(schedule, level, stage_class=pipelining.PipelineStage)
 
 
 # A backward in two parts is where a weight's uses matter.
@@ -123,11 +138,10 @@ def test_steps_of_a_schedule_accumulate_within_no_sync() -> None:
 def test_a_module_may_be_evaluated_checkpointed_and_sharded_after_the_stage_was_constructed() -> (
     None
 ):
-    for level in scene.LEVELS:
+    for level in scene.LEVELS[::3]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
         rank = mesh.get_local_rank("pipeline")
-        alone = scene.make_stages(2)
-        losses = scene.train_alone(alone, 2)
+        alone, losses = scene.trained_alone(2, 2)
         module = scene.make_stages(2)[rank]
         group, device = mesh.get_group("pipeline"), torch.device("cpu")
         stage = PipelineStage(module, rank, 2, device, group=group)
