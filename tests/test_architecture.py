@@ -339,6 +339,49 @@ def test_an_import_from_another_test_is_caught(code: str) -> None:
     assert len(list(imported_tests(Source("tests", code)))) == 1
 
 
+# Folders whose tests train without any extension, and how a program asks for one.
+TESTS_WITHOUT_EXTENSIONS = (
+    *("buffers", "checkpoint", "comm", "flat_dtensor", "layout", "memory", "optim", "promises"),
+    *("random_programs", "runtime", "strategies"),
+)
+EXTENSION_USES = {
+    "activations": r"\bcheckpointing=|fe\.Checkpointing\(",
+    "arenas": r"\b(fsdp_double_buffer|nccl_ub)=True",
+    "different_modules": r"\.together\(\)",
+    "fp8": r"fe\.Float8\b",
+    "mean_loss": r"\bengine\.(mean_loss|even_batches)\(",
+    "offload": r"fe\.Offload\(",
+    "pipelines": r"fsdp_engine\.pipelining|\bPipelineStage\(",
+    "reports": r"\.measure\(",
+    "transformer_engine": r"\btransformer_engine\b",
+    "whole_tensor_optimizers": r"\bshard_optimizer\(.*\bwhole=True",
+    "tests of one": r"\btests\.extensions\b",
+}
+
+
+def used_extensions(text: str) -> list[str]:
+    return [name for name, use in EXTENSION_USES.items() if re.search(use, text)]
+
+
+def test_tests_of_the_kernel_use_no_extension() -> None:
+    found = {}
+    for folder in TESTS_WITHOUT_EXTENSIONS:
+        for path in sorted((TESTS / folder).rglob("*.py")):
+            used = used_extensions(path.read_text(encoding="utf-8"))
+            if used:
+                found[str(path.relative_to(TESTS))] = used
+    assert not found
+
+
+def test_a_use_of_an_extension_is_caught() -> None:
+    for folder in EXTENSION_USES:
+        if folder != "tests of one":
+            paths = (TESTS / "extensions" / folder).rglob("*.py")
+            assert any(
+                folder in used_extensions(path.read_text(encoding="utf-8")) for path in paths
+            )
+
+
 def test_files_do_not_import_each_other_in_a_circle() -> None:
     assert find_cycle(imports_between_files(package_sources())) == []
 

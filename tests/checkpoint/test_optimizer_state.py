@@ -13,6 +13,17 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint import folder as folder_module
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
 from tests import models, reference
+from tests.checkpoint.moved_state import (
+    EVERY_MOVE,
+    MOVES,
+    Maker,
+    Move,
+    check_plain_dict_state,
+    check_wider_dtypes,
+    make,
+    state_dtypes,
+    steps,
+)
 from tests.checkpoint.scene import (
     contents,
     different,
@@ -26,106 +37,43 @@ from tests.checkpoint.scene import (
 from tests.models import Mlp
 from tests.pool import on_few_ranks, on_ranks
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-# Saved at a level in a dtype, and loaded.
-MOVES = [
-    ("no_shard", BF16, "no_shard", FP32),
-    ("optim", BF16, "optim_grads_params", FP64),
-    ("optim_grads_params", FP32, "optim", FP64),
-    ("optim_grads_params", FP32, "optim", FP32),
-]
-EVERY_MOVE = [
-    (level, pair[0], level, pair[1])
-    for level in ("no_shard", "optim", "optim_grads_params")
-    for pair in ((BF16, FP32), (BF16, FP64), (FP32, FP64))
-]
-MAKERS: dict[str, Any] = {
+MAKERS: dict[str, Maker] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    # Keeps means of rows and columns, so it steps on whole parameters only.
+    # Keeps means of rows and columns, so it steps on full parameters only.
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "wrapped": lambda p: fe.shard_optimizer(torch.optim.AdamW(p, lr=1e-2)),
-    "offloaded": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "owners": lambda p: fe.shard_optimizer(torch.optim.NAdam(p, lr=1e-2), whole=True),
 }
 
 
-def make(name: str, dtype: torch.dtype, level: str) -> tuple[Mlp, fe.Engine, Any]:
-    torch.manual_seed(0)
-    model = Mlp().to(dtype)
-    options = {"offload": fe.Offload(optimizer_state="host")} if name == "offloaded" else {}
-    policy = fe.MixedPrecisionPolicy(own_dtypes=True)
-    engine = fe.shard(model, strategy=level, mp_policy=policy, **options)
-    optimizer = MAKERS[name](model.parameters())
-    if name == "offloaded":
-        fe.shard_optimizer(optimizer)
-    return model, engine, optimizer
-
-
-def steps(model: Any, optimizer: Any, numbers: range) -> None:
-    dtype = next(model.parameters()).dtype
-    for number in numbers:
-        torch.manual_seed(number)
-        model(torch.randn(4, model.up.in_features, dtype=dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def state_dtypes(optimizer: Any) -> set[torch.dtype]:
-    states = (state for state in optimizer.state_dict()["state"].values())
-    return {
-        value.dtype
-        for state in states
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.ndim and name != "step"
-    }
-
-
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "moves",
+    [
+        pytest.param(MOVES, id="some"),
+        pytest.param(EVERY_MOVE, marks=pytest.mark.thorough, id="every"),
+    ],
+)
 @pytest.mark.parametrize("name", list(MAKERS))
 @on_few_ranks
-def test_state_follows_its_parameter_into_a_wider_dtype(name: str, every: bool) -> None:
-    folder = shared_folder()
-    for number, (level, narrow, other, wide) in enumerate(EVERY_MOVE if every else MOVES):
-        if name != "adafactor" or level == other == "no_shard":
-            model, engine, optimizer = make(name, narrow, level)
-            steps(model, optimizer, range(2))
-            save_checkpoint(f"{folder}/{number}", engine, optimizer)
-
-            alone = Mlp().to(wide)
-            alone.load_state_dict(
-                {key: value.to(wide) for key, value in reference.full_weights(model).items()}
-            )
-            plain = {"wrapped": "adamw", "offloaded": "adamw"}.get(name, name)
-            own = torch.optim.NAdam(alone.parameters(), lr=1e-2)
-            own = own if name == "owners" else MAKERS[plain](alone.parameters())
-            packed = optimizer.state_dict()
-            for state in packed["state"].values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        state[key] = reference.full(value)
-            own.load_state_dict(packed)  # torch converts to the parameter's dtype
-
-            model, engine, optimizer = make(name, wide, other)
-            load_checkpoint(f"{folder}/{number}", engine, optimizer)
-            assert state_dtypes(optimizer) == {wide}
-            steps(model, optimizer, range(2, 4))
-            steps(alone, own, range(2, 4))
-            reference.assert_same_weights(model, alone, rtol=1e-5, atol=1e-6)
+def test_state_follows_its_parameter_into_a_wider_dtype(name: str, moves: list[Move]) -> None:
+    if name == "adafactor":
+        moves = [move for move in moves if move[0] == move[2] == "no_shard"]
+    alone = MAKERS["adamw"] if name == "wrapped" else None
+    check_wider_dtypes(MAKERS[name], moves, alone)
 
 
 @on_ranks(2)
 def test_state_that_was_wider_than_its_parameter_stays_wide() -> None:
     folder = shared_folder()
-    model, engine, optimizer = make("sgd", torch.bfloat16, "optim_grads_params")
+    model, engine, optimizer = make(MAKERS["sgd"], torch.bfloat16, "optim_grads_params")
     for param in model.parameters():
         optimizer.state[param]["momentum_buffer"] = param.detach().float()
     save_checkpoint(folder, engine, optimizer)
     for dtype in (torch.bfloat16, torch.float64):
-        model, engine, optimizer = make("sgd", dtype, "optim_grads_params")
+        model, engine, optimizer = make(MAKERS["sgd"], dtype, "optim_grads_params")
         load_checkpoint(folder, engine, optimizer)
         assert state_dtypes(optimizer) == {torch.float32}
 
@@ -276,12 +224,12 @@ def without(key: str) -> Any:
 @on_few_ranks
 def test_state_without_one_of_its_tensors_is_refused_by_name(name: str, key: str) -> None:
     folder = shared_folder()
-    model, engine, optimizer = make(name, torch.float32, "optim_grads_params")
+    model, engine, optimizer = make(MAKERS[name], torch.float32, "optim_grads_params")
     steps(model, optimizer, range(2))
     with patch.object(folder_module, "write_entries", without(key)):
         save_checkpoint(folder, engine, optimizer)
     for number in (0, 1):  # an optimizer that has not stepped, and one that has
-        model, engine, optimizer = make(name, torch.float32, "optim_grads_params")
+        model, engine, optimizer = make(MAKERS[name], torch.float32, "optim_grads_params")
         steps(model, optimizer, range(number))
         part = "missing optimizer.state.up.weight: expected the"
         with refused(model, part, optimizer=None if name == "offloaded" else optimizer):
@@ -291,11 +239,11 @@ def test_state_without_one_of_its_tensors_is_refused_by_name(name: str, key: str
 @on_few_ranks
 def test_state_that_an_optimizer_does_not_have_yet_is_not_missed() -> None:
     folder = shared_folder()
-    model, engine, optimizer = make("adamw", torch.float32, "optim_grads_params")
+    model, engine, optimizer = make(MAKERS["adamw"], torch.float32, "optim_grads_params")
     model.up(torch.ones(2, model.up.in_features)).sum().backward()  # down has no gradient
     optimizer.step()
     save_checkpoint(folder, engine, optimizer)
-    model, engine, _ = make("adamw", torch.float32, "optim_grads_params")
+    model, engine, _ = make(MAKERS["adamw"], torch.float32, "optim_grads_params")
     # The saved hyperparameter says that there is no third moment.
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     load_checkpoint(folder, engine, optimizer)
@@ -303,59 +251,14 @@ def test_state_that_an_optimizer_does_not_have_yet_is_not_missed() -> None:
     steps(model, optimizer, range(1))
 
 
-class PlainState(torch.optim.Optimizer):
-    """Keeps its state in a plain dict."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.state = {}  # type: ignore[assignment]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.state = dict(self.state)  # type: ignore[assignment]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            state = self.state.setdefault(param, {})
-            if not state:
-                state["average"] = torch.zeros_like(param)
-            state["average"].lerp_(param.grad, 0.5)
-            param.sub_(state["average"], alpha=self.param_groups[0]["lr"])
-
-
 WRAPPERS: dict[str, Any] = {
     "none": lambda optimizer: optimizer,
     "shard": fe.shard_optimizer,
     "elementwise": lambda optimizer: fe.shard_optimizer(optimizer, elementwise=True),
-    "whole": lambda optimizer: fe.shard_optimizer(optimizer, whole=True),
-    "offload": fe.shard_optimizer,
 }
 
 
 @pytest.mark.parametrize("wrapper", list(WRAPPERS))
 @on_few_ranks
 def test_an_optimizer_whose_state_is_a_plain_dict(wrapper: str) -> None:
-    folder = shared_folder()
-    torch.manual_seed(0)
-    alone = Mlp()
-    steps(alone, PlainState(alone.parameters()), range(4))
-    options = {"offload": fe.Offload(optimizer_state="host")} if wrapper == "offload" else {}
-
-    def sharded() -> tuple[Mlp, fe.Engine, Any]:
-        torch.manual_seed(0)
-        model = Mlp()
-        engine = fe.shard(model, **options)
-        return model, engine, WRAPPERS[wrapper](PlainState(model.parameters()))
-
-    model, engine, optimizer = sharded()
-    save_checkpoint(f"{folder}/0", engine, optimizer)
-    steps(model, optimizer, range(2))
-    save_checkpoint(f"{folder}/2", engine, optimizer)
-    steps(model, optimizer, range(2, 4))
-    reference.assert_same_weights(model, alone)
-    for start in (0, 2):
-        model, engine, optimizer = sharded()
-        load_checkpoint(f"{folder}/{start}", engine, optimizer)
-        steps(model, optimizer, range(start, 4))
-        reference.assert_same_weights(model, alone)
+    check_plain_dict_state(WRAPPERS[wrapper])

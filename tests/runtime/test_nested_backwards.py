@@ -12,67 +12,8 @@ import fsdp_engine as fe
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_few_ranks, on_ranks
 from tests.reference import Batch, loss_of
-from tests.scenario import Scenario
+from tests.runtime.cached_loss import WIDTH, Encoder, Rows, cached, pair_loss
 from tests.training import mesh_of
-
-WIDTH = 6
-
-
-class Encoder(nn.Module):
-    """Embeds rows; a row's embedding does not depend on other rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        result: Tensor = self.norm(x)
-        return result
-
-
-class Rows:
-    """Batches of a number of rows for each rank."""
-
-    def __init__(self, *num_rows: int) -> None:
-        self.num_rows = num_rows
-
-    def __call__(self, rows: int, seed: int) -> Batch:
-        num = self.num_rows[(seed % 100 - 1) % len(self.num_rows)]  # see reference.make_data
-        generator = torch.Generator().manual_seed(seed)
-        return (torch.randn(num, WIDTH, generator=generator, dtype=torch.float64),)
-
-
-def pair_loss(embeddings: Tensor) -> Tensor:
-    """A loss of all pairs of embeddings."""
-    return (embeddings @ embeddings.T).logsumexp(1).mean() / WIDTH
-
-
-def cached_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of a batch. Sharded: its backward embeds mini-batches of 2 again (GradCache)."""
-    if fe.engine.engine_of(model) is None:
-        return pair_loss(model(*batch))
-    parts = batch[0].split(2)
-    with torch.no_grad():
-        leaves = [model(part).to(batch[0].dtype) for part in parts]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    loss = pair_loss(torch.cat(leaves))
-    loss.backward()
-    loss = loss.detach().requires_grad_()
-
-    def embed_again(factor: Tensor) -> None:
-        with torch.enable_grad():
-            for part, leaf in zip(parts, leaves, strict=True):
-                assert leaf.grad is not None
-                (factor * (model(part) * leaf.grad).sum()).backward()
-
-    loss.register_hook(embed_again)
-    return loss
 
 
 def implicit_loss(model: Any, batch: Batch) -> Tensor:
@@ -96,20 +37,6 @@ def implicit_loss(model: Any, batch: Batch) -> Tensor:
     return pair_loss(model(point))
 
 
-# One process computes each rank's batch by itself: a loss of pairs is no mean over rows.
-cached = Scenario(
-    model=lambda: Encoder().double(),
-    batch=Rows(4),
-    options={"units": "blocks.*"},
-    compute_dtype=torch.float64,
-    microbatches=(1, 2),
-    max_norm=float("inf"),
-    loss_of=cached_loss,
-    tolerance=1e-9,
-)
-within_together = {"around": lambda engine: engine.together()}
-
-
 @on_few_ranks
 def test_a_cached_loss_has_the_gradients_of_one_process() -> None:
     for level in LEVEL_NAMES:
@@ -118,11 +45,9 @@ def test_a_cached_loss_has_the_gradients_of_one_process() -> None:
 
 @on_ranks(2)
 def test_ranks_have_different_numbers_of_mini_batches() -> None:
-    for level in LEVEL_NAMES:
+    for level in ("no_shard", "optim", "optim_grads"):
         scenario = cached.but(pair=(level, "no_shard"), batch=Rows(2, 7))
-        if level != "optim_grads_params":
-            scenario.check()
-        scenario.but(**within_together).check()
+        scenario.check()
 
 
 @on_ranks(2)
@@ -144,7 +69,6 @@ def test_two_axes() -> None:
     for pair in (("optim_grads_params", "no_shard"), ("optim_grads", "optim")):
         scenario = cached.but(pair=pair, mesh=mesh_of(2, 2))
         scenario.check()
-        scenario.but(batch=Rows(2, 6, 4, 3), **within_together).check()
 
 
 @on_few_ranks

@@ -39,6 +39,7 @@ from tests.models import (
 )
 from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
+from tests.promises import keeping
 from tests.torch_versions import plans_addresses
 from tests.training import BUDGETS, POLICIES, mesh_of, traced, train
 
@@ -286,7 +287,7 @@ def train_without_arenas(model: Any, engine: Any) -> None:
 
 
 Script = Callable[[Any, Any], None]
-# By name: the model, what is done with it, and levels.
+# By name: the model, the operation on it, and levels.
 SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Script, list[str]]] = {
     "units that are skipped and reordered": (Order, skip_and_reorder, ["optim_grads", LEVEL_3]),
     "units that one rank skips": (Order, skip_on_one_rank, ["no_shard", "optim", "optim_grads"]),
@@ -546,6 +547,13 @@ def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
 @pytest.mark.parametrize("name", list(HABITS)[:10])
 def test_models_that_bend_the_order_of_events_make_no_race(name: str, strategy: str) -> None:
     traced(HABITS[name], strategy=strategy, config=PLANNED)
+
+
+@on_ranks(world_size=2)
+def test_tensors_that_units_keep_have_their_gradients() -> None:
+    for loss in keeping.LOSSES:
+        for run in (keeping.after_output, keeping.within_output):
+            keeping.check(keeping.LEVEL_3, keeping.Net(run), loss, config=PLANNED)
 
 
 @plans_addresses

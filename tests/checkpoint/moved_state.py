@@ -1,0 +1,147 @@
+"""An optimizer's state that is saved by one job and loaded by another, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fsdp_engine as fe
+from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
+from tests import reference
+from tests.checkpoint.scene import shared_folder
+from tests.models import Mlp
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+# The level and dtype of the job that saves, and of the one that loads.
+Move = tuple[str, torch.dtype, str, torch.dtype]
+MOVES: list[Move] = [
+    ("no_shard", BF16, "no_shard", FP32),
+    ("optim", BF16, "optim_grads_params", FP64),
+    ("optim_grads_params", FP32, "optim", FP64),
+    ("optim_grads_params", FP32, "optim", FP32),
+]
+EVERY_MOVE: list[Move] = [
+    (level, narrow, level, wide)
+    for level in ("no_shard", "optim", "optim_grads_params")
+    for narrow, wide in ((BF16, FP32), (BF16, FP64), (FP32, FP64))
+]
+Maker = Callable[[Any], Any]
+
+
+def make(
+    maker: Maker, dtype: torch.dtype, level: str, **options: Any
+) -> tuple[Mlp, fe.Engine, Any]:
+    torch.manual_seed(0)
+    model = Mlp().to(dtype)
+    policy = fe.MixedPrecisionPolicy(own_dtypes=True)
+    engine = fe.shard(model, strategy=level, mp_policy=policy, **options)
+    return model, engine, maker(model.parameters())
+
+
+def steps(model: Any, optimizer: Any, numbers: range) -> None:
+    dtype = next(model.parameters()).dtype
+    for number in numbers:
+        torch.manual_seed(number)
+        model(torch.randn(4, model.up.in_features, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_dtypes(optimizer: Any) -> set[torch.dtype]:
+    states = (state for state in optimizer.state_dict()["state"].values())
+    return {
+        value.dtype
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.ndim and name != "step"
+    }
+
+
+def check_wider_dtypes(
+    maker: Maker, moves: Sequence[Move], alone_maker: Maker | None = None, **options: Any
+) -> None:
+    """Check that state follows its parameter into a wider dtype.
+
+    Args:
+        alone_maker: Makes the optimizer of the one process. None: ``maker``.
+        **options: of ``fe.shard``.
+    """
+    folder = shared_folder()
+    for number, (level, narrow, other, wide) in enumerate(moves):
+        model, engine, optimizer = make(maker, narrow, level, **options)
+        steps(model, optimizer, range(2))
+        save_checkpoint(f"{folder}/{number}", engine, optimizer)
+
+        alone = Mlp().to(wide)
+        alone.load_state_dict(
+            {key: value.to(wide) for key, value in reference.full_weights(model).items()}
+        )
+        own = (alone_maker or maker)(alone.parameters())
+        packed = optimizer.state_dict()
+        for state in packed["state"].values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = reference.full(value)
+        own.load_state_dict(packed)  # torch converts to the parameter's dtype
+
+        model, engine, optimizer = make(maker, wide, other, **options)
+        load_checkpoint(f"{folder}/{number}", engine, optimizer)
+        assert state_dtypes(optimizer) == {wide}
+        steps(model, optimizer, range(2, 4))
+        steps(alone, own, range(2, 4))
+        reference.assert_same_weights(model, alone, rtol=1e-5, atol=1e-6)
+
+
+class PlainState(torch.optim.Optimizer):
+    """Keeps its state in a plain dict."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.state = {}  # type: ignore[assignment]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.state = dict(self.state)  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state.setdefault(param, {})
+            if not state:
+                state["average"] = torch.zeros_like(param)
+            state["average"].lerp_(param.grad, 0.5)
+            param.sub_(state["average"], alpha=self.param_groups[0]["lr"])
+
+
+def check_plain_dict_state(wrap: Callable[[Any], Any], **options: Any) -> None:
+    """Check that state in a plain dict is resumed before the first step and after two.
+
+    Args:
+        wrap: Wraps the optimizer of the sharded job.
+        **options: of ``fe.shard``.
+    """
+    folder = shared_folder()
+    torch.manual_seed(0)
+    alone = Mlp()
+    steps(alone, PlainState(alone.parameters()), range(4))
+
+    def sharded() -> tuple[Mlp, fe.Engine, Any]:
+        torch.manual_seed(0)
+        model = Mlp()
+        engine = fe.shard(model, **options)
+        return model, engine, wrap(PlainState(model.parameters()))
+
+    model, engine, optimizer = sharded()
+    save_checkpoint(f"{folder}/0", engine, optimizer)
+    steps(model, optimizer, range(2))
+    save_checkpoint(f"{folder}/2", engine, optimizer)
+    steps(model, optimizer, range(2, 4))
+    reference.assert_same_weights(model, alone)
+    for start in (0, 2):
+        model, engine, optimizer = sharded()
+        load_checkpoint(f"{folder}/{start}", engine, optimizer)
+        steps(model, optimizer, range(start, 4))
+        reference.assert_same_weights(model, alone)
