@@ -19,12 +19,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_engine.extras import EXTRAS
-from tools.design_numbers import (
-    count_words,
-    own_private_names,
-    private_attributes,
-    words_to_replace,
-)
+from tools.style import count_words, own_private_names, private_attributes, words_to_replace
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "fsdp_engine"

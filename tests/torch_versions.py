@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
 from fsdp_engine.flat_dtensor.slices import MARKS_SUMS
+
+_PINS = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
+pinned_torch = pytest.mark.skipif(
+    f"torch=={torch.__version__.partition('+')[0]}\n" not in _PINS,
+    reason="figures are those of the pinned torch",
+)
 
 _IS_BEFORE_2_13 = TorchVersion(torch.__version__) < (2, 13)
 

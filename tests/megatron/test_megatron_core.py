@@ -324,7 +324,7 @@ def test_its_config_is_taken_for_ours() -> None:
         with pytest.raises(ValueError, match=words):
             wrapper(SimpleNamespace(**fields), wrong, model)
     with pytest.raises(TypeError, match="ddp_config: expected a DistributedDataParallelConfig"):
-        wrapper(None, {}, model)
+        wrapper(config=None, ddp_config={}, module=model)
     groups = SimpleNamespace(tp=dist.group.WORLD)
     with pytest.raises(ValueError, match="pg_collection: expected a ProcessGroup in dp_cp or dp"):
         wrapper(None, TheirConfig(), model, pg_collection=groups)

@@ -63,8 +63,14 @@ def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def window(row: Tensor, head: Tensor, query: Tensor, key: Tensor, *, size: int = 256) -> Tensor:
-    return (query >= key) & (query - key < size)
+def within(size: int) -> Mask:
+    def mask(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < size)
+
+    return mask
+
+
+window = within(256)
 
 
 def in_documents(documents: Tensor) -> Mask:
@@ -215,8 +221,7 @@ def test_long_masks_are_sampled() -> None:
     assert share(causal, length=131_072) == (blocks + 1) / (2 * blocks)
     before, every = 1024 // BLOCK, blocks * (blocks + 1) / 2
     skipped = (blocks - before) * (blocks - before - 1) / 2
-    near = partial(window, size=1024)
-    assert share(near, length=131_072) == (every - skipped) / blocks**2
+    assert share(within(1024), length=131_072) == (every - skipped) / blocks**2
 
 
 def at(documents: Tensor, index: Tensor) -> Tensor:

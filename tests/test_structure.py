@@ -1,0 +1,34 @@
+"""The structure of the package does not become worse: ``tools/structure.py``."""
+
+from __future__ import annotations
+
+from tests.torch_versions import pinned_torch
+from tools import structure
+
+
+@pinned_torch
+def test_no_figure_is_worse_than_that_of_the_file() -> None:
+    now = structure.measured()
+    assert now.keys() == structure.kept().keys()
+    assert structure.worse(now, structure.kept()) == []
+
+
+def test_a_figure_that_is_worse_is_named() -> None:
+    file = {"lines": {"now": 1000}, "files": {"now": 7}}
+    assert structure.worse({"lines": 1010, "files": 7}, file) == []
+    found = structure.worse({"lines": 1011, "files": 8}, file)
+    assert found == [
+        "lines: expected at most 1,000, 1% more allowed; found 1,011",
+        "files: expected at most 7, 1% more allowed; found 8",
+    ]
+
+
+def test_the_table_of_the_design_is_that_of_the_file() -> None:
+    page = structure.PAGE.read_text(encoding="utf-8")
+    assert structure.table(structure.kept()) in page
+
+
+def test_imports_within_functions_and_for_types_are_not_of_the_closure() -> None:
+    """``fsdp_engine.patterns`` imports nothing of the package."""
+    assert structure.closure("fsdp_engine.patterns") == {"fsdp_engine.patterns"}
+    assert "fsdp_engine.layout" in structure.closure("fsdp_engine.layout.placement")
