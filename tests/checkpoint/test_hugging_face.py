@@ -544,12 +544,14 @@ def test_bad_arguments_of_an_export_are_refused_on_every_rank() -> None:
         with pytest.raises(ValueError, match=text):
             export_safetensors(engine, target, *arguments)
         assert visible(folder) == []
+        dist.barrier()
     on_rank_0((Path(folder) / "file").touch)
     with pytest.raises(NotADirectoryError, match="found the file"):
         export_safetensors(engine, f"{folder}/file")
     with pytest.raises(OSError, match=r"file|proc"):
         export_safetensors(engine, f"{folder}/file/below")
     assert visible(folder) == ["file"]
+    dist.barrier()
     with engine.unsharded():
         for call in (export_safetensors, load_safetensors):
             with pytest.raises(RuntimeError, match="to hold its sharded parameter"):
