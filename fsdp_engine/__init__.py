@@ -1,49 +1,50 @@
 """A sharded training engine for PyTorch: one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
 
 import importlib
+import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.adapters import AdapterLayers
-from fsdp_engine.checkpoint import (
-    Checkpointer,
-    LocalCheckpointer,
-    export_safetensors,
-    load_checkpoint,
-    load_safetensors,
-    save_checkpoint,
-)
 from fsdp_engine.codecs import Float8
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
-from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-from fsdp_engine.megatron.process_groups import ModelParallelGroups
 from fsdp_engine.offload import Offload
 from fsdp_engine.optim import shard_optimizer
-from fsdp_engine.planner.estimates import Estimate, estimate
-from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.planner.strategy_search import plan
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.pretrained.load import load_pretrained
-from fsdp_engine.pretrained.save import save_pretrained
-from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
-from fsdp_engine.pretrained.weight_version import WeightVersion
 from fsdp_engine.runtime.activations import OffloadActivations
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
-from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
-from fsdp_engine.simulation.simulate import Simulation, simulate
-from fsdp_engine.simulation.simulation_error import SimulationError
-from fsdp_engine.simulation.tp_plan import apply_tp_plan
 from fsdp_engine.units.adapter_layers import register_adapter_layers
 from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 from fsdp_engine.units.granules import whole_rows, whole_tensors
 
 if TYPE_CHECKING:
+    from fsdp_engine.checkpoint import (
+        Checkpointer,
+        LocalCheckpointer,
+        export_safetensors,
+        load_checkpoint,
+        load_safetensors,
+        save_checkpoint,
+    )
+    from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
+    from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
+    from fsdp_engine.megatron.process_groups import ModelParallelGroups
+    from fsdp_engine.planner.estimates import Estimate, estimate
+    from fsdp_engine.planner.strategy_plan import StrategyPlan
+    from fsdp_engine.planner.strategy_search import plan
+    from fsdp_engine.pretrained.load import load_pretrained
+    from fsdp_engine.pretrained.save import save_pretrained
+    from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
+    from fsdp_engine.pretrained.weight_version import WeightVersion
+    from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
+    from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
     from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
+    from fsdp_engine.simulation.simulate import Simulation, simulate
+    from fsdp_engine.simulation.simulation_error import SimulationError
+    from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -98,20 +99,44 @@ __all__ = [
 # Materialization of meta parameters initializes the adapters of PEFT.
 register_adapter_layers(AdapterLayers)
 
-# Names whose module is imported when they are used: that of pipelines loads torch's compiler.
-_LAZY = {
-    "PipelineSimulation": "fsdp_engine.simulation.pipeline",
-    "simulate_pipeline": "fsdp_engine.simulation.pipeline",
+# Names that are imported at their first use, by module. A training run loads only what it uses.
+_LAZY_NAMES = {
+    "checkpoint": (
+        *("Checkpointer", "LocalCheckpointer", "export_safetensors", "load_checkpoint"),
+        *("load_safetensors", "save_checkpoint"),
+    ),
+    "megatron.distributed_data_parallel": ("DistributedDataParallel",),
+    "megatron.finalize_model_grads": ("finalize_model_grads",),
+    "megatron.process_groups": ("ModelParallelGroups",),
+    "planner.estimates": ("Estimate", "estimate"),
+    "planner.strategy_plan": ("StrategyPlan",),
+    "planner.strategy_search": ("plan",),
+    "pretrained.load": ("load_pretrained",),
+    "pretrained.save": ("save_pretrained",),
+    "pretrained.weight_stream": ("WeightStream", "weight_stream"),
+    "pretrained.weight_version": ("WeightVersion",),
+    "simulation.causal_lm_stages": ("CausalLMStages",),
+    "simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
+    "simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
+    "simulation.simulate": ("Simulation", "simulate"),
+    "simulation.simulation_error": ("SimulationError",),
+    "simulation.tp_plan": ("apply_tp_plan",),
 }
+_LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
+_MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
 
 # Deprecated names, with their replacements.
 _RENAMED = {"Planning": "StrategyPlan"}
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the object of a lazy or of a deprecated name."""
+    """Returns the object of a lazy or of a deprecated name, or a module of the package."""
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        found = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = found
+        return found
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(
@@ -120,4 +145,9 @@ def __getattr__(name: str) -> Any:
         DeprecationWarning,
         stacklevel=2,
     )
-    return globals()[_RENAMED[name]]
+    return __getattr__(_RENAMED[name])
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, also those that were not imported yet."""
+    return sorted({*globals(), *__all__})
