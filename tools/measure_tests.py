@@ -70,7 +70,7 @@ def times_of(report: Path) -> dict[str, dict[str, Any]]:
     """Lines, items and seconds of each file of tests."""
     seconds: Counter[str] = Counter()
     items: Counter[str] = Counter()
-    for test, each in cases_of(report):
+    for test, each, _ in cases_of(report):
         file = test.partition("::")[0]
         seconds[file] += each  # type: ignore[assignment]
         items[file] += 1

@@ -10,9 +10,10 @@ calls a function (a wait, for example) left out, a condition that is always true
 ``tests/mutants.json``: the place is named by file, function and source text, so that it survives
 changes elsewhere. A mutant whose text is gone is reported as *gone* and not counted.
 
-A mutant is caught when a test fails. Of the ordinary tests those are run that run the mutated line,
-quick ones first, as many as take :data:`SELECTED_SECONDS`, with two processes, up to the first
-failure. A run that takes longer than :data:`TIMEOUT_SECONDS` counts as caught, too. Results are in
+A mutant is caught when a test fails. Of the ordinary tests those are run that run the mutated line
+and pass without the mutant, quick ones first, as many as take :data:`SELECTED_SECONDS`, with two
+processes, up to the first failure. A run that takes longer than :data:`TIMEOUT_SECONDS` counts as
+caught, too. Results are in
 ``benchmarks/results/mutants.json``, or where ``--results`` says.
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import os
 import random
 import re
@@ -154,8 +156,9 @@ def mutants_of(path: Path) -> list[Mutant]:
             for each in ast.walk(statement)
             if isinstance(each, ast.keyword) and each.arg in ("strict", "stacklevel")
         }
+        skipped = checks | _annotation_nodes(statement)
         for node in own:
-            if id(node) in checks:  # of the program, and not of its data
+            if id(node) in skipped:  # of the program, and not of its data
                 continue
             for kind, changed, after in changes(node):
                 if changed.lineno != changed.end_lineno or changed.lineno != statement.lineno:  # type: ignore[attr-defined]
@@ -169,6 +172,16 @@ def mutants_of(path: Path) -> list[Mutant]:
                     Mutant(str(path.relative_to(ROOT)), function, kind, line, before, after, place)
                 )
     return found
+
+
+def _annotation_nodes(statement: ast.stmt) -> set[int]:
+    """Identities of the nodes of annotations, which are not evaluated."""
+    annotations = [
+        each.annotation
+        for each in ast.walk(statement)
+        if isinstance(each, (ast.AnnAssign, ast.arg)) and each.annotation is not None
+    ]
+    return {id(node) for each in annotations for node in ast.walk(each)}
 
 
 def make(number: int, seed: int) -> None:
@@ -222,22 +235,24 @@ def tests_by_line(data: Path) -> dict[tuple[str, int], set[str]]:
     return found
 
 
-def cases_of(report: Path) -> Iterator[tuple[str, float]]:
-    """Yields the test function (``FILE::NAME``) and seconds of each case of a JUnit report."""
+def cases_of(report: Path) -> Iterator[tuple[str, float, bool]]:
+    """Yields the test function (``FILE::NAME``) of each case of a JUnit report, its seconds, and
+    whether it failed."""
     for case in ElementTree.parse(report).iter("testcase"):
         parts = case.attrib["classname"].split(".")
         inner: list[str] = []
         while parts and not (ROOT / "/".join(parts)).with_suffix(".py").exists():
             inner.insert(0, parts.pop())  # a class of tests
         name = case.attrib["name"].partition("[")[0]
-        yield "::".join(["/".join(parts) + ".py", *inner, name]), float(case.attrib["time"])
+        failed = any(each.tag in ("failure", "error") for each in case)
+        yield "::".join(["/".join(parts) + ".py", *inner, name]), float(case.attrib["time"]), failed
 
 
 def seconds_by_test() -> Counter[str]:
-    """Seconds of each test function, all its cases together."""
+    """Seconds of each test function, all its cases together; infinite where one of them failed."""
     seconds: Counter[str] = Counter()
-    for test, each in cases_of(TIMES):
-        seconds[test] += each  # type: ignore[assignment]
+    for test, each, failed in cases_of(TIMES):
+        seconds[test] += math.inf if failed else each  # type: ignore[assignment]
     return seconds
 
 
@@ -247,7 +262,7 @@ def selected(tests: Iterable[str], seconds: Counter[str]) -> list[str]:
     total = 0.0
     for test in sorted(tests, key=lambda each: (seconds[each], each)):
         total += seconds[test]
-        if chosen and total > SELECTED_SECONDS:
+        if total == math.inf or (chosen and total > SELECTED_SECONDS):
             break
         chosen.append(test)
     return chosen

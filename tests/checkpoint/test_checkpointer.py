@@ -160,7 +160,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_every_rank() 
         checkpointer.wait,
         checkpointer.load,
     ):
-        with failing(direct_file.DirectFile, "write", on_rank=1, after=2):
+        with failing(direct_file.DirectFile, "_write_block", on_rank=1):
             checkpointer.save_async(2)
             train(model, optimizer)
             with pytest.raises(RuntimeError, match=r"^saving step 2 .*rank 1: OSError.*No "):

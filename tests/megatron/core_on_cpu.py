@@ -82,7 +82,7 @@ def _make_norm(cls: object, config: Any, hidden_size: int, eps: float = 1e-5, **
 
 def load() -> None:
     """Imports Megatron-Core without Transformer Engine, whose package without kernels is there."""
-    if "megatron.core.optimizer" in sys.modules:
+    if all(f"megatron.core.{name}" in sys.modules for name in _MODULES):
         return
     hidden = {name: sys.modules[name] for name in sys.modules if name.split(".")[0] in _ABSENT}
     for name in hidden:

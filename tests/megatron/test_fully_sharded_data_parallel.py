@@ -126,9 +126,9 @@ def test_the_strategy_is_the_level(level: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_it_is_taken_for_the_class_that_it_replaces(cls: Any) -> None:
+    ddp = wrapped(cls, their_config())
     from megatron.core import distributed, utils
 
-    ddp = wrapped(cls, their_config())
     assert isinstance(ddp, getattr(distributed, cls.__name__))
     assert not isinstance(ddp, distributed.DistributedDataParallel)
     assert utils.unwrap_model([ddp]) == [ddp.module]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fsdp_engine as fe
 from fsdp_engine.planner.command_inputs import (
     batch_shape,
     default_loss,
@@ -80,11 +80,15 @@ def test_example_inputs_match_the_forward_of_a_model(family: str) -> None:
     name, config, sizes, shapes = FAMILIES[family]
     architecture = getattr(transformers, name)
 
-    with FakeTensorMode():
-        model = architecture(config)
-        inputs = example_inputs(model, sizes)
-        assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
-        default_loss(model(**inputs)).backward()
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model: nn.Module = architecture(config)
+        return model
+
+    inputs = example_inputs(build(), sizes)
+    assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
+    found = fe.simulate(build, 2, batch=inputs, loss=default_loss)
+    assert found.seconds > 0
 
 
 def test_sizes_are_read() -> None:

@@ -23,7 +23,7 @@ from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS
 from fsdp_engine.planner.planner_tables import plan_columns
 from fsdp_engine.planner.strategy_plan import advice
 from tests.browser import needs_chromium, seen
-from tests.planner.made_plans import made_plan, quick_plan
+from tests.planner.made_plans import made_plan
 
 VOID = {"meta", "input", "line", "rect", "br"}
 
@@ -73,7 +73,7 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -85,8 +85,9 @@ class Small(nn.Module):
 def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
     """A simulated plan, and the step of its choice."""
     machine = replace(fe.H100, between_nodes=replace(fe.H100.between_nodes, bandwidth=1e8))
-    options: Any = {"world_size": 16, "machine": machine, "min_unit_size": 0}
-    planning = quick_plan(Small, torch.zeros(64, 256), checkpointing=(False,), **options)
+    planning = fe.plan(
+        *(Small, torch.zeros(64, 256)), world_size=16, machine=machine, min_unit_size=0
+    )
     assert planning.simulate is not None
     return planning, planning.simulate(planning.outcomes[0].candidate)
 
@@ -156,7 +157,7 @@ def test_the_timeline_has_lanes_units_and_waits_in_their_colours() -> None:
     texts = "\n".join(page.texts)
     for lane in step.message_seconds:
         assert f"\n{lane}\n" in texts
-    for unit in ("blocks.0", "blocks.1"):
+    for unit in ("blocks.0", "blocks.1", "blocks.2"):
         assert f"{unit}, forward: " in texts
         assert f"{unit}, backward: " in texts
     colours = [each["fill"] for each in page.all("rect") if "fill" in each]

@@ -25,11 +25,12 @@ ON_GPUS = {"machine": fe.H100, "mp_policy": fe.MixedPrecisionPolicy(param_dtype=
 
 
 def blocks(index: int, num_stages: int) -> nn.Module:
-    """A stage of a block; the last one has a head."""
-    block: Any = Mlp(WIDTH, 4 * WIDTH)
-    block.block_number = index
+    """A stage of two blocks; the last one has a head."""
+    made: list[Any] = [Mlp(WIDTH, 4 * WIDTH) for _ in range(2)]
+    for number, block in enumerate(made):
+        block.block_number = 2 * index + number
     head = [nn.Linear(WIDTH, WIDTH)] * (index == num_stages - 1)
-    return nn.Sequential(block, *head)
+    return nn.Sequential(*made, *head)
 
 
 def simulated(quick: bool, schedule: str, **options: Any) -> fe.PipelineSimulation:
