@@ -47,7 +47,8 @@ def run(folders: list[str], *, coverage: bool) -> None:
         command = [sys.executable, "-m"]
         if coverage:
             command += ["coverage", "run", "--rcfile", str(settings), "-m"]
-        command += [*PYTEST, f"--junitxml={folder}/times.xml"]
+        command += [*PYTEST, "--numprocesses", "2", "--dist", "loadfile"]
+        command.append(f"--junitxml={folder}/times.xml")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         if coverage:
             environment[CONTEXTS] = "1"

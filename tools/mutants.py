@@ -11,10 +11,10 @@ calls a function (a wait, for example) left out, a condition that is always true
 changes elsewhere. A mutant whose text is gone is reported as *gone* and not counted.
 
 A mutant is caught when a test fails. Of the ordinary tests those are run that run the mutated line
-and pass without the mutant, quick ones first, as many as take :data:`SELECTED_SECONDS`, with two
-processes, up to the first failure. A run that takes longer than :data:`TIMEOUT_SECONDS` counts as
-caught, too. Results are in
-``benchmarks/results/mutants.json``, or where ``--results`` says.
+and pass without the mutant, quick ones first, as many as take :data:`SELECTED_SECONDS`, in one
+process, up to the first failure. A run that takes longer than :data:`TIMEOUT_SECONDS` counts as
+caught, too. Results are in ``benchmarks/results/mutants.json``, or where ``--results`` says. Parts
+of the list may run at the same time with results files of their own.
 """
 
 from __future__ import annotations
@@ -48,11 +48,8 @@ LEFT_OUT = ("disk", "stall_monitor", "reports", "rehearsal", "meter")
 # Of ``measure_tests run --coverage``: lines by test, and seconds of tests.
 COVERAGE = ROOT / "build" / "tests" / "data"
 TIMES = ROOT / "build" / "tests" / "times.xml"
-# The ordinary tests, with two processes.
-PYTEST = (
-    *("pytest", "-q", "--no-header", "--numprocesses", "2", "--dist", "loadfile"),
-    *("-m", "not thorough and not programs"),
-)
+# The ordinary tests.
+PYTEST = ("pytest", "-q", "--no-header", "-m", "not thorough and not programs")
 SELECTED_SECONDS = 240.0
 TIMEOUT_SECONDS = 900.0
 COMPARED = {

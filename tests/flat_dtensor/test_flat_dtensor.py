@@ -462,6 +462,19 @@ def test_a_scalar_parameter_has_gradients_even_where_it_is_not(mesh: DeviceMesh)
         check(param.grad, torch.tensor(7.0 + 5.0 / 4), 0, stop)
 
 
+def test_torchs_backward_takes_one_sharded_scalar(mesh: DeviceMesh) -> None:
+    backward = torch.autograd.backward
+    param: Any = nn.Parameter(flat_of(torch.tensor(3.0), mesh, 0, 1))
+    backward([param * param])
+    backward(param * param)
+    check(param.grad, torch.tensor(12.0), 0, 1)
+    with pytest.raises(ValueError, match="of several tensors"):
+        backward([param * 2, param * 3])
+    with pytest.raises(ValueError, match="of several tensors"):
+        backward([torch.tensor(1.0, requires_grad=True), param * 3])
+    check(param.grad, torch.tensor(12.0), 0, 1)
+
+
 def test_to_local_is_differentiable(mesh: DeviceMesh) -> None:
     param = param_of(torch.rand(SHAPE), mesh)
     (param.to_local() * 2).sum().backward()

@@ -68,3 +68,12 @@ def test_the_norm_is_a_plain_tensor_with_shard_and_with_plain_gradients() -> Non
     norm = clip(part.parameters(), 1.0)
     assert not isinstance(norm, DTensor)
     torch.testing.assert_close(norm.item(), expected)
+
+
+@on_ranks(2)
+def test_the_norm_is_a_dtensor_after_a_conversion() -> None:
+    model = parallelize(fsdp2, seeded())
+    model.double()
+    inputs = [each.double() if each.is_floating_point() else each for each in batch(0, 0, 0)]
+    loss_of(model, *inputs).backward()
+    assert isinstance(clip(model.parameters(), 1.0), DTensor)
