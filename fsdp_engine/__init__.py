@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,11 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
-from fsdp_engine.optim import shard_optimizer
+from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.activations import OffloadActivations
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
 from fsdp_engine.units.adapter_layers import register_adapter_layers
-from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 from fsdp_engine.units.granules import whole_rows, whole_tensors
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
     from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
     from fsdp_engine.megatron.process_groups import ModelParallelGroups
+    from fsdp_engine.optim import shard_optimizer
     from fsdp_engine.planner.estimates import Estimate, estimate
     from fsdp_engine.planner.strategy_plan import StrategyPlan
     from fsdp_engine.planner.strategy_search import plan
@@ -39,12 +39,14 @@ if TYPE_CHECKING:
     from fsdp_engine.pretrained.save import save_pretrained
     from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
     from fsdp_engine.pretrained.weight_version import WeightVersion
+    from fsdp_engine.runtime.activations import OffloadActivations
     from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
     from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
     from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
     from fsdp_engine.simulation.simulate import Simulation, simulate
     from fsdp_engine.simulation.simulation_error import SimulationError
     from fsdp_engine.simulation.tp_plan import apply_tp_plan
+    from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -99,6 +101,17 @@ __all__ = [
 # Materialization of meta parameters initializes the adapters of PEFT.
 register_adapter_layers(AdapterLayers)
 
+
+def _check_torchao(optimizer: Any) -> None:
+    """Refuses a step of torchao's optimizers that would fail half way."""
+    if "torchao" in sys.modules:
+        from fsdp_engine.optim.sharded_step import refuse_blockwise
+
+        refuse_blockwise(optimizer)
+
+
+add_step_check(_check_torchao)
+
 # Names that are imported at their first use, by module. A training run loads only what it uses.
 _LAZY_NAMES = {
     "checkpoint": (
@@ -108,6 +121,7 @@ _LAZY_NAMES = {
     "megatron.distributed_data_parallel": ("DistributedDataParallel",),
     "megatron.finalize_model_grads": ("finalize_model_grads",),
     "megatron.process_groups": ("ModelParallelGroups",),
+    "optim.sharded_step": ("shard_optimizer",),
     "planner.estimates": ("Estimate", "estimate"),
     "planner.strategy_plan": ("StrategyPlan",),
     "planner.strategy_search": ("plan",),
@@ -115,12 +129,14 @@ _LAZY_NAMES = {
     "pretrained.save": ("save_pretrained",),
     "pretrained.weight_stream": ("WeightStream", "weight_stream"),
     "pretrained.weight_version": ("WeightVersion",),
+    "runtime.activations": ("OffloadActivations",),
     "simulation.causal_lm_stages": ("CausalLMStages",),
     "simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
     "simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
     "simulation.simulate": ("Simulation", "simulate"),
     "simulation.simulation_error": ("SimulationError",),
     "simulation.tp_plan": ("apply_tp_plan",),
+    "units.checkpointing": ("Checkpointing", "checkpoint_units"),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
 _MODULES = {module.name for module in pkgutil.iter_modules(__path__)}

@@ -9,27 +9,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.accelerator import is_accelerator
-from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
-from fsdp_engine.optim.offloaded_step import offload_state
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.activations import ActivationOffload
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
-from fsdp_engine.runtime.full_main_weights import FullMainWeights
 from fsdp_engine.runtime.gather_rounds import Place
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
@@ -38,8 +34,6 @@ from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradient
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
 from fsdp_engine.runtime.reductions import Reductions, ReplicaReduction
-from fsdp_engine.runtime.rehearsal import predict_concurrent_units
-from fsdp_engine.runtime.reports import Description, Measurement, describe_units
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.runtime.written_weights import WrittenWeights
@@ -48,6 +42,12 @@ from fsdp_engine.units.assignment import expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
 from fsdp_engine.units.installing import holders
 from fsdp_engine.units.plan import label_of
+
+if TYPE_CHECKING:
+    from fsdp_engine.batches import EvenBatch
+    from fsdp_engine.runtime.activations import ActivationOffload
+    from fsdp_engine.runtime.full_main_weights import FullMainWeights
+    from fsdp_engine.runtime.reports import Description, Measurement
 
 T = TypeVar("T")
 
@@ -107,6 +107,8 @@ class Engine:
         expected = expect(model, [unit.modules for unit in self.units])
         if (pool := resources.pool) is not None:
             budgets = (self.budget, self.staging_budget)
+            from fsdp_engine.runtime.rehearsal import predict_concurrent_units
+
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
         trainable = [buffer for unit in self.units for buffer in unit.trainable]
@@ -175,6 +177,8 @@ class Engine:
         """Optimizers step ``unit`` from where its state lies now."""
         offloading = self._offloading
         if offloading is not None and not offloading.steps_on_host:
+            from fsdp_engine.optim.offloaded_step import offload_state
+
             buffers = [each.offloaded for each in unit.trainable]
             offload_state(offloading, unit.label, buffers, self._elements_of_a_chunk)
 
@@ -252,6 +256,8 @@ class Engine:
         Raises:
             Exception, ValueError: see :meth:`even_batches`.
         """
+        from fsdp_engine.batches import even_batches
+
         await_ranks = self._scheduler.await_ranks
         return even_batches(self.ranks, loader, drop_last=drop_last, before_message=await_ranks)
 
@@ -527,6 +533,8 @@ class Engine:
         units = [unit for unit in self._sharded_units if unit in wanted]
         for unit in units:
             unit.release()
+        from fsdp_engine.runtime.full_main_weights import FullMainWeights
+
         main = FullMainWeights(units, self._guard, self.ranks.control_group)
         for unit in units:
             self._hooks.pause(unit, paused=True)
@@ -636,6 +644,8 @@ class Engine:
     def describe(self) -> Description:
         """Returns the bytes that each unit holds and sends, those of offloaded state and
         activations, and the last result of :meth:`measure`; ``print`` shows a table."""
+        from fsdp_engine.runtime.reports import describe_units
+
         places = (HOST, DISK)
         elsewhere = {place: held for place in places if (held := self.memory_bytes(place))}
         return describe_units(
@@ -647,6 +657,8 @@ class Engine:
         """Context that measures how long compute waits for gathers, reductions and copies of
         offloaded state and activations, and the bytes held: see
         :class:`~.runtime.reports.Measurement`. :meth:`describe` shows the last one."""
+        from fsdp_engine.runtime.reports import Measurement
+
         self._measured = Measurement(self._memory, self._scheduler)
         lanes = [*self._lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
         if self._activations is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,12 +23,6 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.memory.disk_memory import DiskFile
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.activations import (
-    Activations,
-    OffloadActivations,
-    activations_of,
-    offload_activations,
-)
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
@@ -41,7 +35,6 @@ from fsdp_engine.units.build import (
     owned_within,
     take_files,
 )
-from fsdp_engine.units.checkpointing import checkpoint_units, recomputed_by
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
 from fsdp_engine.units.initial_values import CHOICES, FIRST, SAME, Holdings
 from fsdp_engine.units.plan import (
@@ -53,6 +46,13 @@ from fsdp_engine.units.plan import (
     make_plan,
     place_experts,
 )
+
+if TYPE_CHECKING:
+    from fsdp_engine.runtime.activations import (
+        ActivationOffload,
+        Activations,
+        OffloadActivations,
+    )
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -277,7 +277,10 @@ def make_engine(
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
-        activations = activations_of(checkpointing)
+        if checkpointing is not False:
+            from fsdp_engine.runtime.activations import activations_of
+
+            activations = activations_of(checkpointing)
         settings = PlanSettings(
             policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
         )
@@ -307,8 +310,11 @@ def make_engine(
     metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
-    if (recomputed := recomputed_by(checkpointing)) is not None:
-        checkpoint_units(model, units, recomputed)
+    if checkpointing is not False:
+        from fsdp_engine.units.checkpointing import checkpoint_units, recomputed_by
+
+        if (recomputed := recomputed_by(checkpointing)) is not None:
+            checkpoint_units(model, units, recomputed)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
@@ -319,8 +325,10 @@ def make_engine(
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
-    moves = None
+    moves: ActivationOffload | None = None
     if activations is not None:
+        from fsdp_engine.runtime.activations import offload_activations
+
         memory, compute = resources.memory, resources.lanes.compute
         moves = offload_activations(model, units, memory, compute, activations)
     engine = Engine(model, made, communicators, resources, policy, timing, offload, moves)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import harness  # noqa: E402
 from checkpoint import TARGETS as CHECKPOINT_TARGETS  # noqa: E402
 from step_time import TARGETS as STEP_TARGETS  # noqa: E402
 
 from fsdp_engine.simulation.time_accuracy import ACCURACIES, accuracy_of  # noqa: E402
+from tools import measure_tests, mutants  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 STEP_TIMES = ("step_time_10M", "step_time_85M")
@@ -1679,6 +1680,21 @@ def planner_gpu() -> str:
     columns = ["GPU", "job", "planned ms", "measured ms", "ratio"]
     columns += ["planned GiB", "measured GiB", "ratio"]
     return with_machine(table(columns, rows), "gpu_jobs_h200")
+
+
+def seconds_of_tests() -> str:
+    """Lines, items and seconds of the ordinary tests by folder."""
+    return measure_tests.times_table()
+
+
+def coverage_of_tests() -> str:
+    """The core's lines that the ordinary tests run."""
+    return measure_tests.coverage_table()
+
+
+def mutants_of_tests() -> str:
+    """Mutants of the core that the ordinary tests catch."""
+    return mutants.table(mutants.RESULTS)
 
 
 TABLES: tuple[Callable[[], str], ...] = (

@@ -61,6 +61,7 @@ from fsdp_engine.optim.shadow import (
     step_hook_of,
 )
 from fsdp_engine.optim.state_leaves import is_plain
+from fsdp_engine.optim.step_listeners import add_step_check
 
 # The role of chunks in the ledger.
 ROLE = "optimizer"
@@ -130,6 +131,7 @@ def offload_state(
                 unit, size = _Unit(offload, name, next(_NUMBERS)), 0
             size += numel
             _OFFLOADS[param] = _Registered(unit, of_param)
+    add_step_check(refuse_offloaded)
 
 
 def find_offload(optimizer: Optimizer) -> Offloading | None:
@@ -155,8 +157,8 @@ def is_offloaded(param: Tensor) -> bool:
     return registered is not None and registered.unit.offload.moves(STATE)
 
 
-def refuse_offloaded(optimizer: Optimizer, *args: object) -> None:
-    """Step pre-hook of all optimizers, before their own.
+def refuse_offloaded(optimizer: Optimizer) -> None:
+    """Check an optimizer before its step.
 
     Raises:
         RuntimeError: the state of its parameters is offloaded, and it was not passed to

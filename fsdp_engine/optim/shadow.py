@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
@@ -58,6 +59,8 @@ class StepHook:
 
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer. Other hooks see in a step's end what it has stored."""
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(_hook_last))
         self._number = optimizer.register_step_pre_hook(self).id
         hooks = optimizer._optimizer_step_post_hooks
         others = list(hooks)
@@ -71,6 +74,7 @@ class StepHook:
         hooks[self._number] = hooks.pop(self._number)
 
 
+_HOOKS: list[object] = []  # registered once for this process
 AnyHook = TypeVar("AnyHook", bound=StepHook)
 
 
@@ -80,7 +84,7 @@ def step_hook_of(optimizer: Optimizer, kind: type[AnyHook]) -> AnyHook | None:
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
-def hook_last(optimizer: Optimizer, *args: object) -> None:
+def _hook_last(optimizer: Optimizer, *args: object) -> None:
     """Step pre-hook of all optimizers, before their own."""
     hook = step_hook_of(optimizer, StepHook)
     if hook is not None and not isinstance(optimizer, Shadow):

@@ -86,8 +86,8 @@ def _own_method(optimizer: Optimizer) -> str | None:
     return next(differs, None)
 
 
-def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
-    """Step pre-hook of all optimizers: raise before a step that would fail half way.
+def refuse_blockwise(optimizer: Optimizer) -> None:
+    """Check an optimizer before its step, which would fail half way.
 
     Raises:
         RuntimeError: an optimizer of torchao holds sharded parameters, and was not passed to

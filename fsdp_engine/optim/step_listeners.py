@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +27,6 @@ from torch.optim.optimizer import (
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
-from fsdp_engine.optim.offloaded_step import refuse_offloaded
-from fsdp_engine.optim.shadow import hook_last
-from fsdp_engine.optim.sharded_step import refuse_blockwise
 
 
 def find_optimizers(params: Collection[int]) -> Iterator[tuple[torch.optim.Optimizer, int]]:
@@ -98,6 +95,14 @@ class Listener(Protocol):
 _LISTENERS: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 _HOOKS: list[object] = []  # registered once for this process
+_CHECKS: list[Callable[[Optimizer], None]] = []
+
+
+def add_step_check(check: Callable[[Optimizer], None]) -> None:
+    """Call ``check`` with each optimizer of this process before each of its steps, and before any
+    listener. An exception prevents the step."""
+    if check not in _CHECKS:
+        _CHECKS.append(check)
 
 
 def add_step_listener(listener: Listener) -> None:
@@ -107,11 +112,15 @@ def add_step_listener(listener: Listener) -> None:
     ``listener.optimizer_stepped`` after each step.
     """
     if not _HOOKS:
-        for hook in (refuse_blockwise, refuse_offloaded, hook_last, adopt_loaded_state):
+        for hook in (_check_step, adopt_loaded_state, _before_step):
             _HOOKS.append(register_optimizer_step_pre_hook(hook))
-        _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
         _HOOKS.append(register_optimizer_step_post_hook(_after_step))
     _LISTENERS[next(_NUMBERS)] = listener
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *args: object) -> None:
+    for check in _CHECKS:
+        check(optimizer)
 
 
 def _before_step(

@@ -42,12 +42,15 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.memory.allocator import storage_keys
@@ -66,7 +69,6 @@ from fsdp_engine.runtime.kept_tensors import KeptTensors, next_function
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
-from fsdp_engine.units.checkpointing import outside_selection
 from fsdp_engine.units.installing import holders
 
 # The tensor that a view is a view of; None: it is none.
@@ -100,6 +102,26 @@ def compiled_within(function: Any) -> Any:
     return function
 
 
+# Modes of torch's selective checkpoints.
+_SELECTING = (
+    torch_checkpoint._CachingTorchDispatchMode,
+    torch_checkpoint._CachedTorchDispatchMode,
+)
+
+
+@contextmanager
+def _outside_selection() -> Iterator[None]:
+    """Context without the innermost modes of selective checkpoints."""
+    taken = []
+    while isinstance(_get_current_dispatch_mode(), _SELECTING):
+        taken.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            _push_mode(mode)
+
+
 def _outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that runs without modes of selective checkpoints; see
     [Note: Selective checkpointing] in ``units/checkpointing.py``."""
@@ -108,7 +130,7 @@ def _outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
     def hook(*args: Any) -> Any:
         if not torch._C._len_torch_dispatch_stack():
             return method(*args)
-        with outside_selection():
+        with _outside_selection():
             return method(*args)
 
     return hook

@@ -9,7 +9,7 @@ Contexts of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` are 
 forward one keeps outputs of the operations that a policy chooses, in the recomputation the other
 returns them. They number operations by kind, so both runs must have the same ones. Hooks of units
 within a block gather, cast and listen in one run and not in the other; they run without these modes
-(``outside_selection``).
+(``_outside_selection`` in ``runtime/hooks.py``).
 
 The policy "selective" is that of torchtitan's ``SelectiveAC``: outputs are kept of attention
 kernels, convolutions, batched, scaled and grouped products, reductions over ranks, the choice of
@@ -22,8 +22,7 @@ recomputation needs it as it was before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -31,7 +30,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -387,22 +385,3 @@ def _keeps(func: Any) -> bool | None:
     if packet in _PRODUCTS:
         return None
     return packet in _KEPT or name in _KEPT_OVERLOADS
-
-
-_SELECTING = (
-    torch_checkpoint._CachingTorchDispatchMode,
-    torch_checkpoint._CachedTorchDispatchMode,
-)
-
-
-@contextmanager
-def outside_selection() -> Iterator[None]:
-    """Context without the innermost modes of selective checkpoints."""
-    taken = []
-    while isinstance(_get_current_dispatch_mode(), _SELECTING):
-        taken.append(_pop_mode())
-    try:
-        yield
-    finally:
-        for mode in reversed(taken):
-            _push_mode(mode)
