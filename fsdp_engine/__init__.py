@@ -2,7 +2,6 @@
 
 import importlib
 import pkgutil
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +103,7 @@ register_adapter_layers(AdapterLayers)
 
 def _check_torchao(optimizer: Any) -> None:
     """Refuses a step of torchao's optimizers that would fail half way."""
-    if "torchao" in sys.modules:
+    if any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__):
         from fsdp_engine.optim.sharded_step import refuse_blockwise
 
         refuse_blockwise(optimizer)
