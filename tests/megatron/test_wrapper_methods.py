@@ -300,6 +300,33 @@ def test_a_rank_without_a_batch_contributes_zeros(level: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_start_param_sync_within_a_forward_or_a_backward_sends_nothing(level: str) -> None:
+    ddp = wrapped(level, overlap=True)
+    block = ddp.module.blocks[0]
+    counts = []
+    for seed, calls in enumerate((0, 0, 2)):
+        called: list[object] = []
+
+        def start(*args: object, called: list[object] = called) -> None:
+            called.append(args)
+            ddp.start_param_sync()
+
+        hooks = [block.register_forward_hook(start), block.register_full_backward_hook(start)]
+        for hook in hooks if not calls else ():
+            hook.remove()
+        messages = Messages()
+        ddp.zero_grad_buffer()
+        with messages.counting():
+            backward(ddp, seed)
+            ddp.finish_grad_sync()
+        counts.append(messages.operations)
+        assert len(called) == calls
+        assert_gradients(ddp, mean_gradients(seed))
+    assert counts[2] == counts[1]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_start_param_sync_gathers_before_the_forward(overlap: bool) -> None:
     for level in LEVEL_NAMES:
