@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_engine as fe
+from tests.checkpoint.scene import shared_folder
 from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for, whole
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
 
 # (data-parallel, tensor-parallel) ranks and level.
 Cut = tuple[int, int, str]
@@ -159,3 +162,29 @@ def test_to_and_from_fsdp2_with_the_same_tensor_parallelism(
         found = ranks.run(loads, folder, shape, False)[0]
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
+
+
+class Scaled(nn.Module):
+    """A 0-d parameter beside a matrix, both DTensors."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+        )
+        self.scale = nn.Parameter(distribute_tensor(torch.tensor(3.0), mesh, [Replicate()]))
+
+
+@on_ranks(2)
+def test_a_0d_dtensor_is_exported_and_loaded() -> None:
+    folder = shared_folder()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = Scaled(mesh["tp"])
+    engine = fe.shard(model, mesh["dp"])
+    fe.export_safetensors(engine, folder)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    fe.load_safetensors(engine, folder)
+    assert engine.full_tensor("scale") == 3
+    assert torch.equal(engine.full_tensor("weight"), torch.arange(8.0).view(4, 2))
