@@ -150,10 +150,10 @@ REDUCTIONS += [
     lambda t: t.max(0).indices if t.dim() > 1 else t.max(),
 ]
 OF_LISTS: list[Callable[[Any], Any]] = [
-    lambda t: torch._foreach_norm([t, t * 2], 2)[1],
+    lambda t: torch._foreach_norm([t, t * 2])[1],
     lambda t: torch._foreach_norm([t.bfloat16(), t * 2], math.inf)[0],
     lambda t: torch._foreach_max([t, t * 2])[1],
-    lambda t: torch._foreach_norm([t, t.new_ones(2)], 1)[1],
+    lambda t: torch._foreach_norm([t, t.new_ones(2)], ord=1)[1],
     lambda t: torch.stack(torch._foreach_norm([t.bfloat16(), t], 3)).float(),
 ]
 
