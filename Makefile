@@ -11,7 +11,9 @@
 RANKS ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
-WORKERS ?= 2
+# Files of tests that run at once. A test of several ranks waits for messages between them, so that three
+# keep two cores busy; each takes up to 3 GB.
+WORKERS ?= 3
 PIP_ARGS ?=
 TORCH ?=
 

@@ -127,8 +127,8 @@ def coverage_table() -> str:
     least = sorted(covered["core"].items(), key=lambda row: row[1])[:12]
     alone = sum(covered["lines of one test"].values())
     rows = [
-        f"The ordinary tests run {covered['all']} % of the core's lines; one test alone runs "
-        f"{alone} of them. Files with the lowest shares:",
+        f"The ordinary tests run {covered['all']} % of the core's lines; {alone} of them are "
+        "run by no more than one test. Files with the lowest shares:",
         "",
         "| file | % of its lines |",
         "|---|---|",

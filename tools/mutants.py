@@ -86,6 +86,7 @@ class Mutant:
         line: source text of the statement, without indentation.
         before, after: source text of the changed expression.
         place: number of the occurrence of ``before`` in the statement.
+        equivalent: Why no test can tell the mutant from the original. Empty: tests can.
     """
 
     file: str
@@ -95,6 +96,7 @@ class Mutant:
     before: str
     after: str
     place: int
+    equivalent: str = ""
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
@@ -336,16 +338,21 @@ def table(results_file: Path) -> str:
     survivors = []
     for index, result in sorted(results.items(), key=lambda each: int(each[0])):
         mutant, outcome = chosen[int(index)], result["outcome"]
-        if outcome == "gone":
+        if outcome == "gone" or mutant.equivalent:
             continue
         kind = "survived" if outcome in ("survived", "no test") else "caught"
         for row in (mutant.kind, "all"):
             counts.setdefault(row, Counter())[kind] += 1
         if kind == "survived":
-            survivors.append(f"| `{mutant.file}` | `{mutant.before}` | `{mutant.after}` |")
+            cells = (mutant.file, mutant.before, mutant.after)
+            survivors.append(
+                "| " + " | ".join(f"`{cell.replace('|', '/')}`" for cell in cells) + " |"
+            )
     rows = ["| change | mutants | caught |", "|---|---|---|"]
     for kind, count in sorted(counts.items(), key=lambda each: each[0] == "all"):
         rows.append(f"| {kind} | {count.total()} | {count['caught'] / count.total():.0%} |")
+    equivalent = sum(bool(each.equivalent) for each in chosen)
+    rows += ["", f"{equivalent} more are equivalent to the original, as far as a test can tell."]
     return "\n".join([*rows, "", "| file | survivor | changed to |", "|---|---|---|", *survivors])
 
 

@@ -1682,11 +1682,6 @@ def planner_gpu() -> str:
     return with_machine(table(columns, rows), "gpu_jobs_h200")
 
 
-def seconds_of_tests() -> str:
-    """Lines, items and seconds of the ordinary tests by folder."""
-    return measure_tests.times_table()
-
-
 def coverage_of_tests() -> str:
     """The core's lines that the ordinary tests run."""
     return measure_tests.coverage_table()
@@ -1697,7 +1692,15 @@ def mutants_of_tests() -> str:
     return mutants.table(mutants.RESULTS)
 
 
+def seconds_of_tests() -> str:
+    """Lines, items and seconds of the ordinary tests by folder."""
+    return measure_tests.times_table()
+
+
 TABLES: tuple[Callable[[], str], ...] = (
+    coverage_of_tests,
+    mutants_of_tests,
+    seconds_of_tests,
     step_time_machine,
     step_time_over_fsdp2,
     step_time_targets,

@@ -18,7 +18,7 @@ from fsdp_engine.buffers import param_and_grad_buffer as pgb
 from fsdp_engine.units.initial_values import checksum
 from tests import reference
 from tests.models import Transformer
-from tests.pool import on_ranks
+from tests.pool import on_few_ranks, on_ranks
 from tests.promises.everywhere import Place, everywhere
 
 
@@ -108,8 +108,28 @@ class SharedTable(nn.Module):
         return x + self.last.sum()
 
 
+class Untouched(Rotated):
+    """Gives the shared table no values."""
+
+    def reset_parameters(self) -> None:
+        self.own.fill_(2.0)
+
+
 def all_buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers(remove_duplicate=False))
+
+
+@on_few_ranks
+def test_a_buffer_of_several_modules_without_values_is_refused() -> None:
+    for values in ("same", "empty"):
+        with torch.device("meta"):
+            table = torch.empty(2, 4)
+            model = nn.Sequential(*(Untouched(table) for _ in range(2)))
+        if values == "empty":
+            fe.shard(model, initial_values=values)
+            continue
+        with pytest.raises(ValueError, match=r"0\.table: expected one of its modules to give it"):
+            fe.shard(model, initial_values=values)
 
 
 @everywhere
