@@ -15,12 +15,10 @@ from fsdp_engine.codecs import CodecRule
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_threads import announce_rank, share_cores
 from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
-from fsdp_engine.comm.nccl_pool import check_nccl
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.memory import allocator
-from fsdp_engine.memory.disk_memory import DiskFile
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
@@ -48,6 +46,7 @@ from fsdp_engine.units.plan import (
 )
 
 if TYPE_CHECKING:
+    from fsdp_engine.memory.disk_memory import DiskFile
     from fsdp_engine.runtime.activations import (
         ActivationOffload,
         Activations,
@@ -271,6 +270,8 @@ def make_engine(
         if data.size > 1:
             _refuse_renormalized_rows(model)
         if config.nccl_ub:
+            from fsdp_engine.comm.nccl_pool import check_nccl
+
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
         if offload is not None and not isinstance(offload, Offload):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")

@@ -50,7 +50,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter, or_
 from sys import getrefcount
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +77,10 @@ from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import TransientStorage, alias
-from fsdp_engine.memory.home import HomePart, Homes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
+
+if TYPE_CHECKING:
+    from fsdp_engine.memory.home import HomePart, Homes
 
 # Zeroing this many bytes takes about as long as one more call.
 _BYTES_PER_CALL = 4096
@@ -157,6 +159,8 @@ class HomedShard:
 
     def part_at(self, depth: int) -> HomePart:
         """Where the part at ``depth`` lies."""
+        from fsdp_engine.memory.home import HomePart
+
         part = self.buffer.narrow(depth)
         return HomePart(self.home, int(part.storage_offset()) * part.itemsize, part.nbytes)
 

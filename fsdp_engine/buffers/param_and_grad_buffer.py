@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,6 @@ from fsdp_engine.codecs.tensor_hooks import plain_values
 from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
 from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
@@ -62,6 +61,9 @@ from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHook
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
+
+if TYPE_CHECKING:
+    from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
 
 # Of their messages; buffers' own tags start above it.
 MAIN_TAG = 1
@@ -187,6 +189,8 @@ class ParamAndGradBuffer:
     @property
     def offloaded(self) -> OffloadedBuffer:
         """What of it lies elsewhere than on the device."""
+        from fsdp_engine.comm.offloading import OffloadedBuffer
+
         gradients = None if self.grads is None else self.grads.home
         pending = self.weights.pending
         return OffloadedBuffer(self.sharded_params, self.weights.home, gradients, pending)

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,10 +29,12 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.comm.collectives import Communicator, Steps
 from fsdp_engine.comm.lanes import Chain, Lane, Lanes, Operation
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.layout import Coordinate, Layout
 from fsdp_engine.memory.allocator import Memory, begin_together
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
+
+if TYPE_CHECKING:
+    from fsdp_engine.comm.offloading import Offloading
 
 
 @dataclass(frozen=True)

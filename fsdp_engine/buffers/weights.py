@@ -53,6 +53,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,10 @@ from fsdp_engine.comm.lanes import Chain, Lane, Ticket
 from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias, begin_together
-from fsdp_engine.memory.home import Home
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Role, Strategy
+
+if TYPE_CHECKING:
+    from fsdp_engine.memory.home import Home
 
 # A line of whole gradients as one of that dtype; None while gradients need it.
 Scratch = Callable[[torch.dtype], Tensor | None]

@@ -54,7 +54,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -62,7 +62,6 @@ from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
-from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import StagingBudget, Timing
 from fsdp_engine.runtime.gather_rounds import GatherRounds, Place
@@ -70,6 +69,9 @@ from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.step_message import StepMessage
 from fsdp_engine.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp_engine.comm.offloading import Offloading
 
 
 class GradientArrival(enum.Enum):

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,8 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.comm.nccl_pool import NcclPool
-from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.memory.disk_memory import DiskFile
 from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
@@ -59,6 +56,11 @@ from fsdp_engine.units.materialize import (
     materialize_buffers,
 )
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
+
+if TYPE_CHECKING:
+    from fsdp_engine.comm.nccl_pool import NcclPool
+    from fsdp_engine.comm.offloading import Offloading
+    from fsdp_engine.memory.disk_memory import DiskFile
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,11 @@ class Resources:
     ) -> None:
         self.config = config
         self._files = {} if files is None else files
-        symmetric = not config.disable_symmetric_registration
-        self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
+        self.pool: NcclPool | None = None
+        if config.nccl_ub:
+            from fsdp_engine.comm.nccl_pool import NcclPool
+
+            self.pool = NcclPool(mesh, symmetric=not config.disable_symmetric_registration)
         self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self._offloadings: dict[Offload, Offloading] = {}
@@ -149,6 +154,8 @@ class Resources:
             return self
         other = copy(self)
         if offload not in self._offloadings:
+            from fsdp_engine.comm.offloading import Offloading
+
             made = Offloading(offload, self.memory, self.lanes.compute, self._files)
             self._offloadings[offload] = made
         other.offloading = self._offloadings[offload]
@@ -254,6 +261,8 @@ def take_files(
         for depth, dtype in homed_shards(spec) if part.kind.requires_grad else ():
             start, stop = part.layout.range(depth, at)
             sizes.get("gradients", []).append((stop - start) * dtype.itemsize)
+    from fsdp_engine.memory.disk_memory import DiskFile
+
     assert offload.folder is not None
     files = {role: DiskFile(Path(offload.folder)) for role in sizes}
     for role, file in files.items():
