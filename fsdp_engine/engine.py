@@ -26,13 +26,12 @@ from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
-from fsdp_engine.runtime.gather_rounds import Place
-from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
+from fsdp_engine.runtime.record import Place
 from fsdp_engine.runtime.reductions import Reductions, ReplicaReduction
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
@@ -119,6 +118,8 @@ class Engine:
         self._offloadings = list(dict.fromkeys(each for each in used if each is not None))
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
+            from fsdp_engine.runtime.gradient_checks import GradientChecks
+
             checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
         self._reductions = Reductions(
             self.units,

@@ -60,7 +60,7 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_message import HostMessage
-from fsdp_engine.runtime.record import Use
+from fsdp_engine.runtime.record import Place, Use
 from fsdp_engine.runtime.unit import Unit
 
 
@@ -70,16 +70,6 @@ class _Status(enum.IntEnum):
     IDLE = 0
     BUSY = 1
     FAILED = 2
-
-
-class Place(enum.IntEnum):
-    """Where a rank waits until all others are there, too."""
-
-    BACKWARD = 0
-    LAST_BACKWARD = 1
-    OUTERMOST = 2
-    CALL = 3
-    EXIT = 4
 
 
 _PLACES = {

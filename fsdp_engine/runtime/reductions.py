@@ -64,14 +64,15 @@ from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import StagingBudget, Timing
-from fsdp_engine.runtime.gather_rounds import GatherRounds, Place
-from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.mean_loss import MeanLosses
+from fsdp_engine.runtime.record import Place
 from fsdp_engine.runtime.step_message import StepMessage
 from fsdp_engine.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from fsdp_engine.comm.offloading import Offloading
+    from fsdp_engine.runtime.gather_rounds import GatherRounds
+    from fsdp_engine.runtime.gradient_checks import GradientChecks
 
 
 class GradientArrival(enum.Enum):

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,12 +44,14 @@ from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
-from fsdp_engine.runtime.gather_rounds import GatherRounds, Place
-from fsdp_engine.runtime.record import Record, Use, first_use_order
+from fsdp_engine.runtime.record import Place, Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
 from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.units.assignment import Expected
+
+if TYPE_CHECKING:
+    from fsdp_engine.runtime.gather_rounds import GatherRounds
 
 # Whether the running backward reaches a node.
 _will_run: Any = torch._C._will_engine_execute_node
@@ -500,6 +502,8 @@ class Scheduler:
                 "together(): expected no forward or backward in progress and no such context; "
                 f"found {found} (after an exception, call engine.reset())"
             )
+        from fsdp_engine.runtime.gather_rounds import GatherRounds
+
         self.gather_before_forward(wait=True, sharded=False)
         self._free_all()
         reductions = self.reductions

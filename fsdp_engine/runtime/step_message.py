@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,8 +34,10 @@ from fsdp_engine.comm import collectives
 from fsdp_engine.comm.lanes import SideStream
 from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.memory.host_memory import bytes_to
-from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.record import order_digest
+
+if TYPE_CHECKING:
+    from fsdp_engine.runtime.gradient_checks import GradientChecks
 
 _DIGEST_BYTES = 8
 _WHAT = "the message of the step"
