@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import fsdp_engine as fe
+from fsdp_engine.checkpoint import folder as folder_module
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
 from tests import reference
-from tests.checkpoint.scene import shared_folder
+from tests.checkpoint.scene import refused, shared_folder
 from tests.models import Mlp
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -145,3 +147,37 @@ def check_plain_dict_state(wrap: Callable[[Any], Any], **options: Any) -> None:
         load_checkpoint(f"{folder}/{start}", engine, optimizer)
         steps(model, optimizer, range(start, 4))
         reference.assert_same_weights(model, alone)
+
+
+def without(key: str) -> Any:
+    """``write_entries`` that leaves a state of one parameter out."""
+    write = folder_module.write_entries
+
+    def write_others(entries: dict[str, Any], *rest: Any) -> None:
+        entries["optimizer"]["state"]["up.weight"].pop(key, None)
+        write(entries, *rest)
+
+    return write_others
+
+
+def check_missing_state(
+    maker: Maker, key: str, *, keeps_optimizer: bool = True, **options: Any
+) -> None:
+    """Check that a checkpoint without a tensor of the state is refused by name.
+
+    Args:
+        key: of the tensor.
+        keeps_optimizer: The optimizer is compared with itself before, too.
+        **options: of ``fe.shard``.
+    """
+    folder = shared_folder()
+    model, engine, optimizer = make(maker, FP32, "optim_grads_params", **options)
+    steps(model, optimizer, range(2))
+    with patch.object(folder_module, "write_entries", without(key)):
+        save_checkpoint(folder, engine, optimizer)
+    for number in (0, 1):  # an optimizer that has not stepped, and one that has
+        model, engine, optimizer = make(maker, FP32, "optim_grads_params", **options)
+        steps(model, optimizer, range(number))
+        part = "missing optimizer.state.up.weight: expected the"
+        with refused(model, part, optimizer=optimizer if keeps_optimizer else None):
+            load_checkpoint(folder, engine, optimizer)

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine import sharding as sharding_module
 from fsdp_engine.comm import lanes, nccl_pool
 from fsdp_engine.memory import allocator
 from fsdp_engine.strategies import LEVELS
-from fsdp_engine.units import build as build_module
 from tests.memory.planned_memory import Order, counting_fills, uneven_model
 from tests.models import Chain, Even, Mlp, NestedUnits, lora_model, vector_batch
 from tests.pool import on_ranks
@@ -121,8 +119,8 @@ def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
         return submit(lane, label, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build_module, "NcclPool", make_pool)
-        patch.setattr(sharding_module, "check_nccl", lambda mesh, *, symmetric: None)
+        patch.setattr(nccl_pool, "NcclPool", make_pool)
+        patch.setattr(nccl_pool, "check_nccl", lambda mesh, *, symmetric: None)
         patch.setattr(allocator, "zeros", noting(zeros))
         patch.setattr(allocator, "empty", noting(empty))
         patch.setattr(torch.UntypedStorage, "resize_", noting_resize, raising=False)

@@ -36,3 +36,11 @@ def test_state_follows_its_parameter_into_a_wider_dtype(moves: list[moved_state.
 @on_few_ranks
 def test_an_optimizer_whose_state_is_a_plain_dict() -> None:
     moved_state.check_plain_dict_state(fe.shard_optimizer, offload=ON_HOST)
+
+
+@on_few_ranks
+def test_state_without_one_of_its_tensors_is_refused_by_name() -> None:
+    def maker(parameters: Any) -> Any:
+        return fe.shard_optimizer(adamw(parameters))
+
+    moved_state.check_missing_state(maker, "exp_avg", keeps_optimizer=False, offload=ON_HOST)
