@@ -185,3 +185,39 @@ class ParamCodec(ABC):
 CodecRule = Callable[
     [str, torch.Tensor, ParamDtypes], "tuple[str, Callable[[], ParamCodec]] | None"
 ]
+
+# Makes the rule of parameters of a package's own classes from the config, by package.
+_CLASS_RULES: dict[str, Callable[[Any], CodecRule]] = {}
+
+
+def add_class_rule(package: str, make_rule: Callable[[Any], CodecRule]) -> None:
+    """Gather parameters whose class is of ``package`` as the rule says that ``make_rule`` returns
+    for the config of an engine. It precedes all other rules."""
+    _CLASS_RULES[package] = make_rule
+
+
+def _package_with_rule(param: Tensor) -> str | None:
+    packages = (kind.__module__.partition(".")[0] for kind in type(param).__mro__)
+    return next((each for each in packages if each in _CLASS_RULES), None)
+
+
+def has_class_rule(param: Tensor) -> bool:
+    """Whether the class of ``param`` is of a package with a rule."""
+    return _package_with_rule(param) is not None
+
+
+def class_rule(config: Any) -> CodecRule:
+    """The rule of all parameters whose class is of a package with a rule."""
+    made: dict[str, CodecRule] = {}
+
+    def rule(
+        name: str, param: Tensor, dtypes: ParamDtypes
+    ) -> tuple[str, Callable[[], ParamCodec]] | None:
+        package = _package_with_rule(param)
+        if package is None:
+            return None
+        if package not in made:
+            made[package] = _CLASS_RULES[package](config)
+        return made[package](name, param, dtypes)
+
+    return rule

@@ -22,21 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from fsdp_engine.buffers.spec import BufferKind, ParamRecord
-from fsdp_engine.codecs import (
-    CastCodec,
-    CodecRule,
-    Float8,
-    ParamCodec,
-    TransformerEngine,
-    TransformerEngineCodec,
-)
+from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
+from fsdp_engine.codecs.base import class_rule, has_class_rule
 from fsdp_engine.codecs.tensor_hooks import (
     check_hooks,
     has_hooks,
     refuse_patched,
     tensor_hooks,
 )
-from fsdp_engine.codecs.transformer_engine import is_quantized
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
@@ -114,10 +107,13 @@ class PlanSettings:
     def rules(self) -> Sequence[CodecRule]:
         """The codec rules, behind that for weights which are fp8 already; and what
         ``fp8_param_gather`` adds where none of them is about fp8."""
-        first = TransformerEngine(self.config.keep_fp8_transpose_cache)
+        rules = (class_rule(self.config), tensor_hooks, *self.codec_rules)
+        if not self.config.fp8_param_gather:
+            return rules
+        from fsdp_engine.codecs.float8 import Float8
+
         has_fp8 = any(isinstance(rule, Float8) for rule in self.codec_rules)
-        last = [Float8()] if self.config.fp8_param_gather and not has_fp8 else []
-        return (first, tensor_hooks, *self.codec_rules, *last)
+        return rules if has_fp8 else (*rules, Float8())
 
 
 @dataclass(frozen=True)
@@ -405,8 +401,8 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         )
     if record.spread is not None:
         param = record.shard
-    # Transformer Engine's classes have the hooks, too; the rule for them comes first.
-    is_plain = type(param) in (Tensor, nn.Parameter, FakeTensor) or is_quantized(param)
+    # Classes with a rule may have the hooks, too; their rule comes first.
+    is_plain = type(param) in (Tensor, nn.Parameter, FakeTensor) or has_class_rule(param)
     if has_hooks(param):
         if not is_plain:
             check_hooks(record.name, param, is_in_dtensor=record.spread is not None)
@@ -437,6 +433,8 @@ def _check_fp8_fields(units: Sequence[PlannedUnit], settings: PlanSettings) -> N
     config = settings.config
     if not (config.keep_fp8_transpose_cache or config.reuse_grad_buf_for_mxfp8_param_ag):
         return
+    from fsdp_engine.codecs.transformer_engine import TransformerEngineCodec
+
     codecs = [buffer.make_codec() for unit in units for buffer in unit.buffers]
     quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
     if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
