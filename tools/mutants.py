@@ -3,6 +3,7 @@
     python -m tools.mutants make [--number 200] [--seed 49]     write the list of mutants
     python -m tools.measure_tests run --coverage                find out which test runs which line
     python -m tools.mutants run [--first 0] [--number 200]      run tests with each, write results
+    python -m tools.mutants again [--seconds 1200]              run more tests with the survivors
     python -m tools.mutants table                               print the results as a table
 
 A mutant is one small change: another operator or constant, swapped arguments, a statement that only
@@ -12,7 +13,7 @@ changes elsewhere. A mutant whose text is gone is reported as *gone* and not cou
 
 A mutant is caught when a test fails. Of the ordinary tests those are run that run the mutated line
 and pass without the mutant, quick ones first, as many as take :data:`SELECTED_SECONDS`, in one
-process, up to the first failure. A run that takes longer than :data:`TIMEOUT_SECONDS` counts as
+process, up to the first failure. A run that takes :data:`TIMEOUT_SECONDS` longer counts as
 caught, too. Results are in ``benchmarks/results/mutants.json``, or where ``--results`` says. Parts
 of the list may run at the same time with results files of their own.
 """
@@ -255,27 +256,37 @@ def seconds_by_test() -> Counter[str]:
     return seconds
 
 
-def selected(tests: Iterable[str], seconds: Counter[str]) -> list[str]:
-    """The quickest tests that together take :data:`SELECTED_SECONDS`, or all."""
+def selected(
+    tests: Iterable[str], seconds: Counter[str], limit: float = SELECTED_SECONDS
+) -> list[str]:
+    """The quickest tests that together take ``limit`` seconds, or all."""
     chosen: list[str] = []
     total = 0.0
     for test in sorted(tests, key=lambda each: (seconds[each], each)):
         total += seconds[test]
-        if total == math.inf or (chosen and total > SELECTED_SECONDS):
+        if total == math.inf or (chosen and total > limit):
             break
         chosen.append(test)
     return chosen
 
 
-def run(first: int, number: int, results_file: Path) -> None:
-    """Run the tests with some mutants, and add the outcomes to the results file."""
+def run(numbers: range, results_file: Path, limit: float, *, again: bool = False) -> None:
+    """Run the tests with some mutants, and add the outcomes to the results file.
+
+    Args:
+        limit: seconds of the tests that run with each mutant.
+        again: Only survivors of the results file with which more tests would run.
+    """
     chosen = [Mutant(**each) for each in json.loads(LIST.read_text())]
     results = json.loads(results_file.read_text()) if results_file.exists() else {}
     tests, seconds = tests_by_line(COVERAGE), seconds_by_test()
-    for index in range(first, min(first + number, len(chosen))):
+    for index in numbers:
+        known = results.get(str(index), {})
+        if again and (known.get("outcome") != "survived" or known["run"] == known["tests"]):
+            continue
         begin = time.monotonic()
         results[str(index)] = {
-            **outcome_of(chosen[index], tests, seconds),
+            **outcome_of(chosen[index], tests, seconds, limit),
             "seconds": round(time.monotonic() - begin),
         }
         results_file.write_text(json.dumps(results, indent=1) + "\n")
@@ -285,7 +296,7 @@ def run(first: int, number: int, results_file: Path) -> None:
 
 
 def outcome_of(
-    mutant: Mutant, tests: dict[tuple[str, int], set[str]], seconds: Counter[str]
+    mutant: Mutant, tests: dict[tuple[str, int], set[str]], seconds: Counter[str], limit: float
 ) -> dict[str, Any]:
     """The outcome: "survived", "gone", "no test", "timeout", or the test that failed."""
     changed = applied(mutant, (ROOT / mutant.file).read_text(encoding="utf-8"))
@@ -293,7 +304,7 @@ def outcome_of(
         return {"outcome": "gone"}
     source, line = changed
     found = tests.get((mutant.file.partition("fsdp_engine/")[2], line), set())
-    chosen = selected(found, seconds)
+    chosen = selected(found, seconds, limit)
     counts = {"tests": len(found), "run": len(chosen)}
     if not chosen:
         return {"outcome": "no test", **counts}
@@ -319,7 +330,7 @@ def outcome_of(
             start_new_session=True,
         ) as process:
             try:
-                output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+                output, _ = process.communicate(timeout=TIMEOUT_SECONDS + limit)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 return {"outcome": "timeout", **counts}
@@ -359,16 +370,19 @@ def table(results_file: Path) -> str:
 def main() -> None:
     """See the module docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=["make", "run", "table"])
+    parser.add_argument("what", choices=["make", "run", "again", "table"])
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=49)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=SELECTED_SECONDS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.what == "make":
         make(given.number, given.seed)
-    elif given.what == "run":
-        run(given.first, given.number, given.results)
+    elif given.what in ("run", "again"):
+        last = min(given.first + given.number, len(json.loads(LIST.read_text())))
+        numbers = range(given.first, last)
+        run(numbers, given.results, given.seconds, again=given.what == "again")
     else:
         print(table(given.results))
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_engine.comm.collectives import all_reduce_
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.pool import on_ranks
@@ -50,6 +51,14 @@ def test_reductions_and_gathers_give_what_their_names_say(dtype: torch.dtype) ->
     assert whole.tolist() == list(range(6))
     assert of_list.tolist() == [3] * (2 - rank)
     assert sent.tolist() == [2, 2]
+
+
+@on_ranks(2)
+def test_sums_of_host_memory_go_through_a_group_of_the_device_alone() -> None:
+    group = dist.new_group(backend=on.NAME)
+    host = torch.tensor([dist.get_rank() + 1.0])
+    assert all_reduce_(host, group).tolist() == [3.0]
+    assert host.tolist() == [3.0]
 
 
 @on_ranks(2)

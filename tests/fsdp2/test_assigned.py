@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp_engine as fe
 from fsdp_engine.fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.pool import Ranks, on_ranks
+from tests.pool import Ranks, on_few_ranks, on_ranks
 
 STEPS = 3
 Maker = Callable[[], nn.Module]
@@ -192,6 +192,21 @@ def test_replicated_values_are_assigned_where_main_weights_are_whole() -> None:
     model.load_state_dict(distributed(model, values), assign=True)
     for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), values[name])
+
+
+@on_few_ranks
+def test_an_assigned_value_decides_whether_its_parameter_is_trained() -> None:
+    model = plain()
+    fe.shard(model)
+    state = {
+        name: nn.Parameter(value.detach().clone(), requires_grad=name != "0.weight")
+        for name, value in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    model(torch.ones(2, 6)).sum().backward()
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    assert frozen == ["0.weight"]
+    assert [param.grad is None for param in model.parameters()] == [True, False, False, False]
 
 
 # --- optimizer state: ``full_tensor`` of each value, later ``distribute_tensor`` of each ---
