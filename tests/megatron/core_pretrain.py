@@ -286,7 +286,7 @@ class Training:
             init_lr=0.0,
             max_lr=0.05,
             min_lr=0.01,
-            lr_warmup_steps=0,
+            lr_warmup_steps=1,
             lr_decay_steps=8,
             lr_decay_style="linear",
             start_wd=0.1,
