@@ -112,9 +112,10 @@ def times_table() -> str:
     rows = ["| folder of `tests/` | files | lines | items | seconds |", "|---|---|---|---|---|"]
     sums: dict[str, Counter[str]] = defaultdict(Counter)
     for file, each in times.items():
-        parts = Path(file).parts
-        for row in (parts[1] if len(parts) > 2 else "(files)", "all"):
-            sums[row].update(files=1, **each)
+        inner = Path(file).parts[1:-1]
+        row = "/".join(inner[: 2 if inner[:1] == ("extensions",) else 1]) or "(files)"
+        for name in (row, "all"):
+            sums[name].update(files=1, **each)
     for folder, each in sorted(sums.items(), key=lambda row: (row[0] == "all", -row[1]["seconds"])):
         cells = (each["files"], each["lines"], each["items"], round(each["seconds"]))
         rows.append(f"| {folder} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
