@@ -71,6 +71,16 @@ def test_bad_arguments_raise_on_all_ranks_and_change_nothing() -> None:
 
 
 @on_ranks(2)
+def test_parameters_that_share_memory_are_refused() -> None:
+    layer = nn.Linear(4, 4)
+    layer.bias = nn.Parameter(layer.weight.detach()[0])
+    before = dict(layer.named_parameters())
+    with pytest.raises(ValueError, match=r"weight: expected a parameter with memory of its own"):
+        fsdp2.fully_shard(layer)
+    assert all(param is before[name] for name, param in layer.named_parameters())
+
+
+@on_ranks(2)
 def test_order_of_calls() -> None:
     model = parallelize(fsdp2, seeded())
     with pytest.raises((ValueError, AssertionError), match="only be applied to a module once"):
