@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
-from fsdp_engine.flat_dtensor import full_reductions, gathered_functions
+from fsdp_engine.flat_dtensor import full_reductions
 from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
-from fsdp_engine.flat_dtensor.gathered_functions import run_gathered
 from fsdp_engine.flat_dtensor.parameter_access import check_leads_to_slices
 from fsdp_engine.flat_dtensor.random_values import DRAWS, constant_, draw_
 from fsdp_engine.flat_dtensor.slices import (
@@ -122,6 +121,8 @@ def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             raise
         full = with_full_parameters(cls, func, args, kwargs)
         if full is None:
+            from fsdp_engine.flat_dtensor.gathered_functions import run_gathered
+
             return run_gathered(cls, func, args, kwargs, error)
     return func(*full[0], **full[1])
 
@@ -164,6 +165,8 @@ def _classify(func: Function) -> Handler:
         operator = name[2:-2]
         if operator in _OPERATORS or (operator[0] in "ri" and operator[1:] in _OPERATORS):
             return elementwise
+    from fsdp_engine.flat_dtensor import gathered_functions
+
     return gathers if name in gathered_functions.NAMES else refuse
 
 

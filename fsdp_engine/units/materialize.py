@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def check_meta(model: nn.Module) -> tuple[bool, str]:
     """
     on_meta, lacks = False, ""
     knows_modules = callable(getattr(model, "_init_weights", None))
-    covered = find_adapter_layers(model).covered
+    covered: Collection[nn.Module] | None = None
     # Any module that has a buffer may give it its values.
     given = {
         id(buffer)
@@ -60,7 +60,11 @@ def check_meta(model: nn.Module) -> tuple[bool, str]:
         on_meta = on_meta or bool(found)
         if metas:
             knows_itself = callable(getattr(module, "reset_parameters", None))
-            if not (knows_modules or knows_itself or lacks or module in covered):
+            if knows_modules or knows_itself or lacks:
+                continue
+            if covered is None:
+                covered = find_adapter_layers(model).covered
+            if module not in covered:
                 lacks = (
                     f"{name or 'the root module'} ({type(module).__name__}): expected a method "
                     f"reset_parameters() that gives {', '.join(metas)} values; found none, and "
