@@ -150,6 +150,18 @@ print(json.dumps([loaded, len(fe.__all__), parameters, fe.shard.__module__]))
 """
 
 
+def _of_trace(ran: dict[str, Any]) -> dict[str, int]:
+    """The figures of a traced step."""
+    return {
+        "lines that run in a steady step": ran["step"]["lines"],
+        "lines that run in `fe.shard`": ran["shard"]["lines"],
+        "files of a gather": ran["gather"]["files"],
+        "changes of file of a gather": ran["gather"]["switches"],
+        "files of a reduction": ran["reduction"]["files"],
+        "changes of file of a reduction": ran["reduction"]["switches"],
+    }
+
+
 def measured() -> dict[str, int]:
     """Every figure that the file has, as it is now. Less is better."""
     lines = {name: code_lines(path) for name, path in modules().items()}
@@ -165,12 +177,7 @@ def measured() -> dict[str, int]:
         "code lines loaded after a training step": sum(
             lines[name] for name in ran["loaded"] if name in lines
         ),
-        "lines that run in a steady step": ran["step"]["lines"],
-        "lines that run in `fe.shard`": ran["shard"]["lines"],
-        "files of a gather": ran["gather"]["files"],
-        "changes of file of a gather": ran["gather"]["switches"],
-        "files of a reduction": ran["reduction"]["files"],
-        "changes of file of a reduction": ran["reduction"]["switches"],
+        **_of_trace(ran),
         "parameters of a function, at most": most_parameters()[0],
         "parameters of `fe.shard`": parameters,
         "public names": public_names,
@@ -183,17 +190,11 @@ def of_fsdp2() -> dict[str, int]:
     import torch.distributed.fsdp._fully_shard as package
 
     assert package.__file__ is not None
-    ran = traced("--fsdp2")
     files = sorted(Path(package.__file__).parent.rglob("*.py"))
     return {
         "modules that `fe.shard` imports": len(files),
         "their code lines": sum(map(code_lines, files)),
-        "lines that run in a steady step": ran["step"]["lines"],
-        "lines that run in `fe.shard`": ran["shard"]["lines"],
-        "files of a gather": ran["gather"]["files"],
-        "changes of file of a gather": ran["gather"]["switches"],
-        "files of a reduction": ran["reduction"]["files"],
-        "changes of file of a reduction": ran["reduction"]["switches"],
+        **_of_trace(traced("--fsdp2")),
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,6 +31,13 @@ EVERY_MOVE: list[Move] = [
     for level in ("no_shard", "optim", "optim_grads_params")
     for narrow, wide in ((BF16, FP32), (BF16, FP64), (FP32, FP64))
 ]
+with_moves = pytest.mark.parametrize(
+    "moves",
+    [
+        pytest.param(MOVES, id="some"),
+        pytest.param(EVERY_MOVE, marks=pytest.mark.thorough, id="every"),
+    ],
+)
 Maker = Callable[[Any], Any]
 
 
@@ -166,7 +174,7 @@ def check_missing_state(
     """Check that a checkpoint without a tensor of the state is refused by name.
 
     Args:
-        key: of the tensor.
+        key: The tensor's key in the state.
         keeps_optimizer: The optimizer is compared with itself before, too.
         **options: of ``fe.shard``.
     """

@@ -12,8 +12,6 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
 from tests import models, reference
 from tests.checkpoint.moved_state import (
-    EVERY_MOVE,
-    MOVES,
     Maker,
     Move,
     check_missing_state,
@@ -22,6 +20,7 @@ from tests.checkpoint.moved_state import (
     make,
     state_dtypes,
     steps,
+    with_moves,
 )
 from tests.checkpoint.scene import (
     contents,
@@ -47,13 +46,7 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-@pytest.mark.parametrize(
-    "moves",
-    [
-        pytest.param(MOVES, id="some"),
-        pytest.param(EVERY_MOVE, marks=pytest.mark.thorough, id="every"),
-    ],
-)
+@with_moves
 @pytest.mark.parametrize("name", list(MAKERS))
 @on_few_ranks
 def test_state_follows_its_parameter_into_a_wider_dtype(name: str, moves: list[Move]) -> None:

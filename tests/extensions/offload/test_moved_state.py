@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import fsdp_engine as fe
@@ -18,19 +17,14 @@ def adamw(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-@pytest.mark.parametrize(
-    "moves",
-    [
-        pytest.param(moved_state.MOVES, id="some"),
-        pytest.param(moved_state.EVERY_MOVE, marks=pytest.mark.thorough, id="every"),
-    ],
-)
+def wrapped(parameters: Any) -> Any:
+    return fe.shard_optimizer(adamw(parameters))
+
+
+@moved_state.with_moves
 @on_few_ranks
 def test_state_follows_its_parameter_into_a_wider_dtype(moves: list[moved_state.Move]) -> None:
-    def maker(parameters: Any) -> Any:
-        return fe.shard_optimizer(adamw(parameters))
-
-    moved_state.check_wider_dtypes(maker, moves, adamw, offload=ON_HOST)
+    moved_state.check_wider_dtypes(wrapped, moves, adamw, offload=ON_HOST)
 
 
 @on_few_ranks
@@ -40,7 +34,4 @@ def test_an_optimizer_whose_state_is_a_plain_dict() -> None:
 
 @on_few_ranks
 def test_state_without_one_of_its_tensors_is_refused_by_name() -> None:
-    def maker(parameters: Any) -> Any:
-        return fe.shard_optimizer(adamw(parameters))
-
-    moved_state.check_missing_state(maker, "exp_avg", keeps_optimizer=False, offload=ON_HOST)
+    moved_state.check_missing_state(wrapped, "exp_avg", keeps_optimizer=False, offload=ON_HOST)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import fsdp_engine as fe
@@ -20,13 +19,7 @@ def owned(optimizer: Any) -> Any:
     return fe.shard_optimizer(optimizer, whole=True)
 
 
-@pytest.mark.parametrize(
-    "moves",
-    [
-        pytest.param(moved_state.MOVES, id="some"),
-        pytest.param(moved_state.EVERY_MOVE, marks=pytest.mark.thorough, id="every"),
-    ],
-)
+@moved_state.with_moves
 @on_few_ranks
 def test_state_follows_its_parameter_into_a_wider_dtype(moves: list[moved_state.Move]) -> None:
     moved_state.check_wider_dtypes(lambda parameters: owned(nadam(parameters)), moves, nadam)
