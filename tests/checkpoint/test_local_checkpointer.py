@@ -190,7 +190,7 @@ class File(FileIO):
     """Its methods can be replaced."""
 
 
-# Of a received file, of a sent file, of publishing.
+# Receiving a file, sending a file and publishing fail.
 FAILURES: list[Any] = [(File, "write"), (File, "readinto"), (CheckpointDirectory, "publish")]
 
 

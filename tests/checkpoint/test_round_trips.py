@@ -1,4 +1,4 @@
-"""What any ranks, levels and meshes saved, any others load, bit by bit, in every format.
+"""Checkpoints load bit by bit on other ranks, levels and meshes, in every format.
 
 Values are saved in one call of the pool and loaded in another, so that nothing but the folder
 connects the two. Saved values are passed from call to call as full tensors (:func:`contents`).

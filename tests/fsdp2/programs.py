@@ -193,7 +193,7 @@ class Program:
         options: Makes options of ``parallelize`` from the module with FSDP2's names.
         shard: ``parallelize``, or another way to shard the model.
         set_up: Called with the sharded model, after its optimizer is built.
-        loss_of, before, max_norm: Of :func:`train`.
+        loss_of, before, max_norm: Arguments of :func:`train`.
         rounds: Results are rounded to bf16: losses and norms are compared more loosely, weights
             are not.
         theirs: The program of FSDP2 that has the same results; None: this one.

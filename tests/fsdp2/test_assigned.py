@@ -43,7 +43,7 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 def losses_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int] = range(STEPS)
 ) -> list[float]:
-    """Of the same batches on all ranks, so that one process has the same."""
+    """Train on the same batches on all ranks, so that one process has the same losses."""
     found = []
     for step in steps:
         batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))

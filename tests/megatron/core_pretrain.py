@@ -48,7 +48,7 @@ class Job:
         bucket_size, microbatches: elements, and number on each data-parallel rank.
         grads_in_fp32: reduce in fp32.
         sync_funcs: the schedule says when to reduce and to gather.
-        layers: of the model; None: 2 for each chunk.
+        layers: Number of layers of the model. None: 2 for each chunk.
         recompute: None, "selective", or the method of full recomputation, "uniform" or "block".
         gated: SwiGLU, whose first weight is saved in two parts.
         per_token: losses are sums over tokens, and ranks have different numbers of them.

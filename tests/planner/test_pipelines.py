@@ -42,7 +42,7 @@ def deep_llama() -> nn.Module:
 
 
 def plan(build: Any = llama, batch: Any = llama_batch, **changes: Any) -> fe.StrategyPlan:
-    """Of quick levels, with two microbatches."""
+    """Plan the quick levels, with two microbatches."""
     given: dict[str, Any] = {"world_size": WORLD, "machine": MACHINE, "checkpointing": (False,)}
     return quick_plan(build, batch, **{**given, "microbatches": MICROBATCHES, **changes})
 
