@@ -30,6 +30,7 @@ FLOORS: dict[str, int] = {
     "patterns": 0,
     "precision": 0,
     "config": 0,
+    "extension_list": 0,
     "extras": 0,
     "terminal": 0,
     "strategies": 0,
@@ -38,7 +39,6 @@ FLOORS: dict[str, int] = {
     "layout": 1,
     "memory": 2,
     "comm": 3,
-    "batches": 4,
     "codecs": 4,
     "flat_dtensor": 4,
     "optim": 5,
@@ -48,6 +48,7 @@ FLOORS: dict[str, int] = {
     "engine": 8,
     "sharding": 9,
     "pipelining": 9,
+    "extensions": 9,
     "adapters": 9,
     "checkpoint": 9,
     "fsdp2": 10,
@@ -62,8 +63,8 @@ FLOORS: dict[str, int] = {
 
 # The core, and the folders of formats and frontends that it does not import.
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
-CORE |= {"accelerator", "batches", "offload", "flat_dtensor", "optim", "engine", "sharding"}
-ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
+CORE |= {"accelerator", "extension_list", "offload", "flat_dtensor", "optim", "engine", "sharding"}
+ABOVE_THE_CORE = {"adapters", "checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
