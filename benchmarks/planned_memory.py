@@ -96,7 +96,9 @@ def time_fills() -> dict[str, list[float]]:
 
     storages = {}
     for name in ("ordinary", "planned"):
-        memory = Memory(torch.device("cpu"), has_arenas=name == "planned")
+        memory = Memory(torch.device("cpu"))
+        if name == "planned":
+            memory.fix_addresses()
         row = [memory.transient(2**20, torch.uint8, "full") for _ in range(50)]
         for storage in row:
             cycle(storage)

@@ -3,22 +3,22 @@
 import importlib
 import pkgutil
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fsdp_engine.codecs.base import CodecRule, add_class_rule
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
-from fsdp_engine.extension_list import find_name, register
+from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import find_name, public_names, register
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.offload import Offload
 from fsdp_engine.optim.step_listeners import add_step_check
+from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
 from fsdp_engine.units.adapter_layers import AdapterLayers, register_adapter_layers
-from fsdp_engine.units.granules import whole_rows, whole_tensors
 
 if TYPE_CHECKING:
     from fsdp_engine.checkpoint import (
@@ -29,61 +29,62 @@ if TYPE_CHECKING:
         load_safetensors,
         save_checkpoint,
     )
-    from fsdp_engine.codecs.float8 import Float8
+    from fsdp_engine.codecs.base import CodecRules as CodecRules
+    from fsdp_engine.codecs.float8 import Float8 as Float8
+    from fsdp_engine.codecs.transformer_engine import TransformerEngine as TransformerEngine
+    from fsdp_engine.deprecated_arguments import Checkpointing as Checkpointing
+    from fsdp_engine.megatron.config import DistributedDataParallelConfig
     from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
-    from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-    from fsdp_engine.megatron.process_groups import ModelParallelGroups
+    from fsdp_engine.megatron.finalize_model_grads import (
+        finalize_model_grads as finalize_model_grads,
+    )
+    from fsdp_engine.megatron.process_groups import ModelParallelGroups as ModelParallelGroups
+    from fsdp_engine.offload import Offload as Offload
     from fsdp_engine.optim import shard_optimizer
-    from fsdp_engine.planner.estimates import Estimate, estimate
+    from fsdp_engine.planner.estimates import Estimate as Estimate
+    from fsdp_engine.planner.estimates import estimate
     from fsdp_engine.planner.strategy_plan import StrategyPlan
     from fsdp_engine.planner.strategy_search import plan
     from fsdp_engine.pretrained.load import load_pretrained
     from fsdp_engine.pretrained.save import save_pretrained
-    from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
-    from fsdp_engine.pretrained.weight_version import WeightVersion
-    from fsdp_engine.runtime.activations import OffloadActivations
-    from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
-    from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
-    from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
-    from fsdp_engine.simulation.simulate import Simulation, simulate
-    from fsdp_engine.simulation.simulation_error import SimulationError
-    from fsdp_engine.simulation.tp_plan import apply_tp_plan
-    from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
+    from fsdp_engine.pretrained.weight_stream import WeightStream as WeightStream
+    from fsdp_engine.pretrained.weight_stream import weight_stream
+    from fsdp_engine.pretrained.weight_version import WeightVersion as WeightVersion
+    from fsdp_engine.runtime.activations import OffloadActivations as OffloadActivations
+    from fsdp_engine.simulation.causal_lm_stages import CausalLMStages as CausalLMStages
+    from fsdp_engine.simulation.machine import A100 as A100
+    from fsdp_engine.simulation.machine import B200 as B200
+    from fsdp_engine.simulation.machine import H100 as H100
+    from fsdp_engine.simulation.machine import H200 as H200
+    from fsdp_engine.simulation.machine import Machine as Machine
+    from fsdp_engine.simulation.machine import TwoWayLink as TwoWayLink
+    from fsdp_engine.simulation.pipeline import PipelineSimulation as PipelineSimulation
+    from fsdp_engine.simulation.pipeline import simulate_pipeline as simulate_pipeline
+    from fsdp_engine.simulation.simulate import Simulation as Simulation
+    from fsdp_engine.simulation.simulate import simulate
+    from fsdp_engine.simulation.simulation_error import SimulationError as SimulationError
+    from fsdp_engine.simulation.tp_plan import apply_tp_plan as apply_tp_plan
+    from fsdp_engine.units.checkpointing import Recompute as Recompute
+    from fsdp_engine.units.checkpointing import checkpoint_units as checkpoint_units
+    from fsdp_engine.units.granules import whole_rows as whole_rows
+    from fsdp_engine.units.granules import whole_tensors as whole_tensors
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
+# The other public names, of ``_LAZY_NAMES`` and of extensions, are not imported by ``*``.
 __all__ = [
-    "A100",
-    "B200",
-    "H100",
-    "H200",
-    "CausalLMStages",
     "Checkpointer",
-    "Checkpointing",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Engine",
-    "Estimate",
+    "EngineExtension",
     "FlatDTensor",
-    "Float8",
     "LocalCheckpointer",
-    "Machine",
     "MixedPrecisionPolicy",
-    "ModelParallelGroups",
-    "Offload",
-    "OffloadActivations",
-    "PipelineSimulation",
-    "Simulation",
-    "SimulationError",
+    "Options",
     "StrategyPlan",
-    "TwoWayLink",
-    "WeightStream",
-    "WeightVersion",
-    "apply_tp_plan",
-    "checkpoint_units",
     "estimate",
     "export_safetensors",
-    "finalize_model_grads",
     "load_checkpoint",
     "load_pretrained",
     "load_safetensors",
@@ -94,10 +95,7 @@ __all__ = [
     "shard",
     "shard_optimizer",
     "simulate",
-    "simulate_pipeline",
     "weight_stream",
-    "whole_rows",
-    "whole_tensors",
 ]
 
 
@@ -116,10 +114,10 @@ def _check_torchao(optimizer: Any) -> None:
         refuse_blockwise(optimizer)
 
 
-def _rule_of_transformer_engine(config: DistributedDataParallelConfig) -> CodecRule:
+def _rule_of_transformer_engine(extensions: Sequence[EngineExtension]) -> CodecRule:
     from fsdp_engine.codecs.transformer_engine import TransformerEngine
 
-    return TransformerEngine(config.keep_fp8_transpose_cache)
+    return TransformerEngine.of(extensions)
 
 
 register()
@@ -133,10 +131,15 @@ _LAZY_NAMES = {
         *("Checkpointer", "LocalCheckpointer", "export_safetensors", "load_checkpoint"),
         *("load_safetensors", "save_checkpoint"),
     ),
+    "codecs.base": ("CodecRules",),
     "codecs.float8": ("Float8",),
+    "codecs.transformer_engine": ("TransformerEngine",),
+    "deprecated_arguments": ("Checkpointing",),
+    "megatron.config": ("DistributedDataParallelConfig",),
     "megatron.distributed_data_parallel": ("DistributedDataParallel",),
     "megatron.finalize_model_grads": ("finalize_model_grads",),
     "megatron.process_groups": ("ModelParallelGroups",),
+    "offload": ("Offload",),
     "optim.sharded_step": ("shard_optimizer",),
     "planner.estimates": ("Estimate", "estimate"),
     "planner.strategy_plan": ("StrategyPlan",),
@@ -152,7 +155,8 @@ _LAZY_NAMES = {
     "simulation.simulate": ("Simulation", "simulate"),
     "simulation.simulation_error": ("SimulationError",),
     "simulation.tp_plan": ("apply_tp_plan",),
-    "units.checkpointing": ("Checkpointing", "checkpoint_units"),
+    "units.checkpointing": ("Recompute", "checkpoint_units"),
+    "units.granules": ("whole_rows", "whole_tensors"),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
 _MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
@@ -185,4 +189,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the public names, also those that were not imported yet."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LAZY, *public_names()})

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.pending_steps import finish_pending_steps
-from fsdp_engine.config import Timing
 from fsdp_engine.extension_list import find_method
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
+from fsdp_engine.options import Timing
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
@@ -62,7 +62,7 @@ class Engine:
         ranks: all ranks of the model: ``mesh``, or more, where parameters are DTensors over other
             mesh dimensions.
         strategy: the levels of both axes.
-        config: the options it was made with.
+        options: those that it was made with.
         policy: the dtypes it was made with.
         units: its units, the root first.
         budget: elements to prefetch.
@@ -83,14 +83,13 @@ class Engine:
         policy: MixedPrecisionPolicy,
         timing: Timing,
         offload: Offload | None = None,
-        activations: ActivationOffload | None = None,
     ) -> None:
-        mesh, config = communicators.data.mesh, resources.config
+        mesh, options = communicators.data.mesh, resources.options
         self.model = model
         self.mesh = mesh
         self.ranks = communicators.ranks
         self.strategy = communicators.axis_plans.data.strategy
-        self.config = config
+        self.options = options
         self.policy = policy
         self._timing = timing
         self.missing_values = MissingValues(model)
@@ -101,14 +100,8 @@ class Engine:
             unit.index = index
         blocks = [unit.num_elements for unit in self.units[1:] if not unit.loose]
         others = [unit.num_elements for unit in self.units if unit.buffers]
-        self.budget, self.staging_budget = config.budgets(blocks, others)
+        self.budget, self.staging_budget = options.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
-        if (pool := resources.pool) is not None:
-            budgets = (self.budget, self.staging_budget)
-            from fsdp_engine.runtime.rehearsal import predict_concurrent_units
-
-            self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
-            pool.register()
         self._full_main_weights: list[FullMainWeights] = []
         offloading = resources.offloading
         used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
@@ -143,7 +136,7 @@ class Engine:
         Conversions(
             self.units,
             communicators,
-            config,
+            options,
             lambda: self.scheduler.is_at_rest and not self._guard.paused,
             self.reductions.wait,
             self.reductions.are_reduced,
@@ -157,7 +150,7 @@ class Engine:
         self._offloading = offloading
         for unit in self.units:
             self._offload_state(unit)
-        self._activations = activations
+        self._activations: ActivationOffload | None = resources.activations
         self._measured: Measurement | None = None
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}

@@ -39,6 +39,7 @@ class Extension:
 
 
 EXTENSIONS = (
+    Extension("arenas", names=("FixedAddresses",)),
     Extension("checks", names=("GradientChecks",)),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
     Extension(

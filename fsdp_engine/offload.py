@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fsdp_engine.accelerator import is_accelerator, is_simulated, simulates_device
+from fsdp_engine.engine_extension import EngineExtension
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 PLACES = (DEVICE, HOST, DISK)
@@ -17,7 +18,7 @@ ROLES = ("optimizer_state", "main_weights", "gradients")
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(EngineExtension):
     """Places of state between its uses. See ``docs/offload.md``.
 
     Each is "device"; or "host": pinned memory, from which each unit's part comes to the device and
@@ -83,7 +84,11 @@ class Offload:
         found = {role: getattr(self, role) for role in ROLES}
         return {role: place for role, place in found.items() if place != DEVICE}
 
-    def check(self, device: torch.device, *, shards_gradients: bool) -> None:
+    def signature(self) -> str:
+        """See the base class. Folders may differ from node to node."""
+        return f"offload={self.places}, step_on={self.step_on}"
+
+    def check_on(self, device: torch.device, *, shards_gradients: bool) -> None:
         """Whether it can be had.
 
         Args:

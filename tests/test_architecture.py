@@ -29,7 +29,7 @@ PACKAGE = TESTS.parent / "fsdp_engine"
 FLOORS: dict[str, int] = {
     "patterns": 0,
     "precision": 0,
-    "config": 0,
+    "options": 0,
     "engine_extension": 0,
     "extension_list": 0,
     "extras": 0,
@@ -52,12 +52,14 @@ FLOORS: dict[str, int] = {
     "extensions": 9,
     "adapters": 9,
     "checkpoint": 9,
+    "deprecated_arguments": 8,
     "fsdp2": 10,
     "megatron": 10,
     "simulation": 10,
     "pretrained": 10,
     "planner": 11,
     "integrations": 11,
+    "config": 11,
     "__init__": 12,
     "__main__": 13,
 }

@@ -47,7 +47,6 @@ from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.pending_steps import PendingStep
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
     FlatPlacement,
@@ -60,6 +59,7 @@ from fsdp_engine.flat_dtensor.given_slices import watch_slice
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
+from fsdp_engine.options import Options
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class ParamAndGradBuffer:
         context: what it works with.
         records: its parameters, in any order.
         codec: of its own.
-        config: says how gradients are divided.
+        options: says how gradients are divided.
         broadcast: it begins with the values of the first rank of its mesh.
 
     Attributes:
@@ -140,25 +140,24 @@ class ParamAndGradBuffer:
         context: BufferContext,
         records: Sequence[ParamRecord],
         codec: ParamCodec,
-        config: DistributedDataParallelConfig,
+        options: Options,
         *,
         broadcast: bool = False,
     ) -> None:
         by_name = {record.name: record for record in records}
         self.spec = spec
         self._context = context
-        self._config = config
+        self._options = options
         self._norms_are_dtensors = False
         self.records = [by_name[slot.name] for slot in spec.layout.slots]
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
         self._spreads = [record.spread for record in self.records]
-        reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_encodings > 1
-        scratch = self._scratch if reuses else None
+        scratch = self._scratch if codec.gathers_through_gradients else None
         codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
         pending = PendingStep(context.lanes.compute)
         self.weights = Weights(spec, context, codec, params, pending, scratch)
-        self.grads = Gradients(spec, context, config, pending) if spec.kind.requires_grad else None
+        self.grads = Gradients(spec, context, options, pending) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
         self._load_initial_values(params, self.control_group if broadcast else None)
         bound = [self.weights.bind(index, each) for index, each in enumerate(params)]
@@ -180,6 +179,11 @@ class ParamAndGradBuffer:
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether its memory is registered with communicators, and cannot be replaced."""
+        return self._context.memory.has_pool
 
     @property
     def offloading(self) -> Offloading | None:
@@ -314,7 +318,7 @@ class ParamAndGradBuffer:
         if self.grads is not None:
             divisor = self.grads.divisor
             self.grads.abandon()
-            self.grads = Gradients(self.spec, self._context, self._config, pending)
+            self.grads = Gradients(self.spec, self._context, self._options, pending)
             self.grads.divide_by(divisor)
         for index, full in enumerate(self.full_params):
             bound = self.weights.bind(index, full)

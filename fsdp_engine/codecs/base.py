@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.precision import ParamDtypes
 
 # BOTH: a unit whose forward is recomputed within its own backward.
@@ -77,6 +78,8 @@ class ParamCodec(ABC):
         needs_whole_line: encoding may write anywhere in the parameters of which it has a part, and
             goes through what :meth:`bind` was given: the full lines have memory meanwhile.
         wraps: modules compute with tensors of a class, whose gradients may be of that class.
+        gathers_through_gradients: full weights are gathered into the memory of full gradients, and
+            encoded there.
     """
 
     wire_dtype: torch.dtype
@@ -87,6 +90,7 @@ class ParamCodec(ABC):
     values_dtype: torch.dtype | None = None
     needs_whole_line: bool = False
     wraps: bool = False
+    gathers_through_gradients: bool = False
 
     @property
     def state(self) -> Sequence[Tensor]:
@@ -186,13 +190,37 @@ CodecRule = Callable[
     [str, torch.Tensor, ParamDtypes], "tuple[str, Callable[[], ParamCodec]] | None"
 ]
 
-# Makes the rule of parameters of a package's own classes from the config, by package.
-_CLASS_RULES: dict[str, Callable[[Any], CodecRule]] = {}
+
+@dataclass(frozen=True)
+class CodecRules(EngineExtension):
+    """Rules of the user's own for ``fe.shard(extensions=[...])``.
+
+    Attributes:
+        rules: The first result other than None selects the codec of a parameter.
+    """
+
+    rules: Sequence[CodecRule]
+
+    @property
+    def codec_rules(self) -> Sequence[CodecRule]:
+        """See the base class."""
+        return self.rules
+
+    def signature(self) -> str:
+        """Returns an empty text: functions have other addresses on each rank, and ranks compare the
+        codec of each parameter."""
+        return ""
 
 
-def add_class_rule(package: str, make_rule: Callable[[Any], CodecRule]) -> None:
+# Makes the rule of parameters of a package's own classes from the extensions, by package.
+_CLASS_RULES: dict[str, Callable[[Sequence[EngineExtension]], CodecRule]] = {}
+
+
+def add_class_rule(
+    package: str, make_rule: Callable[[Sequence[EngineExtension]], CodecRule]
+) -> None:
     """Gather parameters whose class is of ``package`` as the rule says that ``make_rule`` returns
-    for the config of an engine. It precedes all other rules."""
+    for the extensions of an engine. It precedes all other rules."""
     _CLASS_RULES[package] = make_rule
 
 
@@ -206,7 +234,7 @@ def has_class_rule(param: Tensor) -> bool:
     return _package_with_rule(param) is not None
 
 
-def class_rule(config: Any) -> CodecRule:
+def class_rule(extensions: Sequence[EngineExtension]) -> CodecRule:
     """The rule of all parameters whose class is of a package with a rule."""
     made: dict[str, CodecRule] = {}
 
@@ -217,7 +245,7 @@ def class_rule(config: Any) -> CodecRule:
         if package is None:
             return None
         if package not in made:
-            made[package] = _CLASS_RULES[package](config)
+            made[package] = _CLASS_RULES[package](extensions)
         return made[package](name, param, dtypes)
 
     return rule

@@ -41,7 +41,9 @@ from torch import Tensor, nn
 
 from fsdp_engine.codecs.base import ParamCodec, Piece
 from fsdp_engine.comm.collectives import MaxGroup, Steps
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.precision import ParamDtypes
+from fsdp_engine.strategies import Role
 
 KNOWN_VERSIONS = "2.20"
 CODEC_PREFIX = "transformer engine"
@@ -126,11 +128,13 @@ def is_quantized(param: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class TransformerEngine:
-    """The codec rule for weights that Transformer Engine has quantized.
+class TransformerEngine(EngineExtension):
+    """The codec rule for weights that Transformer Engine has quantized. Models with such weights
+    need it only for other arguments than the defaults.
 
     Args:
         keep_transposes: keep the transposes that backward needs while the bytes are freed.
+        through_gradients: gather MXFP8 weights through the memory of full gradients.
 
     Raises (when called):
         ImportError: Transformer Engine, or one of the functions that the engine uses, is missing.
@@ -138,6 +142,40 @@ class TransformerEngine:
     """
 
     keep_transposes: bool = False
+    through_gradients: bool = False
+
+    @classmethod
+    def of(cls, extensions: Sequence[EngineExtension]) -> TransformerEngine:
+        """Returns that of ``extensions``, or one with the defaults."""
+        return next((each for each in extensions if isinstance(each, cls)), cls())
+
+    def check(self, setup: Any) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: the model has no weights that an argument is for, or full gradients are
+                sharded.
+        """
+        codecs = [buffer.make_codec() for unit in setup.plan.units for buffer in unit.buffers]
+        quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
+        if self.keep_transposes and not any(each.has_transposes for each in quantized):
+            raise ValueError(
+                "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised "
+                "by the delayed, current or block recipe, which alone have transposes; found none"
+            )
+        if not self.through_gradients:
+            return
+        if not any(each.num_encodings > 1 for each in quantized):
+            raise ValueError(
+                "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
+                "quantised by the MXFP8 recipe; found none"
+            )
+        strategy = setup.settings.axis_plans.data.strategy
+        if strategy.depth(Role.GRAD) > 0:
+            raise ValueError(
+                "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
+                f"whole weights can pass; found levels that cut them: {strategy}"
+            )
 
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes
@@ -162,7 +200,13 @@ class TransformerEngine:
         quantizer = _quantizer_of(param)
         options = [f"{option}={getattr(quantizer, option)}" for option in recipe.options]
         key = " ".join([CODEC_PREFIX, recipe.name, str(param.dtype), *options])
-        return key, lambda: TransformerEngineCodec(api, recipe, param.dtype, self.keep_transposes)
+        return key, lambda: TransformerEngineCodec(
+            api,
+            recipe,
+            param.dtype,
+            self.keep_transposes,
+            through_gradients=self.through_gradients,
+        )
 
 
 class TransformerEngineCodec(ParamCodec):
@@ -172,7 +216,7 @@ class TransformerEngineCodec(ParamCodec):
         api: TE's module of functions on quantized weights.
         recipe: of the buffer's weights.
         nominal: the nominal dtype of the buffer's weights.
-        keep_transposes: see :class:`TransformerEngine`.
+        keep_transposes, through_gradients: see :class:`TransformerEngine`.
     """
 
     wire_dtype = torch.uint8
@@ -180,9 +224,16 @@ class TransformerEngineCodec(ParamCodec):
     needs_whole_line = True
 
     def __init__(
-        self, api: Any, recipe: Recipe, nominal: torch.dtype, keep_transposes: bool
+        self,
+        api: Any,
+        recipe: Recipe,
+        nominal: torch.dtype,
+        keep_transposes: bool,
+        *,
+        through_gradients: bool = False,
     ) -> None:
         self.num_encodings = len(recipe.encodings)
+        self.gathers_through_gradients = through_gradients and self.num_encodings > 1
         # The kernels round main weights to the nominal dtype first.
         self.values_dtype = nominal
         self._api = api

@@ -28,10 +28,10 @@ from fsdp_engine.buffers.spec import ParamRecord
 from fsdp_engine.comm.groups import Ranks, default_group, timeout_of_group
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.rendezvous import meet, reporting
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
+from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import AssignedValues, Owner
 from fsdp_engine.runtime.conversion import kind_after
@@ -288,7 +288,7 @@ class ParamGroup:
         for buffer in self.unit.buffers:
             dtype = buffer.kind.dtypes.main
             dtype = dtype if dtype_of is None else dtype_of(dtype)
-            kind, codec = kind_after(buffer, dtype, self.settings.policy, resources.config)
+            kind, codec = kind_after(buffer, dtype, self.settings.policy, resources.options)
             buffer.convert(kind, codec, are_reduced=False, resources=resources)
 
     def divide_gradients(self) -> None:
@@ -334,7 +334,7 @@ def make_group(
     Raises:
         Exception: this rank's error or another's, on all ranks, before anything is modified.
     """
-    config = DistributedDataParallelConfig()
+    options = Options()
     axis_plans = AxisPlans(axis_plan(mesh, levels))
     plan: Plan | None = None
     holdings: Holdings | None = None
@@ -349,7 +349,7 @@ def make_group(
         params = (each for module in modules for each in module.named_parameters())
         ranks = ranks_of_model(params, mesh)
         assert policy is not None
-        settings = PlanSettings(policy, config, axis_plans)
+        settings = PlanSettings(policy, options, axis_plans)
         _check_modules(modules)
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
@@ -369,7 +369,7 @@ def make_group(
     assert plan is not None
     assert settings is not None
     if resources is None:
-        resources = shared[mesh.device] = Resources(mesh, config)
+        resources = shared[mesh.device] = Resources(mesh, options)
     resources.next_tag = start.tag
     communicators = EngineCommunicators(axis_plans, ranks, MeshCommunicators(mesh))
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = []

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
 from fsdp_engine.fsdp2.param_group import ParamGroup, group_of, groups_within
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.step_listeners import find_optimizers
+from fsdp_engine.options import Timing
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.runtime.conversion import agree_on_changes, changes_of, hidden
 from fsdp_engine.runtime.hooks import hooks_of, not_compiled
@@ -61,7 +61,7 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
     for group, dtypes in allocations:
         if not dtypes:
             inside = [each for outer in group.modules for each in outer.modules()]
-            found = list(changes_of(group.unit, fn, group.resources.config, inside))
+            found = list(changes_of(group.unit, fn, group.resources.options, inside))
             changes += found
             known = by_ranks.setdefault(
                 tuple(group.communicators.ranks.ranks), (group.communicators, [])

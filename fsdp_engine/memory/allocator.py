@@ -273,6 +273,10 @@ class Pool(Protocol):
         """Within it, what this thread allocates on the device comes from the pool."""
         ...
 
+    def register(self) -> None:
+        """Make all that was allocated so far known to the communicators. Collective."""
+        ...
+
 
 # Called with memory at other places than the device: see watching_elsewhere.
 _WATCHING_ELSEWHERE: list[Callable[[torch.Tensor, str], None]] = []
@@ -294,25 +298,23 @@ class Memory:
 
     Args:
         device: which.
-        pool: what collectives read and write is allocated in it: arenas, and persistent tensors
-            that are ``sent``. None: nowhere special.
-        has_arenas: transient storages are filled from arenas, where torch can do so.
 
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
             an arena's, and those of ordinary memory in use; see [Note: Sources of a fill]).
         elsewhere: bytes of offloaded state by place ("host", "disk") and role, not on ``device``.
-        has_pool: communication buffers must all be there when the engine is made.
+        pool: the allocations of tensors that collectives read and write are made in it: arenas, and
+            persistent tensors that are ``sent``. Communication buffers must all be there when the
+            engine is made. None: there is none.
+        uses_fixed_addresses: see :meth:`fix_addresses`.
         arenas: by role.
         transients: its transient storages, by their keys.
     """
 
-    def __init__(
-        self, device: torch.device, pool: Pool | None = None, *, has_arenas: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = pool
-        self.has_pool = pool is not None
+        self.pool: Pool | None = None
+        self.uses_fixed_addresses = False
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
@@ -332,13 +334,29 @@ class Memory:
         self._trim = _find_malloc_trim() if device.type == "cpu" else None
         self._backwards = 0
         self.arenas: dict[str, Arena] = {}
-        if has_arenas and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
-            for role in ("full", "staging"):
-                self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
-        self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
+        self._fills_from_pool = False
         # By `storage_keys`.
         self._persistent: set[int] = set()
         self.transients: WeakValueDictionary[int, TransientStorage] = WeakValueDictionary()
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether there is a pool."""
+        return self.pool is not None
+
+    def fix_addresses(self, pool: Pool | None = None) -> None:
+        """Fill transient storages from arenas, where torch can do so. Called before the first
+        allocation.
+
+        Args:
+            pool: See the class.
+        """
+        self.pool = pool
+        self.uses_fixed_addresses = True
+        if _CAN_SWAP and type(empty(0, torch.uint8, self.device)) is torch.Tensor:
+            for role in ("full", "staging"):
+                self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
+        self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
 
     def unreadable_storage(self, num_bytes: int, error: str) -> torch.UntypedStorage:
         """A storage object without memory; access is ``error``, where torch can raise it."""
@@ -413,7 +431,7 @@ class Memory:
             arena.expect(moments[role])
 
     def _allocating(self, sent: bool) -> AbstractContextManager[None]:
-        return self._pool.allocating() if self._pool is not None and sent else nullcontext()
+        return self.pool.allocating() if self.pool is not None and sent else nullcontext()
 
     def end_backward(self, *, step_is_over: bool = False) -> None:
         """A backward is over: arenas may grow, and now and then freed pages go back. See

@@ -8,11 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.offload import HOST, ROLES, Offload
-from fsdp_engine.runtime.activations import OFFLOAD, Activations
+from fsdp_engine.runtime.activations import (
+    OFFLOAD,
+    Activations,
+    OffloadActivations,
+    activations_of,
+)
 from fsdp_engine.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
-from fsdp_engine.units.checkpointing import SELECTIVE, recomputed_by
+from fsdp_engine.units.checkpointing import SELECTIVE, Recompute, recomputed_by
 
 Mesh = tuple[int, ...]
 
@@ -25,7 +31,7 @@ class Candidate:
         mesh: ranks that parameters are sharded over on each axis, (inner,) or (outer, inner).
         strategy, outer_strategy: names of the levels.
         checkpointing: blocks' activations are recomputed in backward; "selective" or a
-            :class:`~fsdp_engine.Checkpointing`: some of them; "offload": they are on the host until
+            :class:`~fsdp_engine.Recompute`: some of them; "offload": they are on the host until
             then.
         microbatch_size: the argument of the batch function; None: the batch has one size.
         offload: where state lies between its uses; None: on the device.
@@ -149,15 +155,31 @@ class Candidate:
         return ", ".join(parts)
 
 
+def merged_extensions(
+    candidate: Candidate, given: Iterable[EngineExtension] | None
+) -> list[EngineExtension]:
+    """Returns the extensions of ``candidate``, and those that are given, which override them."""
+    own = [
+        activations_of(candidate.checkpointing),
+        recomputed_by(candidate.checkpointing),
+        candidate.offload,
+    ]
+    known = [*(given or ())]
+    kinds = {type(each) for each in known}
+    if kinds & {Recompute, OffloadActivations}:
+        kinds |= {Recompute, OffloadActivations}
+    return [*known, *(each for each in own if each is not None and type(each) not in kinds)]
+
+
 def check_checkpointing(value: object) -> None:
     """Check how a candidate treats activations.
 
     Raises:
-        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Checkpointing`.
+        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Recompute`.
     """
     if not (isinstance(value, bool) or value == OFFLOAD or recomputed_by(value) is not None):
         raise TypeError(
-            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Checkpointing, "
+            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Recompute, "
             f"or several of them in a tuple; found {value!r}"
         )
 

@@ -39,19 +39,22 @@ import torch
 from torch import nn
 
 from fsdp_engine.buffers.weights import can_leave_device, check_leaves_device, is_cast_at_home
-from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
-from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
+from fsdp_engine.codecs import CastCodec, ParamCodec
+from fsdp_engine.deprecated_arguments import current_arguments
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import DEVICE, DISK, HOST, Offload
+from fsdp_engine.options import Options, StagingBudget
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
-from fsdp_engine.simulation.simulation_error import check_callable, check_count, check_type, listed
+from fsdp_engine.sharding import check_extensions
+from fsdp_engine.simulation.simulation_error import check_count, check_type, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, AXIS_BELOW_DEPTH, NO_SHARD, Axis, Role, Strategy
 from fsdp_engine.units.assignment import Expected, UnitSelector, collect_records, expect
 from fsdp_engine.units.dtensors import set_spreads
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, PlanSettings, plan_units
 
 AxisSizes = dict[Axis, int]
 
@@ -350,16 +353,14 @@ def estimate(
     outer_strategy: str = "no_shard",
     units: UnitSelector | Iterable[UnitSelector] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    config: DistributedDataParallelConfig | None = None,
-    granule: Granule | None = None,
-    codec_rules: Sequence[CodecRule] = (),
-    min_unit_size: int | None = None,
+    options: Options | None = None,
+    extensions: Sequence[EngineExtension] = (),
     optimizer_bytes_per_element: float = 8,
     num_microbatches: int = 1,
     num_units: int = 32,
     dtype: torch.dtype = torch.float32,
-    offload: Offload | None = None,
     on_cpu: bool = False,
+    **deprecated: Any,
 ) -> Estimate:
     """Estimate the memory and traffic of one rank.
 
@@ -368,45 +369,44 @@ def estimate(
             For parameters that are DTensors, this rank's shards are counted.
         world_size: number of data-parallel ranks.
         outer_size: number of ranks on the outer axis.
-        strategy, outer_strategy, units, mp_policy, config, granule, codec_rules, min_unit_size: as
-            for :func:`~fsdp_engine.sharding.shard`.
+        strategy, outer_strategy, units, mp_policy, options, extensions: as for
+            :func:`~fsdp_engine.sharding.shard`.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
         num_microbatches: microbatches per step.
         num_units: for a number of elements: the number of equal units.
         dtype: for a number of elements: the parameters' own dtype.
-        offload: as for :func:`~fsdp_engine.sharding.shard`.
         on_cpu: the model is on a CPU, which takes main weights or gradients on a disk alone, at
             all levels, and needs no staging.
+        deprecated: as for :func:`~fsdp_engine.sharding.shard`.
 
     Raises:
-        OffloadLevelError: the levels do not allow ``offload``; a ``ValueError``.
+        OffloadLevelError: the levels do not allow :class:`~fsdp_engine.Offload`; a ``ValueError``.
         ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
-            strategy is unknown, or ``units``, ``granule`` or ``offload`` are invalid for
+            strategy is unknown, or ``units``, ``options`` or ``extensions`` are invalid for
             ``shard()``.
         TypeError: ``model`` is neither a module nor a number.
     """
+    if deprecated:
+        given: dict[str, Any] = {"mp_policy": mp_policy, "options": options}
+        given = current_arguments(given | {"extensions": extensions}, deprecated, "estimate()")
+        mp_policy, options, extensions = (given[each] for each in given)
     sizes = _axis_sizes(world_size, outer_size)
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
     if outer_size == 1:
         levels = Strategy(levels.inner, NO_SHARD)  # as in the engine
     for name, value, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("config", config, DistributedDataParallelConfig),
+        ("options", options, Options),
         ("dtype", dtype, torch.dtype),
-        ("offload", offload, Offload),
     ):
         if value is not None:
             check_type(name, value, kind, f"a {kind.__name__}")
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     check_count("num_microbatches", num_microbatches, "1 or more")
-    listed("codec_rules", codec_rules, "a sequence of rules")
-    if granule is not None:
-        check_callable("granule", granule, "a function of a name and a parameter, or None")
-    policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
+    selected = check_extensions(listed("extensions", extensions, "a sequence of extensions"))
+    policy, options = mp_policy or MixedPrecisionPolicy(), options or Options()
     axes = AxisPlan(sizes, levels)
-    settings = PlanSettings(
-        options.applied_to(policy), options, AxisPlans(axes), granule, codec_rules, min_unit_size
-    )
+    settings = PlanSettings(policy, options, AxisPlans(axes), selected)
     if isinstance(model, nn.Module):
         planned, expected = _units_of(model, units, settings)
     elif isinstance(model, int | float) and not isinstance(model, bool):
@@ -417,7 +417,7 @@ def estimate(
         expected = Expected(order, order[::-1], [set() for _ in planned])
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
-    where = offload or Offload()
+    where = next((each for each in selected if isinstance(each, Offload)), Offload())
     if not on_cpu:
         where.check_pair()
     _check_levels(where, levels, planned, on_cpu=on_cpu)
@@ -577,7 +577,7 @@ def _equal_units(
 ) -> list[_Unit]:
     """A root without parameters, and equal units of one tensor each."""
     param = torch.empty(0, dtype=dtype, device="meta").requires_grad_()
-    narrow = settings.config.reduce_scatter_with_fp32_accumulation
+    narrow = settings.options.sum_in_fp32
     dtypes = settings.policy.resolve(param, narrow)
     axes = settings.axis_plans.data
     codec = CastCodec(dtypes.main, dtypes.compute)

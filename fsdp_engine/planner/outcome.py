@@ -16,7 +16,7 @@ from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.simulation.stage_messages import is_stage_lane
 from fsdp_engine.strategies import Strategy
-from fsdp_engine.units.checkpointing import Checkpointing
+from fsdp_engine.units.checkpointing import Recompute
 
 if TYPE_CHECKING:  # it loads torch's compiler
     from fsdp_engine.simulation.pipeline import PipelineSimulation
@@ -304,7 +304,7 @@ class Outcome:
         if candidate.get("offload") is not None:
             candidate["offload"] = Offload(**candidate["offload"])
         if isinstance(candidate.get("checkpointing"), dict):
-            candidate["checkpointing"] = Checkpointing(**candidate["checkpointing"])
+            candidate["checkpointing"] = Recompute(**candidate["checkpointing"])
         times = values.pop("times")
         times = None if times is None else Times(**times)
         found = cls(Candidate(**candidate), **values, times=times)

@@ -26,6 +26,7 @@ from torch import nn
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.offload import Offload
+from fsdp_engine.options import Options
 from fsdp_engine.planner.command_inputs import (
     batch_shape,
     default_loss,
@@ -398,10 +399,10 @@ def plan(
     options: dict[str, Any] = {
         "world_size": world,
         "units": units or None,
-        "min_unit_size": min_unit_size,
         "mp_policy": policy,
     }
     try:
+        options["options"] = Options(min_unit_size=min_unit_size)
         if batch is None:
             subject: Any = elements if model is None else build_on_meta(model)
             estimates = compare_estimates(
@@ -410,7 +411,7 @@ def plan(
                 optimizer_bytes_per_element=optimizer_bytes,
                 num_microbatches=microbatches,
                 num_units=num_units,
-                offload=_offload(offload, offload_folder),
+                extensions=_extensions(_offload(offload, offload_folder)),
                 **options,
             )
             print_whole(estimates_table(estimates, memory, terminal_width()))
@@ -638,6 +639,10 @@ def _questions(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _extensions(offload: Offload | None) -> list[Offload]:
+    return [] if offload is None else [offload]
 
 
 def _offload(where: Where, folder: Path | None) -> Offload | None:

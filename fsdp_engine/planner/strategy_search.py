@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate, candidates, is_quick
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
@@ -95,7 +96,7 @@ def plan(
             and nodes x ranks per node.
         checkpointing: values to try for what becomes of blocks' activations: they are kept
             (False), recomputed in backward (True), partly kept ("selective", or a
-            :class:`~fsdp_engine.Checkpointing`), or on the host until then ("offload"). None:
+            :class:`~fsdp_engine.Recompute`), or on the host until then ("offload"). None:
             False, "selective" and True; and "offload", unless ``offload`` is None, for candidates
             whose activations do not fit and that would be the fastest if copies took no time.
             "selective" is left out, with a warning, for a model that it does not work with.
@@ -145,7 +146,7 @@ def plan(
             ``input_ids`` and ``labels``, or a tuple of the first stage's input and the targets.
         stage_loss: of the last stage's output and the targets. None: the cross-entropy of logits.
         **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
-            ``config``, ...
+            ``options``, ...
 
     Returns:
         A :class:`~fsdp_engine.planner.strategy_plan.StrategyPlan`. If the model depends on the
@@ -186,7 +187,7 @@ def plan(
         schedules,
         stages,
         stage_loss,
-        options,
+        replaced(options, "plan()"),
     )
     known = Known()
 
@@ -198,7 +199,7 @@ def plan(
 
 
 # Options of ``shard`` that may select single blocks.
-_BY_NAME = ("units", "codec_rules", "granule", "expert_mesh")
+_BY_NAME = ("units", "extensions", "expert_mesh")
 
 
 class _Planning:
@@ -216,7 +217,9 @@ class _Planning:
         self._request = request
         self._model = model = build_meta_module(request.make_model)
         self._job = job = Job(request, known, request.microbatches)
-        if not any(request.options.get(name) for name in _BY_NAME):
+        named = (request.options.get(name) for name in _BY_NAME)
+        has_granule = getattr(request.options.get("options"), "granule", None) is not None
+        if not (has_granule or any(named)):
             repeated = find_repeated(model)
             job.repeated = repeated if repeated is not None and repeated.is_deep else None
         total = request.global_batch
@@ -385,8 +388,9 @@ class _Planning:
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         request = self._request
-        known = ("units", "mp_policy", "config", "granule", "codec_rules", "min_unit_size")
+        known = ("units", "mp_policy", "options")
         options = {name: value for name, value in request.options.items() if name in known}
+        offload = candidate.offload if request.where.host_runs_ahead else None
         return estimate(
             self._model,
             world_size=candidate.data_parallel,
@@ -394,7 +398,10 @@ class _Planning:
             strategy=candidate.strategy,
             outer_strategy=candidate.outer_strategy,
             num_microbatches=request.microbatches,
-            offload=candidate.offload if request.where.host_runs_ahead else None,
+            extensions=[
+                *(request.options.get("extensions") or ()),
+                *(() if offload is None else (offload,)),
+            ],
             **options,
         )
 

@@ -48,6 +48,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_engine.accelerator import is_accelerator, simulates_device
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket, make_activation_lanes
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.host_memory import HostBlock, HostPool
 from fsdp_engine.offload import HOST
@@ -55,9 +56,10 @@ from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.scheduler import in_backward
 from fsdp_engine.units.assignment import UnitSelector
+from fsdp_engine.units.build import EngineSetup, Resources
 from fsdp_engine.units.checkpointing import (
     SELECTIVE,
-    Checkpointing,
+    Recompute,
     WrappedForward,
     find_blocks,
     recomputed_by,
@@ -74,7 +76,7 @@ _ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
-class OffloadActivations:
+class OffloadActivations(EngineExtension):
     """The tensors that blocks save for backward are in pinned host memory between forward and
     backward. On a CPU nothing changes. See ``docs/offload.md``.
 
@@ -97,9 +99,27 @@ class OffloadActivations:
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ValueError(f"{name}: expected a number of bytes; found {value}")
 
+    def check(self, setup: EngineSetup) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: activations are recomputed, too.
+        """
+        for each in setup.settings.extensions:
+            if isinstance(each, Recompute):
+                raise ValueError(
+                    "extensions: expected fe.OffloadActivations or fe.Recompute; found both"
+                )
+
+    def prepare(self, setup: EngineSetup, resources: Resources) -> None:
+        """Wrap the blocks of the model."""
+        resources.activations = offload_activations(
+            setup.model, setup.units, resources.memory, resources.lanes.compute, self
+        )
+
 
 # As `shard` takes it; a string is SELECTIVE or OFFLOAD.
-Activations = bool | str | Checkpointing | OffloadActivations
+Activations = bool | str | Recompute | OffloadActivations
 
 
 def activations_of(checkpointing: object) -> OffloadActivations | None:
@@ -114,7 +134,7 @@ def activations_of(checkpointing: object) -> OffloadActivations | None:
         return OffloadActivations()
     if not isinstance(checkpointing, OffloadActivations):
         raise ValueError(
-            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, fe.Checkpointing or "
+            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, fe.Recompute or "
             f"fe.OffloadActivations; found {checkpointing!r}"
         )
     return checkpointing

@@ -32,8 +32,8 @@ from fsdp_engine.buffers.spec import BufferKind
 from fsdp_engine.codecs import CastCodec, ParamCodec
 from fsdp_engine.comm.groups import timeout_of_group
 from fsdp_engine.comm.rendezvous import meet
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory import allocator
+from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.build import EngineCommunicators
@@ -61,7 +61,7 @@ class Conversions:
     Args:
         units: all of them.
         communicators: the communicators of its buffers.
-        config: the options it was made with.
+        options: those it was made with.
         is_at_rest: whether neither a forward nor a backward runs.
         wait: on return no communication is pending.
         are_reduced: whether the published gradients of a unit are reduced; None: some are
@@ -73,7 +73,7 @@ class Conversions:
         self,
         units: Sequence[Unit],
         communicators: EngineCommunicators,
-        config: DistributedDataParallelConfig,
+        options: Options,
         is_at_rest: Callable[[], bool],
         wait: Callable[[], None],
         are_reduced: Callable[[Unit], bool | None],
@@ -81,7 +81,7 @@ class Conversions:
     ) -> None:
         self._units = units
         self._communicators = communicators
-        self._config = config
+        self._options = options
         self._is_at_rest = is_at_rest
         self._wait = wait
         self._are_reduced = are_reduced
@@ -111,7 +111,7 @@ class Conversions:
         by_unit = {
             unit: changes
             for unit in self._units
-            if (changes := list(changes_of(unit, fn, self._config, inside)))
+            if (changes := list(changes_of(unit, fn, self._options, inside)))
         }
         changes = [each for found in by_unit.values() for each in found]
         if changes:
@@ -174,14 +174,14 @@ class _Apply:
 def changes_of(
     unit: Unit,
     fn: Callable[[Tensor], Tensor],
-    config: DistributedDataParallelConfig,
+    options: Options,
     inside: Sequence[nn.Module],
 ) -> Iterator[Change]:
     """The changes that ``fn`` makes to the buffers of a unit, found by a tensor without elements.
 
     Args:
         fn: the function given to ``nn.Module._apply``.
-        config: the options that the unit was made with.
+        options: those that the unit was made with.
         inside: modules whose parameters are converted.
 
     Raises:
@@ -210,14 +210,14 @@ def changes_of(
                 f"gathered with it to be converted; found {buffer.records[other].name} left out. "
                 "Convert the whole unit or model, or single modules before it is sharded"
             )
-        yield Change(buffer, *kind_after(buffer, probe.dtype, unit.policy, config))
+        yield Change(buffer, *kind_after(buffer, probe.dtype, unit.policy, options))
 
 
 def kind_after(
     buffer: ParamAndGradBuffer,
     dtype: torch.dtype,
     policy: MixedPrecisionPolicy,
-    config: DistributedDataParallelConfig,
+    options: Options,
 ) -> tuple[BufferKind, ParamCodec]:
     """The kind and the codec of ``buffer`` with main weights of ``dtype``.
 
@@ -234,9 +234,9 @@ def kind_after(
     compute = None if any(map(keeps_statistics, modules)) else policy.param_dtype
     policy = dataclasses.replace(policy, main_params_dtype=dtype, param_dtype=compute)
     probe = allocator.empty(0, dtype, "cpu").requires_grad_(buffer.kind.requires_grad)
-    dtypes = policy.resolve(probe, config.reduce_scatter_with_fp32_accumulation)
+    dtypes = policy.resolve(probe, options.sum_in_fp32)
     kind = dataclasses.replace(buffer.kind, dtypes=dtypes)
-    if config.nccl_ub:
+    if buffer.has_pool:
         raise ValueError(
             f"{name}: expected {buffer.kind.dtypes.main} to stay, since nccl_ub registers memory "
             f"once; found a conversion to {dtype}. Convert the model before shard()"

@@ -39,9 +39,9 @@ import torch
 
 from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.comm.lanes import Ticket
-from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.options import Timing
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
 from fsdp_engine.runtime.gather_order import GatherOrder, Place
 from fsdp_engine.runtime.record import Record, Use, first_use_order

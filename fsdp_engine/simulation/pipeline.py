@@ -29,6 +29,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
 from fsdp_engine.comm.mesh import simulated_ranks
+from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.simulation.causal_lm_stages import Stages
 from fsdp_engine.simulation.context_parallel import check_context_parallel
@@ -236,6 +237,7 @@ def simulate_pipeline(
         check_type("known", known, OperationCache, "an OperationCache, or None")
     sizes = mesh_sizes(mesh, data_parallel_size(world_size // pipeline, tensor_parallel))
     check_context_parallel(context_parallel, sizes[-1], machine)
+    options = replaced(options, "simulate_pipeline()")
     check_options(machine, options, world_size)
     kind = schedule_class(schedule)
     job = PipelineJob(

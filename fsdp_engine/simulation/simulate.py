@@ -37,13 +37,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
-from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
+from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.engine import Engine
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
 from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
-from fsdp_engine.runtime.activations import activations_of
-from fsdp_engine.sharding import shard
+from fsdp_engine.options import StagingBudget
+from fsdp_engine.runtime.activations import OffloadActivations
+from fsdp_engine.sharding import check_extensions, shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.simulation.compiled import (
     compile_blocks,
@@ -552,7 +554,7 @@ def simulate(
         compile: call ``compile()`` of each block first, as ``torch.compile`` is used with
             ``shard``. Blocks that ``build`` compiles are compiled in any case.
         **options: of :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``,
-            ``units``, ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
+            ``units``, ``mp_policy``, ``options``, ``extensions``, ...
 
     Raises:
         SimulationError: the model, the loss or the optimizer cannot run with fake tensors (for
@@ -563,8 +565,8 @@ def simulate(
         ValueError: ``mesh`` does not have the data-parallel ranks, ``tensor_parallel`` does not
             divide ``world_size`` or the model's heads, ``context_parallel`` does not divide the
             inner axis, or half of a sequence, or the model's attention cannot be ring attention on
-            this machine, there is no microbatch, the config enables
-            checks of gradients' values, there are no blocks to compile, the machine's link to
+            this machine, there is no microbatch, an extension checks
+            the values of gradients, there are no blocks to compile, the machine's link to
             offloaded tensors is unknown, no parameter requires grad, or there is no loss that
             requires grad.
     """
@@ -583,6 +585,7 @@ def simulate(
     sizes = mesh_sizes(mesh, data_size)
     is_one_axis = mesh is None
     check_context_parallel(context_parallel, sizes[-1], machine)
+    options = replaced(options, "simulate()")
     check_options(machine, options, world_size)
     clock = Clock(machine, world_size)
     with (
@@ -761,21 +764,18 @@ def check_options(machine: Machine, options: dict[str, Any], num_ranks: int) -> 
     """Check options of ``shard`` that simulations restrict.
 
     Raises:
-        TypeError: ``config`` is none.
-        ValueError: the config enables checks of gradients' values, or the machine's link to
+        TypeError: ``extensions`` has other objects.
+        ValueError: an extension checks the values of gradients, or the machine's link to
             offloaded tensors is unknown.
     """
-    config = options.get("config")
-    if config is not None:
-        check_type(
-            "config", config, DistributedDataParallelConfig, "a DistributedDataParallelConfig"
-        )
-    if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
-        raise ValueError(
-            "config: expected no checks of gradients, since they have no values; found "
-            "check_for_nan_in_grad or check_for_large_grads"
-        )
-    _check_links(machine, options.get("offload"), options.get("checkpointing", False), num_ranks)
+    extensions = check_extensions(options.get("extensions") or ())
+    for each in extensions:
+        if type(each) is find_name("GradientChecks"):
+            raise ValueError(
+                "extensions: expected no checks of gradients, since they have no values; found "
+                f"{each!r}"
+            )
+    _check_links(machine, extensions, num_ranks)
 
 
 def parallelize_model(
@@ -824,20 +824,21 @@ def shard_optimizer_of(optimizer: torch.optim.Optimizer) -> None:
         raise
 
 
-def _check_links(machine: Machine, offload: object, checkpointing: object, num_ranks: int) -> None:
+def _check_links(machine: Machine, extensions: Iterable[object], num_ranks: int) -> None:
     """Check that the machine's figures for offloaded state and activations are known.
 
     Raises:
-        ValueError: they are not, or ``checkpointing`` is none of those that ``shard`` takes.
+        ValueError: they are not.
     """
-    if activations_of(checkpointing) is not None and machine.host_runs_ahead:
-        machine.link_to_state(HOST, num_ranks)
-    if isinstance(offload, Offload):
-        for place in sorted(set(offload.places.values())):
-            if machine.host_runs_ahead or place == DISK:
-                machine.link_to_state(place, num_ranks)
-        if machine.host_runs_ahead and offload.main_weights == HOST:
-            machine.host_rate(num_ranks)
+    for each in extensions:
+        if isinstance(each, OffloadActivations) and machine.host_runs_ahead:
+            machine.link_to_state(HOST, num_ranks)
+        if isinstance(each, Offload):
+            for place in sorted(set(each.places.values())):
+                if machine.host_runs_ahead or place == DISK:
+                    machine.link_to_state(place, num_ranks)
+            if machine.host_runs_ahead and each.main_weights == HOST:
+                machine.host_rate(num_ranks)
 
 
 class _Step:

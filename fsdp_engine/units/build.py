@@ -36,10 +36,10 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
+from fsdp_engine.options import Options
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.initial_values import (
@@ -56,10 +56,16 @@ from fsdp_engine.units.materialize import (
     materialize,
     materialize_buffers,
 )
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
+from fsdp_engine.units.plan import (
+    AxisPlan,
+    AxisPlans,
+    Plan,
+    PlannedUnit,
+    PlanSettings,
+    label_of,
+)
 
 if TYPE_CHECKING:
-    from fsdp_engine.comm.nccl_pool import NcclPool
     from fsdp_engine.comm.offloading import Offloading
     from fsdp_engine.memory.disk_memory import DiskFile
 
@@ -102,16 +108,16 @@ class EngineSetup:
     Attributes:
         model: The user's module, unsharded.
         units: The argument of :func:`~fsdp_engine.sharding.shard`.
+        settings: The options, axes and extensions that the plan follows.
         plan: The units and buffers to build.
-        axis_plans: The mesh axes and levels of each kind of buffer.
         data: All data-parallel ranks.
         experts: The data-parallel ranks of this rank's experts, if they are others.
     """
 
     model: nn.Module
     units: UnitSelector | Iterable[UnitSelector] | None
+    settings: PlanSettings
     plan: Plan
-    axis_plans: AxisPlans
     data: DataMesh
     experts: DataMesh | None = None
 
@@ -132,30 +138,26 @@ class Resources:
     other, stands in the same queues, under numbers that no other buffer has.
 
     Attributes:
-        config: the options they are built with.
+        options: those that they are built with.
         lanes: queues of work.
         memory: where it comes from.
-        pool: NCCL's memory, if it comes from there.
         offloading: where shards lie; None: on the device.
+        activations: the offloading of activations; None: they are on the device.
         next_tag: the first that no buffer's messages have.
     """
 
     def __init__(
         self,
         mesh: DataMesh,
-        config: DistributedDataParallelConfig,
+        options: Options,
         offload: Offload | None = None,
         files: Mapping[str, DiskFile] | None = None,
     ) -> None:
-        self.config = config
+        self.options = options
         self._files = {} if files is None else files
-        self.pool: NcclPool | None = None
-        if config.nccl_ub:
-            from fsdp_engine.comm.nccl_pool import NcclPool
-
-            self.pool = NcclPool(mesh, symmetric=not config.disable_symmetric_registration)
-        self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
+        self.memory = Memory(mesh.device)
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
+        self.activations: Any = None
         self._offloadings: dict[Offload, Offloading] = {}
         self.offloading: Offloading | None = None
         if offload is not None:
@@ -167,7 +169,7 @@ class Resources:
         if device == self.memory.device:
             return self
         other = copy(self)
-        other.memory, other.pool, other.offloading = Memory(device), None, None
+        other.memory, other.offloading = Memory(device), None
         return other
 
     def with_offload(self, offload: Offload) -> Resources:
@@ -247,10 +249,10 @@ def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: tor
     """Check that weights, gradients and state of ``plan`` can lie where ``offload`` says.
 
     Raises:
-        ValueError: see :meth:`.Offload.check`, :func:`~.buffers.weights.check_leaves_device`.
+        ValueError: see :meth:`.Offload.check_on`, :func:`~.buffers.weights.check_leaves_device`.
     """
     shards_gradients = axis_plans.data.strategy.shards(Role.GRAD, Axis.INNER)
-    offload.check(device, shards_gradients=shards_gradients)
+    offload.check_on(device, shards_gradients=shards_gradients)
     if offload.main_weights == DEVICE or not computes_elsewhere(device):
         return
     for unit in plan.units:
@@ -386,7 +388,7 @@ def build_unit(
             ),
             part.records,
             part.make_codec(),
-            resources.config,
+            resources.options,
             broadcast=start.from_first,
         )
         buffers.append(buffer)

@@ -25,7 +25,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,12 +37,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.units.assignment import (
     UnitSelector,
     collect_records,
     find_units,
     reads_weights_in_backward,
 )
+
+if TYPE_CHECKING:
+    from fsdp_engine.units.build import EngineSetup, Resources
 
 # Arguments by which layers of ``transformers`` fill a cache of keys and values. A second run would
 # fill it twice, so that its own checkpointing leaves them out, too. From 5.24 on it is ``cache``,
@@ -95,23 +99,23 @@ _Policy = Callable[..., Any] | Sequence[Any] | str
 
 
 @dataclass(frozen=True)
-class Checkpointing:
+class Recompute(EngineExtension):
     """Blocks whose forward backward runs again, and the operations in them that it does not.
 
     Attributes:
-        every: only each ``every``-th block is checkpointed; the others keep their activations.
         policy: None: all operations run again. "selective": outputs of attention kernels,
             reductions over ranks and every second matrix product are kept, see
             [Note: Selective checkpointing]. Or a policy of
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: a function, or a list
             of operations whose outputs are kept.
+        every: only each ``every``-th block is checkpointed; the others keep their activations.
 
     Raises:
         TypeError, ValueError: ``every`` is no whole number of 1 or more, or ``policy`` is none.
     """
 
-    every: int = 1
     policy: _Policy | None = None
+    every: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool):
@@ -133,29 +137,36 @@ class Checkpointing:
                 )
         object.__setattr__(self, "policy", tuple(policy))
 
+    def signature(self) -> str:
+        """See the base class. Addresses of functions are left out."""
+        return str(self)
+
+    def prepare(self, setup: EngineSetup, resources: Resources) -> None:
+        """Wrap the blocks of the model."""
+        checkpoint_units(setup.model, setup.units, self)
+
     def __str__(self) -> str:
-        """Equal on all ranks, as addresses of functions are not."""
         policy = self.policy
         if callable(policy):
             policy = f"{policy.__module__}.{getattr(policy, '__qualname__', type(policy).__name__)}"
         elif isinstance(policy, tuple):
             policy = ", ".join(map(str, policy))
-        return f"Checkpointing(every={self.every}, policy={policy})"
+        return f"Recompute(policy={policy}, every={self.every})"
 
 
-def recomputed_by(checkpointing: object) -> Checkpointing | None:
+def recomputed_by(checkpointing: object) -> Recompute | None:
     """The blocks and operations that the argument of ``shard`` has recomputed; None: none are."""
-    if isinstance(checkpointing, Checkpointing):
+    if isinstance(checkpointing, Recompute):
         return checkpointing
     if checkpointing is True:
-        return Checkpointing()
-    return Checkpointing(policy=SELECTIVE) if checkpointing == SELECTIVE else None
+        return Recompute()
+    return Recompute(policy=SELECTIVE) if checkpointing == SELECTIVE else None
 
 
 def checkpoint_units(
     model: nn.Module,
     units: UnitSelector | Iterable[UnitSelector] | None = None,
-    checkpointing: bool | str | Checkpointing = True,
+    checkpointing: bool | str | Recompute = True,
 ) -> tuple[str, ...]:
     """Checkpoint the activations of every module that is a unit of :func:`~fsdp_engine.shard`.
 

@@ -31,6 +31,8 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.units.plan import Plan, is_expert
 
 SAME, FIRST, EMPTY, OWN = "same", "rank0", "empty", "own"
+# Of other interfaces: parameters start from the first rank's values, which are not compared.
+FIRST_PARAMETERS = "rank0 parameters"
 CHOICES = (SAME, FIRST, EMPTY)  # of shard(); FSDP2 lets each rank keep slices of its own values
 
 # Words of a row: sums of rows and sums of columns tell apart two words that changed places.

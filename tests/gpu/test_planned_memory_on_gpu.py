@@ -88,7 +88,7 @@ def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
         config = fe.DistributedDataParallelConfig(nccl_ub=True)
         policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, mp_policy=policy, config=config)
-        pool: Any = engine._memory._pool
+        pool: Any = engine.memory.pool
         segments = [
             range(segment["address"], segment["address"] + segment["total_size"])
             for segment in pool._pool.snapshot()
@@ -154,7 +154,8 @@ def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> No
 
 @plans_addresses
 def test_pieces_of_an_arena_on_the_device_keep_it_alive_and_can_be_swapped() -> None:
-    memory = Memory(torch.device("cuda", torch.cuda.current_device()), has_arenas=True)
+    memory = Memory(torch.device("cuda", torch.cuda.current_device()))
+    memory.fix_addresses()
     first, second = (memory.transient(1000, torch.float32, "full") for _ in range(2))
     for number in range(3):
         first.fill()

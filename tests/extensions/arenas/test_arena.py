@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 
 
 def make(*sizes: int, role: str = "full") -> tuple[Memory, list[TransientStorage]]:
-    memory = Memory(CPU, has_arenas=True)
+    memory = Memory(CPU)
+    memory.fix_addresses()
     return memory, [memory.transient(size, torch.uint8, role) for size in sizes]
 
 
@@ -209,7 +210,8 @@ def test_the_arena_outlives_the_storages_that_are_filled_from_it() -> None:
 @plans_addresses
 def test_roles_have_arenas_of_their_own() -> None:
     """On CUDA they are filled on different lanes."""
-    memory = Memory(CPU, has_arenas=True)
+    memory = Memory(CPU)
+    memory.fix_addresses()
     full = memory.transient(10, torch.float32, "full")
     staging = memory.transient(10, torch.bfloat16, "staging")
     for _ in range(2):
@@ -222,7 +224,8 @@ def test_roles_have_arenas_of_their_own() -> None:
 
 @plans_addresses
 def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
-    memory = Memory(CPU, has_arenas=True)
+    memory = Memory(CPU)
+    memory.fix_addresses()
     row = []
     for _ in range(4):
         memory.begin_unit()
@@ -261,7 +264,9 @@ def test_there_are_no_arenas_where_memory_cannot_move(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with FakeTensorMode():
-        assert Memory(CPU, has_arenas=True).arenas == {}
+        fake = Memory(CPU)
+        fake.fix_addresses()
+        assert fake.arenas == {}
     assert Memory(CPU).arenas == {}
     monkeypatch.setattr(memory_module, "_CAN_SWAP", False)
     memory, row = make(*[1000] * 4)

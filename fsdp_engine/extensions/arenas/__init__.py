@@ -1,0 +1,5 @@
+"""Fixed addresses of transient buffers, and memory that is registered with NCCL."""
+
+from fsdp_engine.extensions.arenas.fixed_addresses import FixedAddresses
+
+__all__ = ["FixedAddresses"]
