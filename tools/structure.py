@@ -9,7 +9,7 @@ file's. ``--write`` writes better figures into the file, and the table into ``do
 - The closure of ``fe.shard`` is the modules that its module imports at module level, transitively,
   with the packages that contain them. Imports under TYPE_CHECKING or in functions do not count, and
   neither do those of ``fsdp_engine/__init__.py``.
-- Words of extensions are those of :data:`WORDS`, counted with other words that contain them, in code,
+- Words of extensions are those of :data:`WORDS`, counted also within other words, in code,
   comments and docstrings of the kernel: all of the package but :data:`BESIDE_THE_KERNEL`.
 - ``tools/traced_step.py`` describes the traced step.
 """
