@@ -374,9 +374,9 @@ class Trial:
 
 
 # Rates that differ by less than the fastest over this are considered equal.
-RATE_STEPS = 1000
+_RATE_STEPS = 1000
 # Rates whose ratio differs by at most this are therefore considered equal wherever they are.
-TOLERANCE = 2 / RATE_STEPS
+TOLERANCE = 2 / _RATE_STEPS
 
 
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
@@ -384,24 +384,10 @@ def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
     memory; then the others by the bytes that exceed the limit."""
     found = list(outcomes)
     fastest = max(found, key=lambda each: each.rate)
-    step = abs(fastest.rate) / RATE_STEPS or 1.0
+    step = abs(fastest.rate) / _RATE_STEPS or 1.0
     return tuple(
         sorted(found, key=lambda each: (each.lacking, -round(each.rate / step), each.peak_bytes))
     )
-
-
-def fastest_outcomes(outcomes: Iterable[Outcome], count: int) -> list[Outcome]:
-    """Returns the fastest outcomes that fit, of those with equal rates the first.
-
-    Args:
-        outcomes: sorted.
-        count: at most.
-    """
-    found: list[Outcome] = []
-    for each in outcomes:
-        if len(found) < count and each.fits and (not found or is_faster(found[-1], each)):
-            found.append(each)
-    return found
 
 
 def is_faster(outcome: Outcome, other: Outcome) -> bool:

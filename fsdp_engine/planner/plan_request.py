@@ -62,7 +62,6 @@ class PlanRequest:
         options: of ``fe.shard``.
         is_compared: the plan is one of several: the choice is not varied, and a quick plan tries
             all of its candidates, whatever time they take.
-        only: the candidates to try, with their sizes of microbatches. Empty: all.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -96,7 +95,6 @@ class PlanRequest:
     stage_loss: Callable[[Any, Any], Tensor] | None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_compared: bool = False
-    only: tuple[Candidate, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (

@@ -34,21 +34,20 @@ from fsdp_engine.planner.command_inputs import (
     in_fp8,
     model_builder,
 )
-from fsdp_engine.planner.comparison import Answers
+from fsdp_engine.planner.comparison import named_machines
 from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
 from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_request import AUTO, EVERYTHING
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
-from fsdp_engine.planner.questions import GPU, NODE, parsed_count
+from fsdp_engine.planner.questions import parsed_count
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.machine import PRESETS, Machine
+from fsdp_engine.simulation.machine import PRESETS
 from fsdp_engine.simulation.simulate import build_meta_module
 from fsdp_engine.simulation.simulation_error import SimulationError, check_positive
 from fsdp_engine.terminal import print_whole, terminal_width, wrapped
@@ -106,13 +105,6 @@ _CHECKPOINTING: dict[Recompute, tuple[Activations, ...] | None] = {
 }
 
 
-class FailureUnit(StrEnum):
-    """The part of a machine whose failures ``--mtbf`` counts."""
-
-    gpu = GPU
-    node = NODE
-
-
 @app.callback()
 def _root() -> None:
     """A sharded training engine for PyTorch."""
@@ -120,10 +112,7 @@ def _root() -> None:
 
 # Options that are only valid with, or without, others.
 _OUTPUTS = ("figure", "html", "trace", "save")
-_QUESTIONS = (
-    *("tokens", "price", "compare", "what_if", "scaling", "scaling_figure"),
-    *("checkpoint_bandwidth", "mtbf", "mtbf_of"),
-)
+_QUESTIONS = (*("tokens", "price", "compare", "scaling", "scaling_figure", "checkpoint_bandwidth"),)
 _SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
 _WITH_BATCH = (
     *("machine", "recompute", "compile", "fp8", "microbatch_sizes", "optimizer", "loss"),
@@ -262,14 +251,6 @@ def plan(
     compare: Annotated[
         str | None, typer.Option(help="machines to plan for, too, such as h100,h200")
     ] = None,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="plan for the machine with other figures, such as outer_bandwidth=0.5x; several "
-            "together by commas, several rows by several options; auto: half and twice the compute "
-            "and links, for the fastest strategies"
-        ),
-    ] = None,
     scaling: Annotated[
         bool, typer.Option("--scaling", help="how the time grows from 8 to 4,096 ranks")
     ] = False,
@@ -278,18 +259,8 @@ def plan(
     ] = None,
     checkpoint_bandwidth: Annotated[
         float | None,
-        typer.Option(
-            help="GB/s to storage of all ranks together: the time of a save, and with --mtbf the "
-            "best interval"
-        ),
+        typer.Option(help="GB/s to storage of all ranks together: the time of a save"),
     ] = None,
-    mtbf: Annotated[
-        float | None,
-        typer.Option(help="with --checkpoint-bandwidth: mean hours between failures of one GPU"),
-    ] = None,
-    mtbf_of: Annotated[
-        FailureUnit, typer.Option(help="with --mtbf: the part that fails, gpu or node")
-    ] = FailureUnit.gpu,
     dtype: Annotated[str, typer.Option(help="of weights in forward and backward")] = "fp32",
     main_dtype: Annotated[str, typer.Option(help="of the optimizer's weights")] = "fp32",
     grad_dtype: Annotated[str, typer.Option(help="of gradients between microbatches")] = "fp32",
@@ -375,17 +346,7 @@ def plan(
     if global_batch is not None:
         _refuse(given, ("microbatches",), "expected without --global-batch; found with it")
     questions = _questions(
-        machine,
-        tokens,
-        price,
-        compare,
-        what_if,
-        scaling,
-        scaling_figure,
-        checkpoint_bandwidth,
-        mtbf,
-        mtbf_of,
-        given,
+        tokens, price, compare, scaling, scaling_figure, checkpoint_bandwidth, given
     )
     if memory is not None and not 0 < memory < float("inf"):
         raise typer.BadParameter(f"--memory: expected GiB, more than 0; found {memory}")
@@ -475,12 +436,13 @@ def plan(
             print("\nFull plan:")
             planning = planning.full()
         _print(planning)
-        answers = None if planning.chosen is None else questions.answer(planning)
+        if planning.chosen is not None:
+            questions.answer(planning)
     except SimulationError as error:
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _save(planning, questions, answers, figure, html, trace, save)
+    _save(planning, figure, html, trace, save)
 
 
 @app.command("calibrate")
@@ -538,8 +500,6 @@ def _print(planning: StrategyPlan) -> None:
 
 def _save(
     planning: StrategyPlan,
-    questions: Questions,
-    answers: Answers | None,
     figure: Path | None,
     html: Path | None,
     trace: Path | None,
@@ -554,7 +514,7 @@ def _save(
     if planning.simulate is not None and (html is not None or trace is not None):
         step = planning.simulate(planning.outcomes[0].candidate)
     if html is not None:
-        save_page(planning, html, step, answers, questions)
+        save_page(planning, html, step)
     if trace is not None and step is not None:
         step.save_trace(trace)
     raise typer.Exit(_status(planning))
@@ -585,28 +545,20 @@ def _batch(spec: str, model: nn.Module, *, has_sizes: bool, has_lengths: bool) -
 
 
 def _questions(
-    machine: str,
     tokens: float | None,
     price: str | None,
     compare: str | None,
-    what_if: list[str] | None,
     scaling: bool,
     scaling_figure: Path | None,
     checkpoint_bandwidth: float | None,
-    mtbf: float | None,
-    mtbf_of: FailureUnit,
     given: set[str],
 ) -> Questions:
     """The questions about the plan, checked before it is made."""
     if tokens is None:
         _refuse(given, ("price",), "expected with --tokens; found without")
-    if checkpoint_bandwidth is None:
-        _refuse(given, ("mtbf",), "expected with --checkpoint-bandwidth; found without")
     if not scaling:
         _refuse(given, ("scaling_figure",), "expected with --scaling; found without")
-    if mtbf is None:
-        _refuse(given, ("mtbf_of",), "expected with --mtbf; found without")
-    numbers = {"tokens": tokens, "checkpoint-bandwidth": checkpoint_bandwidth, "mtbf": mtbf}
+    numbers = {"tokens": tokens, "checkpoint-bandwidth": checkpoint_bandwidth}
     try:
         for name, number in numbers.items():
             if number is not None:
@@ -621,20 +573,13 @@ def _questions(
             raise ValueError(
                 f"--price: expected one price, or {len(machines)} for --compare; found {price}"
             )
-        changes = tuple(AUTO if each == AUTO else parsed_changes(each) for each in what_if or ())
-        for change in changes:
-            if not isinstance(change, str):
-                changed_machine(Machine.named(machine), change)
         return Questions(
             tokens,
             tuple(prices),
             tuple(name for name, _ in named_machines(machines)),
-            changes,
             scaling,
             scaling_figure,
             None if checkpoint_bandwidth is None else 1e9 * checkpoint_bandwidth,
-            mtbf,
-            mtbf_of.value,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

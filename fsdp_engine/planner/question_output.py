@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.planner.comparison import Answers, Comparison, comparison_table, comparison_texts
-from fsdp_engine.planner.questions import GPU, format_duration
+from fsdp_engine.planner.comparison import Comparison, comparison_table
+from fsdp_engine.planner.questions import format_duration
 from fsdp_engine.planner.scaling_figure import save_scaling_figure
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.terminal import format_bytes
@@ -25,49 +25,37 @@ class Questions:
         tokens: of a training run.
         prices: dollars per GPU hour: one, or one for each of ``machines``.
         machines: to plan for.
-        changes: of the machine's figures, one mapping for each row; or "auto".
         scales: plan for other numbers of ranks.
         scaling_figure: file for a figure of these.
         bandwidth: bytes per second to storage, of all ranks together.
-        mtbf_hours, mtbf_of: mean hours between failures of one GPU or node.
     """
 
     tokens: float | None = None
     prices: tuple[float | None, ...] = (None,)
     machines: tuple[str, ...] = ()
-    changes: tuple[Mapping[str, str] | str, ...] = ()
     scales: bool = False
     scaling_figure: Path | None = None
     bandwidth: float | None = None
-    mtbf_hours: float | None = None
-    mtbf_of: str = GPU
 
-    def answer(self, planning: StrategyPlan) -> Answers:
-        """Print the answers for a plan of which a candidate fits, and return them."""
-        sentences, tables = list(self._sentences(planning)), []
-        for sentence in sentences:
+    def answer(self, planning: StrategyPlan) -> None:
+        """Print the answers for a plan of which a candidate fits."""
+        for sentence in self._sentences(planning):
             print(sentence)
         for found, prices in self._comparisons(planning):
-            tables.append(comparison_texts(found, self.tokens, prices))
             print()
-            Console().print(comparison_table(tables[-1]))
-        return Answers(tuple(sentences), tuple(tables))
+            Console().print(comparison_table(found, self.tokens, prices))
 
     def _sentences(self, planning: StrategyPlan) -> Iterator[str]:
         if self.tokens is not None:
             price = self.prices[0] if len(self.prices) == 1 else None
             yield str(planning.training(self.tokens, price))
-        if self.bandwidth is None:
-            return
-        if self.mtbf_hours is not None:
-            yield str(planning.checkpoints(self.bandwidth, self.mtbf_hours, self.mtbf_of))
-            return
-        assert planning.chosen is not None
-        num_bytes = planning.chosen.checkpoint_bytes
-        yield (
-            f"A checkpoint has {format_bytes(num_bytes)}; saving it takes "
-            f"{format_duration(num_bytes / self.bandwidth)}."
-        )
+        if self.bandwidth is not None:
+            assert planning.chosen is not None
+            num_bytes = planning.chosen.checkpoint_bytes
+            yield (
+                f"A checkpoint has {format_bytes(num_bytes)}; saving it takes "
+                f"{format_duration(num_bytes / self.bandwidth)}."
+            )
 
     def _comparisons(
         self, planning: StrategyPlan
@@ -75,8 +63,6 @@ class Questions:
         """Comparisons, with prices of their rows."""
         if self.machines:
             yield planning.compare(self.machines), self.prices
-        if self.changes:
-            yield planning.what_if(*self.changes), self.prices[:1]
         if self.scales:
             scaling = planning.scaling()
             yield scaling, self.prices[:1]

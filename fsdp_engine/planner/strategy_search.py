@@ -222,7 +222,7 @@ class _Planning:
         total = request.global_batch
         self._search = None if total is None else BatchSearch(job, total)
         degrees = request.degrees(model)
-        self._candidates = list(request.only) or self._all_candidates(model, degrees)
+        self._candidates = self._all_candidates(model, degrees)
         first = self._candidates[0]
         others = fitting_degrees(model, request.world_size, request.where.ranks_per_node)
         self._setting = Setting(
@@ -302,8 +302,6 @@ class _Planning:
     def _simulated(self) -> tuple[Outcome, ...]:
         request = self._request
         found = self._outcomes(self._candidates)
-        if request.only:
-            return sorted_outcomes(found)
         if not request.quick:
             found += self._outcomes(self._more_levels(found))
         if request.tries_offloaded_activations:
@@ -328,8 +326,7 @@ class _Planning:
                 if self._is_late and any(other.fits for other in found):
                     break
                 try:
-                    search = None if request.only else self._search
-                    chosen = each if search is None else search.sized(each)
+                    chosen = each if self._search is None else self._search.sized(each)
                     found.append(job.outcome(chosen, request.limit))
                 except SimulationError as error:
                     is_default = request.checkpointing is None and each.checkpointing == SELECTIVE
