@@ -15,7 +15,7 @@ from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.engine import Engine
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.simulate import Parallelize
+from fsdp_engine.simulation.step_options import Parallelize
 from fsdp_engine.simulation.tp_plan import apply_tp_plan, check_tp_plan
 
 Select = Callable[[int], tuple[Candidate, Mapping[str, Any]]]

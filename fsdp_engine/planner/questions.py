@@ -102,21 +102,6 @@ class TrainingRun:
         return f"{text}. Cost: ${format_large(self.cost)} at ${self.price:,.2f} per GPU hour."
 
 
-def parsed_count(text: str) -> float:
-    """Returns the number of a text such as "4M": k is 2^10, M is 2^20.
-
-    Raises:
-        ValueError: it is none.
-    """
-    factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower())
-    try:
-        return float(text) if factor is None else factor * float(text[:-1])
-    except ValueError:
-        raise ValueError(
-            f"--global-batch: expected a number such as 4M or 4194304; found {text!r}"
-        ) from None
-
-
 def format_large(count: float) -> str:
     """Format a count with three significant digits, also of trillions: 15T."""
     if count < 0.9995 * _TRILLION:

@@ -13,7 +13,7 @@ from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.simulation.pipeline import schedule_class, stages_of_ranks
-from fsdp_engine.simulation.simulate import Parallelize
+from fsdp_engine.simulation.step_options import Parallelize
 from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
 _WHAT = "StrategyPlan.shard_stages"

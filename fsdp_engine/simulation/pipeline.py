@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,7 @@ from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.simulation.causal_lm_stages import Stages
-from fsdp_engine.simulation.context_parallel import check_context_parallel
-from fsdp_engine.simulation.machine import H100, Machine
+from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.simulation.pipeline_job import (
     CPU,
@@ -42,18 +41,11 @@ from fsdp_engine.simulation.pipeline_job import (
     cross_entropy,
     make_schedule,
 )
-from fsdp_engine.simulation.simulate import (
-    MakeOptimizer,
-    Parallelize,
-    Simulation,
-    check_options,
-    data_parallel_size,
-    make_adamw,
-    mesh_sizes,
-)
+from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.simulation.simulation_error import check_callable, check_count, check_type
 from fsdp_engine.simulation.stage_costs import MICROBATCHES, costed_rank, stage_costs
 from fsdp_engine.simulation.stage_messages import StageMessages, check_messages, is_stage_lane
+from fsdp_engine.simulation.step_options import StepOptions
 from fsdp_engine.simulation.tape import Replay
 from fsdp_engine.simulation.time_accuracy import accuracy_of, family_of
 
@@ -151,22 +143,14 @@ def simulate_pipeline(
     world_size: int,
     *,
     pipeline: int,
-    microbatches: int,
     batch: Any,
     target: Any,
     schedule: str | type[Any] = "1F1B",
     stages_per_rank: int | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    mesh: Sequence[int] | None = None,
-    context_parallel: int = 1,
-    tensor_parallel: int = 1,
-    parallelize: Parallelize | None = None,
-    machine: Machine = H100,
-    optimizer: MakeOptimizer | None = None,
-    known: OperationCache | None = None,
-    compile: bool = False,
     quick: bool = False,
-    **options: Any,
+    options: StepOptions | None = None,
+    **given: Any,
 ) -> PipelineSimulation:
     """Simulate a step of pipeline-parallel training; see [Note: Simulated pipelines].
 
@@ -179,7 +163,6 @@ def simulate_pipeline(
         world_size: all ranks.
         pipeline: ranks of a pipeline, at least 2. The ``world_size / pipeline`` ranks of a stage
             are consecutive.
-        microbatches: of a step.
         batch: inputs of the first stage, of one microbatch on one data-parallel rank: a tensor, a
             tuple of tensors, or a function that returns one of these. The first dimension is that
             of samples.
@@ -188,23 +171,13 @@ def simulate_pipeline(
             or a class.
         stages_per_rank: None: 1, or 2 if the schedule takes several stages.
         loss: ``loss(output, target)`` of the last stage. None: the cross-entropy of logits.
-        mesh: data-parallel ranks on each axis, (inner,) or (outer, inner). None: one axis.
-        context_parallel: consecutive data-parallel ranks of a stage that share each sequence, by
-            torch's ``context_parallel`` around the step of the schedule; see
-            :func:`~fsdp_engine.simulate`. ``batch`` and ``target`` have whole sequences, stages
-            and their messages this part of them.
-        tensor_parallel: consecutive ranks of a stage that share its matrices. The others are
-            data-parallel.
-        parallelize: applies tensor parallelism to a stage in place,
-            ``parallelize(module, tp_mesh)``. None: :func:`~fsdp_engine.apply_tp_plan`.
-        machine: the simulated machine.
-        optimizer: returns the optimizer for the sharded parameters of a rank. None: AdamW.
-        known: see :func:`~fsdp_engine.simulate`.
-        compile: call ``compile()`` of each block of the stages first; see
-            :func:`~fsdp_engine.simulate`.
         quick: simulate each different stage once, with few microbatches, instead of all forwards
             and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``.
-        **options: of :func:`~fsdp_engine.sharding.shard`.
+        options: the other options. None: they are keyword arguments.
+        **given: fields of :class:`~.step_options.StepOptions`, of which ``microbatches`` is
+            required; with context parallelism ``batch`` and ``target`` have whole sequences, stages
+            and their messages this part of them. And options of
+            :func:`~fsdp_engine.sharding.shard`.
 
     Raises:
         SimulationError: a stage, the loss or the optimizer cannot run with fake tensors, or raised
@@ -221,44 +194,32 @@ def simulate_pipeline(
     check_callable("stages", stages, "a function (index, num_stages) -> torch.nn.Module")
     check_count("world_size", world_size, "1 rank or more")
     check_count("pipeline", pipeline, "2 ranks or more")
-    check_count("microbatches", microbatches, "at least 1")
-    check_type("machine", machine, Machine, "a Machine, such as fe.H100")
-    for flag, value in (("compile", compile), ("quick", quick)):
-        check_type(flag, value, bool, "True or False")
-    for name, function in (("loss", loss), ("optimizer", optimizer), ("parallelize", parallelize)):
-        if function is not None:
-            check_callable(name, function, "a function, or None")
+    check_type("quick", quick, bool, "True or False")
+    if loss is not None:
+        check_callable("loss", loss, "a function, or None")
+    if options is None and "microbatches" not in given:
+        raise TypeError("microbatches: expected microbatches of a step; found none")
+    asked = StepOptions.of(options, given)
     if pipeline < 2 or world_size % pipeline:
         raise ValueError(
             f"pipeline: expected a divisor of the {world_size} ranks, at least 2; found {pipeline}"
         )
-    if known is not None:
-        check_type("known", known, OperationCache, "an OperationCache, or None")
-    sizes = mesh_sizes(mesh, data_parallel_size(world_size // pipeline, tensor_parallel))
-    check_context_parallel(context_parallel, sizes[-1], machine)
-    check_options(machine, options, world_size)
+    sizes = asked.sizes(world_size // pipeline)
+    asked.check_shard(world_size)
     kind = schedule_class(schedule)
     job = PipelineJob(
         stages,
         kind,
         stages_of_ranks(kind, pipeline, stages_per_rank),
-        microbatches,
         batch,
         target,
         loss or cross_entropy,
         sizes,
-        context_parallel,
-        tensor_parallel,
-        parallelize,
-        machine,
-        optimizer or make_adamw,
-        known or OperationCache(),
-        compile,
-        options,
+        replace(asked, known=asked.known or OperationCache()),
     )
     kinds = job.action_kinds()
     arguments, first = job.infer_arguments()
-    if quick and microbatches >= MICROBATCHES:
+    if quick and asked.microbatches >= MICROBATCHES:
         known_costs = {
             index: stage_costs(job, index, arguments, kinds) for index in sorted(set(first))
         }
@@ -369,15 +330,15 @@ def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulat
     )
     sizes = " x ".join(map(str, job.sizes))
     strategy = ranks[0].title.split(", ", 1)[1]
-    title = f"{job.schedule.__name__} of {job.microbatches} microbatches, {strategy}, "
+    title = f"{job.schedule.__name__} of {job.step.microbatches} microbatches, {strategy}, "
     title += f"{job.pipeline} pipeline x {sizes} data-parallel ranks"
-    if job.context_parallel > 1:
-        title += f" in context-parallel groups of {job.context_parallel}"
-    if job.tensor_parallel > 1:
-        title += f" of {job.tensor_parallel} tensor-parallel ranks each"
+    if job.step.context_parallel > 1:
+        title += f" in context-parallel groups of {job.step.context_parallel}"
+    if job.step.tensor_parallel > 1:
+        title += f" of {job.step.tensor_parallel} tensor-parallel ranks each"
     return PipelineSimulation(
         title,
-        job.machine,
+        job.step.machine,
         max(ends) - max(starts),
         ranks,
         tuple(start - min(starts) for start in starts),

@@ -30,17 +30,15 @@ from fsdp_engine.simulation.clock import Clock
 from fsdp_engine.simulation.compiled import compile_blocks, compiled_modules
 from fsdp_engine.simulation.context_parallel import ContextParallel, sequence_length
 from fsdp_engine.simulation.device_kernels import device_kernels
-from fsdp_engine.simulation.machine import Link, Machine
-from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.packed_sequences import masks_of_rows
 from fsdp_engine.simulation.simulate import (
-    MakeOptimizer,
-    Parallelize,
     Simulation,
     build_fake_model,
     build_meta_module,
     checkpoint_bytes_of,
     held_bytes,
+    make_adamw,
     parallelize_model,
     shard_optimizer_of,
     simulation_of,
@@ -49,6 +47,7 @@ from fsdp_engine.simulation.simulate import (
 from fsdp_engine.simulation.simulated_process import SimulatedProcess, simulated_process
 from fsdp_engine.simulation.simulation_error import SimulationError, as_simulation_error
 from fsdp_engine.simulation.stage_messages import Message
+from fsdp_engine.simulation.step_options import StepOptions
 from fsdp_engine.simulation.tape import RecordingClock, Replay
 
 CPU = torch.device("cpu")
@@ -104,24 +103,18 @@ class PipelineJob:
 
     Attributes:
         stages_of: indices of the stages of each rank.
+        sizes: of the data-parallel axes.
+        step: the other options.
     """
 
     stages: Stages
     schedule: type[Any]
     stages_of: tuple[tuple[int, ...], ...]
-    microbatches: int
     batch: Any
     target: Any
     loss: Callable[[Any, Any], Tensor]
     sizes: tuple[int, ...]
-    context_parallel: int
-    tensor_parallel: int
-    parallelize: Parallelize | None
-    machine: Machine
-    optimizer: MakeOptimizer
-    known: OperationCache
-    compile: bool
-    options: dict[str, Any]
+    step: StepOptions
 
     @property
     def pipeline(self) -> int:
@@ -146,28 +139,28 @@ class PipelineJob:
     @property
     def num_batches(self) -> int:
         """Batches at a time: one for each group of context-parallel ranks."""
-        return self.data_size // self.context_parallel
+        return self.data_size // self.step.context_parallel
 
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.pipeline * self.data_size * self.tensor_parallel
+        return self.pipeline * self.data_size * self.step.tensor_parallel
 
     def process(self, clock: Clock, rank: int = 0) -> AbstractContextManager[SimulatedProcess]:
         """The process of a rank of the pipeline."""
         return simulated_process(
             clock,
             self.sizes,
-            known=self.known,
-            context_parallel=self.context_parallel,
-            tensor_parallel=self.tensor_parallel,
+            known=self.step.known,
+            context_parallel=self.step.context_parallel,
+            tensor_parallel=self.step.tensor_parallel,
             pipeline=self.pipeline,
             pipeline_rank=rank,
         )
 
     def context(self, process: SimulatedProcess) -> ContextParallel | None:
         """The context-parallel ranks of a rank; None: sequences are not sharded."""
-        if self.context_parallel == 1:
+        if self.step.context_parallel == 1:
             return None
         mesh = process.device_mesh._get_root_mesh()["cp"]
         process.operations.context_ranks = members_of(mesh)
@@ -176,9 +169,9 @@ class PipelineJob:
     def module(self, index: int, mesh: DeviceMesh) -> nn.Module:
         """Returns the fake module of a stage, with its tensor parallelism."""
         module = build_fake_model(partial(self.stages, index, self.num_stages))
-        if self.tensor_parallel > 1:
-            model = with_tp_plan(module) if self.parallelize is None else module
-            parallelize_model(model, self.parallelize, mesh._get_root_mesh()["tp"])
+        if self.step.tensor_parallel > 1:
+            model = with_tp_plan(module) if self.step.parallelize is None else module
+            parallelize_model(model, self.step.parallelize, mesh._get_root_mesh()["tp"])
         return module
 
     def action_kinds(self) -> tuple[str, ...]:
@@ -187,7 +180,7 @@ class PipelineJob:
         Raises:
             ValueError: the schedule does not take the number of microbatches or of stages.
         """
-        with self.process(Clock(self.machine)) as process:
+        with self.process(Clock(self.step.machine)) as process:
             group = process.device_mesh._get_root_mesh().get_group("pp")
             stages = [
                 PipelineStage(nn.Identity(), index, self.num_stages, CPU, group=group)
@@ -218,7 +211,7 @@ class PipelineJob:
             ValueError: it does not take the number of microbatches or of stages.
         """
         return make_schedule(
-            self.schedule, stages, self.pipeline, self.microbatches, loss or self.loss_of
+            self.schedule, stages, self.pipeline, self.step.microbatches, loss or self.loss_of
         )
 
     def loss_of(self, output: Any, target: Any) -> Tensor:
@@ -242,9 +235,9 @@ class PipelineJob:
         as torch's stages infer them in their first step; and for each stage the first one that does
         the same with the same arguments."""
         alike, first = self._find_alike(), list[int]()
-        with self.process(Clock(self.machine)) as process, ExitStack() as stack:
+        with self.process(Clock(self.step.machine)) as process, ExitStack() as stack:
             context = self.context(process)
-            if self.machine.host_runs_ahead:
+            if self.step.machine.host_runs_ahead:
                 stack.enter_context(device_kernels())
             inputs = self.made("batch", process.fake)
             if context is not None:
@@ -283,7 +276,7 @@ class PipelineJob:
         """The outputs of a stage."""
         module = self.module(index, process.device_mesh)
         # Fake tensors have no values to compare between ranks.
-        engine = shard(module, process.device_mesh, **self.options, initial_values="rank0")
+        engine = shard(module, process.device_mesh, **self.step.shard, initial_values="rank0")
         with (
             masks_of_rows(),
             _compiling_nothing(),  # the process' hooks would be traced
@@ -321,12 +314,12 @@ class PipelineJob:
 
     def of_step(self, name: str, fake: Any) -> tuple[Tensor, ...]:
         """The fake tensors of "batch" or "target", of all microbatches."""
-        return tuple(torch.cat([each] * self.microbatches) for each in self.made(name, fake))
+        return tuple(torch.cat([each] * self.step.microbatches) for each in self.made(name, fake))
 
     def link(self, first: int, second: int) -> Link:
         """The link between two ranks of the pipeline: that between nodes if it is for any of the
         ranks of their stages."""
-        machine, size = self.machine, self.data_size * self.tensor_parallel
+        machine, size = self.step.machine, self.data_size * self.step.tensor_parallel
         nodes = [
             {(rank * size + each) // machine.ranks_per_node for rank in (first, second)}
             for each in range(size)
@@ -358,21 +351,21 @@ class PipelineJob:
                 {f"stage {i}": each for i, each in zip(indices, modules, strict=True)}
             )
             names.set_model(of_rank)
-            if self.compile:
+            if self.step.compile:
                 for module in modules:
-                    compile_blocks(module, self.options.get("units"))
-            on_device = self.machine.host_runs_ahead
+                    compile_blocks(module, self.step.shard.get("units"))
+            on_device = self.step.machine.host_runs_ahead
             stack.enter_context(compiled_modules(of_rank, names, on_device=on_device))
-            if self.machine.host_runs_ahead:
+            if self.step.machine.host_runs_ahead:
                 stack.enter_context(device_kernels())
             stack.enter_context(masks_of_rows())
             engines = [
-                shard(module, mesh, **self.options, initial_values="rank0") for module in modules
+                shard(module, mesh, **self.step.shard, initial_values="rank0") for module in modules
             ]
             process.operations.data_ranks = frozenset(members_of(mesh))
             memory.watch(lambda: sums([held_bytes(engine) for engine in engines]))
             with as_simulation_error("making the optimizer"):
-                optimizer = self.optimizer(of_rank.parameters())
+                optimizer = (self.step.optimizer or make_adamw)(of_rank.parameters())
             shard_optimizer_of(optimizer)
             memory.settle("optimizer")
             inputs = self.of_step("batch", process.fake) if 0 in indices else ()
@@ -417,7 +410,7 @@ class PipelineJob:
 
     def record(self, rank: int, arguments: Sequence[tuple[Tensor, ...]]) -> Recorded:
         """Simulate the steps of a rank of the pipeline alone."""
-        clock = RecordingClock(self.machine, self.world_size)
+        clock = RecordingClock(self.step.machine, self.world_size)
         actions: list[Action] = []
         with self.rank(rank, arguments, clock) as found:
             memory = found.process.memory

@@ -37,25 +37,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
-from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
+from fsdp_engine.config import StagingBudget
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
-from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
-from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.simulation.compiled import (
     compile_blocks,
     compiled_modules,
 )
-from fsdp_engine.simulation.context_parallel import ContextParallel, check_context_parallel
+from fsdp_engine.simulation.context_parallel import ContextParallel
 from fsdp_engine.simulation.device_kernels import device_kernels
-from fsdp_engine.simulation.machine import H100, Machine
+from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.simulation.meshes import data_mesh_beside
 from fsdp_engine.simulation.module_names import parents_of
-from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.simulation.packed_sequences import masks_of_rows
 from fsdp_engine.simulation.simulated_process import SimulatedProcess, simulated_process
 from fsdp_engine.simulation.simulation_error import (
@@ -63,10 +60,8 @@ from fsdp_engine.simulation.simulation_error import (
     as_simulation_error,
     check_callable,
     check_count,
-    check_sizes,
-    check_type,
-    listed,
 )
+from fsdp_engine.simulation.step_options import Parallelize, StepOptions
 from fsdp_engine.simulation.time_accuracy import accuracy_of, family_of
 from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
@@ -500,27 +495,15 @@ def _ms(seconds: float) -> str:
 # state to copy. Where the next forward overlaps steps, a third one overlaps the second's.)
 FIRST_STEPS = (1,)
 
-# Applies tensor parallelism to a model over a mesh of one axis.
-Parallelize = Callable[[nn.Module, DeviceMesh], object]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
 
 def simulate(
     build: Callable[[], nn.Module],
     world_size: int,
     *,
     batch: Any,
-    mesh: Sequence[int] | None = None,
-    context_parallel: int = 1,
-    tensor_parallel: int = 1,
-    parallelize: Parallelize | None = None,
-    machine: Machine = H100,
     loss: Callable[[Any], Tensor] | None = None,
-    optimizer: MakeOptimizer | None = None,
-    microbatches: int = 1,
-    known: OperationCache | None = None,
-    compile: bool = False,
-    **options: Any,
+    options: StepOptions | None = None,
+    **given: Any,
 ) -> Simulation:
     """Simulate a training step: its time, exposed communication and memory.
 
@@ -533,26 +516,13 @@ def simulate(
         batch: the model's inputs on one rank, or on one group of context-parallel ranks: a tuple of
             arguments, a dict of keyword arguments, a single argument, or a function that returns
             one of these. Only the shapes and dtypes of tensors are used.
-        mesh: ranks that parameters are sharded over on each axis, (inner,) or (outer, inner): the
-            data-parallel ranks, context-parallel ones included. None: one axis.
-        context_parallel: consecutive ranks of the inner axis that share each sequence, by torch's
-            ``context_parallel`` around forward and backward. It shards all tensors of the batch
-            whose dimension 1 is the sequence.
-        tensor_parallel: ranks of the tensor-parallel axis, which are consecutive. The others,
-            ``world_size / tensor_parallel``, are data-parallel.
-        parallelize: applies tensor parallelism to the model in place,
-            ``parallelize(model, tp_mesh)``. None: :func:`~fsdp_engine.apply_tp_plan`.
-        machine: the simulated machine.
         loss: returns the loss for the model's output. None: the output, or its attribute ``loss``,
             summed if it has several elements.
-        optimizer: returns the optimizer for the sharded parameters. None: AdamW.
-        microbatches: forwards and backwards per step, all but the last under ``no_sync``.
-        known: a cache of operations, which this simulation extends. Sharing one saves time if there
-            are many simulations. None: a new one.
-        compile: call ``compile()`` of each block first, as ``torch.compile`` is used with
-            ``shard``. Blocks that ``build`` compiles are compiled in any case.
-        **options: of :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``,
-            ``units``, ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
+        options: the other options. None: they are keyword arguments.
+        **given: fields of :class:`~.step_options.StepOptions`: ``mesh``, ``machine``,
+            ``optimizer``, ``microbatches``, ...; and options of
+            :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``, ``units``,
+            ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
 
     Raises:
         SimulationError: the model, the loss or the optimizer cannot run with fake tensors (for
@@ -569,27 +539,21 @@ def simulate(
             requires grad.
     """
     check_count("world_size", world_size, "1 rank or more")
-    check_count("microbatches", microbatches, "at least 1")
     check_callable("build", build, "a function that returns a torch.nn.Module")
-    check_type("machine", machine, Machine, "a Machine, such as fe.H100")
-    check_type("compile", compile, bool, "True or False")
-    functions = (("loss", loss), ("optimizer", optimizer), ("parallelize", parallelize))
-    for name, function in functions:
-        if function is not None:
-            check_callable(name, function, "a function, or None")
-    data_size = data_parallel_size(world_size, tensor_parallel)
-    if known is not None:
-        check_type("known", known, OperationCache, "an OperationCache, or None")
-    sizes = mesh_sizes(mesh, data_size)
-    is_one_axis = mesh is None
-    check_context_parallel(context_parallel, sizes[-1], machine)
-    check_options(machine, options, world_size)
+    if loss is not None:
+        check_callable("loss", loss, "a function, or None")
+    asked = StepOptions.of(options, given)
+    machine, tensor_parallel = asked.machine, asked.tensor_parallel
+    context_parallel = asked.context_parallel
+    sizes = asked.sizes(world_size)
+    is_one_axis = asked.mesh is None
+    asked.check_shard(world_size)
     clock = Clock(machine, world_size)
     with (
         simulated_process(
             clock,
             sizes,
-            known=known,
+            known=asked.known,
             context_parallel=context_parallel,
             tensor_parallel=tensor_parallel,
         ) as process,
@@ -599,23 +563,23 @@ def simulate(
         model = build_fake_model(build)
         signature = _signature(model)
         if tensor_parallel > 1:
-            parallelize_model(model, parallelize, device_mesh._get_root_mesh()["tp"])
+            parallelize_model(model, asked.parallelize, device_mesh._get_root_mesh()["tp"])
         elif is_one_axis and context_parallel == 1:
             device_mesh = data_mesh_beside(model, device_mesh)
             sizes = tuple(device_mesh.shape)
         names.set_model(model)
-        if compile:
-            compile_blocks(model, options.get("units"))
+        if asked.compile:
+            compile_blocks(model, asked.shard.get("units"))
         on_device = machine.host_runs_ahead
         stack.enter_context(compiled_modules(model, names, on_device=on_device))
         if on_device:
             stack.enter_context(device_kernels())
         # Fake tensors have no values to compare between ranks.
-        engine = shard(model, device_mesh, **options, initial_values="rank0")
+        engine = shard(model, device_mesh, **asked.shard, initial_values="rank0")
         process.operations.data_ranks = frozenset(members_of(device_mesh))
         memory.watch(lambda: held_bytes(engine))
         with as_simulation_error("making the optimizer"):
-            trained = (optimizer or make_adamw)(model.parameters())
+            trained = (asked.optimizer or make_adamw)(model.parameters())
         shard_optimizer_of(trained)
         memory.settle("optimizer")
         with as_simulation_error("making the batch"):
@@ -634,7 +598,7 @@ def simulate(
             step.run(count)
         start = clock.finish()
         process.restart()
-        marks = step.run(microbatches)
+        marks = step.run(asked.microbatches)
         seconds = clock.finish() - start
         checkpoint_bytes = checkpoint_bytes_of(model, trained)
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
@@ -645,7 +609,9 @@ def simulate(
         beside.append(f" of {world_size // math.prod(sizes)} tensor-parallel ranks each")
     title += ",".join(beside)
     found = simulation_of(title, clock, memory, [engine], start, seconds, checkpoint_bytes)
-    return replace(found, further=part_between(clock, *marks[-3:-1]) if microbatches > 2 else None)
+    return replace(
+        found, further=part_between(clock, *marks[-3:-1]) if asked.microbatches > 2 else None
+    )
 
 
 def simulation_of(
@@ -728,56 +694,6 @@ def _by_lane(exposed: Iterable[Exposed]) -> dict[str, float]:
     return sums
 
 
-def data_parallel_size(world_size: int, tensor_parallel: int) -> int:
-    """Returns the number of data-parallel ranks.
-
-    Raises:
-        TypeError, ValueError: ``tensor_parallel`` is not a divisor of ``world_size``.
-    """
-    check_count("tensor_parallel", tensor_parallel, "1 rank or more")
-    if world_size % tensor_parallel:
-        raise ValueError(
-            f"tensor_parallel: expected a divisor of the {world_size} ranks; "
-            f"found {tensor_parallel}"
-        )
-    return world_size // tensor_parallel
-
-
-def mesh_sizes(mesh: Sequence[int] | None, data_size: int) -> tuple[int, ...]:
-    """Returns the sizes of the data-parallel axes.
-
-    Raises:
-        TypeError, ValueError: ``mesh`` does not have ``data_size`` ranks.
-    """
-    expected = f"one or two sizes of {data_size} ranks"
-    sizes = (data_size,) if mesh is None else tuple(listed("mesh", mesh, expected))
-    check_sizes("mesh", sizes, expected)
-    if math.prod(sizes) != data_size or len(sizes) not in (1, 2) or min(sizes) < 1:
-        raise ValueError(f"mesh: expected one or two sizes of {data_size} ranks; found {sizes}")
-    return sizes
-
-
-def check_options(machine: Machine, options: dict[str, Any], num_ranks: int) -> None:
-    """Check options of ``shard`` that simulations restrict.
-
-    Raises:
-        TypeError: ``config`` is none.
-        ValueError: the config enables checks of gradients' values, or the machine's link to
-            offloaded tensors is unknown.
-    """
-    config = options.get("config")
-    if config is not None:
-        check_type(
-            "config", config, DistributedDataParallelConfig, "a DistributedDataParallelConfig"
-        )
-    if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
-        raise ValueError(
-            "config: expected no checks of gradients, since they have no values; found "
-            "check_for_nan_in_grad or check_for_large_grads"
-        )
-    _check_links(machine, options.get("offload"), options.get("checkpointing", False), num_ranks)
-
-
 def parallelize_model(
     model: nn.Module, parallelize: Parallelize | None, tp_mesh: DeviceMesh
 ) -> None:
@@ -822,22 +738,6 @@ def shard_optimizer_of(optimizer: torch.optim.Optimizer) -> None:
             with as_simulation_error("the optimizer's step"):
                 raise error.__cause__ from None
         raise
-
-
-def _check_links(machine: Machine, offload: object, checkpointing: object, num_ranks: int) -> None:
-    """Check that the machine's figures for offloaded state and activations are known.
-
-    Raises:
-        ValueError: they are not, or ``checkpointing`` is none of those that ``shard`` takes.
-    """
-    if activations_of(checkpointing) is not None and machine.host_runs_ahead:
-        machine.link_to_state(HOST, num_ranks)
-    if isinstance(offload, Offload):
-        for place in sorted(set(offload.places.values())):
-            if machine.host_runs_ahead or place == DISK:
-                machine.link_to_state(place, num_ranks)
-        if machine.host_runs_ahead and offload.main_weights == HOST:
-            machine.host_rate(num_ranks)
 
 
 class _Step:

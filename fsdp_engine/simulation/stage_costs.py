@@ -178,8 +178,8 @@ def stage_costs(
     orders = _ORDERS["".join(LETTERS[kind] for kind in kinds)]
     count = orders[0].count("F")
     stages_of = tuple((number,) for number in range(job.num_stages))
-    alone = replace(job, stages_of=stages_of, microbatches=count)
-    clock = RecordingClock(job.machine, job.world_size)
+    alone = replace(job, stages_of=stages_of, step=replace(job.step, microbatches=count))
+    clock = RecordingClock(job.step.machine, job.world_size)
     # Schedules of several stages wait for what they have sent at the end of a step.
     kept = _Kept(newest_alone=job.has_one_stage_per_rank)
     of_case: dict[Case, Cost] = {}
@@ -532,18 +532,18 @@ def costed_rank(
         arguments: see :meth:`PipelineJob.infer_arguments`.
         costs: of all stages.
     """
-    clock, indices = RecordingClock(job.machine, job.world_size), job.stages_of[rank]
+    clock, indices = RecordingClock(job.step.machine, job.world_size), job.stages_of[rank]
     of_rank = [costs[index] for index in indices]
     held: Sizes = (0,) * len(KINDS)
     for each in of_rank:
-        more = job.microbatches * each.per_microbatch
+        more = job.step.microbatches * each.per_microbatch
         held = _sum(held, _with_activations(each.held, more))
     found = _CostedRank(clock, held)
     with (
         simulated_ranks(
             job.sizes,
-            on_host=not job.machine.host_runs_ahead,
-            tensor_parallel=job.tensor_parallel,
+            on_host=not job.step.machine.host_runs_ahead,
+            tensor_parallel=job.step.tensor_parallel,
             pipeline=job.pipeline,
             pipeline_rank=rank,
         ) as mesh,
@@ -553,7 +553,7 @@ def costed_rank(
         group = mesh._get_root_mesh().get_group("pp")
         stages = [_costed_stage(job, index, arguments, costs, found, group) for index in indices]
         schedule = job.make_schedule(stages, loss=lambda output, target: output)
-        rows = empty((job.microbatches,), torch.float32, CPU)  # a row for each microbatch
+        rows = empty((job.step.microbatches,), torch.float32, CPU)  # a row for each microbatch
         inputs = [rows] * len(arguments[0]) if 0 in indices else []
         target = rows if job.num_stages - 1 in indices else None
         for _ in range(STEPS):
@@ -566,7 +566,7 @@ def costed_rank(
             for each in of_rank:
                 found.spend("optimizer", each.step)
         clock.finish()
-    num_targets = job.microbatches * sum(each.num_targets for each in of_rank)
+    num_targets = job.step.microbatches * sum(each.num_targets for each in of_rank)
 
     def result(replay: Replay, start: float, seconds: float) -> Simulation:
         title = f"pipeline rank {rank}, {of_rank[0].alone.title.split(', ', 1)[1]}"

@@ -23,7 +23,7 @@ from fsdp_engine.planner import job, plan_cache, planner_cli, strategy_search
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.command_inputs import default_loss
 from fsdp_engine.planner.outcome import Outcome, Times
-from fsdp_engine.planner.plan_request import EVERYTHING
+from fsdp_engine.planner.plan_options import EVERYTHING, PlanOptions
 from fsdp_engine.planner.planner_cli import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
 from fsdp_engine.planner.progress import plan_progress
 from fsdp_engine.planner.strategy_plan import StrategyPlan
@@ -102,8 +102,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The arguments of the plan, whose result is made by hand."""
     found: dict[str, Any] = {}
 
-    def plan(build: Any, batch: Any, **options: Any) -> StrategyPlan:
-        found.update(build=build, batch=batch, **options)
+    def plan(build: Any, batch: Any, options: PlanOptions) -> StrategyPlan:
+        found.update(build=build, batch=batch, **vars(options), **options.shard)
         return made_plan()
 
     monkeypatch.setattr(planner_cli, "plan_job", plan)
@@ -219,7 +219,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ("--pipeline 2 --schedules 1F1B,GPipe", {"pipeline": [2], "schedules": ["1F1B", "GPipe"]}),
     ("--outer 1", {"meshes": [(16,)]}),
     ("--outer 2 --tensor-parallel 1,2", {"meshes": [(16,), (2, 8), (8,), (2, 4)]}),
-    ("--memory 2 --machine a100", {"memory": 2.0**31, "machine": "a100"}),
+    ("--memory 2 --machine a100", {"memory": 2.0**31, "machine": fe.A100}),
     ("--quick-only --no-cache --compile", {"quick": True, "cache": False, "compile": True}),
     ("--units blocks.* --min-unit-size 7", {"units": ["blocks.*"], "min_unit_size": 7}),
     (
@@ -246,11 +246,10 @@ def test_options_are_arguments_of_the_plan(
 
 def test_without_options_arguments_are_those_of_the_plan(asked: dict[str, Any]) -> None:
     run(OF_WORDS)
-    ours = {"world_size": 16, "machine": "h100", "loss": default_loss, "schedules": ["1F1B"]}
+    ours = {"world_size": 16, "loss": default_loss, "schedules": ["1F1B"]}
     ours |= {name: [1] for name in ("context_parallel", "tensor_parallel", "pipeline")}
     ours |= {"progress": True, "cache": True}
-    names = asked.keys() & fe.plan.__kwdefaults__.keys()
-    expected = {**{name: fe.plan.__kwdefaults__[name] for name in names}, **ours}
+    expected = {**vars(PlanOptions(world_size=16)), "shard": asked["shard"], **ours}
     assert {name: asked[name] for name in expected} == expected
     assert (asked["units"], asked["min_unit_size"]) == (None, None)
 
