@@ -51,13 +51,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import lanes_made_by
 from fsdp_engine.comm.mesh import simulated_ranks
-from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.operations import (
+from fsdp_engine.planner.simulation.calibrate import calibrate
+from fsdp_engine.planner.simulation.operations import (
     OperationCache,
     Operations,
     message_seconds,
 )
-from fsdp_engine.simulation.simulate import build_fake_model, to_fake
+from fsdp_engine.planner.simulation.simulate import build_fake_model, to_fake
 from gpt import GPT
 
 MICRO = 1e-6

@@ -52,7 +52,6 @@ FLOORS: dict[str, int] = {
     "checkpoint": 9,
     "fsdp2": 10,
     "megatron": 10,
-    "simulation": 10,
     "pretrained": 10,
     "planner": 11,
     "integrations": 11,
@@ -64,7 +63,7 @@ FLOORS: dict[str, int] = {
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
 CORE |= {"accelerator", "batches", "offload", "flat_dtensor", "optim", "engine", "sharding"}
 ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
-ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
+ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
 FORMAT_PACKAGES |= {"transformers"}

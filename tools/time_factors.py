@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "fsdp_engine" / "simulation" / "time_factors.py"
+TARGET = ROOT / "fsdp_engine" / "planner" / "simulation" / "time_factors.py"
 
 _HEAD = '''"""Measured over planned step times, by family of machines, in ascending order.
 

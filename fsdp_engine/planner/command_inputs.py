@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.memory import allocator
-from fsdp_engine.simulation.simulation_error import read_json
+from fsdp_engine.planner.simulation.simulation_error import read_json
 
 # As `offload`: only if nothing fits without; as `tensor_parallel`: all that the model has a plan
 # for; as `context_parallel`: all that fit a node, for long sequences; as `pipeline`: up to the

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.planner.questions import TrainingRun, format_large
-from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.simulation.simulation_error import listed
-from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.planner.simulation.machine import Machine
+from fsdp_engine.planner.simulation.simulation_error import listed
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 if TYPE_CHECKING:

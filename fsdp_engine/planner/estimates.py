@@ -45,9 +45,14 @@ from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import DEVICE, DISK, HOST, Offload
+from fsdp_engine.planner.simulation.simulation_error import (
+    check_callable,
+    check_count,
+    check_type,
+    listed,
+)
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
-from fsdp_engine.simulation.simulation_error import check_callable, check_count, check_type, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, AXIS_BELOW_DEPTH, NO_SHARD, Axis, Role, Strategy
 from fsdp_engine.units.assignment import Expected, UnitSelector, collect_records, expect
 from fsdp_engine.units.dtensors import set_spreads

@@ -25,13 +25,13 @@ from fsdp_engine.planner.outcome import Outcome, Trial
 from fsdp_engine.planner.plan_cache import JobCache, cache_of, compiler_settings, digest
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress
-from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.simulate import Simulation, simulate
-from fsdp_engine.simulation.simulation_error import SimulationError
-from fsdp_engine.simulation.step_options import StepOptions
+from fsdp_engine.planner.simulation.operations import OperationCache
+from fsdp_engine.planner.simulation.simulate import Simulation, simulate
+from fsdp_engine.planner.simulation.simulation_error import SimulationError
+from fsdp_engine.planner.simulation.step_options import StepOptions
 
 if TYPE_CHECKING:  # it loads torch's compiler
-    from fsdp_engine.simulation.pipeline import PipelineSimulation
+    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
 
 # Microbatches of a step that are simulated; see [Note: Steps of many microbatches] in
 # ``batch_search.py``.
@@ -127,7 +127,7 @@ class Job:
 
     def simulate_pipeline(self, candidate: Candidate, inputs: Any = None) -> PipelineSimulation:
         """Simulate a step of a candidate with a pipeline."""
-        from fsdp_engine.simulation.pipeline import simulate_pipeline
+        from fsdp_engine.planner.simulation.pipeline import simulate_pipeline
 
         request = self.request
         given = self.inputs(candidate) if inputs is None else inputs
@@ -297,7 +297,7 @@ class BatchSearch:
         rows, given = self._rows(candidate), self.job.request.options.microbatch_sizes
         found = [each for each in divisors(rows) if rows // each % candidate.pipeline == 0]
         if candidate.schedule is not None:
-            from fsdp_engine.simulation.pipeline import takes_microbatches
+            from fsdp_engine.planner.simulation.pipeline import takes_microbatches
 
             taken = partial(takes_microbatches, candidate.schedule, candidate.pipeline)
             found = [each for each in found if taken(rows // each)]

@@ -11,15 +11,15 @@ from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
-from fsdp_engine.simulation.clock import StepPart, axis_of
-from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.simulate import Simulation
-from fsdp_engine.simulation.stage_messages import is_stage_lane
+from fsdp_engine.planner.simulation.clock import StepPart, axis_of
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.simulate import Simulation
+from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.checkpointing import Checkpointing
 
 if TYPE_CHECKING:  # it loads torch's compiler
-    from fsdp_engine.simulation.pipeline import PipelineSimulation
+    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
 
 # Kinds of memory that are taken off the device, by role of an offload.
 KIND_OF_OFFLOADED = {
@@ -100,7 +100,7 @@ class Setting:
             unknown. Empty: they are known.
         machine_memory: memory of a rank's device in bytes; 0: unknown.
         machine_family: whose accuracy of times is stated
-            (:func:`~fsdp_engine.simulation.time_accuracy.accuracy_of`); empty: unknown.
+            (:func:`~fsdp_engine.planner.simulation.time_accuracy.accuracy_of`); empty: unknown.
         global_batch: tokens or samples of a step on all ranks, if microbatches were searched for
             it, else 0.
         is_quick: only the candidates of a quick plan were tried.

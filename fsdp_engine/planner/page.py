@@ -25,11 +25,11 @@ from fsdp_engine.planner.planner_tables import (
     plan_columns,
     plan_title,
 )
+from fsdp_engine.planner.simulation.clock import Span
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.module_names import parents_of
+from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
-from fsdp_engine.simulation.clock import Span
-from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.module_names import parents_of
-from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.terminal import Column
 
 with naming_extra():

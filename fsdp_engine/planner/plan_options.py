@@ -21,17 +21,17 @@ from fsdp_engine.planner.command_inputs import (
 )
 from fsdp_engine.planner.command_options import Needs, option
 from fsdp_engine.planner.outcome import USABLE
-from fsdp_engine.runtime.activations import OFFLOAD, Activations
-from fsdp_engine.simulation.causal_lm_stages import Stages
-from fsdp_engine.simulation.machine import PRESETS, Machine
-from fsdp_engine.simulation.simulation_error import (
+from fsdp_engine.planner.simulation.causal_lm_stages import Stages
+from fsdp_engine.planner.simulation.machine import PRESETS, Machine
+from fsdp_engine.planner.simulation.simulation_error import (
     check_callable,
     check_count,
     check_positive,
     check_type,
     listed,
 )
-from fsdp_engine.simulation.step_options import GivenOptions, MakeOptimizer, Parallelize
+from fsdp_engine.planner.simulation.step_options import GivenOptions, MakeOptimizer, Parallelize
+from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.units.checkpointing import SELECTIVE
 
 # Everything that can be on the host.

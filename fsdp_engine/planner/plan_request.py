@@ -22,14 +22,14 @@ from fsdp_engine.planner.candidates import (
 )
 from fsdp_engine.planner.command_inputs import AUTO, import_function
 from fsdp_engine.planner.plan_options import PlanOptions
-from fsdp_engine.simulation.causal_lm_stages import (
+from fsdp_engine.planner.simulation.causal_lm_stages import (
     CausalLMStages,
     Stages,
     check_stages,
     has_stages,
 )
-from fsdp_engine.simulation.simulation_error import check_callable, check_count, listed
-from fsdp_engine.simulation.tp_plan import check_tp_plan, fitting_degrees
+from fsdp_engine.planner.simulation.simulation_error import check_callable, check_count, listed
+from fsdp_engine.planner.simulation.tp_plan import check_tp_plan, fitting_degrees
 
 # Ranks of a pipeline that "auto" tries.
 _MOST_IN_PIPELINE = 16
@@ -92,7 +92,9 @@ class PlanRequest:
                 )
 
         if self.options.pipeline != 1:
-            from fsdp_engine.simulation.pipeline import schedule_class  # loads torch's compiler
+            from fsdp_engine.planner.simulation.pipeline import (
+                schedule_class,  # loads torch's compiler
+            )
 
             for each in self.options.schedule_names:
                 schedule_class(each)

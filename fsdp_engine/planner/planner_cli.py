@@ -50,12 +50,12 @@ from fsdp_engine.planner.page import save_page
 from fsdp_engine.planner.plan_options import EVERYTHING, PlanOptions, Where
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
+from fsdp_engine.planner.simulation.calibrate import calibrate
+from fsdp_engine.planner.simulation.simulate import build_meta_module
+from fsdp_engine.planner.simulation.simulation_error import SimulationError
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.simulate import build_meta_module
-from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.terminal import print_whole, terminal_width, wrapped
 
 with naming_extra():

@@ -11,8 +11,8 @@ from fsdp_engine.planner.command_options import Needs, option
 from fsdp_engine.planner.comparison import Comparison, comparison_table, named_machines
 from fsdp_engine.planner.questions import format_duration
 from fsdp_engine.planner.scaling_figure import save_scaling_figure
+from fsdp_engine.planner.simulation.simulation_error import check_positive
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.simulation.simulation_error import check_positive
 from fsdp_engine.terminal import format_bytes
 
 with naming_extra():

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass, field
 
 from fsdp_engine.planner.outcome import Outcome, Setting
-from fsdp_engine.simulation.simulation_error import check_positive
-from fsdp_engine.simulation.time_accuracy import TimeAccuracy, accuracy_of
+from fsdp_engine.planner.simulation.simulation_error import check_positive
+from fsdp_engine.planner.simulation.time_accuracy import TimeAccuracy, accuracy_of
 from fsdp_engine.terminal import format_count, format_seconds
 
 HOUR = 3600.0

@@ -10,11 +10,11 @@ from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.candidate_sharding import Select, agreed_candidate
 from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
+from fsdp_engine.planner.simulation.pipeline import schedule_class, stages_of_ranks
+from fsdp_engine.planner.simulation.step_options import Parallelize
+from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.causal_lm_stages import Stages, with_tp_plan
-from fsdp_engine.simulation.pipeline import schedule_class, stages_of_ranks
-from fsdp_engine.simulation.step_options import Parallelize
-from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
 _WHAT = "StrategyPlan.shard_stages"
 

@@ -34,12 +34,17 @@ from fsdp_engine.planner.outcome import (
     sorted_outcomes,
 )
 from fsdp_engine.planner.questions import TrainingRun
-from fsdp_engine.simulation.causal_lm_stages import Stages
-from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.simulation.simulate import Simulation
-from fsdp_engine.simulation.simulation_error import check_count, check_positive, listed, read_json
-from fsdp_engine.simulation.step_options import Parallelize
-from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.planner.simulation.causal_lm_stages import Stages
+from fsdp_engine.planner.simulation.machine import Machine
+from fsdp_engine.planner.simulation.simulate import Simulation
+from fsdp_engine.planner.simulation.simulation_error import (
+    check_count,
+    check_positive,
+    listed,
+    read_json,
+)
+from fsdp_engine.planner.simulation.step_options import Parallelize
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 from fsdp_engine.units.checkpointing import SELECTIVE
 

@@ -30,14 +30,14 @@ from fsdp_engine.planner.outcome import (
 from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress, plan_progress
+from fsdp_engine.planner.simulation.compiled import simulated_compiler
+from fsdp_engine.planner.simulation.context_parallel import sequence_length
+from fsdp_engine.planner.simulation.simulate import build_meta_module
+from fsdp_engine.planner.simulation.simulation_error import SimulationError
+from fsdp_engine.planner.simulation.time_accuracy import family_of
+from fsdp_engine.planner.simulation.tp_plan import fitting_degrees
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.runtime.activations import OFFLOAD
-from fsdp_engine.simulation.compiled import simulated_compiler
-from fsdp_engine.simulation.context_parallel import sequence_length
-from fsdp_engine.simulation.simulate import build_meta_module
-from fsdp_engine.simulation.simulation_error import SimulationError
-from fsdp_engine.simulation.time_accuracy import family_of
-from fsdp_engine.simulation.tp_plan import fitting_degrees
 from fsdp_engine.units.checkpointing import SELECTIVE
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."

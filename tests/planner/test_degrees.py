@@ -23,7 +23,7 @@ from fsdp_engine.planner.page import page_of
 from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.plan_view import TIME_COLOURS
-from fsdp_engine.simulation.tp_plan import fitting_degrees
+from fsdp_engine.planner.simulation.tp_plan import fitting_degrees
 from tests.composition.tensor_parallel import Model, cut
 from tests.planner.made_plans import llama_batch, quick_plan, small_llama
 from tests.planner.made_plans import simulated as one_step

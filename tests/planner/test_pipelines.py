@@ -23,8 +23,8 @@ from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.page import page_of
 from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.plan_request import PlanRequest
-from fsdp_engine.simulation import pipeline
-from fsdp_engine.simulation.machine import Link
+from fsdp_engine.planner.simulation import pipeline
+from fsdp_engine.planner.simulation.machine import Link
 from tests.extensions.pipelines.scene import passes_on_to_itself
 from tests.planner.made_plans import llama_batch, quick_plan, small_llama
 from tests.pool import Ranks

@@ -15,7 +15,7 @@ import fsdp_engine as fe
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import Outcome, Setting, Times
 from fsdp_engine.planner.questions import parsed_count
-from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from tests.models import LENGTH, Transformer, token_batch
 from tests.planner.made_plans import LENGTH as TOKENS
 from tests.planner.made_plans import Words, words
