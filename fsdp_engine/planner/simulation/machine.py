@@ -1,9 +1,7 @@
-"""The machine model of simulations: a few figures, with their sources.
+"""The machine model of simulations: a few figures.
 
-Peaks are those of vendors' data sheets, for dense matrices and one direction of a link, except that
-of fp8 on Hopper. The fraction of a peak that programs achieve is a separate figure: an assumption,
-to be replaced by measurements if available. "This machine" is measured (``calibrate.py``), and its
-fractions are 1.
+The presets and their sources are in ``machines.toml``. The fraction of a peak that programs achieve
+is a separate figure. "This machine" is measured (``calibrate.py``), and its fractions are 1.
 
 [Note: Rings over nodes]
 NCCL runs a collective over several rings at once. Each ring enters and leaves a node once, through
@@ -30,6 +28,7 @@ import dataclasses
 import functools
 import json
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -489,17 +488,21 @@ class Machine:
             raise ValueError(
                 "\n  ".join([f"{path}: expected {expected}; found {number}:", *mistakes])
             )
-        processor = content.pop("processor")
-        flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
-        for name in ("host_link", "disk"):  # files of before have none
-            if content.get(name) is not None:
-                content[name] = TwoWayLink(**content[name])
-        return cls(
-            processor=Processor(flops, **processor),
-            within_node=Link(**content.pop("within_node")),
-            between_nodes=Link(**content.pop("between_nodes")),
-            **content,
-        )
+        return _made(content)
+
+
+def _made(content: dict[str, Any]) -> Machine:
+    """The machine of a file's figures."""
+    parts: dict[str, Any] = dict(content)
+    processor = dict(parts["processor"])
+    flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
+    parts["processor"] = Processor(flops, **processor)
+    for name in ("within_node", "between_nodes"):
+        parts[name] = Link(**parts[name])
+    for name in ("host_link", "disk"):  # files of before have none
+        if parts.get(name) is not None:
+            parts[name] = TwoWayLink(**parts[name])
+    return Machine(**parts)
 
 
 @functools.cache
@@ -531,163 +534,23 @@ def _type_name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else "TwoWayLink or None"
 
 
-# Fractions of peaks that programs achieve. Products: jobs that others published reach 0.70 on A100,
-# and 0.50 on H100 in 2023 and 2024 (``benchmarks/planner_published.py``); a step of a GPT
-# on the H200 that this project measured seemed to reach 0.60. So Hopper has 0.55: its cards cannot
-# sustain their peak within their power limit (some are limited to 500 W instead of 700). Products
-# alone reach 0.74 there (``h200_machine.json``); the rest of the step's time was irregular access,
-# which presets do not have yet, so that 0.55 includes it. Blackwell has the
-# same, since nothing was compared. The others are assumptions: streaming kernels achieve about 90 %
-# of the memory bandwidth; NCCL's all-gather reports a bus bandwidth of about 360 of NVLink 4's 450
-# GB/s, and close to the line rate of a 400 Gb/s link.
-_AMPERE_FLOPS, _HOPPER_FLOPS = 0.70, 0.55
-_MEMORY, _NVLINK, _NETWORK = 0.90, 0.80, 0.90
-# Attention on H100: FlashAttention-2, the kernel of torch's ``scaled_dot_product_attention``, in
-# J. Shah et al., "FlashAttention-3", 2024, figures 5 and 6: with heads of 128 forward reaches 309
-# TFLOPS with 512 keys and 370 with 16k, backward 214 and 322, causal forward 191 and 335 of half
-# the flops. ``test_attention.py`` has the tables, from which length and block were chosen. Heads of
-# 64 and 256 reach 0.88 to 0.90 of it. On A100: T. Dao, "FlashAttention-2", 2023, section 4.1, up to
-# 73 % of the peak in forward and 63 % in backward; by length as on H100.
-# FlexAttention over FlashAttention-2: on A100 0.90 in forward and 0.85 in backward (PyTorch's blog,
-# "FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention", 2024-08-07,
-# causal attention); on H100 about 1.25 and 1.03 (its author's abstract in "PyTorch at GTC 2025").
-_HOPPER_ATTENTION = {
-    "attention_share": 370e12 / 989.5e12 / _HOPPER_FLOPS,
-    "attention_backward_share": 322e12 / 989.5e12 / _HOPPER_FLOPS,
-    "attention_length": 200.0,
-    "causal_block": 384.0,
-    "flex_share": 1.25,
-    "flex_backward_share": 1.03,
-}
-# Products in bf16 on H100: OpenXLA, ``xla/service/gpu/model/matmul_interpolator_data.h``, "sm_90",
-# which has kernel times by size as flops per second. 155 of its values take the time of flops at
-# 832 TFLOPS, 6 us, and 0.3 ps for each element of the result (root mean square of the errors: 6 %);
-# ``test_products.py`` has a part of them. No such table of A100 was found.
-_HOPPER_KERNELS = _HOPPER_ATTENTION | {
-    "product_seconds": 6e-6,
-    "product_element_seconds": 0.3e-12,
-}
-_AMPERE_ATTENTION = _HOPPER_ATTENTION | {
-    "attention_share": 0.73 / _AMPERE_FLOPS,
-    "attention_backward_share": 0.63 / _AMPERE_FLOPS,
-    "flex_share": 0.90,
-    "flex_backward_share": 0.85,
-}
-# Duration of a small kernel; of one hop of a ring within a node and over a network; host time of an
-# operation, from Python through autograd to the launch.
-_KERNEL, _NVLINK_HOP, _NETWORK_HOP, _HOST = 3e-6, 2e-6, 6e-6, 8e-6
+def _presets() -> dict[str, Machine]:
+    """The machines of ``machines.toml``."""
+    text = Path(__file__).with_name("machines.toml").read_text(encoding="utf-8")
+    content = tomllib.loads(text)
 
-# Copies between pinned host memory and a device over PCIe 5 x16. Measured, H200 VM: 55 GB/s one
-# way, 46 both ways, pinning 0.42 s/GiB. Assumptions: PCIe 4 has half of it; the latency of a copy.
-_COPY = 10e-6
-_PCIE_5 = TwoWayLink(55e9, 55e9, 2 * 46e9, _COPY)
-_PCIE_4 = TwoWayLink(27.5e9, 27.5e9, 2 * 23e9, _COPY)
-# All GPUs of a node share its host memory; programs achieve 80 % of its peak, an assumption.
-_HOST_MEMORY = 0.80
-# One NVMe drive of PCIe 4 for each GPU, as in the DGX data sheets; rates as in data sheets of such
-# drives, 6.5 GB/s reads and 3.5 GB/s writes. That both together reach 6.5 is an assumption.
-_NVME = TwoWayLink(6.5e9, 3.5e9, 6.5e9, 1e-4)
+    def figures(name: str) -> dict[str, Any]:
+        own = dict(content[name])
+        base = figures(own.pop("base")) if "base" in own else {}
+        parts = {
+            key: {**base.get(key, {}), **value}
+            for key, value in own.items()
+            if isinstance(value, dict)
+        }
+        return {**base, **own, **parts}
 
-# 400 Gb/s: one ConnectX-7 port for each GPU, as in the DGX H100 and B200 data sheets.
-_PORT = Link(50e9, _NETWORK_HOP, _NETWORK)
+    return {name: _made(figures(name)) for name in ("a100", "h100", "h200", "b200")}
 
-# Host memory: "NVIDIA DGX H100/H200" data sheet, two Xeon 8480C, each with 8 channels of DDR5-4800.
-_DGX_H100_MEMORY = 2 * 8 * 4800e6 * 8 * _HOST_MEMORY
 
-# "NVIDIA H100 Tensor Core GPU" data sheet, SXM column; figures with sparsity are halved: 1,979
-# TFLOPS bf16, 3,958 fp8; fp32 without tensor cores, torch's default, 67. 80 GB, 3.35 TB/s. NVLink
-# 900 GB/s, both directions.
-# fp8 is not the data sheet's 1,979, since products in fp8 achieve a smaller fraction of their peak
-# than those in bf16, and a processor has one fraction. On one H100 and one H200 they achieved 1.69
-# and 1.70 times the rate of bf16 (benchmarks/results/h100_machine.json, h200_machine.json): 1.69 x
-# 989.5 TFLOPS.
-_HOPPER = {
-    torch.bfloat16: 989.5e12,
-    torch.float16: 989.5e12,
-    torch.float8_e4m3fn: 1672e12,
-    torch.float32: 67e12,
-    torch.float64: 67e12,
-}
-H100 = Machine(
-    "8 x H100 SXM a node, 400 Gb/s a GPU",
-    Processor(_HOPPER, 3.35e12, 80e9, _KERNEL, _HOPPER_FLOPS, _MEMORY, **_HOPPER_KERNELS),
-    Link(450e9, _NVLINK_HOP, _NVLINK),
-    _PORT,
-    ranks_per_node=8,
-    host_seconds=_HOST,
-    host_link=_PCIE_5,
-    disk=_NVME,
-    host_memory_bandwidth=_DGX_H100_MEMORY,
-)
-
-# "NVIDIA H200 Tensor Core GPU" data sheet, SXM column: the same chip with 141 GB at 4.8 TB/s.
-H200 = Machine(
-    "8 x H200 SXM a node, 400 Gb/s a GPU",
-    Processor(_HOPPER, 4.8e12, 141e9, _KERNEL, _HOPPER_FLOPS, _MEMORY, **_HOPPER_KERNELS),
-    Link(450e9, _NVLINK_HOP, _NVLINK),
-    _PORT,
-    ranks_per_node=8,
-    host_seconds=_HOST,
-    host_link=_PCIE_5,
-    disk=_NVME,
-    host_memory_bandwidth=_DGX_H100_MEMORY,
-)
-
-# "NVIDIA DGX B200" data sheet and "NVIDIA Blackwell architecture" brief, for one of eight GPUs,
-# without sparsity: 4.5 PFLOPS fp8, half of it bf16; fp32 80 TFLOPS. 180 GB, 8 TB/s. NVLink 5, 1.8
-# TB/s in both directions. Host memory: two Xeon 8570, each with 8 channels of DDR5-5600.
-B200 = Machine(
-    "8 x B200 a node, 400 Gb/s a GPU",
-    Processor(
-        {
-            torch.bfloat16: 2250e12,
-            torch.float16: 2250e12,
-            torch.float8_e4m3fn: 4500e12,
-            torch.float32: 80e12,
-            torch.float64: 40e12,
-        },
-        8e12,
-        180e9,
-        _KERNEL,
-        _HOPPER_FLOPS,
-        _MEMORY,
-        **_HOPPER_ATTENTION,
-    ),
-    Link(900e9, _NVLINK_HOP, _NVLINK),
-    _PORT,
-    ranks_per_node=8,
-    host_seconds=_HOST,
-    host_link=_PCIE_5,
-    disk=_NVME,
-    host_memory_bandwidth=2 * 8 * 5600e6 * 8 * _HOST_MEMORY,
-)
-
-# "NVIDIA A100 Tensor Core GPU" data sheet, SXM 80 GB column: 312 TFLOPS bf16, 19.5 fp32 and fp64.
-# 2,039 GB/s. NVLink 3 600 GB/s, both directions. 200 Gb/s: one ConnectX-6 port for each GPU, as in
-# the DGX A100 data sheet, whose two EPYC 7742 have 8 channels of DDR4-3200 each.
-A100 = Machine(
-    "8 x A100 SXM 80 GB a node, 200 Gb/s a GPU",
-    Processor(
-        {
-            torch.bfloat16: 312e12,
-            torch.float16: 312e12,
-            torch.float32: 19.5e12,
-            torch.float64: 19.5e12,
-        },
-        2.039e12,
-        80e9,
-        _KERNEL,
-        _AMPERE_FLOPS,
-        _MEMORY,
-        **_AMPERE_ATTENTION,
-    ),
-    Link(300e9, _NVLINK_HOP, _NVLINK),
-    Link(25e9, _NETWORK_HOP, _NETWORK),
-    ranks_per_node=8,
-    host_seconds=_HOST,
-    host_link=_PCIE_4,
-    disk=_NVME,
-    host_memory_bandwidth=2 * 8 * 3200e6 * 8 * _HOST_MEMORY,
-)
-
-PRESETS = {"a100": A100, "h100": H100, "h200": H200, "b200": B200}
+PRESETS = _presets()
+A100, H100, H200, B200 = PRESETS.values()

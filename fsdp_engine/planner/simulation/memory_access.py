@@ -13,6 +13,8 @@ a tensor of one element is broadcast.
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,24 +28,10 @@ _NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stri
 _NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
 _COPIES = {"copy_", "_to_copy", "clone"}
 _TRANSPOSED = 4
-# Times per element of the first result or of the largest operand; see [Note: Irregular elements].
-_IRREGULAR: dict[str, float] = {
-    "cat": 2,
-    "stack": 2,
-    "sum": 0.5,
-    "max": 0.5,
-    "amax": 0.5,
-    "native_layer_norm": 1,
-    "native_layer_norm_backward": 3,
-    "_fused_rms_norm": 1,
-    "_fused_rms_norm_backward": 3,
-    "_softmax": 1,
-    "_log_softmax": 1,
-    "_softmax_backward_data": 1,
-    "_log_softmax_backward_data": 1,
-    "native_dropout": 1,
-    "native_dropout_backward": 2,
-}
+# Times per element, by operation; see [Note: Irregular elements].
+_IRREGULAR: dict[str, float] = tomllib.loads(
+    Path(__file__).with_name("kernels.toml").read_text(encoding="utf-8")
+)["irregular"]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

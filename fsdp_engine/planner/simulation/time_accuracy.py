@@ -1,6 +1,7 @@
 """The accuracy of simulated times: the steps that were compared with plans, by machine.
 
-Factors are measured over planned step times, from ``benchmarks/results``:
+``time_factors.json`` has measured over planned step times in ascending order.
+``tools/time_factors.py`` writes it from ``benchmarks/results``:
 
     A100, H100      jobs with published speeds (``planner_published.json``)
     calibrated CPU  pairs of levels of two models on two gloo ranks (``planner_time.json``)
@@ -11,13 +12,14 @@ Times are never scaled by them: they are printed beside times.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_engine.planner.simulation.machine import Machine
-from fsdp_engine.planner.simulation.time_factors import FACTORS
 from fsdp_engine.terminal import format_seconds
 
 # The fraction of compared steps within the stated range.
@@ -88,26 +90,30 @@ class TimeAccuracy:
         )
 
 
-_NUM = {family: len(factors) for family, factors in FACTORS.items()}
-
-# Families of machines. The factors are written by ``tools/time_factors.py``.
-ACCURACIES = {
-    "A100": TimeAccuracy(f"{_NUM['A100']} published jobs", "A100", FACTORS["A100"]),
-    "H100": TimeAccuracy(f"{_NUM['H100']} published jobs", "H100", FACTORS["H100"]),
-    "H200": TimeAccuracy(
-        f"{_NUM['H100']} published jobs on H100, the same chip,", "H200", FACTORS["H100"]
-    ),
-    "calibrated CPU": TimeAccuracy(
-        f"{_NUM['calibrated CPU']} measured steps on two gloo ranks",
-        "calibrated CPUs",
-        FACTORS["calibrated CPU"],
-    ),
-    "calibrated GPU": TimeAccuracy(
-        f"{_NUM['calibrated GPU']} measured steps on one H100 and one H200",
+# By family of machines: that of the compared steps, their description, and the family as text.
+_COMPARED = {
+    "A100": ("A100", "published jobs", "A100"),
+    "H100": ("H100", "published jobs", "H100"),
+    "H200": ("H100", "published jobs on H100, the same chip,", "H200"),
+    "calibrated CPU": ("calibrated CPU", "measured steps on two gloo ranks", "calibrated CPUs"),
+    "calibrated GPU": (
+        "calibrated GPU",
+        "measured steps on one H100 and one H200",
         "calibrated GPUs",
-        FACTORS["calibrated GPU"],
     ),
 }
+
+
+def _accuracies() -> dict[str, TimeAccuracy]:
+    text = Path(__file__).with_name("time_factors.json").read_text(encoding="utf-8")
+    factors = json.loads(text)
+    return {
+        family: TimeAccuracy(f"{len(factors[source])} {steps}", where, tuple(factors[source]))
+        for family, (source, steps, where) in _COMPARED.items()
+    }
+
+
+ACCURACIES = _accuracies()
 
 
 def family_of(machine: Machine) -> str:

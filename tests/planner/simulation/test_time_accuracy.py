@@ -19,7 +19,7 @@ from fsdp_engine.planner.simulation.time_accuracy import (
     accuracy_of,
     family_of,
 )
-from tools.time_factors import TARGET, measured, module_text
+from tools.time_factors import TARGET, file_text, measured
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -31,7 +31,7 @@ def planned(machine: Machine, **options: Any) -> fe.StrategyPlan:
 
 def test_the_factors_are_those_of_the_results_files() -> None:
     # After a run of a benchmark: python tools/time_factors.py --write
-    assert TARGET.read_text(encoding="utf-8") == module_text()
+    assert TARGET.read_text(encoding="utf-8") == file_text()
     assert {"H100", *measured()} | {"H200"} == ACCURACIES.keys()
     for family, accuracy in ACCURACIES.items():
         factors = measured()["H100" if family == "H200" else family]
