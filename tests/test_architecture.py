@@ -33,7 +33,8 @@ FLOORS: dict[str, int] = {
     "extras": 0,
     "terminal": 0,
     "strategies": 0,
-    "accelerator": 1,
+    "accelerator": 0,
+    "backend": 1,
     "offload": 2,
     "layout": 1,
     "memory": 2,
@@ -61,7 +62,16 @@ FLOORS: dict[str, int] = {
 
 # The core, and the folders of formats and frontends that it does not import.
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
-CORE |= {"accelerator", "batches", "offload", "flat_dtensor", "optim", "engine", "sharding"}
+CORE |= {
+    "accelerator",
+    "backend",
+    "batches",
+    "offload",
+    "flat_dtensor",
+    "optim",
+    "engine",
+    "sharding",
+}
 ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
@@ -413,8 +423,8 @@ def only_collectives_communicates(source: Source) -> Iterator[Finding]:
 
 def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
     """Process groups and device meshes are made in comm/mesh.py and groups.py only, but in
-    annotations."""
-    if source.path in ("comm.mesh", "comm.groups"):
+    annotations. (A simulation makes those of its ranks.)"""
+    if source.path in ("comm.mesh", "comm.groups", "planner.simulation.ranks"):
         return
     for call in source.calls():
         name = source.dotted(call.func)

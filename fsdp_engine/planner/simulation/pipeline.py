@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
-from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages
 from fsdp_engine.planner.simulation.machine import Machine
@@ -41,6 +40,7 @@ from fsdp_engine.planner.simulation.pipeline_job import (
     cross_entropy,
     make_schedule,
 )
+from fsdp_engine.planner.simulation.ranks import simulated_ranks
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.simulation.simulation_error import check_callable, check_count, check_type
 from fsdp_engine.planner.simulation.stage_costs import MICROBATCHES, costed_rank, stage_costs

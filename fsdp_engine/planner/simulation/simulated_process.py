@@ -10,15 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_engine.comm.lanes import lanes_made_by
-from fsdp_engine.comm.mesh import simulated_ranks
-from fsdp_engine.memory.allocator import watching_elsewhere
 from fsdp_engine.planner.simulation.clock import Clock
 from fsdp_engine.planner.simulation.compiled import free_traces, kept_rules, simulated_compiler
 from fsdp_engine.planner.simulation.memory_tracker import MemoryTracker
 from fsdp_engine.planner.simulation.meshes import meshes_with_values
 from fsdp_engine.planner.simulation.module_names import ModuleNames
 from fsdp_engine.planner.simulation.operations import OperationCache, Operations
+from fsdp_engine.planner.simulation.ranks import simulated_ranks
 from fsdp_engine.planner.simulation.simulation_error import as_simulation_error
 
 
@@ -81,7 +79,7 @@ def simulated_process(
         sizes: of the data-parallel axes.
         known: a cache of operations.
         context_parallel, tensor_parallel, pipeline, pipeline_rank: see
-            :func:`~fsdp_engine.comm.mesh.simulated_ranks`.
+            :func:`~.simulation.ranks.simulated_ranks`.
 
     Raises:
         RuntimeError: torch.distributed is initialized in this process.
@@ -96,14 +94,14 @@ def simulated_process(
         simulated_ranks(
             sizes,
             on_host=not clock.machine.host_runs_ahead,
+            clock=clock,
+            moved=memory.moved,
             context_parallel=context_parallel,
             tensor_parallel=tensor_parallel,
             pipeline=pipeline,
             pipeline_rank=pipeline_rank,
         ) as device_mesh,
         meshes_with_values(),
-        lanes_made_by(clock.make_lanes, clock.make_copy_lanes, clock.make_step_lane),
-        watching_elsewhere(memory.moved),
         fake,
         Operations(clock, memory, fake, known or OperationCache()) as operations,
         names.recording(),

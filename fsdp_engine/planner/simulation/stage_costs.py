@@ -33,7 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.memory.allocator import empty, empty_like
 from fsdp_engine.planner.simulation.clock import Clock, Mark, StepPart
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
@@ -53,6 +52,7 @@ from fsdp_engine.planner.simulation.pipeline_job import (
     messages_recorded,
     sums,
 )
+from fsdp_engine.planner.simulation.ranks import simulated_ranks
 from fsdp_engine.planner.simulation.simulate import Simulation, part_between, since
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
 

@@ -19,22 +19,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from fsdp_engine.comm.lanes import Operation, Steps
 from fsdp_engine.planner.simulation.clock import (
-    MODEL_LANE,
     Clock,
     Mark,
     SimulatedLane,
     SimulatedTicket,
-    StepPart,
 )
-from fsdp_engine.planner.simulation.copies import Direction
 from fsdp_engine.planner.simulation.machine import Machine
 from fsdp_engine.planner.simulation.stage_messages import Message
 
@@ -95,74 +91,23 @@ class RecordingClock(Clock):
         self.every_lane.append(lane)
         return lane
 
-    def make_copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane]:
-        """See :class:`Clock`."""
-        return self.recorded(
-            lambda to: to.clock.make_copy_lanes(names), lambda: Clock.make_copy_lanes(self, names)
-        )
-
-    def make_step_lane(self, device: torch.device) -> SimulatedLane:
-        """See :class:`Clock`."""
-        return self.recorded(
-            lambda to: to.clock.make_step_lane(device), lambda: Clock.make_step_lane(self, device)
-        )
-
-    def restart(self) -> None:
-        """See :class:`Clock`."""
-        self.recorded(lambda to: to.clock.restart(), lambda: Clock.restart(self))
-
     def finish(self) -> float:
         """See :class:`Clock`."""
         return self.recorded(
             lambda to: to.finishes.append(to.clock.finish()), lambda: Clock.finish(self)
         )
 
-    def call(self, count: int = 1) -> None:
-        """See :class:`Clock`."""
-        self.recorded(lambda to: to.clock.call(count), lambda: Clock.call(self, count))
-
-    def compute(self, label: str, seconds: float) -> None:
-        """See :class:`Clock`."""
-        self.recorded(
-            lambda to: to.clock.compute(label, seconds), lambda: Clock.compute(self, label, seconds)
-        )
-
-    def spend(self, label: str, part: StepPart, host_seconds: float) -> None:
-        """See :class:`Clock`."""
-        given = (label, part, host_seconds)
-        self.recorded(lambda to: to.clock.spend(*given), lambda: Clock.spend(self, *given))
-
     def mark(self) -> Mark:
         """See :class:`Clock`. Replays have it, too."""
         self._append(lambda to: to.marks.append(to.clock.mark()))
         return Clock.mark(self)
 
-    def compute_on_host(self, label: str, num_bytes: float) -> None:
+    def send_for_model(self, *args: Any, **given: Any) -> SimulatedTicket:
         """See :class:`Clock`."""
-        self.recorded(
-            lambda to: to.clock.compute_on_host(label, num_bytes),
-            lambda: Clock.compute_on_host(self, label, num_bytes),
-        )
-
-    def send(self, num_bytes: float, seconds: float, of_compute: float = 0.0) -> None:
-        """See :class:`Clock`."""
-        given = (num_bytes, seconds, of_compute)
-        self.recorded(lambda to: to.clock.send(*given), lambda: Clock.send(self, *given))
-
-    def send_for_model(
-        self,
-        name: str,
-        num_bytes: float,
-        seconds: float,
-        of_compute: float = 0.0,
-        lane_name: str = MODEL_LANE,
-    ) -> SimulatedTicket:
-        """See :class:`Clock`."""
-        given = (name, num_bytes, seconds, of_compute, lane_name)
         number = self.new_number()
         ticket = self.recorded(
-            lambda to: to.keep(number, to.clock.send_for_model(*given)),
-            lambda: Clock.send_for_model(self, *given),
+            lambda to: to.keep(number, to.clock.send_for_model(*args, **given)),
+            lambda: Clock.send_for_model(self, *args, **given),
         )
         ticket.number = number
         return ticket
@@ -174,11 +119,6 @@ class RecordingClock(Clock):
             lambda to: to.clock.wait_for_model(to.tickets[number]),
             lambda: Clock.wait_for_model(self, ticket),
         )
-
-    def copy(self, place: str, direction: Direction, num_bytes: float) -> None:
-        """See :class:`Clock`."""
-        given = (place, direction, num_bytes)
-        self.recorded(lambda to: to.clock.copy(*given), lambda: Clock.copy(self, *given))
 
     def post(self, messages: Sequence[Message]) -> list[int]:
         """Post messages of other stages, or to them, which compute has reached. Returns their
@@ -249,6 +189,26 @@ class RecordingClock(Clock):
 
     def _append(self, call: Callable[[Replay], object]) -> None:
         self._into.append(Entry(self.phase, self.module(), call))
+
+
+def _recorded(name: str) -> Callable[..., Any]:
+    """A method of :class:`RecordingClock` that records its call."""
+    plain = getattr(Clock, name)
+
+    @wraps(plain)
+    def method(clock: RecordingClock, *args: Any, **given: Any) -> Any:
+        return clock.recorded(
+            lambda to: plain(to.clock, *args, **given), lambda: plain(clock, *args, **given)
+        )
+
+    return method
+
+
+for _name in (
+    *("make_copy_lanes", "make_step_lane", "restart", "call", "compute", "spend"),
+    *("compute_on_host", "send", "copy"),
+):
+    setattr(RecordingClock, _name, _recorded(_name))
 
 
 class _RecordingLane(SimulatedLane):

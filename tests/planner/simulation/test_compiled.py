@@ -27,9 +27,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.planner.simulation import compiled
 from fsdp_engine.planner.simulation.fusion import Kernel, kernels_of
+from fsdp_engine.planner.simulation.ranks import simulated_ranks
 from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.small_llama import llama
 from tests.pool import on_ranks
