@@ -31,7 +31,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,9 @@ import torch
 
 from fsdp_engine.memory.disk_memory import PIECE
 from fsdp_engine.offload import DISK, HOST
+from fsdp_engine.planner.simulation import machine_fields as fields
 from fsdp_engine.planner.simulation.json_lines import lines_of
-from fsdp_engine.planner.simulation.machine_fields import (
-    FLOPS,
-    LINK_FIELDS,
-    MACHINE_FIELDS,
-    PROCESSOR_FIELDS,
-    TWO_WAY_FIELDS,
-    both_mistake,
-    check_figures,
-    file_mistakes,
-)
+from fsdp_engine.planner.simulation.machine_fields import FLOPS
 from fsdp_engine.planner.simulation.simulation_error import read_json
 
 _DTYPES = {
@@ -80,13 +72,15 @@ class Link:
         ValueError: a figure is out of range.
     """
 
-    bandwidth: float
-    latency: float
-    achievable: float = 1.0
-    processor_share: float = 0.0
+    bandwidth: float = fields.rate("bytes per second of one direction", "50e9")
+    latency: float = fields.seconds("seconds of a hop", "6e-6", MISSING)
+    achievable: float = fields.share("of the bandwidth", "0.9")
+    processor_share: float = fields.seconds(
+        "of the time of communication, which delays compute", "0.5", most=100.0
+    )
 
     def __post_init__(self) -> None:
-        check_figures(self, LINK_FIELDS)
+        fields.check_figures(self)
 
     @property
     def rate(self) -> float:
@@ -114,14 +108,14 @@ class TwoWayLink:
         ValueError: a figure is out of range.
     """
 
-    into: float
-    out: float
-    both: float
-    latency: float = 0.0
+    into: float = fields.rate("bytes per second to the device; reads of a disk", "55e9")
+    out: float = fields.rate("bytes per second from the device; writes of a disk", "55e9")
+    both: float = fields.rate("bytes per second of both directions together", "92e9")
+    latency: float = fields.seconds("seconds of a copy", "10e-6")
 
     def __post_init__(self) -> None:
-        mistake = both_mistake(self.into, self.out, self.both)
-        check_figures(self, TWO_WAY_FIELDS, [] if mistake is None else [f"both: {mistake}"])
+        mistake = fields.both_mistake(TwoWayLink, self.into, self.out, self.both)
+        fields.check_figures(self, [] if mistake is None else [f"both: {mistake}"])
 
     def within(self, bandwidth: float) -> TwoWayLink:
         """Returns the link at whose end there are only ``bandwidth`` bytes per second."""
@@ -220,28 +214,40 @@ class Processor:
     """
 
     matrix_flops: Mapping[torch.dtype, float]
-    memory_bandwidth: float
-    memory_bytes: float
-    call_seconds: float = 0.0
-    achievable_flops: float = 1.0
-    achievable_bandwidth: float = 1.0
-    overlap: float = 1.0
-    attention_share: float = 1.0
-    function_seconds: float = 0.0
-    attention_backward_share: float | None = None
-    attention_length: float = 0.0
-    causal_block: float | None = None
-    attention_head: float = 0.0
-    irregular_seconds: float = 0.0
-    fused_share: float = 1.0
-    fused_function_seconds: float | None = None
-    product_seconds: float = 0.0
-    product_element_seconds: float = 0.0
-    flex_share: float = 1.0
-    flex_backward_share: float = 1.0
+    memory_bandwidth: float = fields.rate("bytes per second, reads and writes", "3.35e12")
+    memory_bytes: float = fields.size("bytes", "80e9")
+    call_seconds: float = fields.seconds("seconds of the shortest operation", "3e-6")
+    achievable_flops: float = fields.share("of matrix_flops", "0.7")
+    achievable_bandwidth: float = fields.share("of memory_bandwidth", "0.9")
+    overlap: float = fields.fraction("of the shorter of compute and memory access", "1.0")
+    attention_share: float = fields.ratio("attention's rate over that of products", "0.8")
+    function_seconds: float = fields.seconds("seconds of an element", "2e-10", most=1e-3)
+    attention_backward_share: float | None = fields.ratio(
+        "the rate of attention's backward over that of products", "0.6", None
+    )
+    attention_length: float = fields.number(
+        "keys with which attention reaches half of its rate", "200"
+    )
+    causal_block: float | None = fields.block("queries of a block of causal attention", "384")
+    attention_head: float = fields.number(
+        "size of heads with which attention reaches half of the rate of very large ones", "70"
+    )
+    irregular_seconds: float = fields.seconds("seconds of an element", "1.6e-12", most=1e-3)
+    fused_share: float = fields.ratio("fused kernels' rate over that of other operations", "0.9")
+    fused_function_seconds: float | None = fields.seconds(
+        "seconds of an element in a fused kernel", "2e-10", None, most=1e-3
+    )
+    product_seconds: float = fields.seconds("seconds of a product beside its flops", "6e-6")
+    product_element_seconds: float = fields.seconds(
+        "seconds of an element of a product's result", "3e-13", most=1e-3
+    )
+    flex_share: float = fields.ratio("the rate of flex_attention over that of attention", "1.25")
+    flex_backward_share: float = fields.ratio(
+        "the rate of flex_attention's backward over that of attention's", "1.03"
+    )
 
     def __post_init__(self) -> None:
-        check_figures(self, PROCESSOR_FIELDS, _flops_mistakes(self.matrix_flops))
+        fields.check_figures(self, _flops_mistakes(self.matrix_flops))
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second of products of ``dtype``: the figure of fp32 for
@@ -345,30 +351,27 @@ class Machine:
         ValueError: a figure is out of range.
     """
 
-    name: str
-    processor: Processor
-    within_node: Link
-    between_nodes: Link
-    ranks_per_node: int
-    host_seconds: float = 0.0
-    host_runs_ahead: bool = True
-    host_link: TwoWayLink | None = None
-    disk: TwoWayLink | None = None
-    host_memory_bandwidth: float | None = None
+    name: str = fields.text("for titles", '"8 x H100 a node"')
+    processor: Processor = fields.part(Processor)
+    within_node: Link = fields.part(Link)
+    between_nodes: Link = fields.part(Link)
+    ranks_per_node: int = fields.ranks("ranks of a node", "8")
+    host_seconds: float = fields.seconds("seconds of the host for an operation", "8e-6")
+    host_runs_ahead: bool = fields.flag("whether the host issues work to a device", "true", True)
+    host_link: TwoWayLink | None = fields.part(TwoWayLink, None)
+    disk: TwoWayLink | None = fields.part(TwoWayLink, None)
+    host_memory_bandwidth: float | None = fields.rate(
+        "bytes per second of a node's host memory", "490e9", None
+    )
 
     def __post_init__(self) -> None:
-        kinds: dict[str, Any] = {"processor": Processor, "within_node": Link}
-        kinds |= {"between_nodes": Link, "host_link": TwoWayLink | None, "disk": TwoWayLink | None}
-        wrong = {
-            name: (kind, getattr(self, name))
-            for name, kind in kinds.items()
-            if not isinstance(getattr(self, name), kind)
-        }
-        mistakes = [
-            f"{name}: expected a {_type_name(kind)}; found {value!r}"
-            for name, (kind, value) in wrong.items()
-        ]
-        check_figures(self, MACHINE_FIELDS, mistakes)
+        mistakes = []
+        for name, (kind, is_optional) in fields.parts_of(Machine).items():
+            value = getattr(self, name)
+            if not (isinstance(value, kind) or (is_optional and value is None)):
+                expected = kind.__name__ + " or None" * is_optional
+                mistakes.append(f"{name}: expected a {expected}; found {value!r}")
+        fields.check_figures(self, mistakes)
 
     def link(self, num_ranks: int, stride: int) -> Link:
         """Returns the effective link of a ring collective over ``num_ranks`` ranks with a stride of
@@ -482,7 +485,7 @@ class Machine:
         expected = "a machine as written by `calibrate`"
         content = read_json(path, expected)
         lines = lines_of(Path(path).read_text(encoding="utf-8"))
-        mistakes = file_mistakes(content, lines, _DTYPES)
+        mistakes = fields.file_mistakes(content, lines, _DTYPES, Machine)
         if mistakes:
             number = f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}"
             raise ValueError(
@@ -496,12 +499,10 @@ def _made(content: dict[str, Any]) -> Machine:
     parts: dict[str, Any] = dict(content)
     processor = dict(parts["processor"])
     flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
-    parts["processor"] = Processor(flops, **processor)
-    for name in ("within_node", "between_nodes"):
-        parts[name] = Link(**parts[name])
-    for name in ("host_link", "disk"):  # files of before have none
-        if parts.get(name) is not None:
-            parts[name] = TwoWayLink(**parts[name])
+    parts["processor"] = {"matrix_flops": flops, **processor}
+    for name, (kind, _) in fields.parts_of(Machine).items():
+        if parts.get(name) is not None:  # earlier files have no links to state
+            parts[name] = kind(**parts[name])
     return Machine(**parts)
 
 
@@ -528,10 +529,6 @@ def _flops_mistakes(flops: object) -> list[str]:
             f"ones; found {sorted(map(str, flops))}"
         )
     return found
-
-
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else "TwoWayLink or None"
 
 
 def _presets() -> dict[str, Machine]:

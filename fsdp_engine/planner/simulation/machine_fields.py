@@ -1,6 +1,7 @@
 """Checks of a machine's figures: unit, range and an example of each.
 
-Classes of machines check the range when they are created. A file of a machine is also checked for
+Functions such as :func:`rate` make fields of classes of machines, which check the range when they
+are created. A file of a machine is also checked for
 unknown and missing fields, and for figures that are far from those of any machine, which are in
 another unit (GB/s for bytes per second). All mistakes are found at once, those of a file with their
 lines (``json_lines.py``).
@@ -8,11 +9,12 @@ lines (``json_lines.py``).
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 from fsdp_engine.planner.simulation.json_lines import Lines, Place
@@ -77,225 +79,184 @@ def _is_rate(value: Any) -> bool:
     return _is_number(value) and value > 0
 
 
-def _is_not_negative(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < math.inf
-
-
-def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 < value <= 1
-
-
-def _rate(unit: str, example: str, *, has_default: bool = False) -> Figure:
-    return Figure(_RATE, _is_rate, unit, example, 1e6, 1e16, has_default)
-
-
-def _seconds(unit: str, example: str, *, has_default: bool = True, most: float = 1.0) -> Figure:
-    return Figure("0 or a larger number", _is_not_negative, unit, example, 0, most, has_default)
-
-
-def _share(unit: str, example: str) -> Figure:
-    expected = "a fraction, at most 1, larger than 0"
-    return Figure(expected, _is_share, unit, example, 0, 1, has_default=True)
-
-
 def _is_finite_rate(value: Any) -> bool:
     return _is_rate(value) and value < math.inf
 
 
-def _ratio(unit: str, example: str) -> Figure:
-    return Figure(_RATE, _is_finite_rate, unit, example, 1e-3, 1e3, has_default=True)
+def _is_not_negative(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _field(
+    expected: str,
+    is_valid: Callable[[Any], bool],
+    unit: str,
+    example: str,
+    limits: tuple[float, float] = (-math.inf, math.inf),
+    default: Any = MISSING,
+) -> Any:
+    """A field of a class of machines, with its :class:`Figure`. A field that is None by default may
+    be None."""
+
+    def check(value: Any) -> bool:
+        return (value is None and default is None) or is_valid(value)
+
+    expected += ", or none" * (default is None)
+    figure = Figure(expected, check, unit, example, *limits, default is not MISSING)
+    return dataclasses.field(default=default, metadata={_FIGURE: figure})
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
+_FIGURE, _PART = "figure", "part"
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def rate(unit: str, example: str, default: Any = MISSING) -> Any:
+    """A field of bytes per second."""
+    return _field(_RATE, _is_rate, unit, example, (1e6, 1e16), default)
 
 
-def _is_fraction(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= 1
+def seconds(unit: str, example: str, default: Any = 0.0, *, most: float = 1.0) -> Any:
+    """A field of seconds."""
+    return number(unit, example, default, most=most)
 
 
-def _is_not_negative_or_none(value: Any) -> bool:
-    return value is None or _is_not_negative(value)
+def number(unit: str, example: str, default: Any = 0.0, *, most: float = 1e6) -> Any:
+    """A field of a number, 0 or larger."""
+    return _field("0 or a larger number", _is_not_negative, unit, example, (0, most), default)
 
 
-def _is_block_or_none(value: Any) -> bool:
-    return value is None or (_is_finite_rate(value) and value >= 1)
+def share(unit: str, example: str) -> Any:
+    """A field of a fraction, 1 by default."""
+
+    def is_share(value: Any) -> bool:
+        return _is_rate(value) and bool(value <= 1)
+
+    return _field("a fraction, at most 1, larger than 0", is_share, unit, example, (0, 1), 1.0)
 
 
-def _is_finite_rate_or_none(value: Any) -> bool:
-    return value is None or _is_finite_rate(value)
+def ratio(unit: str, example: str, default: Any = 1.0) -> Any:
+    """A field of a ratio of rates."""
+    return _field(_RATE, _is_finite_rate, unit, example, (1e-3, 1e3), default)
 
 
-def _is_rate_or_none(value: Any) -> bool:
-    return value is None or _is_rate(value)
+def fraction(unit: str, example: str) -> Any:
+    """A field of a fraction that may be 0, 1 by default."""
+
+    def is_fraction(value: Any) -> bool:
+        return _is_not_negative(value) and bool(value <= 1)
+
+    return _field("a fraction from 0 to 1", is_fraction, unit, example, default=1.0)
+
+
+def size(unit: str, example: str) -> Any:
+    """A field of bytes."""
+    return _field(_RATE, _is_finite_rate, unit, example, (1e6, 1e15))
+
+
+def block(unit: str, example: str) -> Any:
+    """A field of a number of 1 or more, None by default."""
+
+    def is_block(value: Any) -> bool:
+        return _is_finite_rate(value) and bool(value >= 1)
+
+    return _field("1 or a larger number", is_block, unit, example, (1, 1e6), None)
+
+
+def ranks(unit: str, example: str) -> Any:
+    """A field of a number of ranks."""
+
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+    return _field(_WHOLE, is_count, unit, example, (1, 1e6))
+
+
+def text(unit: str, example: str) -> Any:
+    """A field of a text."""
+    return _field("a string", lambda value: isinstance(value, str), unit, example)
+
+
+def flag(unit: str, example: str, default: bool) -> Any:
+    """A field of a bool."""
+    return _field("a bool", lambda value: isinstance(value, bool), unit, example, default=default)
+
+
+def part(kind: type, default: Any = MISSING) -> Any:
+    """A field of a part of a machine, of a class with figures."""
+    return dataclasses.field(default=default, metadata={_PART: kind})
+
+
+def parts_of(machine: type) -> dict[str, tuple[type, bool]]:
+    """Returns the parts of a class of machines by name: their class, and whether they may be
+    None."""
+    return {
+        each.name: (each.metadata[_PART], each.default is None)
+        for each in dataclasses.fields(machine)
+        if _PART in each.metadata
+    }
+
+
+def figures_of(kind: type) -> dict[str, Figure]:
+    """Returns the figures of a class of machines by name."""
+    return {
+        each.name: each.metadata[_FIGURE]
+        for each in dataclasses.fields(kind)
+        if _FIGURE in each.metadata
+    }
 
 
 # Of a product's flops, by dtype.
 FLOPS = Figure(_RATE, _is_rate, "floating-point operations per second", "989.5e12", 1e6, 1e19)
 
-LINK_FIELDS = {
-    "bandwidth": _rate("bytes per second of one direction", "50e9"),
-    "latency": _seconds("seconds of a hop", "6e-6", has_default=False),
-    "achievable": _share("of the bandwidth", "0.9"),
-    "processor_share": _seconds(
-        "of the time of communication, which delays compute", "0.5", most=100.0
-    ),
-}
 
-TWO_WAY_FIELDS = {
-    "into": _rate("bytes per second to the device; reads of a disk", "55e9"),
-    "out": _rate("bytes per second from the device; writes of a disk", "55e9"),
-    "both": _rate("bytes per second of both directions together", "92e9"),
-    "latency": _seconds("seconds of a copy", "10e-6"),
-}
-
-PROCESSOR_FIELDS = {
-    "memory_bandwidth": _rate("bytes per second, reads and writes", "3.35e12"),
-    "memory_bytes": Figure(_RATE, _is_finite_rate, "bytes", "80e9", 1e6, 1e15),
-    "call_seconds": _seconds("seconds of the shortest operation", "3e-6"),
-    "achievable_flops": _share("of matrix_flops", "0.7"),
-    "achievable_bandwidth": _share("of memory_bandwidth", "0.9"),
-    "overlap": Figure(
-        "a fraction from 0 to 1",
-        _is_fraction,
-        "of the shorter of compute and memory access",
-        "1.0",
-        has_default=True,
-    ),
-    "attention_share": _ratio("attention's rate over that of products", "0.8"),
-    "function_seconds": _seconds("seconds of an element", "2e-10", most=1e-3),
-    "product_seconds": _seconds("seconds of a product beside its flops", "6e-6"),
-    "product_element_seconds": _seconds(
-        "seconds of an element of a product's result", "3e-13", most=1e-3
-    ),
-    "attention_backward_share": Figure(
-        f"{_RATE}, or none",
-        _is_finite_rate_or_none,
-        "the rate of attention's backward over that of products",
-        "0.6",
-        least=1e-3,
-        most=1e3,
-        has_default=True,
-    ),
-    "attention_length": Figure(
-        "0 or a larger number",
-        _is_not_negative,
-        "keys with which attention reaches half of its rate",
-        "200",
-        least=0,
-        most=1e6,
-        has_default=True,
-    ),
-    "attention_head": Figure(
-        "0 or a larger number",
-        _is_not_negative,
-        "size of heads with which attention reaches half of the rate of very large ones",
-        "70",
-        least=0,
-        most=1e6,
-        has_default=True,
-    ),
-    "irregular_seconds": _seconds("seconds of an element", "1.6e-12", most=1e-3),
-    "fused_share": _ratio("fused kernels' rate over that of other operations", "0.9"),
-    "fused_function_seconds": Figure(
-        "0 or a larger number, or none",
-        _is_not_negative_or_none,
-        "seconds of an element in a fused kernel",
-        "2e-10",
-        least=0,
-        most=1e-3,
-        has_default=True,
-    ),
-    "flex_share": _ratio("the rate of flex_attention over that of attention", "1.25"),
-    "flex_backward_share": _ratio(
-        "the rate of flex_attention's backward over that of attention's", "1.03"
-    ),
-    "causal_block": Figure(
-        "1 or a larger number, or none",
-        _is_block_or_none,
-        "queries of a block of causal attention",
-        "384",
-        least=1,
-        most=1e6,
-        has_default=True,
-    ),
-}
-
-MACHINE_FIELDS = {
-    "name": Figure("a string", _is_text, "for titles", '"8 x H100 a node"'),
-    "ranks_per_node": Figure(_WHOLE, _is_count, "ranks of a node", "8", 1, 1e6),
-    "host_seconds": _seconds("seconds of the host for an operation", "8e-6"),
-    "host_runs_ahead": Figure(
-        "a bool", _is_bool, "whether the host issues work to a device", "true", has_default=True
-    ),
-    "host_memory_bandwidth": Figure(
-        f"{_RATE}, or none",
-        _is_rate_or_none,
-        "bytes per second of a node's host memory",
-        "490e9",
-        least=1e6,
-        most=1e16,
-        has_default=True,
-    ),
-}
-
-
-def check_figures(owner: object, fields: Mapping[str, Figure], more: Sequence[str] = ()) -> None:
-    """Check the attributes of a machine, or of a part of it.
+def check_figures(owner: Any, more: Sequence[str] = ()) -> None:
+    """Check the figures of a machine, or of a part of it.
 
     Args:
-        owner: has the attributes.
-        fields: to check.
+        owner: has the figures.
         more: mistakes that the caller has found.
 
     Raises:
         ValueError: has all mistakes, one a line.
     """
-    mistakes = {name: figure.mistake(getattr(owner, name)) for name, figure in fields.items()}
+    mistakes = {
+        name: figure.mistake(getattr(owner, name))
+        for name, figure in figures_of(type(owner)).items()
+    }
     found = [f"{name}: {mistake}" for name, mistake in mistakes.items() if mistake is not None]
     if found or more:
         raise ValueError("\n".join([*found, *more]))
 
 
-def both_mistake(into: Any, out: Any, both: Any) -> str | None:
+def both_mistake(link: type, into: Any, out: Any, both: Any) -> str | None:
     """Why the rate of both directions of a link cannot be; None if it can, or if one of the
     numbers is invalid by itself."""
     if not all(map(_is_rate, (into, out, both))) or both <= into + out:
         return None
-    figure = TWO_WAY_FIELDS["both"]
+    figure = figures_of(link)["both"]
     return (
         f"expected at most the sum of into and out, {into + out:g} ({figure.unit}, such as "
         f"{figure.example}); found {as_json(both)}"
     )
 
 
-def file_mistakes(content: Mapping[str, Any], lines: Lines, dtypes: Iterable[str]) -> list[str]:
+def file_mistakes(
+    content: Mapping[str, Any],
+    lines: Lines,
+    dtypes: Iterable[str],
+    machine: type,
+) -> list[str]:
     """All mistakes of a machine's file, with their lines, in the order of lines.
 
     Args:
         content: of the file.
         lines: of its fields.
         dtypes: names of dtypes.
+        machine: the class of machines.
     """
-    check = _FileCheck(lines)
-    parts: dict[str, Mapping[str, Figure]] = {
-        "processor": PROCESSOR_FIELDS,
-        "within_node": LINK_FIELDS,
-        "between_nodes": LINK_FIELDS,
-        "host_link": TWO_WAY_FIELDS,
-        "disk": TWO_WAY_FIELDS,
-    }
-    check.fields((), content, MACHINE_FIELDS, others=parts)
-    for name, fields in parts.items():
-        part, is_optional = content.get(name), fields is TWO_WAY_FIELDS
+    check, parts = _FileCheck(lines), parts_of(machine)
+    check.fields((), content, figures_of(machine), others=parts)
+    for name, (kind, is_optional) in parts.items():
+        fields, part = figures_of(kind), content.get(name)
         if part is None and (is_optional or name not in content):
             if not is_optional:
                 check.add((), f"expected {name}, an object with {_listed(fields)}; found none")
@@ -303,8 +264,9 @@ def file_mistakes(content: Mapping[str, Any], lines: Lines, dtypes: Iterable[str
             check.add((name,), f"expected an object with {_listed(fields)}; found {as_json(part)}")
         else:
             check.fields((name,), part, fields, ("matrix_flops",) * (name == "processor"))
-            if is_optional:
-                check.add((name, "both"), both_mistake(*map(part.get, ("into", "out", "both"))))
+            if "both" in fields:
+                both = both_mistake(kind, *map(part.get, ("into", "out", "both")))
+                check.add((name, "both"), both)
     processor = content.get("processor")
     if isinstance(processor, dict):
         check.flops(processor, list(dtypes))

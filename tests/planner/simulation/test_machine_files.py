@@ -15,22 +15,20 @@ import torch
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.json_lines import lines_of
 from fsdp_engine.planner.simulation.machine import Link, Machine, Processor, TwoWayLink
-from fsdp_engine.planner.simulation.machine_fields import (
-    LINK_FIELDS,
-    MACHINE_FIELDS,
-    PROCESSOR_FIELDS,
-    TWO_WAY_FIELDS,
-    Figure,
-)
+from fsdp_engine.planner.simulation.machine_fields import Figure, figures_of
 
 LINK_PARTS = ("within_node", "between_nodes")
 TWO_WAY_PARTS = ("host_link", "disk")
 # Every field of a file, by its place.
 FIGURES: dict[tuple[str, ...], Figure] = {
-    **{(name,): figure for name, figure in MACHINE_FIELDS.items()},
-    **{("processor", name): figure for name, figure in PROCESSOR_FIELDS.items()},
-    **{(part, name): figure for part in LINK_PARTS for name, figure in LINK_FIELDS.items()},
-    **{(part, name): figure for part in TWO_WAY_PARTS for name, figure in TWO_WAY_FIELDS.items()},
+    **{(name,): figure for name, figure in figures_of(Machine).items()},
+    **{("processor", name): figure for name, figure in figures_of(Processor).items()},
+    **{(part, name): figure for part in LINK_PARTS for name, figure in figures_of(Link).items()},
+    **{
+        (part, name): figure
+        for part in TWO_WAY_PARTS
+        for name, figure in figures_of(TwoWayLink).items()
+    },
 }
 
 
