@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
+from fsdp_engine.extension_list import find_name, register
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
 from fsdp_engine.optim.step_listeners import add_step_check
@@ -121,6 +122,7 @@ def _rule_of_transformer_engine(config: DistributedDataParallelConfig) -> CodecR
     return TransformerEngine(config.keep_fp8_transpose_cache)
 
 
+register()
 register_adapter_layers(_adapter_layers_of_peft)
 add_step_check(_check_torchao)
 add_class_rule("transformer_engine", _rule_of_transformer_engine)
@@ -165,6 +167,9 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = found
         return found
+    if (extension := find_name(name)) is not None:
+        globals()[name] = extension
+        return extension
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _RENAMED:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
+from fsdp_engine.extension_list import find_method
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
@@ -27,12 +28,9 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
-from fsdp_engine.runtime.mean_loss import MeanLosses
-from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
-from fsdp_engine.runtime.record import Place
-from fsdp_engine.runtime.reductions import Reductions, ReplicaReduction
+from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.runtime.written_weights import WrittenWeights
@@ -43,7 +41,6 @@ from fsdp_engine.units.installing import holders
 from fsdp_engine.units.plan import label_of
 
 if TYPE_CHECKING:
-    from fsdp_engine.batches import EvenBatch
     from fsdp_engine.runtime.activations import ActivationOffload
     from fsdp_engine.runtime.full_main_weights import FullMainWeights
     from fsdp_engine.runtime.reports import Description, Measurement
@@ -53,6 +50,15 @@ T = TypeVar("T")
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+class EngineExtension(Protocol):
+    """An object that asks for an extension when an engine is built. All ranks give equal ones, and
+    its ``repr`` shows all that must be equal."""
+
+    def start(self, engine: Engine) -> None:
+        """Take part in ``engine``, which has just been built."""
+        ...
 
 
 class Engine:
@@ -71,6 +77,7 @@ class Engine:
         staging_budget: staging buffers of gradients that can be in flight.
         offload: where its state lies between uses.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
+        scheduler, reductions, lanes: its parts, for extensions.
         missing_values: the parameters and buffers that have no valid values, because nothing was
             loaded into them yet or a load failed half way.
     """
@@ -96,7 +103,7 @@ class Engine:
         self._timing = timing
         self.missing_values = MissingValues(model)
         self.pipeline_stage = ""
-        self._memory, self._lanes = resources.memory, resources.lanes
+        self._memory, self.lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):
             unit.index = index
@@ -110,42 +117,33 @@ class Engine:
 
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
-        trainable = [buffer for unit in self.units for buffer in unit.trainable]
         self._full_main_weights: list[FullMainWeights] = []
-        self._mean_losses = MeanLosses(mesh, trainable)
         offloading = resources.offloading
         used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
         self._offloadings = list(dict.fromkeys(each for each in used if each is not None))
-        checks = None
-        if config.check_for_nan_in_grad or config.check_for_large_grads:
-            from fsdp_engine.runtime.gradient_checks import GradientChecks
-
-            checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
-        self._reductions = Reductions(
+        self.reductions = Reductions(
             self.units,
-            self._lanes,
+            self.lanes,
             self.ranks,
             self.staging_budget,
             timing,
-            checks,
-            self._mean_losses,
             [each for each in self._offloadings if each.moves("gradients")],
         )
         # Gathers read memory of the host, where users may change it.
         is_read = is_accelerator(mesh.device) and any(each.weights.home for each in self.buffers)
-        self._end_gathers = self._lanes.drain_gathers if is_read else None
-        self._scheduler = Scheduler(
+        self._end_gathers = self.lanes.drain_gathers if is_read else None
+        self.scheduler = Scheduler(
             self.units,
             self._memory,
             self.budget,
-            self._reductions,
+            self.reductions,
             timing,
             expected,
             WrittenWeights(self.units, mesh.device, lambda: communicators.groups),
             self._end_gathers,
         )
         self._guard = ParameterGuard(model, self.units)
-        self._hooks = ModelHooks(self.units, self._scheduler, self._guard.check, self)
+        self._hooks = ModelHooks(self.units, self.scheduler, self._guard.check, self)
         for module in self._hooks.modules:
             refuse_copies(module)
         if not all(buffer.is_plain for buffer in self.buffers):
@@ -154,25 +152,40 @@ class Engine:
             self.units,
             communicators,
             config,
-            lambda: self._scheduler.is_at_rest and not self._guard.paused,
-            self._reductions.wait,
-            self._reductions.are_reduced,
+            lambda: self.scheduler.is_at_rest and not self._guard.paused,
+            self.reductions.wait,
+            self.reductions.are_reduced,
             self._offload_state,
         ).watch(model)
         for unit in self.units:
-            hook_recomputation(self._scheduler, unit)
-            hook_gradients(self._scheduler, unit)
-            hook_delayed_gradients(self._scheduler, unit)
+            hook_recomputation(self.scheduler, unit)
+            hook_gradients(self.scheduler, unit)
         self.offload = offload if offload is not None else Offload()
         self._offloading = offloading
         for unit in self.units:
             self._offload_state(unit)
         self._activations = activations
         self._measured: Measurement | None = None
+        self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
         add_step_listener(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute that an extension has: see ``extension_list.py``."""
+        found = find_method(name)
+        if found is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return found.__get__(self)
+
+    def extension(self, kind: Callable[[Engine], T]) -> T:
+        """Returns what an extension keeps for this engine; made by ``kind`` when it is first asked
+        for, then always the same."""
+        if kind not in self._extensions:
+            self._extensions[kind] = kind(self)
+        found: T = self._extensions[kind]
+        return found
 
     def _offload_state(self, unit: Unit) -> None:
         """Optimizers step ``unit`` from where its state lies now."""
@@ -196,181 +209,18 @@ class Engine:
         """All buffers of all units."""
         return [buffer for unit in self.units for buffer in unit.buffers]
 
-    @cached_property
-    def microbatches(self) -> Microbatches:
-        """For schedules that interleave several microbatches, as pipelines do."""
-        return Microbatches(self._scheduler)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context within which a backward is not the last one of its step.
 
         Gradients are accumulated; they are reduced only along axes that shard them.
         """
-        before = self._reductions.sync
-        self._reductions.sync = False
+        before = self.reductions.sync
+        self.reductions.sync = False
         try:
             yield
         finally:
-            self._reductions.sync = before
-
-    def even_batches(
-        self, loader: Iterable[T], *, drop_last: bool = False
-    ) -> Iterator[tuple[T, float]]:
-        """Iterate over batches, on all ranks as often as on the rank that has most. Collective.
-
-        A rank that has run out repeats its last batch with weight 0; one that has none at all gets
-        a copy of another rank's first. Each rank reads one batch ahead, so that whether there is
-        another one is known without waiting. Weight 0 takes a batch out of the loss alone: modules
-        that update buffers in training (BatchNorm's running statistics) see it once more. Use
-        ``drop_last=True`` with them, or ``eval()`` where the weight is 0.
-
-        Example: a mean that is exact whatever the batches' sizes::
-
-            for batch, weight in engine.even_batches(loader):
-                loss, count = loss_sum_of(model, batch)
-                engine.mean_loss(weight * loss, weight * count).backward()
-
-        Args:
-            loader: of this rank; it can have another number of batches on each rank, or none.
-            drop_last: end with the rank that has fewest instead; no batch is repeated.
-
-        Yields:
-            (batch, weight): weight is 1.0, or 0.0 for a batch that is repeated.
-
-        Raises:
-            Exception: on all ranks, after the batches before it: a rank's loader raised.
-            ValueError: on all ranks: a rank has no batch, and ``torch.save`` refuses another's.
-        """
-        for each in self.even_steps(loader, drop_last=drop_last):
-            yield each.batch, float(not each.is_repeated)
-
-    def even_steps(self, loader: Iterable[T], *, drop_last: bool = False) -> Iterator[EvenBatch[T]]:
-        """As :meth:`even_batches`, for loops that need to know how many ranks have a batch.
-
-        Args:
-            loader, drop_last: see :meth:`even_batches`.
-
-        Yields:
-            The batch, whether it is repeated, and the number of ranks whose batch is not.
-
-        Raises:
-            Exception, ValueError: see :meth:`even_batches`.
-        """
-        from fsdp_engine.batches import even_batches
-
-        await_ranks = self._scheduler.await_ranks
-        return even_batches(self.ranks, loader, drop_last=drop_last, before_message=await_ranks)
-
-    def mean_loss(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
-        """Returns a 0-d tensor to call ``backward()`` on: reduced gradients will be those of the
-        mean over the samples of all ranks and all microbatches of the step.
-
-        The mean of the ranks' means, which backward of a mean gives, is another one where numbers
-        of samples (or tokens) differ. Call it once a microbatch, on every rank, before the
-        microbatch's backward; the first call is collective. The value of the tensor is no mean:
-        :attr:`last_mean_loss` is. All of a microbatch's loss belongs into the sum: a term ``c``
-        that is no mean over samples as ``count * c``. Microbatches whose backward does not run, or
-        whose gradients are cleared, do not count. The result can be multiplied by numbers and added
-        to other results. Parameters of the loss outside of this engine get gradients of sums, not
-        of means.
-
-        Args:
-            loss_sum: one element that requires grad: the sum of the losses of this rank's samples
-                in this microbatch.
-            count: their number, a number or a tensor of one element, which is not waited for. 0: a
-                batch that does not count.
-
-        Raises:
-            ValueError: other shapes, or a negative or infinite number.
-            RuntimeError: within a pipeline, of which other ranks compute the loss. Of backward:
-                gradients of an earlier step are not cleared, the step of the result is over,
-                there is a penalty that was computed with sharded parameters, or another loss in
-                the step, on this rank or on another one. Of an operation that adds another loss to
-                the result.
-        """
-        if self._scheduler.microbatch is not None:
-            raise RuntimeError(
-                "mean_loss(): expected a model whose ranks all compute a loss; found a pipeline "
-                "stage. Divide by the number of samples of all microbatches in the loss function"
-            )
-        if self._reductions.across_replicas is not None:
-            raise RuntimeError(
-                "mean_loss(): expected an engine with all ranks of the job; found replicas, whose "
-                "numbers of samples it does not know. Return the mean of a microbatch"
-            )
-        if not self._mean_losses.has_divisor:
-            self._scheduler.await_ranks()
-        return self._mean_losses.add(loss_sum, count)
-
-    @contextmanager
-    def weighting_losses(self, weight: float) -> Iterator[Callable[[], int]]:
-        """Context in which :meth:`mean_loss` multiplies sums and numbers by ``weight``; for
-        trainers, whose users call it without knowing of batches that are repeated.
-
-        Args:
-            weight: of the microbatch.
-
-        Yields:
-            A function that returns how often :meth:`mean_loss` was called in the context.
-        """
-        losses = self._mean_losses
-        before, losses.weight = losses.weight, weight
-        num_calls = losses.num_calls
-        try:
-            yield lambda: losses.num_calls - num_calls
-        finally:
-            losses.weight = before
-
-    @property
-    def last_mean_loss(self) -> Tensor | None:
-        """The mean loss of the last step whose microbatches called :meth:`mean_loss`, over the
-        samples of all ranks and microbatches: 0-d, fp32, the same on all ranks; NaN without
-        samples. None before the first."""
-        return self._mean_losses.last
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Context within which ranks can use different modules: for training, evaluation and
-        generation. Collective: all ranks enter it, and leave it together.
-
-        Ranks may leave out modules, use them in any order and as often as they like, and without
-        gradients run different numbers of forwards. With gradients each rank runs as many
-        backwards; gradients are those of the mean over ranks, as at other levels. A rank that has
-        finished its backward, or leaves the context, takes part in the gathers of the others until
-        all have. No other collective may run between a forward's begin and that. Each gather takes
-        one small message more. At levels below ``optim_grads_params``, where ranks may differ
-        anyway, it costs one message for each backward.
-
-        Example: towers for images and sound, of which a rank's batch has one, or none::
-
-            for batch in loader:
-                with engine.together():
-                    model(batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        Raises:
-            RuntimeError: a forward or backward is running, or contexts are nested; or another rank
-                raised an exception within the context. On all ranks: they ran different numbers of
-                backwards; names the ranks and where they wait.
-        """
-        if not any(unit.reshards or unit.needs_refresh for unit in self.units):
-            yield
-            return
-        self._scheduler.begin_rounds(self.ranks)
-        try:
-            try:
-                yield
-            except GeneratorExit:  # a generator of the user's was closed within the context
-                self._scheduler.await_ranks(Place.EXIT)
-                raise
-            self._scheduler.await_ranks(Place.EXIT)
-        except Exception:
-            self._scheduler.abandon_rounds()
-            raise
-        finally:
-            self._scheduler.end_rounds()
+            self.reductions.sync = before
 
     def gather_ahead(self, unit: Unit) -> None:
         """Issue the gather of a unit before its use. Collective, but within :meth:`together`: there
@@ -379,15 +229,7 @@ class Engine:
         Args:
             unit: one of :attr:`units`.
         """
-        self._scheduler.gather_ahead(unit)
-
-    @property
-    def ranks_can_differ(self) -> bool:
-        """Whether ranks may now run different numbers of forwards without gradients: within
-        :meth:`together`, or where forwards do not communicate."""
-        if self._scheduler.in_rounds or not self._sharded_units:
-            return True
-        return not any(unit.reshards or unit.needs_refresh for unit in self.units)
+        self.scheduler.gather_ahead(unit)
 
     def await_ranks(self) -> None:
         """Within :meth:`together`, take part in the gathers of other ranks until none needs any;
@@ -400,7 +242,7 @@ class Engine:
         Raises:
             RuntimeError: another rank raised an exception within the context.
         """
-        self._scheduler.await_ranks()
+        self.scheduler.await_ranks()
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless backward has. Collective.
@@ -408,8 +250,8 @@ class Engine:
         Args:
             wait: return when they are done.
         """
-        self._scheduler.await_ranks()
-        self._reductions.start(wait=wait)
+        self.scheduler.await_ranks()
+        self.reductions.start(wait=wait)
 
     def finish_grad_sync(self) -> None:
         """On return gradients are final: ``.grad`` of sharded parameters. Collective.
@@ -419,9 +261,9 @@ class Engine:
                 parameters. Or, on all ranks, checks of gradients found a NaN, an infinite or a
                 large value.
         """
-        self._scheduler.await_ranks()
-        self._reductions.finish()
-        self._reductions.run_hooks()
+        self.scheduler.await_ranks()
+        self.reductions.finish()
+        self.reductions.run_hooks()
 
     def start_param_sync(self, *, wait: bool = False) -> None:
         """Issue the gathers of changed weights before the next forward. Collective.
@@ -429,26 +271,16 @@ class Engine:
         Args:
             wait: return when they are done.
         """
-        self._scheduler.await_ranks()
-        self._scheduler.gather_before_forward(wait=wait, sharded=not self._scheduler.in_rounds)
+        self.scheduler.await_ranks()
+        self.scheduler.gather_before_forward(wait=wait, sharded=not self.scheduler.ranks_differ)
 
     def wait_for_reductions(self) -> None:
         """Wait for the reductions in flight; issue none."""
-        self._reductions.wait()
+        self.reductions.wait()
 
     def wait_for_gathers(self) -> None:
         """Wait for the gathers in flight, and free prefetched parameters."""
-        self._scheduler.wait_for_gathers()
-
-    def set_replica_reduction(self, reduction: ReplicaReduction | None) -> None:
-        """Reduce the step's gradients over replicas of this engine, which other jobs train.
-
-        Args:
-            reduction: called with this rank's parts of the reduced gradients before they are
-                published; None: there are no other replicas. Where it returns None, the gradients
-                are cleared.
-        """
-        self._reductions.across_replicas = reduction
+        self.scheduler.wait_for_gathers()
 
     def zero_grad_buffer(self, *, zero: bool = True) -> None:
         """Begin a step: gradients are cleared, ``.grad`` is None.
@@ -456,15 +288,15 @@ class Engine:
         Args:
             zero: write zeros, too. False: the next gradients overwrite the buffers.
         """
-        self._reductions.clear(zero=zero)
+        self.reductions.clear(zero=zero)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by ``factor`` (a number, or a 0-d tensor), in place."""
-        self._reductions.scale(factor)
+        self.reductions.scale(factor)
 
     def broadcast_params(self) -> None:
         """Copy weights from the first rank of each set of replicas to the others. Collective."""
-        self._scheduler.await_ranks()
+        self.scheduler.await_ranks()
         for buffer in self.buffers:
             same_on_replicas(buffer)
         self.weights_changed()
@@ -486,8 +318,8 @@ class Engine:
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
             ValueError: ``norm_type`` is not positive.
         """
-        self._scheduler.await_ranks()
-        self._reductions.wait()
+        self.scheduler.await_ranks()
+        self.reductions.wait()
         num_others = self.ranks.size // self.mesh.size
         present = [
             part
@@ -524,12 +356,12 @@ class Engine:
                 is written: a parameter was added, removed, tied or untied, has another shape or a
                 wider dtype, or other values on some ranks; names it.
         """
-        if not self._scheduler.is_at_rest:
+        if not self.scheduler.is_at_rest:
             raise RuntimeError(
                 "unsharded(): expected no forward or backward in progress; found one (after an "
                 "exception, call engine.reset())"
             )
-        self._scheduler.await_ranks()
+        self.scheduler.await_ranks()
         wanted = self._units_of(modules)
         units = [unit for unit in self._sharded_units if unit in wanted]
         for unit in units:
@@ -552,6 +384,11 @@ class Engine:
                 self._hooks.pause(unit, paused=False)
 
     @property
+    def is_unsharded(self) -> bool:
+        """Whether modules hold the full main weights of all units, within :meth:`unsharded`."""
+        return not self._sharded_units
+
+    @property
     def _sharded_units(self) -> list[Unit]:
         """Units whose full main weights modules do not hold."""
         full = {unit.index for main in self._full_main_weights for unit in main.units}
@@ -568,7 +405,7 @@ class Engine:
         Raises:
             KeyError: the model has no parameter of that name.
         """
-        self._scheduler.await_ranks()
+        self.scheduler.await_ranks()
         for buffer in self.buffers:
             for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
                 if name in record.aliases:
@@ -592,7 +429,7 @@ class Engine:
         """
         self.missing_values.check()
         self.check_modules()
-        self._scheduler.await_ranks()
+        self.scheduler.await_ranks()
         keeps = not rank0_only or self.mesh.rank == 0
         # By the parameter, too: a module around the model may have state without its own prefix.
         gathered: dict[str | int, Tensor] = {}
@@ -624,7 +461,7 @@ class Engine:
         Raises:
             ValueError: a parameter was added, removed or replaced; names it.
         """
-        if self._scheduler.is_at_rest:
+        if self.scheduler.is_at_rest:
             self._guard.check_all()
 
     def reset(self) -> None:
@@ -634,11 +471,11 @@ class Engine:
         microbatch.
         """
         finish_pending_steps()
-        ended = [self._lanes.drain(), *(each.drain() for each in self._offloadings)]
+        ended = [self.lanes.drain(), *(each.drain() for each in self._offloadings)]
         for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)
         self._hooks.reset()
-        self._scheduler.reset()
+        self.scheduler.reset()
         if self._activations is not None:
             self._activations.reset()
 
@@ -660,8 +497,8 @@ class Engine:
         :class:`~.runtime.reports.Measurement`. :meth:`describe` shows the last one."""
         from fsdp_engine.runtime.reports import Measurement
 
-        self._measured = Measurement(self._memory, self._scheduler)
-        lanes = [*self._lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
+        self._measured = Measurement(self._memory, self.scheduler)
+        lanes = [*self.lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
         if self._activations is not None:
             lanes += self._activations.lanes
         with self._measured.noting(lanes, self._is_stepped_by) as measured:
@@ -725,9 +562,9 @@ class Engine:
             RuntimeError: it would step with gradients that are not reduced; names the parameter.
         """
         groups = optimizer.param_groups
-        self._reductions.check_step(param for group in groups for param in group["params"])
-        if self._scheduler.in_rounds and self._is_stepped_by(optimizer):
-            self._scheduler.await_ranks()  # others may gather these weights
+        self.reductions.check_step(param for group in groups for param in group["params"])
+        if self.scheduler.ranks_differ and self._is_stepped_by(optimizer):
+            self.scheduler.await_ranks()  # others may gather these weights
         if self._end_gathers is not None and self._is_stepped_by(optimizer):
             self._end_gathers()
 
@@ -738,8 +575,8 @@ class Engine:
             if buffer.grads is not None:  # no optimizer changes frozen weights
                 buffer.weights.mark_stale()
         gathers_now = not self._timing.gathers_in_forward and self._is_stepped_by(optimizer)
-        if gathers_now or self._scheduler.in_rounds:  # where not all ranks may have a forward
-            self._scheduler.gather_before_forward(wait=True, sharded=False)
+        if gathers_now or self.scheduler.ranks_differ:  # where not all ranks may have a forward
+            self.scheduler.gather_before_forward(wait=True, sharded=False)
 
     def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
         own = self._sharded_ids

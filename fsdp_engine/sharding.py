@@ -17,7 +17,8 @@ from fsdp_engine.comm.host_threads import announce_rank, share_cores
 from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
-from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.engine import Engine, EngineExtension, engine_within
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.memory import allocator
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -333,9 +334,22 @@ def make_engine(
         memory, compute = resources.memory, resources.lanes.compute
         moves = offload_activations(model, units, memory, compute, activations)
     engine = Engine(model, made, communicators, resources, policy, timing, offload, moves)
+    for each in _extensions_of(config):
+        each.start(engine)
     if start.is_empty and metas:
         engine.missing_values.mark_empty(metas)
     return engine
+
+
+def _extensions_of(config: DistributedDataParallelConfig) -> list[EngineExtension]:
+    """Returns the extensions that fields of ``config`` ask for."""
+    made: list[EngineExtension] = []
+    if config.check_for_nan_in_grad or config.check_for_large_grads:
+        kind = find_name("GradientChecks")
+        made.append(kind(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads))
+    if config.delay_wgrad_compute:
+        made.append(find_name("LateGradients")())
+    return made
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -30,6 +30,7 @@ FLOORS: dict[str, int] = {
     "patterns": 0,
     "precision": 0,
     "config": 0,
+    "extension_list": 0,
     "extras": 0,
     "terminal": 0,
     "strategies": 0,
@@ -39,7 +40,6 @@ FLOORS: dict[str, int] = {
     "layout": 1,
     "memory": 2,
     "comm": 3,
-    "batches": 4,
     "codecs": 4,
     "flat_dtensor": 4,
     "optim": 5,
@@ -48,31 +48,24 @@ FLOORS: dict[str, int] = {
     "runtime": 7,
     "engine": 8,
     "sharding": 9,
-    "pipelining": 9,
+    "pipelining": 10,
+    "extensions": 9,
     "adapters": 9,
     "checkpoint": 9,
     "fsdp2": 10,
     "megatron": 10,
     "pretrained": 10,
-    "planner": 11,
-    "integrations": 11,
-    "__init__": 12,
-    "__main__": 13,
+    "planner": 12,
+    "integrations": 12,
+    "__init__": 13,
+    "__main__": 14,
 }
 
 # The core, and the folders of formats and frontends that it does not import.
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
-CORE |= {
-    "accelerator",
-    "backend",
-    "batches",
-    "offload",
-    "flat_dtensor",
-    "optim",
-    "engine",
-    "sharding",
-}
-ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
+CORE |= {"accelerator", "backend", "extension_list", "offload", "flat_dtensor", "optim"}
+CORE |= {"engine", "sharding"}
+ABOVE_THE_CORE = {"adapters", "checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.batches import EvenBatch, length_of
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.mean_loss.even_batches import EvenBatch, length_of
 from fsdp_engine.extras import naming_extra
 
 with naming_extra():

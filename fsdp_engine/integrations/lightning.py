@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
-from fsdp_engine.batches import EvenBatch
 from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.mean_loss.even_batches import EvenBatch
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.checkpoint_folder import (
     load_folder,

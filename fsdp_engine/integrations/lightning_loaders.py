@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from fsdp_engine.batches import EvenBatch, length_of
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.mean_loss.even_batches import EvenBatch, length_of
 
 _BY_RANK = "fsdp_engine: by rank"
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_engine.batches import length_of
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.mean_loss.even_batches import length_of
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.accelerate import (
     SHARDED,

@@ -312,7 +312,7 @@ class ModuleHooks:
         if self.paused:
             _refuse_autograd(self.units[0])
             return None
-        if not self._scheduler.in_rounds:
+        if not self._scheduler.ranks_differ:
             self.was_called = True
         recomputes = in_backward() and not self._scheduler.is_nested_forward(
             self.units, is_model=self.model is not None
@@ -372,9 +372,9 @@ class ModuleHooks:
                 Call(
                     unit,
                     reads,
+                    self._scheduler.gather_order,
                     is_recorded=is_recorded,
                     microbatch=self._scheduler.microbatch,
-                    in_rounds=self._scheduler.in_rounds,
                     outer_run=self._scheduler.outer_run,
                 )
             )

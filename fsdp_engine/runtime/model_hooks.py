@@ -38,7 +38,7 @@ class ImplicitUses:
         units: all of them.
         hooks_of: of each unit with loose modules, their hooks.
         check: called before each forward of the model.
-        scheduler: of the engine. While it gathers in rounds, ranks use different units: they
+        scheduler: of the engine. While ranks may use different units, they
             are entered by calls and reads, and nothing is learnt from them.
     """
 
@@ -65,14 +65,14 @@ class ImplicitUses:
 
     def implicit_uses(self) -> list[Unit]:
         """Units to enter with this forward of the model, as one-off uses."""
-        return self._uncalled if self._is_first and not self._scheduler.in_rounds else []
+        return self._uncalled if self._is_first and not self._scheduler.ranks_differ else []
 
     def ends(self) -> None:
         """The model's forward is over: units whose loose modules were all called are entered by
         calls alone from now on. (They may also have been read, so their next backward gathers
         them.)
         """
-        if not self._uncalled or self._scheduler.in_rounds:
+        if not self._uncalled or self._scheduler.ranks_differ:
             return
         called = [
             unit for unit in self._uncalled if all(each.was_called for each in self._hooks_of[unit])
@@ -89,7 +89,7 @@ class ImplicitUses:
             return True
         if not self._root.enter_now(unit):
             return False
-        if unit.reshards and not self._scheduler.in_rounds:
+        if unit.reshards and not self._scheduler.ranks_differ:
             if unit in self._hooks_of:
                 self._root.units.append(unit)
             elif unit not in self._warned:

@@ -18,22 +18,11 @@ them, so that a unit that contains others precedes them both times.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
-
-
-class Place(enum.IntEnum):
-    """Where a rank waits until all others are there, too."""
-
-    BACKWARD = 0
-    LAST_BACKWARD = 1
-    OUTERMOST = 2
-    CALL = 3
-    EXIT = 4
 
 
 class Use(NamedTuple):

@@ -32,7 +32,7 @@ unit whose reduction is submitted. Then the queue is completed as that of a micr
 *pass* begins. Ranks may need different numbers of passes. Where passes reduce (axes that shard
 gradients), a rank says so when it begins another one, and waits for none. When the outermost
 backward ends, ranks ask each other whether one has begun another pass, and take part in it with
-zeros. Within ``together()`` the messages of rounds say both. Then the last axes are reduced.
+zeros. Then the last axes are reduced. ``gather_order.py`` has the messages.
 
 [Note: Reductions left in flight]
 A backward that is not the step's last has said that gradients are not complete, so where lanes go
@@ -51,28 +51,25 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
-from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import StagingBudget, Timing
-from fsdp_engine.runtime.mean_loss import MeanLosses
-from fsdp_engine.runtime.record import Place
+from fsdp_engine.runtime.gather_order import GatherOrder, Place
+from fsdp_engine.runtime.gradient_observer import GradientObserver
 from fsdp_engine.runtime.step_message import StepMessage
 from fsdp_engine.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from fsdp_engine.comm.offloading import Offloading
-    from fsdp_engine.runtime.gather_rounds import GatherRounds
-    from fsdp_engine.runtime.gradient_checks import GradientChecks
 
 
 class GradientArrival(enum.Enum):
@@ -285,25 +282,6 @@ class StepReductions:
     hooks_are_due: bool = False
 
 
-class ReplicaReduction(Protocol):
-    """Reduces final gradients over engines that train the same model."""
-
-    def __call__(
-        self, gradients: Sequence[torch.Tensor], used: Sequence[Sequence[Any]]
-    ) -> Sequence[Sequence[Any]] | None:
-        """Reduce ``gradients`` in place.
-
-        Args:
-            gradients: this rank's parts of the buffers, 1-D.
-            used: for each buffer, which of its parameters got a gradient.
-
-        Returns:
-            The same as ``used``, of all engines. None: the gradients were copied, and are cleared
-            instead of published.
-        """
-        ...
-
-
 class Reductions:
     """Issues reductions in canonical order within a memory budget.
 
@@ -313,18 +291,17 @@ class Reductions:
         ranks: all ranks of the model.
         budget: staging that may be in flight.
         timing: how far a backward goes.
-        checks: of gradients before they are sent; None: there are none.
-        mean_losses: by whose numbers of samples reduced gradients are divided.
         offloadings: move reduced gradients to homes; none: they lie on the device.
 
     Attributes:
+        ranks: see the argument.
+        observers: called with each step's gradients, in this order.
         stream: on which gradients are written and reductions waited for.
         sync: this backward is the last microbatch of a step, or may be (``no_sync`` denies it).
         canonical_order: all units, the same on all ranks: in module order, later in that of
             forward. Reductions follow its reverse.
         order: trainable units in the order of their reductions.
-        rounds: in which ranks gather, while they use different units.
-        across_replicas: of a job of several engines; None: this engine has all ranks.
+        gather_order: in which ranks gather; the scheduler sets it.
     """
 
     def __init__(
@@ -334,29 +311,26 @@ class Reductions:
         ranks: Ranks,
         budget: StagingBudget,
         timing: Timing,
-        checks: GradientChecks | None,
-        mean_losses: MeanLosses,
         offloadings: Sequence[Offloading] = (),
     ) -> None:
         self._units = tuple(units)
         self._timing = timing
-        self._checks = checks
-        self._mean_losses = mean_losses
+        self.ranks = ranks
+        self.observers: list[GradientObserver] = []
+        self.gather_order: GatherOrder
         self.sync = True
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
         self._numbers = {id(buffer): number for number, buffer in enumerate(self._buffers)}
-        self._message = StepMessage(self._buffers, ranks.message_group, ranks.device, checks)
+        self._message = StepMessage(self._buffers, ranks.message_group, ranks.device)
         self.order = self._make_order()
         self.stream = GradientStream(ranks.device)
         self._pending = PendingReductions(lanes, budget, [unit.num_staged for unit in units])
-        self.rounds: GatherRounds | None = None
-        self.across_replicas: ReplicaReduction | None = None
         self._runs_ahead = lanes.compute.runs_ahead
         # For the first axis of the reduction before it, or for all of it, whose result is to be
         # written home: see HostLane.submit.
-        self._submitting_waits = not self._runs_ahead and (
+        self.submitting_waits = not self._runs_ahead and (
             bool(offloadings)
             or any(
                 min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
@@ -365,11 +339,8 @@ class Reductions:
         self._offloadings = offloadings
         leaves_pending = self._runs_ahead and not offloadings
         self._wait_later = weakref.WeakMethod(self.wait) if leaves_pending else None
-        # [Note: Passes]. Whether backwards run within the present one, and the message of their
-        # passes; the latter is in flight, or None: nothing is sent.
+        # [Note: Passes]. Whether backwards run within the present one.
         self._is_nested = False
-        self._ranks = ranks
-        self._passes: HostMessage | None = None
         # Of the backward and of the step; None between two of them.
         self._queue: ReductionQueue | None = None
         self._step: StepReductions | None = None
@@ -430,8 +401,9 @@ class Reductions:
 
         Raises:
             RuntimeError: reductions are issued and not finished; weight gradients of the last
-                backward were put off and have not come; a gradient was edited between microbatches;
-                a loss beside those of ``mean_loss``.
+                backward were put off and have not come; a gradient was edited between
+                microbatches.
+            Exception: of an observer.
         """
         if self._is_nested and self._queue is not None:
             return  # the pass continues
@@ -449,7 +421,8 @@ class Reductions:
                 "another backward. Run all microbatches but the last under no_sync()"
             )
         if not inputs_only:
-            self._mean_losses.begin_backward()
+            for each in self.observers:
+                each.begin_backward()
         if self._timing.finishes_backward or self.phase is not Phase.ACCUMULATING:
             for unit in self.order:
                 reduced = self._is_final(unit)
@@ -461,18 +434,15 @@ class Reductions:
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and not self._is_nested
         is_last = is_last and len(partial) < max(len(self.order), 1)
-        self._check_partial(partial, is_last=is_last)
+        if is_last:
+            self._check_last(partial)
         self._queue = ReductionQueue(
             self.order, is_last=is_last, inputs_only=inputs_only, partial=partial
         )
 
-    def _check_partial(self, partial: frozenset[int], *, is_last: bool) -> None:
-        if is_last and partial and self._mean_losses.is_pending:
-            raise RuntimeError(
-                "backward of mean_loss(): expected the last microbatch to reduce the gradients of "
-                f"all units; found {len(partial)} that do not, {self._units[min(partial)].label} "
-                "among them (set_requires_gradient_sync). Set all, or none"
-            )
+    def _check_last(self, partial: frozenset[int]) -> None:
+        for each in self.observers:
+            each.check_last([self._units[index] for index in sorted(partial)])
 
     def begin_nested(self) -> None:
         """A backward of its own is to run within the present one, or within one in which this
@@ -495,14 +465,14 @@ class Reductions:
         assert queue is not None
         with self.stream.entered():
             self._end_pass(queue)
-            while self._has_another_pass():
+            while self.gather_order.has_another_pass():
                 queue = self._begin_pass(queue)
                 self._end_pass(queue)
             self._is_nested = False
             is_last = self.sync and self._timing.reduces_in_backward
             is_last = is_last and len(queue.partial) < max(len(self.order), 1)
-            self._check_partial(queue.partial, is_last=is_last)
             if is_last:
+                self._check_last(queue.partial)
                 self.wait()  # the last axes are reduced from the sums of passes
                 self._start_last(queue.partial)
             queue.is_last = is_last
@@ -512,8 +482,7 @@ class Reductions:
         """Reduce the units that ``queue`` still has, with the gradients that have come."""
         queue.autograd_is_done = True
         self._advance(queue)
-        if self.rounds is not None:
-            self.rounds.await_ranks(queue.place)
+        self.gather_order.await_ranks(queue.place)
 
     def _begin_pass(self, queue: ReductionQueue) -> ReductionQueue:
         """Returns the queue of the pass that follows that of ``queue``."""
@@ -527,25 +496,8 @@ class Reductions:
     def _next_pass(self, queue: ReductionQueue) -> ReductionQueue:
         """This rank has gradients for another pass."""
         self._end_pass(queue)
-        self._send_pass(b"\1")
+        self.gather_order.begin_pass()
         return self._begin_pass(queue)
-
-    def _has_another_pass(self) -> bool:
-        """Whether another rank has begun another pass, where this one has not."""
-        if self.rounds is not None:
-            return self.rounds.await_outermost()
-        self._send_pass(b"\0")
-        message, self._passes = self._passes, None
-        return message is not None and message.finish() != [0]
-
-    def _send_pass(self, content: bytes) -> None:
-        """Send to all ranks whether this one begins another pass, where passes reduce."""
-        if self.rounds is not None or not any(unit.num_staged for unit in self.order):
-            return
-        if self._passes is not None:
-            self._passes.finish()
-        self._passes = HostMessage("the message of nested backwards", self._ranks)
-        self._passes.start(bytearray(content))
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -563,8 +515,8 @@ class Reductions:
                 "used in several re-entrant checkpoints?). Put the modules that share it into one "
                 "unit, or use checkpoint(..., use_reentrant=False)"
             )
-        if self.rounds is not None and not self._pending.have_room(unit):
-            self.rounds.await_reductions(queue.place)
+        if not self._pending.have_room(unit):
+            self.gather_order.await_reductions(queue.place)
         self._pending.make_room(unit)
         queue.set_arrival(unit, GradientArrival.SOME)
         for buffer in unit.trainable:
@@ -579,13 +531,8 @@ class Reductions:
             with self.stream.entered():
                 self._advance(self._queue)
 
-    @property
-    def drive_first(self) -> Callable[[int], None] | None:
-        """Waits for the first reductions of this backward, whose number it is called with, where
-        the host drives them: see [Note: Gather rounds] in ``gather_rounds.py``."""
-        return None if self._runs_ahead else self._finish_first
-
-    def _finish_first(self, num: int) -> None:
+    def finish_first(self, num: int) -> None:
+        """Wait for the first ``num`` reductions of this backward."""
         self._pending.finish_first(self.order[:num])
 
     def late_gradient_came(self, unit: Unit) -> None:
@@ -636,8 +583,9 @@ class Reductions:
                 grads = buffer.grads
                 assert grads is not None
                 grads.zero_missing()
-                if self._checks is not None and not grads.writes_to_staging:
-                    self._checks.look(buffer)
+                if not grads.writes_to_staging:
+                    for each in self.observers:
+                        each.before_sending(buffer)
                 reduction = grads.reduce(last=True)
                 if reduction is not None:
                     submitted.append(reduction)
@@ -658,7 +606,8 @@ class Reductions:
 
         Raises:
             RuntimeError: a backward is not over, or its weight gradients have not all come; names
-                parameters. Or what checks of gradients found, on all ranks.
+                parameters.
+            Exception: of an observer.
         """
         if self._queue is not None:
             raise RuntimeError(
@@ -701,7 +650,7 @@ class Reductions:
             )
         self.wait()
         self._message.finish()
-        self._mean_losses.discard()
+        self._discard()
         self._step = None
         for buffer in self._buffers:
             buffer.discard_gradients(zero=zero)
@@ -718,12 +667,15 @@ class Reductions:
         """Drop this backward and the step with all accumulated gradients."""
         self._pending.discard()
         self._is_nested = False
-        self._passes = None
         self._queue = self._step = None
         self._message.forget()
-        self._mean_losses.discard()
+        self._discard()
         for buffer in self._buffers:
             buffer.discard_gradients()
+
+    def _discard(self) -> None:
+        for each in self.observers:
+            each.discard()
 
     def _is_final(self, unit: Unit) -> bool:
         """Whether the unit's gradients are reduced, as those of the step are."""
@@ -738,13 +690,9 @@ class Reductions:
     def _advance(self, queue: ReductionQueue) -> None:
         """Reduce, in order, the units that are ready."""
         while (unit := queue.next()) is not None:
-            rounds = self.rounds
-            if rounds is not None and self._submitting_waits:
-                rounds.announce(queue.num_submitted)
-                rounds.await_reductions(queue.place)
+            self.gather_order.before_reduction(queue.num_submitted, queue.place)
             self._reduce(queue, unit)
-            if rounds is not None:
-                rounds.announce(queue.num_submitted)
+            self.gather_order.after_reduction(queue.num_submitted)
 
     def _reduce(self, queue: ReductionQueue, unit: Unit) -> None:
         """Submit the reductions of ``unit`` that are due in this backward."""
@@ -758,8 +706,9 @@ class Reductions:
             grads = buffer.grads
             assert grads is not None
             grads.end_writing()
-            if self._checks is not None and (last or grads.writes_to_staging):
-                self._checks.look(buffer)
+            if last or grads.writes_to_staging:
+                for each in self.observers:
+                    each.before_sending(buffer)
             reduction = grads.reduce(last=last)
             if reduction is not None:
                 submitted.append(reduction)
@@ -768,8 +717,7 @@ class Reductions:
 
     def _close(self, queue: ReductionQueue) -> None:
         """All gradients of this backward have arrived, and their reductions are submitted."""
-        if self.rounds is not None:
-            self.rounds.await_ranks(queue.place)
+        self.gather_order.await_ranks(queue.place)
         step, self._queue = self._step, None
         assert step is not None
         step.partial = queue.partial
@@ -798,7 +746,8 @@ class Reductions:
                 each.in_flight = self._wait_later
 
     def _issued(self) -> None:
-        self._mean_losses.start()
+        for each in self.observers:
+            each.issued()
         self._move_to(Phase.ISSUED)
         self._message.start(self._seen_order)
 
@@ -813,20 +762,15 @@ class Reductions:
                 buffer.published.put_back()
 
     def _publish(self, step: StepReductions) -> bool:
-        """Returns whether there are gradients, which replicas may have taken."""
+        """Returns whether gradients were published, which an observer may have prevented."""
         new_order = self._seen_order != self.canonical_order
         verdict = self._message.read(new_order)
         if new_order and verdict.same_order:
             self.canonical_order = self._seen_order
             self.order = self._make_order()
-        if verdict.problem is not None:
-            self.clear(zero=False)
-            raise RuntimeError(verdict.problem)
-        self._mean_losses.finish()
         used: Sequence[Sequence[Any]] = verdict.used
-        if self.across_replicas is not None:
-            gradients = [buffer.main_gradients for buffer in self._buffers]
-            by_any = self.across_replicas(gradients, used)
+        for each in self.observers:
+            by_any = each.reduced(used)
             if by_any is None:
                 self.clear(zero=False)
                 return False

@@ -7,10 +7,10 @@ is gathered on demand, and a new order is recorded. Reductions are in ``reductio
 
 [Note: One order on all ranks]
 Collectives of one group must be issued in one order on all ranks. Sharded units are gathered when
-they are entered: all ranks must enter the same units, but in rounds (``gather_rounds.py``). Units
-that are never sharded are only *refreshed* after their weights changed, and ranks may enter
-different ones. So refreshes are issued in the canonical order of units, up to the unit that is
-entered; the rest is issued when forward ends.
+they are entered: all ranks must enter the same units, unless another ``gather_order.py`` is in
+place. Units that are never sharded are only *refreshed* after their weights changed, and ranks may
+enter different ones. So refreshes are issued in the canonical order of units, up to the unit that
+is entered; the rest is issued when forward ends.
 
 [Note: Nested backwards]
 A backward can run forwards that have backwards of their own: the hook of a loss that has cached
@@ -33,25 +33,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
-from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
-from fsdp_engine.runtime.record import Place, Record, Use, first_use_order
+from fsdp_engine.runtime.gather_order import GatherOrder, Place
+from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
 from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.units.assignment import Expected
-
-if TYPE_CHECKING:
-    from fsdp_engine.runtime.gather_rounds import GatherRounds
 
 # Whether the running backward reaches a node.
 _will_run: Any = torch._C._will_engine_execute_node
@@ -59,19 +56,13 @@ _will_run: Any = torch._C._will_engine_execute_node
 # Of a call whose input was changed in place: its end is not observed.
 _UNKNOWN = -1
 
-# In rounds, places of the recorded order among which the next two units to gather are.
-_NUM_EXPECTED = 8
-
 
 class Backward:
     """The calls that a backward has entered and left, and the units that it may leave unsharded.
 
-    Args:
-        weights_only: it computes gradients of weights alone, in several runs of autograd.
-
     Attributes:
-        weights_only: see above.
-        for_weights: units that such a backward reads.
+        is_recorded: it is one run of autograd, whose end ends it, and part of the recorded order.
+            False, in a subclass: the code that begins it ends it.
         creates_graph: it runs its functions with gradients enabled (``create_graph``).
         touched: units that may be unsharded when it ends, by number.
         open_units: numbers of units that it computes with, passed over in the recorded order.
@@ -86,15 +77,13 @@ class Backward:
         last_nested_run: the last run that has brought such gradients.
     """
 
-    def __init__(
-        self, *, weights_only: bool = False, outer: tuple[Backward, Record] | None = None
-    ) -> None:
-        self.weights_only = weights_only
+    is_recorded = True
+
+    def __init__(self, outer: tuple[Backward, Record] | None = None) -> None:
         self.outer = outer
         self.run = current_run()
         self.in_slices: dict[int, Unit] = {}
         self.last_nested_run = -1
-        self.for_weights: list[Unit] = []
         self.creates_graph = False
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
@@ -104,6 +93,11 @@ class Backward:
         # which a call was left.
         self._awaited: dict[Call, int] = {}
         self._left: dict[Call, int] = {}
+
+    def observes(self, call: Call) -> bool:
+        """Whether the backward of ``call``, which begins, is one that its hooks observe. False, in
+        a subclass: it has done what the call needs."""
+        return True
 
     def has_entered(self, call: Call) -> bool:
         """Whether the backward of ``call`` has begun. In another run of autograd, as a hook starts
@@ -173,8 +167,6 @@ class Backward:
         """It is over, also for calls whose end was not observed."""
         for call in list(self._awaited):
             self.leave(call)
-        for unit in self.for_weights:
-            unit.leave()
 
 
 def check_is_whole(units: Sequence[Unit]) -> None:
@@ -246,7 +238,8 @@ class Scheduler:
             None: nothing has to be done.
 
     Attributes:
-        microbatch: to which forwards and backwards belong: see ``microbatches.py``.
+        gather_order: who decides which unit is gathered next.
+        microbatch: to which forwards and backwards belong: of a pipeline, say.
         inputs_only: backwards compute no gradients of parameters.
     """
 
@@ -268,19 +261,22 @@ class Scheduler:
         self.microbatch: Hashable | None = None
         self.inputs_only = False
         self._memory = memory
-        self._make_record = partial(
+        self.make_record = partial(
             Record,
             [index for index in expected.forward if units[index].buffers],
             [index for index in expected.backward if units[index].buffers],
             [unit.num_elements if unit.reshards else 0 for unit in units],
             budget,
         )
-        self._agreed_record = self._record = self._make_record()
+        self._record = self.make_record()
+        sends_passes = any(unit.num_staged for unit in units)
+        self._agreed_order = GatherOrder(reductions.ranks, self._record, sends_passes=sends_passes)
+        self.gather_order = reductions.gather_order = self._agreed_order
         self._containing = expected.containing
-        self._prefetches = budget > 0
+        self.prefetches = budget > 0
         self._has_refreshes = any(unit.needs_refresh and not unit.reshards for unit in units)
         # All of them are issued when forward begins.
-        self._refreshes_ahead = timing.gathers_ahead and self._prefetches and self._has_refreshes
+        self._refreshes_ahead = timing.gathers_ahead and self.prefetches and self._has_refreshes
         self._forward: Forward | None = None
         self._backward: Backward | None = None
         # [Note: Nested backwards]. The run of autograd within which the present forward runs, if
@@ -297,12 +293,6 @@ class Scheduler:
         self._uncounted: Counter[int] = Counter()
         # The last forward ran within a pipeline stage of torch's own.
         self._in_stage_of_torch = False
-        # While ranks use different units. Each rank then has a recorded order of its own.
-        self._rounds: GatherRounds | None = None
-        self._own_record: Record | None = None
-        # Units entered since the first forward after a backward.
-        self._entered: set[int] = set()
-        self._follows_backward = True
 
     # Forward.
 
@@ -316,7 +306,6 @@ class Scheduler:
         forward = self._forward
         if forward is None:
             forward = self._begin_forward()
-        self._entered.add(unit.index)
         if not torch.is_grad_enabled():
             self.note_uncounted(unit)
         if is_recorded:
@@ -393,7 +382,7 @@ class Scheduler:
             return None
         found = outer, self._record
         self._backward = None
-        self._record = self._nested_record = self._nested_record or self._make_record()
+        self._record = self._nested_record = self._nested_record or self.make_record()
         return found
 
     def _end_outermost(self) -> None:
@@ -430,20 +419,17 @@ class Scheduler:
                 unit.wait()  # gathered before the forward, and changed since: to be gathered again
         self._record.begin_forward()
         self._written.begin_forward()
-        if self._follows_backward:
-            self._follows_backward = False
-            self._entered.clear()
+        self.gather_order.begin_forward()
         self.outer_run = None if outer is None else outer[0].run
         forward = self._forward = Forward(outer)
-        if self._refreshes_ahead or self._rounds is not None:
+        if self._refreshes_ahead or self.ranks_differ:
             self._refresh_through(None, forward)  # into memory that is held anyway
         return forward
 
     def _end_forward(self, forward: Forward, outermost: Unit) -> None:
         self._forward = None
         self._free_reserved(phase=FORWARD)
-        if self._rounds is not None:
-            self._rounds.free_unused()
+        self.gather_order.end_forward()
         if self._has_refreshes:
             self._refresh_through(None, forward)
             for unit in self.units:
@@ -454,14 +440,14 @@ class Scheduler:
             self._end_gathers()
         if outermost is self.units[0]:
             self._record.end_forward()
-            if self._rounds is None:
+            if not self.ranks_differ:
                 order = self._record.units_in_forward
                 self.reductions.order_seen(first_use_order(order, len(self.units)))
         self._written.end_forward()
         if forward.outer is not None:
             self._backward, self._record = forward.outer
         if not self._has_nested:
-            self._written.check(in_rounds=self.in_rounds)
+            self._written.check(ranks_differ=self.ranks_differ)
 
     def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
         """Issue the gathers that the next forward would begin with: those of units that are never
@@ -472,65 +458,38 @@ class Scheduler:
         for use in self._record.first if sharded else ():
             unit = self.units[use.unit]
             if unit.reshards and unit.needs_gather(FORWARD):
-                self._prefetch(unit, FORWARD)
+                self.prefetch(unit, FORWARD)
         if wait:
             for unit in self.units:
                 unit.wait()
 
     def gather_ahead(self, unit: Unit) -> None:
-        """Issue the gather of a unit that the user asks for. In rounds this rank votes for it, and
-        other ranks need not ask."""
-        if self._rounds is not None and not unit.reshards:
+        """Issue the gather of a unit that the user asks for."""
+        if self.ranks_differ and not unit.reshards:
             self.gather_before_forward(wait=False, sharded=False)  # as the others' next forward
         else:
-            self._provide(unit, FORWARD)
+            self.provide(unit, FORWARD)
 
     @property
-    def in_rounds(self) -> bool:
-        """Whether ranks use different units."""
-        return self._rounds is not None
+    def ranks_differ(self) -> bool:
+        """Whether ranks may use different units."""
+        return self.gather_order.ranks_differ
 
-    def begin_rounds(self, ranks: Ranks) -> None:
-        """Gather in rounds from now on. Collective.
+    def use_gather_order(self, order: GatherOrder | None) -> None:
+        """Gather in another order from now on; no forward or backward is running.
 
-        Raises:
-            RuntimeError: a forward or backward is running, or it does so already.
+        Args:
+            order: None: all ranks use the same units, in the recorded order.
         """
-        if not self.is_at_rest or self._rounds is not None:
-            found = f"a {self.phase}" if self._rounds is None else "such a context"
-            raise RuntimeError(
-                "together(): expected no forward or backward in progress and no such context; "
-                f"found {found} (after an exception, call engine.reset())"
-            )
-        from fsdp_engine.runtime.gather_rounds import GatherRounds
-
-        self.gather_before_forward(wait=True, sharded=False)
-        self._free_all()
-        reductions = self.reductions
-        self._rounds = reductions.rounds = GatherRounds(
-            ranks, self.units, len(reductions.order), reductions.drive_first
-        )
-        self._own_record = self._own_record or self._make_record()
-        self._record = self._own_record
+        self.gather_order = self.reductions.gather_order = order or self._agreed_order
+        self._record = self.gather_order.record
+        self.free_all()
 
     def await_ranks(self, place: Place = Place.CALL) -> None:
-        """In rounds, this rank needs no gather for now: take part until none does. To be called
-        before any other collective of the engine, and before weights change."""
-        if self._rounds is not None:
-            self._rounds.await_ranks(place)
+        """See :meth:`.GatherOrder.await_ranks`."""
+        self.gather_order.await_ranks(place)
 
-    def abandon_rounds(self) -> None:
-        """This rank has raised an exception: let others raise one, too."""
-        assert self._rounds is not None
-        self._rounds.fail()
-
-    def end_rounds(self) -> None:
-        """Gather by the recorded order again."""
-        self._rounds = self.reductions.rounds = None
-        self._record = self._agreed_record
-        self._free_all()
-
-    def _free_all(self) -> None:
+    def free_all(self) -> None:
         """Free what ranks may hold differently, so that all hold the same again."""
         self._reserved.clear()
         for unit in self.units:
@@ -569,25 +528,18 @@ class Scheduler:
             inputs: autograd's nodes of the call's inputs, where it has several.
 
         Raises:
-            RuntimeError: the call was made within ``together()``, and the context was left.
+            Exception: see :meth:`.GatherOrder.check_backward`.
         """
         backward = self._backward
         if backward is not None and backward.has_entered(call):
             return
-        if call.in_rounds and self._rounds is None and call.unit.reshards:
-            raise RuntimeError(
-                f"backward of unit {call.unit.label}: expected it within engine.together(), as its "
-                "forward was, since other ranks may have used other units; found that the context "
-                "was left. Call backward() within it, or enter it again (after this exception, "
-                "call engine.reset())"
-            )
+        if call.gather_order is not self.gather_order:
+            call.gather_order.check_backward(call, self.gather_order)
         if backward is None:
             backward = self.begin_backward()
         elif backward.run == call.outer_run:
-            backward = self._begin_backward((backward, self._record))
-        if backward.weights_only:
-            if call.reads_weights:
-                self.use_for_weights(call.unit)
+            backward = self.run_backward(Backward((backward, self._record)))
+        if not backward.observes(call):
             return
         if backward.in_slices:
             self._complete_slices(backward, call.unit)
@@ -684,21 +636,12 @@ class Scheduler:
         if self._backward is None:
             self.reductions.run_hooks()
 
-    def begin_backward(self, *, weights_only: bool = False) -> Backward:
-        """Returns the running backward; the first event of a backward makes it.
+    def begin_backward(self) -> Backward:
+        """Returns the running backward; the first event of a backward makes it."""
+        return self._backward or self.run_backward(Backward())
 
-        Args:
-            weights_only: it computes gradients of weights alone, in several runs of autograd: the
-                caller ends it.
-        """
-        if self._backward is not None:
-            return self._backward
-        return self._begin_backward(weights_only=weights_only)
-
-    def _begin_backward(
-        self, outer: tuple[Backward, Record] | None = None, *, weights_only: bool = False
-    ) -> Backward:
-        """Returns a new backward, which runs from now on. ``outer``: see :class:`Backward`."""
+    def run_backward(self, backward: Backward) -> Backward:
+        """``backward`` begins; returns it."""
         if self._in_stage_of_torch:
             check_is_whole(self.units)
         self.reductions.begin_backward(inputs_only=self.inputs_only)
@@ -706,48 +649,16 @@ class Scheduler:
             # Parameters may have been frozen and thawed since forward, as adapters are around the
             # forward of a reference model.
             unit.follow_requires_grad_in_backward()
-        if outer is not None:
+        if backward.outer is not None:
             assert self._nested_record is not None
             self._record = self._nested_record
-        backward = self._backward = Backward(weights_only=weights_only, outer=outer)
-        if self._rounds is not None:
-            # Others can wait for the reductions of units that this rank does not use.
-            for unit in self.reductions.order:
-                is_used = unit.index in self._entered or unit.num_calls > 0
-                if not is_used and not unit.awaits_backward(None):
-                    self.reductions.unit_is_ready(unit)
-        if not weights_only:
+        self._backward = backward
+        self.gather_order.begin_backward()
+        if backward.is_recorded:
             self._record.begin_backward()
             # Ends calls that autograd leaves open: parameters or inputs without a gradient.
             _when_autograd_ends(self.end_backward)
         return backward
-
-    def use_for_weights(self, unit: Unit, following: Unit | None = None) -> None:
-        """In a backward of weights alone, ``unit`` is read from here on, and ``following`` next."""
-        backward = self._backward
-        assert backward is not None
-        if unit in backward.for_weights or not unit.buffers:
-            return
-        backward.for_weights.append(unit)
-        backward.touched[unit.index] = unit
-        self._provide(unit, BACKWARD)
-        self._reserved.pop(unit.index, None)
-        may_prefetch = self._prefetches and self._rounds is None
-        if following is not None and following.needs_gather(BACKWARD) and may_prefetch:
-            self._prefetch(following, BACKWARD)
-        self._install(unit)
-        unit.enter()
-
-    def weights_came(self, unit: Unit) -> None:
-        """All gradients of ``unit`` that a backward of weights alone computes have come."""
-        backward = self._backward
-        assert backward is not None
-        if unit in backward.for_weights:
-            backward.for_weights.remove(unit)
-            unit.leave()
-            if unit.uses == 0 and unit.index not in self._reserved:
-                unit.release()
-        self.reductions.unit_is_ready(unit)
 
     def end_backward(self) -> None:
         """Autograd has finished this backward."""
@@ -755,7 +666,7 @@ class Scheduler:
         assert backward is not None
         self._complete_slices(backward, None)
         self.reductions.end_backward()
-        if not backward.weights_only:
+        if backward.is_recorded:
             self._record.end_backward()
         self._free_reserved()
         backward.end()
@@ -773,7 +684,7 @@ class Scheduler:
         self._backward = None
         if backward.outer is not None:
             self._backward, self._record = backward.outer
-        self._follows_backward = True
+        self.gather_order.end_backward()
         if self._outermost_is_over and self._backward is None:
             self._end_outermost()
         elif not self._has_nested:
@@ -782,7 +693,7 @@ class Scheduler:
     def _finish_backward(self) -> None:
         """No backward runs any more, and its reductions are submitted."""
         self._memory.end_backward(step_is_over=self.reductions.are_final)
-        self._written.check(in_rounds=self.in_rounds)
+        self._written.check(ranks_differ=self.ranks_differ)
         self.reductions.run_hooks()
 
     def _forget_uncounted(self, backward: Backward) -> None:
@@ -821,42 +732,34 @@ class Scheduler:
         compute_now: Ticket | None = None  # the model runs nothing between these gathers
         if window and unit.reshards and unit.needs_refresh and not unit.is_current:
             compute_now = unit.record_compute()
-        self._provide(unit, step.phase, compute_now)
+        self.provide(unit, step.phase, compute_now)
         self._reserved.pop(unit.index, None)
-        if self._rounds is not None:
-            self._rounds.expect(self._record.next_uses(_NUM_EXPECTED if self._prefetches else 0))
-            window = ()
-        for use in window:
+        for use in self.gather_order.window(window):
             ahead = self.units[use.unit]
             if ahead.needs_gather(use.phase) and not ahead.uses:
-                self._prefetch(ahead, use.phase, compute_now)
-        self._install(unit)
+                self.prefetch(ahead, use.phase, compute_now)
+        self.install(unit)
 
     def _use_once(self, unit: Unit, phase: int) -> None:
         """A use of ``unit`` begins that is not part of the recorded order."""
-        self._provide(unit, phase)
-        self._install(unit)
+        self.provide(unit, phase)
+        self.install(unit)
 
     @staticmethod
-    def _install(unit: Unit) -> None:
+    def install(unit: Unit) -> None:
         """The model reads full parameters from here on."""
         unit.wait()
         unit.note_access()
         # In backward, too: checkpoints within the unit run parts of its forward again.
         unit.install()
 
-    def _provide(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+    def provide(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
         """Issue the gather of ``unit``, unless it is unsharded and current. ``compute_now``: see
         :meth:`Unit.gather`."""
-        if self._rounds is not None and unit.reshards:
-            self._rounds.use(unit, phase)
-            return
-        if not unit.needs_gather(phase):
-            return
         forward = self._forward
         if unit.reshards or forward is None or unit.index in forward.refreshed:
-            unit.gather(phase, compute_now)
-        else:
+            self.gather_order.gather(unit, phase, compute_now)
+        elif unit.needs_gather(phase):
             self._refresh_through(unit, forward)
 
     def _refresh_through(self, last: Unit | None, forward: Forward) -> None:
@@ -873,9 +776,19 @@ class Scheduler:
             if unit is last:
                 return
 
-    def _prefetch(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+    def prefetch(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+        """Issue the gather of ``unit`` for an expected use of ``phase``. ``compute_now``: see
+        :meth:`.Unit.gather`."""
         unit.gather(phase, compute_now)
         self._reserved[unit.index] = phase
+
+    def is_reserved(self, unit: Unit) -> bool:
+        """Whether ``unit`` is unsharded for a use that is expected."""
+        return unit.index in self._reserved
+
+    def use_reserved(self, unit: Unit) -> None:
+        """The use of ``unit`` that was expected, if any was, is the one that begins."""
+        self._reserved.pop(unit.index, None)
 
     def _free_reserved(self, keep: Collection[int] = (), phase: int = BOTH) -> None:
         """Free units that are unsharded for a use of ``phase`` that is no longer expected.
@@ -913,9 +826,7 @@ class Scheduler:
         self._has_nested = self._outermost_is_over = False
         self._reserved.clear()
         self._uncounted.clear()
-        self._entered.clear()
-        if self._rounds is not None:
-            self._rounds.reset()
+        self.gather_order.reset()
         self._written.reset()
         self.reductions.reset()
         for unit in self.units:

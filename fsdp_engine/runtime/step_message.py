@@ -1,29 +1,27 @@
-"""One small all-reduce per step: parameters used, order of units, gradients not finite.
+"""One small all-reduce per step: parameters used, order of units.
 
 [Note: Who got a gradient]
 A parameter that got no gradient on any rank must keep ``.grad`` None, or weight decay would move
 it; one that got a gradient elsewhere must get the sum. Each rank sends a byte for every parameter,
 and the elementwise maximum says which parameters were used. The message is started after the last
-reduction. Its result is read only by a rank that misses a gradient, has seen a new order, or checks
-gradients; others never wait for it.
+reduction. Its result is read only by a rank that misses a gradient or has seen a new order; others
+never wait for it.
 
 The host needs the answer before the optimizer looks at ``.grad``, and another rank's host has it
 when that one's backward is issued. On an accelerator the message has a stream and a communicator
 of its own, which wait for no kernel of the model and no operation of the lanes. So a host that
-reads it waits for the other hosts, and not for its device. (Checks of gradients run on the device:
-with them the message waits for backward.)
+reads it waits for the other hosts, and not for its device.
 
 The message of all ranks also carries a digest of the order of units that the rank has seen (and its
-complement: if maximum and complement still add up, all digests are equal) and, if gradients are
-checked, a byte for each parameter whose gradient is not finite. Ranks that share other parameters
-(experts) have a message of their own.
+complement: if maximum and complement still add up, all digests are equal). Ranks that share other
+parameters (experts) have a message of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +33,6 @@ from fsdp_engine.comm.lanes import SideStream
 from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.memory.host_memory import bytes_to
 from fsdp_engine.runtime.record import order_digest
-
-if TYPE_CHECKING:
-    from fsdp_engine.runtime.gradient_checks import GradientChecks
 
 _DIGEST_BYTES = 8
 _WHAT = "the message of the step"
@@ -65,12 +60,10 @@ class Verdict:
         used: of each buffer, for each parameter whether any rank had a gradient, as far as a
             message was read; otherwise whether this rank had one.
         same_order: all ranks have seen the order that this one has.
-        problem: what checks of gradients found.
     """
 
     used: Sequence[Sequence[Any]]
     same_order: bool = False
-    problem: str | None = None
 
 
 class StepMessage:
@@ -80,7 +73,6 @@ class StepMessage:
         buffers: the trainable buffers, in one order on all ranks.
         group: of messages between all ranks; None for one rank.
         device: of the messages.
-        checks: what looks at gradients, if anything does.
 
     Attributes:
         num_started: steps whose message was sent.
@@ -91,11 +83,9 @@ class StepMessage:
         buffers: Sequence[ParamAndGradBuffer],
         group: ProcessGroup | None,
         device: torch.device,
-        checks: GradientChecks | None,
     ) -> None:
         self._buffers = tuple(buffers)
         self._device = device
-        self._checks = checks
         self._group = group
         self._stream = SideStream(device)
         self.num_started = 0
@@ -115,26 +105,18 @@ class StepMessage:
             if part.group is self._group:
                 digest = order_digest(order)
                 flags += digest + bytes(255 - byte for byte in digest)
-            looks_for_nan = part.group is self._group and self._looks_for_nan
-            if looks_for_nan:
-                self._stream.wait_for_compute()
             with self._stream.entered():
-                message = bytes_to(flags, self._device)
-                if looks_for_nan:
-                    assert self._checks is not None
-                    message = torch.cat([message, self._checks.flags])
-                part.result = message
-                part.work = collectives.start_all_reduce(message, part.group, "max")
+                part.result = bytes_to(flags, self._device)
+                part.work = collectives.start_all_reduce(part.result, part.group, "max")
 
     def read(self, has_new_order: bool) -> Verdict:
         """What all ranks know, as far as this one needs to know it."""
         used: list[Sequence[Any]] = [buffer.published.used for buffer in self._buffers]
         same_order = False
-        found: list[int] | None = None
         for part in self._parts:
             is_main = part.group is self._group
             missing = not all(all(used[number]) for number, _ in part.buffers)
-            if not (missing or (is_main and (has_new_order or self._looks_for_nan))):
+            if not (missing or (is_main and has_new_order)):
                 continue  # the work is waited for before the next message
             with naming(_WHAT, part.group), self._stream.entered():
                 part.work.wait()
@@ -150,13 +132,7 @@ class StepMessage:
                 digest = values[at : at + _DIGEST_BYTES]
                 complement = values[at + _DIGEST_BYTES : at + 2 * _DIGEST_BYTES]
                 same_order = all(a + b == 255 for a, b in zip(digest, complement, strict=True))
-                found = values[at + 2 * _DIGEST_BYTES :]
-        problem = None
-        if self._checks is not None:
-            if found is None:
-                found = self._checks.flags.tolist() if self._looks_for_nan else []
-            problem = self._checks.conclude(found)
-        return Verdict(used, same_order, problem)
+        return Verdict(used, same_order)
 
     def finish(self) -> None:
         """Wait for messages that were not read."""
@@ -170,9 +146,3 @@ class StepMessage:
         """Drop pending messages; communication must be over."""
         for part in self._parts:
             part.work = part.result = None
-        if self._checks is not None:
-            self._checks.forget()
-
-    @property
-    def _looks_for_nan(self) -> bool:
-        return self._checks is not None and self._checks.looks_for_nan

@@ -19,7 +19,7 @@ import enum
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -139,6 +139,14 @@ class UnshardedParams:
         self.tickets = tickets
 
 
+class CallOrder(Protocol):
+    """The gather order in which a forward ran: a :class:`~.gather_order.GatherOrder`."""
+
+    def check_backward(self, call: Call, order: Any) -> None:
+        """See the class."""
+        ...
+
+
 class Call:
     """One forward of a unit whose output takes part in autograd.
 
@@ -154,15 +162,15 @@ class Call:
             backward ends with the whole backward.
         is_pending: its backward is to come, or runs.
         follows_another: when it was made, another call of the unit was pending.
-        in_rounds: ranks may have called other units, or in another order.
+        gather_order: in which its forward ran.
         outer_run: the run of autograd within which its forward ran, if the engine computed in it
             before; else None. See [Note: Nested backwards] in ``scheduler.py``.
     """
 
     __slots__ = (
         "follows_another",
+        "gather_order",
         "has_boundary",
-        "in_rounds",
         "input_changed",
         "is_pending",
         "is_recorded",
@@ -176,15 +184,15 @@ class Call:
         self,
         unit: Unit,
         reads_weights: bool,
+        gather_order: CallOrder,
         *,
         is_recorded: bool = True,
         microbatch: Hashable | None = None,
-        in_rounds: bool = False,
         outer_run: int | None = None,
     ) -> None:
         self.unit = unit
         self.outer_run = outer_run
-        self.in_rounds = in_rounds
+        self.gather_order = gather_order
         self.is_recorded = is_recorded
         self.microbatch = microbatch
         self.reads_weights = reads_weights

@@ -91,18 +91,18 @@ class WrittenWeights:
         for index in indices:
             written[buffer.records[index].name] = fingerprint(buffer.full_params[index])
 
-    def check(self, *, in_rounds: bool = False) -> None:
+    def check(self, *, ranks_differ: bool = False) -> None:
         """Check that ranks wrote the same values. Collective, if a rank wrote any. Ranks within
         nested backwards may differ, so it is called after the outermost one.
 
         Raises:
             ValueError, RuntimeError: they did not, or some ranks wrote none; on all ranks. Or it
-                cannot be checked, since ranks use different modules (``in_rounds``).
+                cannot be checked, since ranks use different modules (``ranks_differ``).
         """
         written, self._written = self._written, {}
         for group, prints in written.items():
             names = ", ".join(list(prints)[:8])
-            if in_rounds:
+            if ranks_differ:
                 raise RuntimeError(
                     f"{names}: expected weights that forward does not write within "
                     "engine.together(), where ranks use different modules; found some that were "

@@ -137,7 +137,7 @@ def test_a_unit_is_cast_while_the_link_is_busy_with_another() -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     engine = fe.shard(model, units=list(model), strategy="optim_grads_params", mp_policy=policy)
     first, second = (unit for unit in engine.units if unit.name in ("0", "1"))
-    link, copy_in = (lane._stream for lane in (engine._lanes.inner_gather, engine._lanes.copy_in))
+    link, copy_in = (lane._stream for lane in (engine.lanes.inner_gather, engine.lanes.copy_in))
     ended: list[bool] = []
 
     def before(module: nn.Module, args: object) -> None:
@@ -304,7 +304,7 @@ def test_backward_goes_on_while_the_outer_axis_is_reduced() -> None:
     reached = torch.deferred.Event()
     x.register_hook(lambda _: reached.record())
     torch.accelerator.synchronize()
-    with on.held(engine._lanes.outer_reduce._stream):
+    with on.held(engine.lanes.outer_reduce._stream):
         model(x).sum().backward()
         reached.synchronize()  # would never end if compute waited for the held stream
     assert x.grad is not None

@@ -293,7 +293,7 @@ class Program:
 def _on_streams(engine: fe.Engine, delays: Delays) -> Delays:
     if "lane" not in delays:
         return delays
-    ids = {lane.name: lane._target().stream_id for lane in engine._lanes.all}
+    ids = {lane.name: lane._target().stream_id for lane in engine.lanes.all}
     return {"streams": {ids[delays["lane"]]: delays["seconds"]}}
 
 

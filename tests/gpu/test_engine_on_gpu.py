@@ -103,7 +103,7 @@ def _train_as_one_of_two(level: str) -> tuple[list[float], dict[str, Tensor]]:
 
 def test_the_lanes_are_four_streams_beside_the_current_one(mesh: DeviceMesh) -> None:
     engine = fe.shard(make_model(), mesh=mesh)
-    lanes: Any = engine._lanes
+    lanes: Any = engine.lanes
     beside = (lanes.inner_gather, lanes.inner_reduce, lanes.outer_gather, lanes.outer_reduce)
     streams = {lane._target().cuda_stream for lane in beside}
     assert len(streams) == 4
@@ -121,7 +121,7 @@ def test_the_next_unit_is_gathered_while_this_one_computes_unless_the_budget_is_
     model = make_model()
     config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget)
     engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
-    gather: Any = engine._lanes.inner_gather
+    gather: Any = engine.lanes.inner_gather
     full_bytes, overlapped = [], []
 
     def probe() -> None:

@@ -134,7 +134,7 @@ class Watching(Net):
     """Notes whether each backward is the last microbatch of its step."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        self.syncs = [*getattr(self, "syncs", []), self.trainer.strategy.engine._reductions.sync]
+        self.syncs = [*getattr(self, "syncs", []), self.trainer.strategy.engine.reductions.sync]
 
 
 @on_ranks(2)

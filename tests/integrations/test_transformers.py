@@ -127,7 +127,7 @@ def test_only_the_last_microbatch_syncs_and_the_optimizer_steps_on_slices() -> N
     step = made.training_step
 
     def training_step(*args: Any) -> Any:
-        synced.append(made.engine._reductions.sync)
+        synced.append(made.engine.reductions.sync)
         return step(*args)
 
     made.training_step = training_step

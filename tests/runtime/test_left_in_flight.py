@@ -130,7 +130,7 @@ def look_in_each_step(levels: tuple[str, ...], look: str) -> None:
 def in_flight_until_the_next_backward(levels: tuple[str, ...]) -> None:
     def body(model: Any, engine: Any) -> None:
         optimizer = reference.adamw(model.parameters())
-        in_flight = engine._reductions._pending
+        in_flight = engine.reductions._pending
         for number in range(2):
             microbatch(model, engine, number)
             assert in_flight
@@ -162,7 +162,7 @@ def test_where_the_host_drives_lanes_backward_waits() -> None:
     model = Small()
     engine = fe.shard(model)
     microbatch(model, engine, 0)
-    assert not engine._reductions._pending
+    assert not engine.reductions._pending
 
 
 ON_TWO_AXES = ["read", "all cleared", "stepped by slices"]  # the others in ``make test-all``

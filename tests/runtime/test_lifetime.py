@@ -66,8 +66,8 @@ def test_a_step_leaves_attributes_of_the_engine_s_objects_quick_to_read() -> Non
     engine = fe.shard(model, strategy="optim_grads_params")
     for _ in range(2):
         model(*token_batch(2, dist.get_rank())).backward()
-    buffers = [buffer for unit in engine._scheduler.units for buffer in unit.buffers]
-    objects = [engine._scheduler, *engine._scheduler.units, *buffers]
+    buffers = [buffer for unit in engine.scheduler.units for buffer in unit.buffers]
+    objects = [engine.scheduler, *engine.scheduler.units, *buffers]
     objects += [buffer.weights for buffer in buffers]
     for each in objects:
         held = gc.get_referents(each)  # before `vars` makes the dict

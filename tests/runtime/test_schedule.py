@@ -54,7 +54,7 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
         model = Small(num_blocks=4)
         config = config_of(num_blocks * BLOCK)
         engine = fe.shard(model, strategy=strategy, units="blocks.*", config=config)
-        reductions, opening, waits = engine._reductions, [""], {}
+        reductions, opening, waits = engine.reductions, [""], {}
         open_unit, retire = reductions.open_unit, reductions._pending._free_oldest
 
         def opened(unit: Any, open_unit: Any = open_unit, opening: list[str] = opening) -> None:

@@ -191,7 +191,7 @@ def test_measurements_nest_and_each_sees_what_came_while_it_was_open() -> None:
     assert sum(each.count for each in outer.waited) >= 2 * sum(e.count for e in inner.waited)
     step()
     assert outer.num_steps == 3
-    assert not any(lane.meters for lane in engine._lanes.all)
+    assert not any(lane.meters for lane in engine.lanes.all)
     assert not engine._memory.ledger.peaks
 
 
@@ -243,7 +243,7 @@ def test_an_exception_within_ends_it_and_what_was_found_stays() -> None:
     measured = engine.describe().measured
     assert measured.num_steps == 1
     assert "1 steps" in str(measured)
-    assert not any(lane.meters for lane in engine._lanes.all)
+    assert not any(lane.meters for lane in engine.lanes.all)
     step()
     assert measured.num_steps == 1
 
@@ -312,7 +312,7 @@ def test_waits_for_a_slow_disk_are_those_of_the_state_lanes() -> None:
         text = str(engine.describe())
         assert "for communication and copies of state" in text
         assert "state in" in text
-        assert not any(lane.meters for lane in (*engine._lanes.all, *engine._offloadings[0].lanes))
+        assert not any(lane.meters for lane in (*engine.lanes.all, *engine._offloadings[0].lanes))
 
 
 @on_ranks(1)

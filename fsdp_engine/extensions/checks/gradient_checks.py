@@ -1,9 +1,10 @@
 """Checks of gradients before they are reduced: NaN and Inf, and unusually large norms.
 
 Whatever is found stays on the device until the step's reductions are done: one read per step, not
-one per buffer, so that nothing in backward waits for the device. On CPU reading costs nothing:
-there one pass takes the least and the largest element of a buffer, and only where one of them is
-not finite each parameter is looked at (``benchmarks/nan_check.py``).
+one per buffer, so that nothing in backward waits for the device. It is a byte for each parameter
+whose gradient is not finite; the maximum over all ranks is sent with the last reductions. On CPU
+reading costs nothing: there one pass takes the least and the largest element of a buffer, and only
+where one of them is not finite each parameter is looked at (``benchmarks/nan_check.py``).
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.comm.collectives import gather_objects
-from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.comm.collectives import gather_objects, start_all_reduce
+from fsdp_engine.comm.lanes import SideStream
+from fsdp_engine.comm.stall_monitor import naming
+from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor.full_reductions import slice_norms
 from fsdp_engine.memory import allocator
+from fsdp_engine.runtime.gradient_observer import GradientObserver
 
 # A norm is large beyond so many times the largest of so many steps.
 LARGE_FACTOR = 10.0
@@ -29,26 +34,42 @@ LARGE_HISTORY = 100
 _MOST_NAMED = 8
 
 
+@dataclass(frozen=True)
 class GradientChecks:
-    """What the config asks for, over all trainable buffers of an engine.
+    """Gradients of each step are checked before they are reduced.
 
-    Args:
-        buffers: the trainable buffers, in one order on all ranks.
-        config: says what to look for.
-        group: all data-parallel ranks; None for one.
-        device: of the gradients.
+    Attributes:
+        nan: for NaN and Inf. ``finish_grad_sync``, and so the last backward, raises a RuntimeError
+            on all ranks; it names parameters and ranks.
+        large: for norms of buffers that exceed ten times the largest of the last 100 steps: warns.
     """
 
-    def __init__(
-        self,
-        buffers: Sequence[ParamAndGradBuffer],
-        config: DistributedDataParallelConfig,
-        group: ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        self._group = group
-        self.looks_for_nan = config.check_for_nan_in_grad
-        self.looks_for_large = config.check_for_large_grads
+    nan: bool = True
+    large: bool = False
+
+    def start(self, engine: Engine) -> None:
+        """Check the gradients of ``engine``."""
+        engine.reductions.observers.append(_Checks(engine, self))
+
+
+class _Checks(GradientObserver):
+    """Checks of the gradients of one engine.
+
+    Args:
+        engine: whose.
+        asked: says what to look for.
+    """
+
+    def __init__(self, engine: Engine, asked: GradientChecks) -> None:
+        buffers = [buffer for unit in engine.units for buffer in unit.trainable]
+        device = engine.mesh.device
+        self._reductions = engine.reductions
+        self._group = engine.ranks.control_group
+        self._message_group = engine.ranks.message_group
+        self._stream = SideStream(device)
+        self._work: Any = None
+        self.looks_for_nan = asked.nan
+        self.looks_for_large = asked.large
         self._labels = [buffer.label for buffer in buffers]
         self._place: dict[int, tuple[int, int, int]] = {}  # (buffer, first flag, number of flags)
         self._names: list[str] = []
@@ -56,12 +77,12 @@ class GradientChecks:
             names = [record.name for record in buffer.records]
             self._place[id(buffer)] = (number, len(self._names), len(names))
             self._names += names
-        self.flags = allocator.zeros(len(self._names), torch.uint8, device)
+        self._flags = self._found = allocator.zeros(len(self._names), torch.uint8, device)
         self._norms = allocator.zeros(len(buffers), torch.float32, device)
         self._history: list[deque[float]] = [deque(maxlen=LARGE_HISTORY) for _ in buffers]
 
-    def look(self, buffer: ParamAndGradBuffer) -> None:
-        """Look at gradients of ``buffer`` that are about to be reduced for the first time."""
+    def before_sending(self, buffer: ParamAndGradBuffer) -> None:
+        """See the base class."""
         assert buffer.grads is not None
         number, first, count = self._place[id(buffer)]
         written = buffer.grads.written()
@@ -70,7 +91,7 @@ class GradientChecks:
         if self.looks_for_nan and not _is_seen_to_be_finite(flat):
             # The largest magnitude is NaN or Inf if any element is, in whatever dtype.
             peaks = _largest(views)
-            self.flags[first : first + count] |= (~torch.isfinite(peaks)).to(torch.uint8)
+            self._flags[first : first + count] |= (~torch.isfinite(peaks)).to(torch.uint8)
         if self.looks_for_large:
             norms = slice_norms([view for view in views if view.numel()], 2.0)
             if norms:
@@ -78,26 +99,44 @@ class GradientChecks:
                 # Of several microbatches that are reduced one by one, the largest counts.
                 self._norms[number] = torch.maximum(self._norms[number], norm)
 
-    def conclude(self, found: Sequence[int]) -> str | None:
-        """Warn of large norms; return the problem, the same on all ranks, or None.
+    def issued(self) -> None:
+        """See the base class."""
+        if self.looks_for_nan and self._message_group is not None:
+            self._stream.wait_for_compute()
+            with self._stream.entered():
+                self._found = self._flags.clone()
+                self._work = start_all_reduce(self._found, self._message_group, "max")
 
-        Collective where ``found`` has any flag set.
+    def reduced(self, used: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        """See the base class.
 
-        Args:
-            found: the flags' maximum over all ranks.
+        Raises:
+            RuntimeError: a gradient was not finite, on some rank; on all ranks.
         """
         problem = None
-        if self.looks_for_nan and any(found):
-            problem = self._describe(self.flags.tolist())
+        if self.looks_for_nan and any(self._read()):
+            problem = self._describe(self._flags.tolist())
         if self.looks_for_large:
             self._warn_of_large(self._norms.tolist())
-        self.forget()
-        return problem
+        if problem is not None:
+            self._reductions.clear(zero=False)
+            raise RuntimeError(problem)
+        self.discard()
+        return used
 
-    def forget(self) -> None:
-        """Nothing was seen."""
-        self.flags.zero_()
+    def discard(self) -> None:
+        """See the base class."""
+        self._work = None
+        self._flags.zero_()
         self._norms.zero_()
+
+    def _read(self) -> list[int]:
+        """The flags' maximum over all ranks."""
+        if self._message_group is None:
+            return self._flags.tolist()
+        with naming("checks of gradients", self._message_group), self._stream.entered():
+            self._work.wait()
+            return self._found.tolist()
 
     def _describe(self, mine: Sequence[int]) -> str:
         names = [name for name, flag in zip(self._names, mine, strict=True) if flag]

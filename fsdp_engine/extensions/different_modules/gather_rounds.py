@@ -52,16 +52,19 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
-from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_message import HostMessage
-from fsdp_engine.runtime.record import Place, Use
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.comm.lanes import Ticket
+from fsdp_engine.engine import Engine
+from fsdp_engine.runtime.gather_order import GatherOrder, Place
+from fsdp_engine.runtime.record import Use
+from fsdp_engine.runtime.unit import Call, Unit
 
 
 class _Status(enum.IntEnum):
@@ -96,36 +99,49 @@ _LARGEST = 255  # byte
 # Units that are not freed at once, so that compute waits for no gather that is in flight, and that
 # this rank may use although it does not expect to.
 _MOST_FOR_OTHERS = 2
+# Places of the recorded order among which the next two units to gather are.
+_NUM_EXPECTED = 8
 _MOST_NAMED = 8
 
 
-class GatherRounds:
+class _Uses:
+    """What a rank remembers from one context to the next: its uses of units.
+
+    Attributes:
+        record: the order of uses that it has recorded in rounds.
+        units: numbers of the units used since the first forward after a backward.
+        are_over: a backward has followed them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.record = engine.scheduler.make_record()
+        self.units: set[int] = set()
+        self.are_over = False
+
+
+class GatherRounds(GatherOrder):
     """See the module docstring. Collective: all ranks make one, and take part until none is busy.
 
     Args:
-        ranks: all ranks of the model.
-        units: all of them, in module order.
-        num_reductions: of a backward.
-        drive: called with a number of reductions that all ranks have submitted in this backward:
-            the host, which drives them, waits for them. None: they run without the host.
+        engine: of the model.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        units: Sequence[Unit],
-        num_reductions: int,
-        drive: Callable[[int], None] | None,
-    ) -> None:
-        self._message = HostMessage("together()", ranks)
-        self._ranks = ranks
-        self._units = units
-        self._num_reductions = num_reductions
-        self._drive = drive
-        self._reads_files = drive is not None and any(
-            each.weights.home is not None for unit in units for each in unit.buffers
+    ranks_differ = True
+
+    def __init__(self, engine: Engine) -> None:
+        self._uses = engine.extension(_Uses)
+        super().__init__(engine.ranks, self._uses.record, sends_passes=False)
+        self._message = HostMessage("together()", engine.ranks)
+        self._ranks = engine.ranks
+        self._units = engine.units
+        self._scheduler, self._reductions = engine.scheduler, engine.reductions
+        self._num_reductions = len(engine.reductions.order)
+        self._host_drives = not engine.lanes.compute.runs_ahead
+        self._submitting_waits = engine.reductions.submitting_waits
+        self._reads_files = self._host_drives and any(
+            each.weights.home is not None for unit in engine.units for each in unit.buffers
         )
-        group = ranks.message_group
+        group = engine.ranks.message_group
         number = 0
         if group is not None:
             number = _NUM_MADE[group] = (_NUM_MADE.get(group, 0) + 1) % _LARGEST
@@ -151,13 +167,55 @@ class GatherRounds:
         # Gathered in the last round.
         self._last_round: list[Unit] = []
 
-    def use(self, unit: Unit, phase: int) -> None:
-        """On return the gather of ``unit`` is issued, and serves a use of ``phase``.
+    def begin_forward(self) -> None:
+        """See the base class."""
+        if self._uses.are_over:
+            self._uses.are_over = False
+            self._uses.units.clear()
+
+    def end_forward(self) -> None:
+        """Free units that were gathered for uses that did not come, or for other ranks."""
+        for unit in (*self._ahead, *self._for_others):
+            self._free(unit)
+        self._ahead.clear()
+        self._for_others.clear()
+
+    def begin_backward(self) -> None:
+        """Others can wait for the reductions of units that this rank does not use."""
+        for unit in self._reductions.order:
+            is_used = unit.index in self._uses.units or unit.num_calls > 0
+            if not is_used and not unit.awaits_backward(None):
+                self._reductions.unit_is_ready(unit)
+
+    def end_backward(self) -> None:
+        """See the base class."""
+        self._uses.are_over = True
+
+    def check_backward(self, call: Call, order: GatherOrder) -> None:
+        """Refuse a backward outside of the context.
+
+        Raises:
+            RuntimeError: its unit is gathered, and other ranks may have used other units.
+        """
+        if call.unit.reshards and not order.ranks_differ:
+            raise RuntimeError(
+                f"backward of unit {call.unit.label}: expected it within engine.together(), as its "
+                "forward was, since other ranks may have used other units; found that the context "
+                "was left. Call backward() within it, or enter it again (after this exception, "
+                "call engine.reset())"
+            )
+
+    def gather(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+        """See the base class.
 
         Raises:
             RuntimeError: another rank has raised an exception, or is in rounds of another engine;
                 or ranks wait for each other at different places.
         """
+        self._uses.units.add(unit.index)
+        if not unit.reshards:
+            super().gather(unit, phase, compute_now)
+            return
         self._is_awaited = True
         self._phase = BACKWARD if phase & BACKWARD else FORWARD
         if unit.index in self._expected:
@@ -173,14 +231,19 @@ class GatherRounds:
         if phase & BACKWARD:
             unit.keep_for(phase)
 
-    def expect(self, uses: Iterable[Use]) -> None:
+    def window(self, window: Sequence[Use]) -> Sequence[Use]:
+        """Returns nothing to prefetch: units that are expected are voted for."""
+        self._expect(self.record.next_uses(_NUM_EXPECTED if self._scheduler.prefetches else 0))
+        return ()
+
+    def _expect(self, uses: Iterable[Use]) -> None:
         """Vote for units that this rank will use next: one is in flight while another is voted for.
 
         Args:
             uses: the next ones of its recorded order; none: nothing is gathered ahead.
 
         Raises:
-            RuntimeError: as :meth:`use`.
+            RuntimeError: as :meth:`gather`.
         """
         self._expected = wanted = list(dict.fromkeys(use.unit for use in uses))
         gathered = {unit.index: unit for unit in (*self._ahead, *self._for_others)}
@@ -201,9 +264,15 @@ class GatherRounds:
                 if not self._ahead:  # it is held back
                     self._send(following)
 
-    def announce(self, num: int) -> None:
-        """This rank has submitted ``num`` reductions in this backward, or is ready to."""
-        self._num_submitted = num
+    def before_reduction(self, num_submitted: int, place: Place) -> None:
+        """Wait until all ranks submit it, where to submit is to wait for the one before."""
+        if self._submitting_waits:
+            self._num_submitted = num_submitted
+            self.await_reductions(place)
+
+    def after_reduction(self, num_submitted: int) -> None:
+        """Tell other ranks with the next vote."""
+        self._num_submitted = num_submitted
 
     def await_reductions(self, place: Place) -> None:
         """Take part until all ranks have announced as many reductions as this one.
@@ -212,23 +281,23 @@ class GatherRounds:
             place: BACKWARD or LAST_BACKWARD.
 
         Raises:
-            RuntimeError: as :meth:`use`; or a rank waits at another place.
+            RuntimeError: as :meth:`gather`; or a rank waits at another place.
         """
         while self._num_submitted_by_all < self._num_submitted:
             if self._vote is None:
                 self._send(place=place)
             self._take_part(place)
 
-    def await_ranks(self, place: Place) -> None:
+    def await_ranks(self, place: Place = Place.CALL) -> None:
         """This rank needs nothing until all others have reached ``place``: take part until then.
 
         Raises:
-            RuntimeError: as :meth:`use`; or a rank waits at another place.
+            RuntimeError: as :meth:`gather`; or a rank waits at another place.
         """
         self._is_awaited = True
         status = _Status.BUSY
         while status is not _Status.IDLE or self._has_another_pass:
-            self.free_unused()
+            self.end_forward()
             if self._vote is None:
                 self._send(status=_Status.IDLE, place=place)
             status = self._take_part(place)
@@ -237,10 +306,9 @@ class GatherRounds:
         self._num_submitted = self._num_submitted_by_all = 0
         self._is_awaited = False
 
-    def await_outermost(self) -> bool:
-        """This rank is at the end of a backward within which others have run. Returns whether
-        another rank has begun another pass of reductions, which all take part in; see
-        [Note: Passes] in ``reductions.py``.
+    def has_another_pass(self) -> bool:
+        """Whether another rank has begun another pass of reductions, where this one is at the end
+        of a backward within which others have run. All take part in it.
 
         Raises:
             RuntimeError: as :meth:`await_ranks`.
@@ -252,7 +320,7 @@ class GatherRounds:
         """This rank has raised an exception: others, which may wait for its votes, raise one."""
         if not self._is_awaited:
             return
-        self.free_unused()
+        self.end_forward()
         if self._vote is not None:
             status = self._exchange()
             self._vote = None
@@ -265,18 +333,12 @@ class GatherRounds:
     def reset(self) -> None:
         """Drop gathers and the backward; communication is over, but for a vote, which others
         answer."""
+        self._uses.units.clear()
         self._last_round.clear()
         self._ahead.clear()
         self._for_others.clear()
         self._num_submitted = self._num_submitted_by_all = 0
         self._vote_is_stale = self._vote is not None
-
-    def free_unused(self) -> None:
-        """Free units that were gathered for uses that did not come, or for other ranks."""
-        for unit in (*self._ahead, *self._for_others):
-            self._free(unit)
-        self._ahead.clear()
-        self._for_others.clear()
 
     def _hand_over(self, unit: Unit) -> None:
         """The unit is used: it is freed when it is left."""
@@ -399,16 +461,84 @@ class GatherRounds:
 
     def _finish_last_round(self) -> None:
         """Wait for the operations that all ranks have submitted, if the host drives them."""
-        if self._drive is not None:
+        if self._host_drives:
             for unit in self._last_round:
                 unit.wait()
-            self._drive(self._num_submitted_by_all)
+            self._reductions.finish_first(self._num_submitted_by_all)
         self._last_round.clear()
 
     @staticmethod
     def _free(unit: Unit) -> None:
         if not unit.uses:
             unit.release()
+
+
+@contextmanager
+def together(engine: Engine) -> Iterator[None]:
+    """Context within which ranks can use different modules: for training, evaluation and
+    generation. Collective: all ranks enter it, and leave it together.
+
+    Ranks may leave out modules, use them in any order and as often as they like, and without
+    gradients run different numbers of forwards. With gradients each rank runs as many
+    backwards; gradients are those of the mean over ranks, as at other levels. A rank that has
+    finished its backward, or leaves the context, takes part in the gathers of the others until
+    all have. No other collective may run between a forward's begin and that. Each gather takes
+    one small message more. At levels below ``optim_grads_params``, where ranks may differ
+    anyway, it costs one message for each backward.
+
+    Example: towers for images and sound, of which a rank's batch has one, or none::
+
+        for batch in loader:
+            with engine.together():
+                model(batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        engine: of the model.
+
+    Raises:
+        RuntimeError: a forward or backward is running, or contexts are nested; or another rank
+            raised an exception within the context. On all ranks: they ran different numbers of
+            backwards; names the ranks and where they wait.
+    """
+    if not any(unit.reshards or unit.needs_refresh for unit in engine.units):
+        yield
+        return
+    scheduler = engine.scheduler
+    if not scheduler.is_at_rest or scheduler.ranks_differ:
+        found = "such a context" if scheduler.ranks_differ else f"a {scheduler.phase}"
+        raise RuntimeError(
+            "together(): expected no forward or backward in progress and no such context; "
+            f"found {found} (after an exception, call engine.reset())"
+        )
+    scheduler.gather_before_forward(wait=True, sharded=False)
+    scheduler.free_all()
+    rounds = GatherRounds(engine)
+    scheduler.use_gather_order(rounds)
+    try:
+        try:
+            yield
+        except GeneratorExit:  # a generator of the user's was closed within the context
+            rounds.await_ranks(Place.EXIT)
+            raise
+        rounds.await_ranks(Place.EXIT)
+    except Exception:
+        rounds.fail()
+        raise
+    finally:
+        scheduler.use_gather_order(None)
+
+
+def _ranks_can_differ(engine: Engine) -> bool:
+    """Whether ranks may now run different numbers of forwards without gradients: within
+    :func:`together`, or where forwards do not communicate."""
+    if engine.scheduler.ranks_differ or engine.is_unsharded:
+        return True
+    return not any(unit.reshards or unit.needs_refresh for unit in engine.units)
+
+
+ranks_can_differ = property(_ranks_can_differ)
 
 
 def to_gather(votes: bytes, expected: bytes, phases: bytes) -> list[int]:

@@ -13,7 +13,8 @@ reduced gradients become NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,9 +27,12 @@ from torch.utils._pytree import tree_leaves
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import start_all_reduce
-from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.stall_monitor import naming
+from fsdp_engine.engine import Engine
 from fsdp_engine.memory import allocator
+from fsdp_engine.runtime.gradient_observer import GradientObserver
+from fsdp_engine.runtime.reductions import Phase
+from fsdp_engine.runtime.unit import Unit
 
 _WHAT = "mean_loss()"
 
@@ -135,12 +139,11 @@ class MeanLoss(Tensor):
 _PLAIN = get_default_nowrap_functions()
 
 
-class MeanLosses:
+class MeanLosses(GradientObserver):
     """See the module docstring.
 
     Args:
-        mesh: the data-parallel ranks.
-        buffers: the trainable ones.
+        engine: of the model.
 
     Attributes:
         last: the mean of the last step that had one, 0-d, fp32; None before the first.
@@ -148,20 +151,16 @@ class MeanLosses:
         num_calls: how often :meth:`add` was called.
     """
 
-    def __init__(self, mesh: DataMesh, buffers: Sequence[ParamAndGradBuffer]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.last: Tensor | None = None
         self.weight = 1.0
         self.num_calls = 0
-        self._mesh = mesh
-        self._buffers = buffers
+        self._mesh = engine.mesh
+        self._buffers = [buffer for unit in engine.units for buffer in unit.trainable]
         self._step: _StepLosses | None = None
         self._divisor: float | None = None
-        self._has_others = False
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there is a loss whose gradients are not reduced."""
-        return self._step is not None
+        self._has_others = engine.reductions.phase is Phase.ACCUMULATING
+        engine.reductions.observers.append(self)
 
     @property
     def has_divisor(self) -> bool:
@@ -169,7 +168,7 @@ class MeanLosses:
         return self._divisor is not None
 
     def add(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
-        """See :meth:`fsdp_engine.engine.Engine.mean_loss`."""
+        """See :func:`mean_loss`."""
         error = _mistake(loss_sum, count)
         self.num_calls += 1
         if self.weight != 1 and error is None:
@@ -216,8 +215,21 @@ class MeanLosses:
                 "in a step of its own"
             )
 
-    def start(self) -> None:
-        """The step's last reductions are issued: begin to add over the ranks."""
+    def check_last(self, units: Sequence[Unit]) -> None:
+        """Refuse a step of which gradients of some units are left accumulated.
+
+        Raises:
+            RuntimeError: there are such units; names one.
+        """
+        if units and self._step is not None:
+            raise RuntimeError(
+                "backward of mean_loss(): expected the last microbatch to reduce the gradients of "
+                f"all units; found {len(units)} that do not, {units[0].label} among them "
+                "(set_requires_gradient_sync). Set all, or none"
+            )
+
+    def issued(self) -> None:
+        """Begin to add over the ranks."""
         if self._divisor is None:
             return  # as on all ranks
         # A rank without a microbatch takes part, and learns that others had some.
@@ -227,8 +239,8 @@ class MeanLosses:
         if self._mesh.control_group is not None:
             step.work = start_all_reduce(step.totals, self._mesh.control_group, "sum")
 
-    def finish(self) -> None:
-        """Gradients are reduced: make them those of the mean. Zero, if there were no samples.
+    def reduced(self, used: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        """Make gradients those of the mean: zero, if there were no samples.
 
         Raises:
             RuntimeError: there are gradients of a rank's slice alone; names a parameter. Or, on a
@@ -237,7 +249,7 @@ class MeanLosses:
         step = self._step
         self.discard()
         if step is None:
-            return
+            return used
         if step.work is not None:
             assert self._mesh.control_group is not None
             with naming(_WHAT, self._mesh.control_group):
@@ -266,6 +278,7 @@ class MeanLosses:
             if ranks not in factors:
                 factors[ranks] = torch.where(is_mean, inverse * ranks, 1.0)
             buffer.grads.scale(factors[ranks], True)
+        return used
 
     def discard(self) -> None:
         """The step is over."""
@@ -278,6 +291,81 @@ class MeanLosses:
         assert self._divisor is not None
         totals = allocator.zeros(4, torch.float64, self._mesh.device)
         return _StepLosses(totals, self._buffers, self._divisor)
+
+
+def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor:
+    """Returns a 0-d tensor to call ``backward()`` on: reduced gradients will be those of the
+    mean over the samples of all ranks and all microbatches of the step.
+
+    The mean of the ranks' means, which backward of a mean gives, is another one where numbers
+    of samples (or tokens) differ. Call it once a microbatch, on every rank, before the
+    microbatch's backward; the first call is collective. The value of the tensor is no mean:
+    :attr:`last_mean_loss` is. All of a microbatch's loss belongs into the sum: a term ``c``
+    that is no mean over samples as ``count * c``. Microbatches whose backward does not run, or
+    whose gradients are cleared, do not count. The result can be multiplied by numbers and added
+    to other results. Parameters of the loss outside of this engine get gradients of sums, not
+    of means.
+
+    Args:
+        engine: of the model.
+        loss_sum: one element that requires grad: the sum of the losses of this rank's samples
+            in this microbatch.
+        count: their number, a number or a tensor of one element, which is not waited for. 0: a
+            batch that does not count.
+
+    Raises:
+        ValueError: other shapes, or a negative or infinite number.
+        RuntimeError: within a pipeline, of which other ranks compute the loss. Of backward:
+            gradients of an earlier step are not cleared, the step of the result is over,
+            there is a penalty that was computed with sharded parameters, or another loss in
+            the step, on this rank or on another one. Of an operation that adds another loss to
+            the result.
+    """
+    if engine.scheduler.microbatch is not None:
+        raise RuntimeError(
+            "mean_loss(): expected a model whose ranks all compute a loss; found a pipeline "
+            "stage. Divide by the number of samples of all microbatches in the loss function"
+        )
+    if not all(each.sees_all_ranks for each in engine.reductions.observers):
+        raise RuntimeError(
+            "mean_loss(): expected an engine with all ranks of the job; found replicas, whose "
+            "numbers of samples it does not know. Return the mean of a microbatch"
+        )
+    losses = engine.extension(MeanLosses)
+    if not losses.has_divisor:
+        engine.await_ranks()
+    return losses.add(loss_sum, count)
+
+
+@contextmanager
+def weighting_losses(engine: Engine, weight: float) -> Iterator[Callable[[], int]]:
+    """Context in which :func:`mean_loss` multiplies sums and numbers by ``weight``; for
+    trainers, whose users call it without knowing of batches that are repeated.
+
+    Args:
+        engine: of the model.
+        weight: of the microbatch.
+
+    Yields:
+        A function that returns how often :func:`mean_loss` was called in the context.
+    """
+    losses = engine.extension(MeanLosses)
+    before, losses.weight = losses.weight, weight
+    num_calls = losses.num_calls
+    try:
+        yield lambda: losses.num_calls - num_calls
+    finally:
+        losses.weight = before
+
+
+def _last_mean_loss(engine: Engine) -> Tensor | None:
+    """The mean loss of the last step whose microbatches called :func:`mean_loss`, over the
+    samples of all ranks and microbatches: 0-d, fp32, the same on all ranks; NaN without
+    samples. None before the first."""
+    return engine.extension(MeanLosses).last
+
+
+last_mean_loss = property(_last_mean_loss)
 
 
 def _mistake(loss_sum: Tensor, count: float | Tensor) -> Exception | None:

@@ -11,7 +11,7 @@ all is sent the first one of another rank.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch.serialization import default_restore_location
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_message import HostMessage
+from fsdp_engine.engine import Engine
 
 T = TypeVar("T")
 
@@ -106,13 +107,53 @@ def length_of(loader: Any) -> int | None:
 
 
 def even_batches(
-    ranks: Ranks,
-    loader: Iterable[T],
-    *,
-    drop_last: bool = False,
-    before_message: Callable[[], None] = lambda: None,
+    engine: Engine, loader: Iterable[T], *, drop_last: bool = False
+) -> Iterator[tuple[T, float]]:
+    """Iterate over batches, on all ranks as often as on the rank that has most. Collective.
+
+    A rank that has run out repeats its last batch with weight 0; one that has none at all gets
+    a copy of another rank's first. Each rank reads one batch ahead, so that whether there is
+    another one is known without waiting. Weight 0 takes a batch out of the loss alone: modules
+    that update buffers in training (BatchNorm's running statistics) see it once more. Use
+    ``drop_last=True`` with them, or ``eval()`` where the weight is 0.
+
+    Example: a mean that is exact whatever the batches' sizes::
+
+        for batch, weight in engine.even_batches(loader):
+            loss, count = loss_sum_of(model, batch)
+            engine.mean_loss(weight * loss, weight * count).backward()
+
+    Args:
+        engine: of the model.
+        loader: of this rank; it can have another number of batches on each rank, or none.
+        drop_last: end with the rank that has fewest instead; no batch is repeated.
+
+    Yields:
+        (batch, weight): weight is 1.0, or 0.0 for a batch that is repeated.
+
+    Raises:
+        Exception: on all ranks, after the batches before it: a rank's loader raised.
+        ValueError: on all ranks: a rank has no batch, and ``torch.save`` refuses another's.
+    """
+    for each in even_steps(engine, loader, drop_last=drop_last):
+        yield each.batch, float(not each.is_repeated)
+
+
+def even_steps(
+    engine: Engine, loader: Iterable[T], *, drop_last: bool = False
 ) -> Iterator[EvenBatch[T]]:
-    """See :meth:`fsdp_engine.engine.Engine.even_batches`."""
+    """As :func:`even_batches`, for loops that need to know how many ranks have a batch.
+
+    Args:
+        engine, loader, drop_last: see :func:`even_batches`.
+
+    Yields:
+        The batch, whether it is repeated, and the number of ranks whose batch is not.
+
+    Raises:
+        Exception, ValueError: see :func:`even_batches`.
+    """
+    ranks, before_message = engine.ranks, engine.await_ranks
     reader, message = _Reader(loader), HostMessage(_WHAT, ranks)
     reader.read()
     before_message()

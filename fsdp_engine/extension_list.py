@@ -1,0 +1,96 @@
+"""The extensions of this package.
+
+An extension is a folder in ``extensions/``, the folder of its tests in ``tests/extensions/``, and a
+line here. It is deleted by deleting these: the rest does not import it, and passes its tests
+(``python -m tools.extensions``). A line says which names the package and the engine have from it.
+They are imported when they are first used.
+
+An extension meets the kernel at a *seam*: an object that the kernel calls, of which there is a
+plain class and the extension's. ``docs/design.md`` lists the seams.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_FOLDER = "fsdp_engine.extensions"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One extension.
+
+    Attributes:
+        folder: of ``fsdp_engine/extensions/``.
+        names: public names of the package that are imported from the folder.
+        methods: attributes of :class:`~.engine.Engine` that are imported from the folder: functions
+            whose first argument is the engine, and properties.
+        registers: the folder has a function ``register()``, which is called when the package is
+            imported.
+        files: modules of the package that are part of it, for names that users import from there.
+        words: options and arguments by which users ask for it.
+    """
+
+    folder: str
+    names: Sequence[str] = ()
+    methods: Sequence[str] = ()
+    registers: bool = False
+    files: Sequence[str] = ()
+    words: Sequence[str] = ()
+
+
+EXTENSIONS = (
+    Extension(
+        "checks",
+        names=("GradientChecks",),
+        words=("check_for_nan_in_grad", "check_for_large_grads"),
+    ),
+    Extension("different_modules", methods=("together", "ranks_can_differ")),
+    Extension(
+        "mean_loss",
+        methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
+    ),
+    Extension(
+        "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
+    ),
+    Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
+)
+
+_FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}
+_FOLDER_OF_METHOD = {name: each.folder for each in EXTENSIONS for name in each.methods}
+
+
+def public_names() -> Iterator[str]:
+    """Returns the names of the package that extensions have."""
+    return iter(_FOLDER_OF_NAME)
+
+
+def find_name(name: str) -> Any:
+    """Returns the object of a public name of the package; None: no extension has it."""
+    return _find(_FOLDER_OF_NAME, name)
+
+
+def method_names() -> Iterator[str]:
+    """Returns the attributes of engines that extensions have."""
+    return iter(_FOLDER_OF_METHOD)
+
+
+def find_method(name: str) -> Any:
+    """Returns the function or property that is an attribute of engines; None: no extension has
+    it."""
+    return _find(_FOLDER_OF_METHOD, name)
+
+
+def register() -> None:
+    """Let extensions register what the kernel calls. Called when the package is imported."""
+    for each in EXTENSIONS:
+        if each.registers:
+            importlib.import_module(f"{_FOLDER}.{each.folder}").register()
+
+
+def _find(folders: dict[str, str], name: str) -> Any:
+    folder = folders.get(name)
+    return folder and getattr(importlib.import_module(f"{_FOLDER}.{folder}"), name)

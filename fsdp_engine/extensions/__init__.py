@@ -1,0 +1,1 @@
+"""Features beside plain training, a folder each; see ``fsdp_engine/extension_list.py``."""

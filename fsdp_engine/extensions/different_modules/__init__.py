@@ -1,0 +1,5 @@
+"""Ranks that use different modules: ``engine.together()``."""
+
+from fsdp_engine.extensions.different_modules.gather_rounds import ranks_can_differ, together
+
+__all__ = ["ranks_can_differ", "together"]
