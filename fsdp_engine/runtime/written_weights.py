@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.accelerator import simulates_device
+from fsdp_engine import backend
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.fingerprints import fingerprint
 from fsdp_engine.comm.groups import timeout_of_group
@@ -56,13 +56,12 @@ class WrittenWeights:
         self._plain = [each for unit in units for each in unit.buffers if each.is_plain]
         self._plain_params = [param for each in self._plain for param in each.full_params]
         self._plain_versions: list[int] = []
-        is_simulated = (
-            simulates_device() or type(allocator.empty(0, torch.uint8, device)) is not Tensor
-        )
+        is_plain = type(allocator.empty(0, torch.uint8, device)) is Tensor
+        has_values = is_plain and backend.current().has_values
         for unit in units:
             unit.on_written = self.add
             groups_of = [each.control_group for each in unit.buffers]
-            if not (is_simulated or any(map(_is_fake, groups_of))):
+            if has_values and not any(map(_is_fake, groups_of)):
                 unit.compare_values(repeats=device.type == "cpu")
 
     def begin_forward(self) -> None:

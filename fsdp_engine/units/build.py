@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.accelerator import is_simulated
+from fsdp_engine import backend
 from fsdp_engine.buffers.gradients import homed_shards
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
@@ -250,7 +250,7 @@ def take_files(
     sizes: dict[str, list[int]] = {
         role: [] for role in ("main_weights", "gradients") if offload.places.get(role) == DISK
     }
-    if not sizes or is_simulated():
+    if not sizes or not backend.current().has_values:
         return {}
     for part in (part for unit in plan.units for part in unit.buffers):
         strategy = axis_plans.of(part.kind).strategy
@@ -318,7 +318,8 @@ def build_units(
     try:
         seed = start.seed + len(units)
         materialize_buffers(root, tree, device, seed, values=has_values, is_empty=start.is_empty)
-        if (plan.on_meta or start.whole) and device.type != "meta" and not is_simulated():
+        has_memory = device.type != "meta" and backend.current().has_values
+        if (plan.on_meta or start.whole) and has_memory:
             check_attributes(root)
     except Exception as caught:
         error = error or caught
