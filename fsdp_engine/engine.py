@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,6 @@ T = TypeVar("T")
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-
-
-class EngineExtension(Protocol):
-    """An object that asks for an extension when an engine is built. All ranks give equal ones, and
-    its ``repr`` shows all that must be equal."""
-
-    def start(self, engine: Engine) -> None:
-        """Take part in ``engine``, which has just been built."""
-        ...
 
 
 class Engine:

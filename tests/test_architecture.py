@@ -30,6 +30,7 @@ FLOORS: dict[str, int] = {
     "patterns": 0,
     "precision": 0,
     "config": 0,
+    "engine_extension": 0,
     "extension_list": 0,
     "extras": 0,
     "terminal": 0,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
+from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.initial_values import (
     EMPTY,
     Holdings,
@@ -92,6 +93,27 @@ class EngineCommunicators:
         control = self.ranks.control_group
         found = [group for mesh in meshes for group in mesh.groups]
         return found if control is None else list(dict.fromkeys((*found, control)))
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The plan and the arguments of an engine, before its buffers are built.
+
+    Attributes:
+        model: The user's module, unsharded.
+        units: The argument of :func:`~fsdp_engine.sharding.shard`.
+        plan: The units and buffers to build.
+        axis_plans: The mesh axes and levels of each kind of buffer.
+        data: All data-parallel ranks.
+        experts: The data-parallel ranks of this rank's experts, if they are others.
+    """
+
+    model: nn.Module
+    units: UnitSelector | Iterable[UnitSelector] | None
+    plan: Plan
+    axis_plans: AxisPlans
+    data: DataMesh
+    experts: DataMesh | None = None
 
 
 # Modules whose parameters units have.
