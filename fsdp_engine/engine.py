@@ -26,11 +26,15 @@ from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
-from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
-from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
+from fsdp_engine.runtime.parameter_guard import (
+    Apply,
+    ParameterGuard,
+    refuse_copies,
+    refuse_replicas,
+)
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
@@ -78,7 +82,7 @@ class Engine:
         staging_budget: staging buffers of gradients that can be in flight.
         offload: where its state lies between uses.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
-        scheduler, reductions, lanes: its parts, for extensions.
+        communicators, scheduler, reductions, lanes, guard: its parts, for extensions.
         missing_values: the parameters and buffers that have no valid values, because nothing was
             loaded into them yet or a load failed half way.
     """
@@ -97,6 +101,7 @@ class Engine:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
         self.mesh = mesh
+        self.communicators = communicators
         self.ranks = communicators.ranks
         self.strategy = communicators.axis_plans.data.strategy
         self.config = config
@@ -143,21 +148,14 @@ class Engine:
             WrittenWeights(self.units, mesh.device, lambda: communicators.groups),
             self._end_gathers,
         )
-        self._guard = ParameterGuard(model, self.units)
-        self._hooks = ModelHooks(self.units, self.scheduler, self._guard.check, self)
+        self.guard = ParameterGuard(model, self.units)
+        self._hooks = ModelHooks(self.units, self.scheduler, self.guard.check, self)
         for module in self._hooks.modules:
             refuse_copies(module)
         if not all(buffer.is_plain for buffer in self.buffers):
             refuse_replicas(model)
-        Conversions(
-            self.units,
-            communicators,
-            config,
-            lambda: self.scheduler.is_at_rest and not self._guard.paused,
-            self.reductions.wait,
-            self.reductions.are_reduced,
-            self._offload_state,
-        ).watch(model)
+        for module in model.modules():
+            vars(module)["_apply"] = Apply(module, self)
         for unit in self.units:
             hook_recomputation(self.scheduler, unit)
             hook_gradients(self.scheduler, unit)
@@ -165,7 +163,7 @@ class Engine:
         self.offload = offload if offload is not None else Offload()
         self._offloading = offloading
         for unit in self.units:
-            self._offload_state(unit)
+            self.offload_state(unit)
         self._activations = activations
         self._measured: Measurement | None = None
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
@@ -189,7 +187,7 @@ class Engine:
         found: T = self._extensions[kind]
         return found
 
-    def _offload_state(self, unit: Unit) -> None:
+    def offload_state(self, unit: Unit) -> None:
         """Optimizers step ``unit`` from where its state lies now."""
         offloading = self._offloading
         if offloading is not None and not offloading.steps_on_host:
@@ -375,17 +373,17 @@ class Engine:
             unit.release()
         from fsdp_engine.runtime.full_main_weights import FullMainWeights
 
-        main = FullMainWeights(units, self._guard, self.ranks.control_group)
+        main = FullMainWeights(units, self.guard, self.ranks.control_group)
         for unit in units:
             self._hooks.pause(unit, paused=True)
         self._full_main_weights.append(main)
-        self._guard.paused = True
+        self.guard.paused = True
         try:
             yield
             main.write_back()
         finally:
             self._full_main_weights.remove(main)
-            self._guard.paused = bool(self._full_main_weights)
+            self.guard.paused = bool(self._full_main_weights)
             main.uninstall()
             for unit in units:
                 self._hooks.pause(unit, paused=False)
@@ -469,7 +467,7 @@ class Engine:
             ValueError: a parameter was added, removed or replaced; names it.
         """
         if self.scheduler.is_at_rest:
-            self._guard.check_all()
+            self.guard.check_all()
 
     def reset(self) -> None:
         """Drop the running forward or backward after an exception; weights are not changed.
@@ -577,7 +575,7 @@ class Engine:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer: main weights count as changed."""
-        self._guard.check_optimizer(optimizer)
+        self.guard.check_optimizer(optimizer)
         for buffer in self.buffers:
             if buffer.grads is not None:  # no optimizer changes frozen weights
                 buffer.weights.mark_stale()

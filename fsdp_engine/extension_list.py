@@ -40,6 +40,7 @@ class Extension:
 
 EXTENSIONS = (
     Extension("checks", names=("GradientChecks",)),
+    Extension("conversion", registers=True),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
     Extension(
         "mean_loss",
@@ -71,6 +72,19 @@ def find_method(name: str) -> Any:
     """Returns the function or property that is an attribute of engines; None: no extension has
     it."""
     return _find(_FOLDER_OF_METHOD, name)
+
+
+def find_module(path: str) -> Any:
+    """Returns a module of an extension, for interfaces that use more of it than its names; None:
+    there is no such extension.
+
+    Args:
+        path: such as "conversion.dtype_conversion".
+    """
+    known = {each.folder for each in EXTENSIONS}
+    if path.split(".")[0] not in known:
+        return None
+    return importlib.import_module(f"{_FOLDER}.{path}")
 
 
 def register() -> None:

@@ -274,30 +274,19 @@ class ParamAndGradBuffer:
     def _num_cut_mesh_axes(self) -> int:
         return min(self.spec.optim_depth, self.mesh.device_mesh.ndim)
 
-    def convert(
-        self,
-        kind: BufferKind,
-        codec: ParamCodec,
-        *,
-        are_reduced: bool,
-        resources: Allocation | None = None,
+    def rebuild(
+        self, kind: BufferKind, codec: ParamCodec, resources: Allocation | None = None
     ) -> None:
-        """Convert weights and gradients to ``kind``; values are rounded. Full and sharded
-        parameters stay the same objects. No collective may be in flight. Not collective.
+        """Allocate weights and gradients of other dtypes. Full and sharded parameters stay the
+        same objects; weights keep their values, rounded. No collective may be in flight. Not
+        collective.
 
         Args:
             kind: differs in dtypes alone.
             codec: of its own.
-            are_reduced: gradients that users see are reduced.
             resources: with which those are allocated that have been on the meta device; they have
                 no values yet.
         """
-        dtypes, before = kind.dtypes, gradients_of(self.sharded_params)
-        grads = [
-            None if each is None else local_part(each).to(dtypes.optim_grad) for each in before
-        ]
-        clear_gradients(self.sharded_params)
-        del before
         self.spec = replace(self.spec, kind=kind)
         if resources is not None:
             self._context = replace(
@@ -327,9 +316,6 @@ class ParamAndGradBuffer:
             self._gradient_hooks.follow(self.published, self.sharded_params)
         if self.reads.main_grad is not None:
             self.attach_main_grads()
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                self.published.put(index, grad, is_reduced=are_reduced)
 
     def hook_gradients(
         self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], object]

@@ -30,11 +30,11 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.extension_list import find_module
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import AssignedValues, Owner
-from fsdp_engine.runtime.conversion import kind_after
 from fsdp_engine.runtime.parameter_guard import watch
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
@@ -286,10 +286,21 @@ class ParamGroup:
         resources = self.resources.with_offload(self.offload)
         resources.memory.begin_unit()
         for buffer in self.unit.buffers:
-            dtype = buffer.kind.dtypes.main
-            dtype = dtype if dtype_of is None else dtype_of(dtype)
-            kind, codec = kind_after(buffer, dtype, self.settings.policy, resources.config)
-            buffer.convert(kind, codec, are_reduced=False, resources=resources)
+            kind, main = buffer.kind, buffer.kind.dtypes.main
+            dtype = main if dtype_of is None else dtype_of(main)
+            if dtype == main:
+                codec = buffer.weights.codec.converted(kind.dtypes)
+            elif (conversion := find_module("conversion.dtype_conversion")) is not None:
+                kind, codec = conversion.kind_after(
+                    buffer, dtype, self.settings.policy, resources.config
+                )
+            else:
+                raise ValueError(
+                    f"{buffer.records[0].name}: expected {main} to stay, without the extension for "
+                    f"conversions; found a conversion to {dtype}. Convert the model before "
+                    "fully_shard()"
+                )
+            buffer.rebuild(kind, codec, resources)
 
     def divide_gradients(self) -> None:
         """Set the divisor of the unit's buffers, if there is one."""

@@ -9,6 +9,9 @@ Assignments are seen by torch's registration hooks, at once and at no cost in a 
 bypass the hooks (``module._parameters[...] = ...``) are found by the root's next forward, which
 compares all places in one pass, and by every save. So are FSDP2's all-gather hooks that were set on
 a parameter or on its slice.
+
+torch's conversions of modules (``.to()``, ``.half()``) are seen by ``nn.Module._apply``. An
+extension converts parameters; without it, their dtypes and their device stay.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.assigned_values import AssignedValues
 from fsdp_engine.runtime.call_context import call_context
 from fsdp_engine.runtime.unit import Unit
@@ -242,6 +247,90 @@ def _register_hooks() -> None:
 
     _torch_module.register_module_parameter_registration_hook(parameter_assigned)
     _torch_module.register_module_module_registration_hook(module_assigned)
+
+
+class Converts(Protocol):
+    """Applies torch's conversion to a module of an engine's model."""
+
+    def __call__(
+        self,
+        engine: Any,
+        module: nn.Module,
+        fn: Callable[[Tensor], Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As ``type(module)._apply(module, fn, *args, **kwargs)``; a subclass may have other
+        arguments than torch's (metrics do)."""
+        ...
+
+
+def apply_same(
+    engine: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> None:
+    """Call torch's ``_apply``, if sharded parameters keep their dtypes and device.
+
+    Raises:
+        ValueError: see :func:`check_same`.
+    """
+    check_same(engine.buffers, list(module.modules()), fn)
+    type(module)._apply(module, fn, *args, **kwargs)
+
+
+def check_same(
+    buffers: Sequence[ParamAndGradBuffer],
+    modules: Sequence[nn.Module],
+    fn: Callable[[Tensor], Tensor],
+) -> None:
+    """Check that ``fn`` keeps dtypes and device of the parameters of ``modules``.
+
+    Raises:
+        ValueError: it does not; names a parameter.
+    """
+    for buffer in buffers:
+        for record in buffer.records:
+            if any(module in modules for module, _ in record.owners):
+                main = buffer.weights.main.tensor
+                found = fn(allocator.empty(0, main.dtype, main.device))
+                if (found.dtype, found.device.type) != (main.dtype, main.device.type):
+                    raise ValueError(
+                        f"conversion of {record.name}: expected {main.dtype} on {main.device} to "
+                        f"stay, without the extension for conversions; found {found.dtype} on "
+                        f"{found.device}. Convert the model before shard()"
+                    )
+
+
+_convert: Converts = apply_same
+
+
+def register_conversion(convert: Converts) -> None:
+    """Let ``convert`` take the place of :func:`apply_same`."""
+    global _convert
+    _convert = convert
+
+
+class Apply:
+    """``_apply`` of one module of a sharded model. A copied or unpickled module has torch's.
+
+    Args:
+        module: the module.
+        engine: of the model.
+    """
+
+    def __init__(self, module: nn.Module, engine: Any) -> None:
+        self._module = weakref.ref(module)
+        self._engine = engine
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        _convert(self._engine, module, fn, *args, **kwargs)
+        return module
+
+    def __reduce__(self) -> Any:
+        module = self._module()
+        assert module is not None
+        return functools.partial, (type(module)._apply, module)
 
 
 def refuse_copies(module: nn.Module) -> None:
