@@ -39,9 +39,11 @@ class Extension:
 
 
 EXTENSIONS = (
+    Extension("adapters"),
     Extension("checks", names=("GradientChecks",)),
     Extension("conversion", registers=True),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
+    Extension("initial_values", registers=True),
     Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),

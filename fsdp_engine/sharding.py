@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import MeshCommunicators
@@ -26,16 +27,19 @@ from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.build import (
+    SAME,
     EngineCommunicators,
     Resources,
     agree_on_plan,
     build_units,
     check_homes,
+    decide_values,
+    kind_of_values,
     owned_within,
     take_files,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.initial_values import CHOICES, FIRST, SAME, Holdings
+from fsdp_engine.units.initial_values import Holdings
 from fsdp_engine.units.plan import (
     AxisPlan,
     AxisPlans,
@@ -277,8 +281,7 @@ def make_engine(
         if offload is not None and not isinstance(offload, Offload):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
-        if initial_values not in CHOICES:
-            raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
+        kind = kind_of_values(initial_values)
         if checkpointing is not False:
             from fsdp_engine.runtime.activations import activations_of
 
@@ -291,7 +294,7 @@ def make_engine(
             check_homes(plan, axis_plans, offload, data.device)
             files = take_files(plan, axis_plans, offload, data, experts)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and initial_values != FIRST and not broadcast
+        compare = data.size > 1 and kind.compares(initial_values) and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += f", checkpointing={checkpointing}"
@@ -303,13 +306,12 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    start = agree_on_plan(plan, holdings, error, signature, initial_values, data, ranks, what)
+    decide = partial(decide_values, choice=initial_values)
+    values, _ = agree_on_plan(plan, holdings, error, signature, data, ranks, what, decide)
     if computes_here:
         share_cores()
-    if broadcast:
-        start = start._replace(from_first=True)
+    values.from_first |= broadcast
     assert plan is not None
-    metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     if checkpointing is not False:
@@ -322,7 +324,7 @@ def make_engine(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
     resources = Resources(data, config, offload, files)
-    built = build_units(plan, communicators, resources, start)
+    built = build_units(plan, communicators, resources, values)
     made = [
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
@@ -336,8 +338,7 @@ def make_engine(
     engine = Engine(model, made, communicators, resources, policy, timing, offload, moves)
     for each in _extensions_of(config):
         each.start(engine)
-    if start.is_empty and metas:
-        engine.missing_values.mark_empty(metas)
+    values.started(engine)
     return engine
 
 
@@ -348,15 +349,6 @@ def _extensions_of(config: DistributedDataParallelConfig) -> list[EngineExtensio
         kind = find_name("GradientChecks")
         made.append(kind(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads))
     return made
-
-
-def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the model's state dict, whatever its hooks make of it."""
-    for prefix, module in model.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        for name, value in tensors.items():
-            if value is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, value
 
 
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:

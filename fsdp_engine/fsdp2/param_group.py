@@ -11,6 +11,7 @@ parameters have been assigned; then the unit's memory is allocated.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -47,7 +48,7 @@ from fsdp_engine.units.build import (
     check_homes,
 )
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
-from fsdp_engine.units.initial_values import OWN, Holdings, Start
+from fsdp_engine.units.initial_values import Built, Holdings
 from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
 
 
@@ -370,28 +371,22 @@ def make_group(
     except Exception as caught:
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
-    start = agree_on_plan(plan, holdings, error, signature, OWN, mesh, ranks, WHAT, tag)
-    if start.whole:
-        raise ValueError(
-            "module: expected parameters on the meta device on all ranks, or on none; found that "
-            "ranks differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
-            "full_state_dict=True, broadcast_from_rank0=True)) sends the first rank's values"
-        )
+    _, tag = agree_on_plan(plan, holdings, error, signature, mesh, ranks, WHAT, _check_values, tag)
     assert plan is not None
     assert settings is not None
     if resources is None:
         resources = shared[mesh.device] = Resources(mesh, config)
-    resources.next_tag = start.tag
+    resources.next_tag = tag
     communicators = EngineCommunicators(axis_plans, ranks, MeshCommunicators(mesh))
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = []
     for record in plan.records:
         _REPLACED[id(record.param)] = record.param
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
-    planned = dataclasses.replace(planned, name=f"{planned.name} ({start.tag})")
+    planned = dataclasses.replace(planned, name=f"{planned.name} ({tag})")
     own = resources.with_offload(offload)
     where = own.on(torch.device("meta")) if plan.on_meta else own
-    buffers = build_unit(planned, communicators, where, Start())
+    buffers = build_unit(planned, communicators, where)
     resources.next_tag = where.next_tag
     policy = settings.policy
     unit = Unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
@@ -404,6 +399,26 @@ def make_group(
         registry = vars(module).setdefault(REGISTRY_KEY, OrderedDict())
         registry["fully_shard"] = RegistryItem()
     return group
+
+
+def _check_values(built: Built) -> None:
+    """Warn where ranks have built other values.
+
+    Raises:
+        ValueError: some ranks have values where others are on the meta device.
+    """
+    if built.metas_differ:
+        raise ValueError(
+            "module: expected parameters on the meta device on all ranks, or on none; found that "
+            "ranks differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
+            "full_state_dict=True, broadcast_from_rank0=True)) sends the first rank's values"
+        )
+    if found := built.other_value():
+        warnings.warn(
+            f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks alike, "
+            "or give parameters values afterwards",
+            stacklevel=2,
+        )
 
 
 def _label(modules: Sequence[nn.Module]) -> str:
