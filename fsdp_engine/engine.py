@@ -35,10 +35,10 @@ from fsdp_engine.runtime.parameter_guard import (
     refuse_copies,
     refuse_replicas,
 )
+from fsdp_engine.runtime.parameter_watch import watch_model
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
-from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.strategies import Role
 from fsdp_engine.units.assignment import expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
@@ -145,7 +145,7 @@ class Engine:
             self.reductions,
             timing,
             expected,
-            WrittenWeights(self.units, mesh.device, lambda: communicators.groups),
+            watch_model(self),
             self._end_gathers,
         )
         self.guard = ParameterGuard(model, self.units)

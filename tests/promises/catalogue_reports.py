@@ -37,7 +37,7 @@ catalogue.elsewhere(
     "outputs that are views, written in place",
 )
 catalogue.elsewhere(
-    "tests/promises/test_written_weights.py",
+    "tests/extensions/written_weights/test_written_weights.py",
     "forced weight normalisation in forward",
     "a forward pre-hook that clamps weights",
     "a pre-hook of the model that clamps all weights",
