@@ -49,6 +49,7 @@ EXTENSIONS = (
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
     ),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
+    Extension("unsharded", methods=("is_unsharded", "unsharded")),
     Extension("written_weights", registers=True),
 )
 

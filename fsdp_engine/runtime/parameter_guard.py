@@ -52,7 +52,7 @@ class ParameterGuard:
         units: all of its units.
 
     Attributes:
-        paused: modules hold full main weights (``engine.unsharded()``).
+        paused: modules hold full main weights, which users may edit.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -126,6 +126,15 @@ class ParameterGuard:
                 if param is None or place in self._owners or place in self._left_alone:
                     continue
                 raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
+
+    def full_main(self, buffer: ParamAndGradBuffer, index: int) -> Tensor | None:
+        """Returns the full main weight that modules hold in place of a sharded parameter, while
+        the guard is paused; None: they hold none."""
+        module, attribute = buffer.records[index].owners[0]
+        held = dict.get(module._parameters, attribute) if self.paused else None
+        if held is None or held is buffer.sharded_params[index]:
+            return None
+        return None if held is buffer.full_params[index] else held.detach()
 
     def check_value(self, sharded: Tensor, value: Tensor) -> None:
         """Check that a sharded parameter can take ``value`` at all of its names.

@@ -48,7 +48,8 @@ catalogue.elsewhere(
     "one expert of a stacked weight is set by torch._foreach_zero_",
 )
 catalogue.elsewhere(
-    "tests/promises/test_unsharded.py", "weights within engine.unsharded(): weight.data = merged"
+    "tests/extensions/unsharded/test_unsharded.py",
+    "weights within engine.unsharded(): weight.data = merged",
 )
 catalogue.elsewhere(
     "tests/promises/test_dtensor_face.py",
