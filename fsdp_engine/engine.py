@@ -25,7 +25,6 @@ from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
@@ -46,6 +45,7 @@ from fsdp_engine.units.plan import label_of
 
 if TYPE_CHECKING:
     from fsdp_engine.runtime.activations import ActivationOffload
+    from fsdp_engine.runtime.missing_values import MissingValues
     from fsdp_engine.runtime.reports import Description, Measurement
 
 T = TypeVar("T")
@@ -81,8 +81,6 @@ class Engine:
         offload: where its state lies between uses.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
         communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
-        missing_values: the parameters and buffers that have no valid values, because nothing was
-            loaded into them yet or a load failed half way.
     """
 
     def __init__(
@@ -105,7 +103,6 @@ class Engine:
         self.config = config
         self.policy = policy
         self._timing = timing
-        self.missing_values = MissingValues(model)
         self.pipeline_stage = ""
         self._memory, self.lanes = resources.memory, resources.lanes
         self.units = list(units)
@@ -205,6 +202,14 @@ class Engine:
     def buffers(self) -> list[ParamAndGradBuffer]:
         """All buffers of all units."""
         return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @cached_property
+    def missing_values(self) -> MissingValues:
+        """The parameters and buffers that have no valid values, because nothing was loaded into
+        them yet or a load failed half way."""
+        from fsdp_engine.runtime.missing_values import MissingValues
+
+        return MissingValues(self.model)
 
     @cached_property
     def microbatches(self) -> Microbatches:

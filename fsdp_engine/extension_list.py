@@ -40,6 +40,7 @@ class Extension:
 
 EXTENSIONS = (
     Extension("adapters"),
+    Extension("assigned_values", registers=True),
     Extension("checks", names=("GradientChecks",)),
     Extension("conversion", registers=True),
     Extension("different_modules", methods=("together", "ranks_can_differ")),

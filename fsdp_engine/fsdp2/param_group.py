@@ -35,8 +35,7 @@ from fsdp_engine.extension_list import find_module
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.assigned_values import AssignedValues, Owner
-from fsdp_engine.runtime.parameter_guard import watch
+from fsdp_engine.runtime.parameter_guard import Owner, assigned_values, owners_of, watch
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
@@ -80,16 +79,17 @@ class AssignedBeforeEngine:
     ) -> None:
         self._communicators = communicators
         self._give_memory = give_memory
-        self._values = AssignedValues([unit])
-        self._owners = {(id(each.module), each.attribute): each for each in self._values.owners}
+        self._places = owners_of([unit])
+        self._values = assigned_values(self._places)
+        self._owners = {(id(each.module), each.attribute): each for each in self._places}
         self._pending: dict[int, _Pending] = {}  # by id of the sharded parameter
-        for owner in self._values.owners:
+        for owner in self._places:
             watch(owner.module, self)
 
     @property
     def assigned(self) -> list[tuple[str, Tensor]]:
         """(name, parameter) of users' parameters whose values were copied and that still exist."""
-        names = {each.name: _current_name(each) for each in self._values.owners}
+        names = {each.name: _current_name(each) for each in self._places}
         found = ((names[name], reference()) for name, reference in self._values.assigned)
         return [(name, param) for name, param in found if param is not None]
 
@@ -119,7 +119,7 @@ class AssignedBeforeEngine:
         if owner.others:
             self._check_tied(owner, value, owner.sharded)
             return owner.sharded
-        return self._values.take(owner, value, owner.sharded)
+        return self._values.take(owner, value)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
         """Does nothing: modules may be added and removed until the first forward."""
@@ -130,7 +130,7 @@ class AssignedBeforeEngine:
         Raises:
             ValueError: a value is not valid for its parameter; names it.
         """
-        for owner in self._values.owners:
+        for owner in self._places:
             present = dict.get(owner.module._parameters, owner.attribute)
             if present is not None and present is not owner.full:
                 taken = self.parameter_assigned(owner.module, owner.attribute, present)
@@ -146,12 +146,12 @@ class AssignedBeforeEngine:
             places |= known.places
         self._pending[key] = _Pending(value.detach(), places)
         self._values.remember(owner, value)
-        if len(self._pending) == len(self._values.names):
+        if len(self._pending) == len({id(each.sharded) for each in self._places}):
             pending = dict(self._pending)
             self.drop_pending()
             self._give_memory()
             with torch.no_grad():
-                for each in self._values.owners:
+                for each in self._places:
                     each.sharded.copy_(pending[id(each.sharded)].value)
 
     def _check_tied(self, owner: Owner, value: Tensor, present: Tensor) -> None:

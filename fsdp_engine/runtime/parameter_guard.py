@@ -1,7 +1,7 @@
 """Guards the parameters of a sharded model against assignments.
 
-    module.weight = nn.Parameter(values)    the values are taken, the sharded parameter stays; also
-                                            load_state_dict(assign=True)
+    module.weight = nn.Parameter(values)    the sharded parameter stays; an extension copies the
+                                            values into it: :class:`AssignedValues`
     head.weight = embedding.weight          raises: tied after shard()
     module.new = nn.Linear(...)             raises: a parameter of no unit
 
@@ -20,6 +20,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,6 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
-from fsdp_engine.runtime.assigned_values import AssignedValues
 from fsdp_engine.runtime.call_context import call_context
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.installing import list_flat_weights
@@ -42,6 +42,96 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn
 # The guard of each module, of which ``parameter_assigned`` and ``module_assigned`` are called. Weak
 # both ways: a guard knows its modules, and a value that holds its key would never be freed.
 _GUARDS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One place of one parameter: its name, names tied to it, and its two tensors."""
+
+    name: str
+    others: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    full: Tensor
+    sharded: Tensor
+
+
+def owners_of(units: Sequence[Unit]) -> list[Owner]:
+    """Returns every place of every parameter of ``units``."""
+    return [
+        Owner(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
+        for unit in units
+        for buffer in unit.buffers
+        for record, full, sharded in zip(
+            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
+        )
+        for module, attribute in record.owners
+    ]
+
+
+class AssignedValues:
+    """A seam: values that are assigned to sharded parameters. Here they are refused.
+
+    Args:
+        owners: every place of every parameter.
+
+    Attributes:
+        assigned: parameters of users' own whose values were taken, with their names.
+    """
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        del owners
+        self.assigned: list[tuple[str, weakref.ref[Tensor]]] = []
+
+    def check_value(self, owner: Owner, value: Tensor, *, as_tied: bool = False) -> None:
+        """Check that a parameter can take ``value``.
+
+        Args:
+            owner: the place that it is assigned to.
+            value: the tensor.
+            as_tied: the caller sees to it that all names of a tied parameter get one value.
+
+        Raises:
+            ValueError: it cannot; names the parameter.
+        """
+        raise ValueError(
+            f"{owner.name}: expected values to be copied into the parameter (copy_ under "
+            "torch.no_grad()), without the extension for assigned values; found an assignment"
+        )
+
+    def take(self, owner: Owner, value: Tensor) -> Tensor:
+        """Returns the sharded parameter, with the values of ``value``.
+
+        Raises:
+            ValueError: see :meth:`check_value`.
+        """
+        self.check_value(owner, value)
+        return owner.sharded
+
+    def remember(self, owner: Owner, value: Tensor) -> None:
+        """``value`` was taken: an optimizer that holds it would step nothing."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer steps no tensor that was assigned to a parameter, instead of the
+        parameter.
+
+        Raises:
+            RuntimeError: it does; names the parameter.
+        """
+
+
+_make_assigned_values: Callable[[Sequence[Owner]], AssignedValues] = AssignedValues
+
+
+def register_assigned_values(make: Callable[[Sequence[Owner]], AssignedValues]) -> None:
+    """Let ``make`` take the place of :class:`AssignedValues`."""
+    global _make_assigned_values
+    _make_assigned_values = make
+
+
+def assigned_values(owners: Sequence[Owner]) -> AssignedValues:
+    """Returns what takes the values that are assigned to parameters."""
+    return _make_assigned_values(owners)
 
 
 class ParameterGuard:
@@ -59,8 +149,10 @@ class ParameterGuard:
         self.paused = False
         self._model = model
         self._units = tuple(units)
-        self._values = AssignedValues(units)
-        owners = self._values.owners
+        self._places = owners = owners_of(units)
+        self._names = {id(owner.sharded) for owner in owners}
+        # None: no value was assigned yet.
+        self._values: AssignedValues | None = None
         self._owners = {(id(owner.module), owner.attribute): owner for owner in owners}
         # Parameters of no unit stay the user's.
         self._left_alone = {
@@ -93,7 +185,7 @@ class ParameterGuard:
             self._take_all()
         if any_patched(self._hookless) or any_patched(map(_slice_of, self._slices)):
             hookless = set(map(id, self._hookless))
-            for owner in self._values.owners:
+            for owner in self._places:
                 if id(owner.sharded) in hookless:
                     refuse_patched(owner.name, owner.sharded)
 
@@ -106,12 +198,12 @@ class ParameterGuard:
         if self.paused:
             return
         self.check()
-        full = {id(owner.full) for owner in self._values.owners}
+        full = {id(owner.full) for owner in self._places}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for attribute, param in module._parameters.items():
                 if param is None or (id(module), attribute) in self._left_alone:
                     continue
-                if id(param) not in self._values.names and id(param) not in full:
+                if id(param) not in self._names and id(param) not in full:
                     raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
 
     def check_places(self) -> None:
@@ -142,15 +234,25 @@ class ParameterGuard:
         Raises:
             ValueError: it cannot; names the parameter.
         """
-        self._values.check_value(self._values.owner_of(sharded), value, as_tied=True)
+        self._taken_values().check_value(self._owner_of(sharded), value, as_tied=True)
 
     def remember(self, sharded: Tensor, value: Tensor) -> None:
         """See :meth:`AssignedValues.remember`."""
-        self._values.remember(self._values.owner_of(sharded), value)
+        self._taken_values().remember(self._owner_of(sharded), value)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`AssignedValues.check_optimizer`."""
-        self._values.check_optimizer(optimizer)
+        if self._values is not None:
+            self._values.check_optimizer(optimizer)
+
+    def _owner_of(self, sharded: Tensor) -> Owner:
+        """Returns the first place of a sharded parameter."""
+        return next(owner for owner in self._places if owner.sharded is sharded)
+
+    def _taken_values(self) -> AssignedValues:
+        if self._values is None:
+            self._values = assigned_values(self._places)
+        return self._values
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
         """Returns the tensor to put into ``module`` when ``value`` is assigned to ``attribute``.
@@ -176,7 +278,7 @@ class ParameterGuard:
             )
         if self.paused and present is not owner.sharded:
             return value  # its values are written back when the context ends
-        return self._values.take(owner, value, owner.sharded)
+        return self._taken_values().take(owner, value)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
         """``value`` is about to become a child of ``module``.
@@ -207,7 +309,7 @@ class ParameterGuard:
             for unit in self._units:
                 unit.check_not_swapped()
             return  # never sharded parameters: the call computes with those it is given
-        for owner in self._values.owners:
+        for owner in self._places:
             present = owner.module._parameters.get(owner.attribute)
             if present is owner.sharded or present is owner.full:
                 continue  # full: its weight gradient is pending (delay_wgrad_compute)
@@ -216,9 +318,7 @@ class ParameterGuard:
                     f"{owner.name}: expected the parameter that the model had when it was sharded; "
                     "found none. Remove parameters before shard()"
                 )
-            owner.module._parameters[owner.attribute] = self._values.take(  # type: ignore[assignment]
-                owner, present, owner.sharded
-            )
+            owner.module._parameters[owner.attribute] = self._taken_values().take(owner, present)  # type: ignore[assignment]
 
 
 def _unknown(name: str) -> ValueError:
