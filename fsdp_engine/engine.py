@@ -19,7 +19,7 @@ from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
-from fsdp_engine.extension_list import find_method
+from fsdp_engine.extension_list import find_method, implementation
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
@@ -34,7 +34,7 @@ from fsdp_engine.runtime.parameter_guard import (
     refuse_copies,
     refuse_replicas,
 )
-from fsdp_engine.runtime.parameter_watch import watch_model
+from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
@@ -139,7 +139,7 @@ class Engine:
             self.reductions,
             timing,
             expected,
-            watch_model(self),
+            implementation(ModelWatch)(self),
             self._end_gathers,
         )
         self.guard = ParameterGuard(model, self.units)

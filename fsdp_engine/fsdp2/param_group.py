@@ -31,11 +31,11 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, engine_within
-from fsdp_engine.extension_list import find_module
+from fsdp_engine.extension_list import find_module, implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.parameter_guard import Owner, assigned_values, owners_of, watch
+from fsdp_engine.runtime.parameter_guard import AssignedValues, Owner, owners_of, watch
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
@@ -80,7 +80,7 @@ class AssignedBeforeEngine:
         self._communicators = communicators
         self._give_memory = give_memory
         self._places = owners_of([unit])
-        self._values = assigned_values(self._places)
+        self._values = implementation(AssignedValues)(self._places)
         self._owners = {(id(each.module), each.attribute): each for each in self._places}
         self._pending: dict[int, _Pending] = {}  # by id of the sharded parameter
         for owner in self._places:

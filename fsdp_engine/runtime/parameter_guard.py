@@ -21,7 +21,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from torch.nn.modules import module as _torch_module
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.call_context import call_context
@@ -118,20 +119,6 @@ class AssignedValues:
         Raises:
             RuntimeError: it does; names the parameter.
         """
-
-
-_make_assigned_values: Callable[[Sequence[Owner]], AssignedValues] = AssignedValues
-
-
-def register_assigned_values(make: Callable[[Sequence[Owner]], AssignedValues]) -> None:
-    """Let ``make`` take the place of :class:`AssignedValues`."""
-    global _make_assigned_values
-    _make_assigned_values = make
-
-
-def assigned_values(owners: Sequence[Owner]) -> AssignedValues:
-    """Returns what takes the values that are assigned to parameters."""
-    return _make_assigned_values(owners)
 
 
 class ParameterGuard:
@@ -251,7 +238,7 @@ class ParameterGuard:
 
     def _taken_values(self) -> AssignedValues:
         if self._values is None:
-            self._values = assigned_values(self._places)
+            self._values = implementation(AssignedValues)(self._places)
         return self._values
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
@@ -358,32 +345,28 @@ def _register_hooks() -> None:
     _torch_module.register_module_module_registration_hook(module_assigned)
 
 
-class Converts(Protocol):
-    """Applies torch's conversion to a module of an engine's model."""
+class Conversions:
+    """A seam: torch's conversions of the modules of one model. Here sharded parameters keep their
+    dtypes and device.
 
-    def __call__(
-        self,
-        engine: Any,
-        module: nn.Module,
-        fn: Callable[[Tensor], Tensor],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """As ``type(module)._apply(module, fn, *args, **kwargs)``; a subclass may have other
-        arguments than torch's (metrics do)."""
-        ...
-
-
-def apply_same(
-    engine: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
-) -> None:
-    """Call torch's ``_apply``, if sharded parameters keep their dtypes and device.
-
-    Raises:
-        ValueError: see :func:`check_same`.
+    Args:
+        engine: the engine of the model.
     """
-    check_same(engine.buffers, list(module.modules()), fn)
-    type(module)._apply(module, fn, *args, **kwargs)
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def convert(
+        self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes the place of ``nn.Module._apply``; a subclass may have other arguments than torch's
+        (metrics do).
+
+        Raises:
+            ValueError: see :func:`check_same`.
+        """
+        check_same(self._engine.buffers, list(module.modules()), fn)
+        type(module)._apply(module, fn, *args, **kwargs)
 
 
 def check_same(
@@ -409,15 +392,6 @@ def check_same(
                     )
 
 
-_convert: Converts = apply_same
-
-
-def register_conversion(convert: Converts) -> None:
-    """Let ``convert`` take the place of :func:`apply_same`."""
-    global _convert
-    _convert = convert
-
-
 class Apply:
     """``_apply`` of one module of a sharded model. A copied or unpickled module has torch's.
 
@@ -433,7 +407,8 @@ class Apply:
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         module = self._module()
         assert module is not None
-        _convert(self._engine, module, fn, *args, **kwargs)
+        conversions = self._engine.extension(implementation(Conversions))
+        conversions.convert(module, fn, *args, **kwargs)
         return module
 
     def __reduce__(self) -> Any:

@@ -1,11 +1,11 @@
 """A seam: what sees the full parameters that modules compute with.
 
-Here nothing does. An extension registers subclasses.
+Here nothing does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
@@ -56,26 +56,3 @@ class ModelWatch:
 
     def reset(self) -> None:
         """An exception ended a forward or backward."""
-
-
-_make_unit_watch: Callable[[Sequence[ParamAndGradBuffer]], UnitWatch] = UnitWatch
-_make_model_watch: Callable[[Any], ModelWatch] = ModelWatch
-
-
-def register_watches(
-    of_unit: Callable[[Sequence[ParamAndGradBuffer]], UnitWatch],
-    of_model: Callable[[Any], ModelWatch],
-) -> None:
-    """Let these functions make the watches, with the arguments of the classes."""
-    global _make_unit_watch, _make_model_watch
-    _make_unit_watch, _make_model_watch = of_unit, of_model
-
-
-def watch_unit(buffers: Sequence[ParamAndGradBuffer]) -> UnitWatch:
-    """Returns what sees the full parameters of a unit."""
-    return _make_unit_watch(buffers)
-
-
-def watch_model(engine: Any) -> ModelWatch:
-    """Returns what sees the forwards and backwards of an engine."""
-    return _make_model_watch(engine)

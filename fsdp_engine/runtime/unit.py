@@ -26,9 +26,10 @@ import torch
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.base import BACKWARD, BOTH
 from fsdp_engine.comm.lanes import Lanes, Ticket
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.parameter_watch import watch_unit
+from fsdp_engine.runtime.parameter_watch import UnitWatch
 from fsdp_engine.units.installing import Installation
 from fsdp_engine.units.plan import PlannedUnit, label_of
 
@@ -261,7 +262,7 @@ class Unit:
         self.num_calls = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
-        self.watch = watch_unit(buffers)
+        self.watch = implementation(UnitWatch)(buffers)
         self._lanes = lanes
         self._installation = Installation(buffers, self.label)
 

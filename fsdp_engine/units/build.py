@@ -34,6 +34,7 @@ from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
@@ -154,6 +155,9 @@ class Resources:
         return self.next_tag - 2
 
 
+SAME = "same"
+
+
 class InitialValues:
     """A seam: the values that parameters and buffers of a model start with. Here all ranks have
     built the same ones, which is checked.
@@ -163,12 +167,14 @@ class InitialValues:
         choice: ``initial_values`` of :func:`~fsdp_engine.sharding.shard`.
 
     Attributes:
+        choices: legal values of ``choice``.
         from_first: the first rank's parameters are broadcast when their unit is built.
 
     Raises:
         ValueError: on all ranks: values differ, or there are none.
     """
 
+    choices: Sequence[str] = (SAME,)
     from_first = False
 
     def __init__(self, built: Built, choice: str) -> None:
@@ -202,35 +208,23 @@ class InitialValues:
         """The engine of the model is made."""
 
 
-SAME = "same"
-_CHOICES: dict[str, Callable[[], type[InitialValues]]] = {SAME: lambda: InitialValues}
-_kind_for_meta = _CHOICES[SAME]
-
-
-def register_initial_values(
-    choices: Sequence[str], load: Callable[[], type[InitialValues]]
-) -> None:
-    """Let ``load`` return the class for these choices, and for models on the meta device."""
-    global _kind_for_meta
-    _kind_for_meta = load
-    _CHOICES.update(dict.fromkeys(choices, load))
-
-
-def kind_of_values(choice: str) -> type[InitialValues]:
-    """Returns the class for a choice, if no tensor is on the meta device.
+def kind_of_values(choice: str, *, has_meta: bool = False) -> type[InitialValues]:
+    """Returns the class that gives a model its values.
 
     Raises:
         ValueError: there is no such choice.
     """
-    if choice not in _CHOICES:
-        raise ValueError(f"initial_values: expected one of {(*_CHOICES,)}; found {choice!r}")
-    return _CHOICES[choice]()
+    if choice == SAME and not has_meta:
+        return InitialValues
+    kind = implementation(InitialValues)
+    if choice not in kind.choices:
+        raise ValueError(f"initial_values: expected one of {kind.choices}; found {choice!r}")
+    return kind
 
 
 def decide_values(built: Built, choice: str) -> InitialValues:
     """Returns what gives a model its values. Collective where ranks differ."""
-    kind = _kind_for_meta() if built.has_meta else kind_of_values(choice)
-    return kind(built, choice)
+    return kind_of_values(choice, has_meta=built.has_meta)(built, choice)
 
 
 def agree_on_plan(

@@ -36,6 +36,7 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import clear_gradients, gradients_of
 from fsdp_engine.memory import allocator
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.parameter_guard import Conversions
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.build import EngineCommunicators
 from fsdp_engine.units.installing import hidden
@@ -56,21 +57,21 @@ class Change(NamedTuple):
     codec: ParamCodec
 
 
-class Conversions:
-    """Conversions of one sharded model. Made by :meth:`.Engine.extension`.
+class DtypeConversions(Conversions):
+    """Conversions of one sharded model to other dtypes.
 
     Args:
         engine: the engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._is_running = False
 
     def convert(
         self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """See :func:`~fsdp_engine.extensions.conversion.convert`. Collective where a dtype changes.
+        """See the class. Collective where a dtype changes.
 
         Raises:
             RuntimeError: not at rest. ValueError: see :func:`changes_of`, :func:`agree_on_changes`.

@@ -30,7 +30,7 @@ from fsdp_engine.extensions.initial_values.materialize import (
     materialize,
     materialize_buffers,
 )
-from fsdp_engine.units.build import EngineCommunicators, InitialValues
+from fsdp_engine.units.build import SAME, EngineCommunicators, InitialValues
 from fsdp_engine.units.initial_values import Built, digest_of, has_experts
 from fsdp_engine.units.plan import PlannedUnit
 
@@ -48,6 +48,8 @@ class GivenValues(InitialValues):
         ValueError: on all ranks: values differ, the first rank has not got one that others have,
             or a module on the meta device cannot make its own.
     """
+
+    choices = (SAME, FIRST, EMPTY)
 
     def __init__(self, built: Built, choice: str) -> None:
         plan = built.plan
