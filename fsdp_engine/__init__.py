@@ -5,8 +5,6 @@ import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
@@ -17,7 +15,6 @@ from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.units.adapter_layers import AdapterLayers, register_adapter_layers
 from fsdp_engine.units.granules import whole_rows, whole_tensors
 
 if TYPE_CHECKING:
@@ -101,13 +98,6 @@ __all__ = [
 ]
 
 
-def _adapter_layers_of_peft(model: nn.Module) -> AdapterLayers:
-    """Materialization of meta parameters initializes the adapters of PEFT."""
-    from fsdp_engine.adapters import AdapterLayers
-
-    return AdapterLayers(model)
-
-
 def _check_torchao(optimizer: Any) -> None:
     """Refuses a step of torchao's optimizers that would fail half way."""
     if any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__):
@@ -123,7 +113,6 @@ def _rule_of_transformer_engine(config: DistributedDataParallelConfig) -> CodecR
 
 
 register()
-register_adapter_layers(_adapter_layers_of_peft)
 add_step_check(_check_torchao)
 add_class_rule("transformer_engine", _rule_of_transformer_engine)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import MeshCommunicators
@@ -26,17 +27,20 @@ from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.build import (
+    SAME,
     EngineCommunicators,
     EngineSetup,
     Resources,
     agree_on_plan,
     build_units,
     check_homes,
+    decide_values,
+    kind_of_values,
     owned_within,
     take_files,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.initial_values import CHOICES, FIRST, SAME, Holdings
+from fsdp_engine.units.initial_values import Holdings
 from fsdp_engine.units.plan import (
     AxisPlan,
     AxisPlans,
@@ -285,8 +289,7 @@ def make_engine(
         if offload is not None and not isinstance(offload, Offload):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
-        if initial_values not in CHOICES:
-            raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
+        kind = kind_of_values(initial_values)
         if checkpointing is not False:
             from fsdp_engine.runtime.activations import activations_of
 
@@ -303,7 +306,7 @@ def make_engine(
         for each in extensions:
             each.check(setup)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and initial_values != FIRST and not broadcast
+        compare = data.size > 1 and kind.compares(initial_values) and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += f", checkpointing={checkpointing}"
@@ -316,14 +319,13 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    start = agree_on_plan(plan, holdings, error, signature, initial_values, data, ranks, what)
+    decide = partial(decide_values, choice=initial_values)
+    values, _ = agree_on_plan(plan, holdings, error, signature, data, ranks, what, decide)
     if computes_here:
         share_cores()
-    if broadcast:
-        start = start._replace(from_first=True)
+    values.from_first |= broadcast
     assert plan is not None
     assert setup is not None
-    metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     if checkpointing is not False:
@@ -338,7 +340,7 @@ def make_engine(
     resources = Resources(data, config, offload, files)
     for extension in extensions:
         extension.prepare(setup, resources)
-    built = build_units(plan, communicators, resources, start)
+    built = build_units(plan, communicators, resources, values)
     made = [
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
@@ -352,8 +354,7 @@ def make_engine(
     engine = Engine(model, made, communicators, resources, policy, timing, offload, moves)
     for extension in extensions:
         extension.start(engine)
-    if start.is_empty and metas:
-        engine.missing_values.mark_empty(metas)
+    values.started(engine)
     return engine
 
 
@@ -377,15 +378,6 @@ def check_extensions(extensions: Iterable[object]) -> tuple[EngineExtension, ...
             )
         found[type(each)] = each
     return tuple(found.values())
-
-
-def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the model's state dict, whatever its hooks make of it."""
-    for prefix, module in model.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        for name, value in tensors.items():
-            if value is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, value
 
 
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:

@@ -49,13 +49,12 @@ FLOORS: dict[str, int] = {
     "runtime": 7,
     "engine": 8,
     "sharding": 9,
-    "pipelining": 10,
-    "extensions": 9,
-    "adapters": 9,
     "checkpoint": 9,
-    "fsdp2": 10,
-    "megatron": 10,
-    "pretrained": 10,
+    "extensions": 10,
+    "pipelining": 11,
+    "fsdp2": 11,
+    "megatron": 11,
+    "pretrained": 11,
     "planner": 12,
     "integrations": 12,
     "__init__": 13,
@@ -66,7 +65,7 @@ FLOORS: dict[str, int] = {
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
 CORE |= {"accelerator", "backend", "extension_list", "offload", "flat_dtensor", "optim"}
 CORE |= {"engine", "sharding"}
-ABOVE_THE_CORE = {"adapters", "checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
+ABOVE_THE_CORE = {"checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
@@ -768,9 +767,9 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
         "engine",
         "from fsdp_engine.checkpoint.model_state import MODEL",
     ),
-    (the_core_imports_no_format, "units.materialize", "from fsdp_engine import adapters"),
+    (the_core_imports_no_format, "units.build", "from fsdp_engine import extensions"),
     (the_core_imports_no_format, "runtime.hooks", "def f():\n    from ..pretrained import load"),
-    (the_core_imports_no_format, "units.materialize", "import peft"),
+    (the_core_imports_no_format, "units.build", "import peft"),
     (
         the_core_leaves_private_attributes_to_their_objects,
         "runtime.hooks",
