@@ -45,7 +45,9 @@ EXTENSIONS = (
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
     ),
+    Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
+    Extension("stall_monitor", registers=True),
 )
 
 _FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import Work
 
+from fsdp_engine.comm.activity import naming
 from fsdp_engine.comm.collectives import start_all_reduce
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import SideStream
-from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.memory.host_memory import bytes_to
 
 

@@ -368,12 +368,14 @@ class ActivationOffload:
             saved.clear()  # autograd keeps `pack`
         return output
 
-    def reset(self) -> None:
-        """Free memory on the device that a forward or backward before an exception holds."""
+    def drain(self) -> list[Exception]:
+        """Free memory on the device that a forward or backward before an exception holds. Returns
+        no errors."""
         self._end_backward()
         while self._leaving:
             self._leave(next(iter(self._leaving)))
         self._last = None
+        return []
 
     # Forward.
 
