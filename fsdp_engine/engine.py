@@ -29,7 +29,6 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
-from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
 from fsdp_engine.runtime.reductions import Reductions
@@ -177,7 +176,6 @@ class Engine:
         for unit in self.units:
             hook_recomputation(self.scheduler, unit)
             hook_gradients(self.scheduler, unit)
-            hook_delayed_gradients(self.scheduler, unit)
         self.offload = offload if offload is not None else Offload()
         self._offloading = offloading
         for unit in self.units:
@@ -227,11 +225,6 @@ class Engine:
     def buffers(self) -> list[ParamAndGradBuffer]:
         """All buffers of all units."""
         return [buffer for unit in self.units for buffer in unit.buffers]
-
-    @cached_property
-    def microbatches(self) -> Microbatches:
-        """For schedules that interleave several microbatches, as pipelines do."""
-        return Microbatches(self.scheduler)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

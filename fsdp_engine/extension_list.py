@@ -1,7 +1,7 @@
 """The extensions of this package.
 
 An extension is a folder in ``extensions/``, the folder of its tests in ``tests/extensions/``, and a
-line here. It is deleted by deleting these three: the rest does not import it, and passes its tests
+line here. It is deleted by deleting these: the rest does not import it, and passes its tests
 (``python -m tools.extensions``). A line says which names the package and the engine have from it.
 They are imported when they are first used.
 
@@ -30,20 +30,31 @@ class Extension:
             whose first argument is the engine, and properties.
         registers: the folder has a function ``register()``, which is called when the package is
             imported.
+        files: modules of the package that are part of it, for names that users import from there.
+        words: options and arguments by which users ask for it.
     """
 
     folder: str
     names: Sequence[str] = ()
     methods: Sequence[str] = ()
     registers: bool = False
+    files: Sequence[str] = ()
+    words: Sequence[str] = ()
 
 
 EXTENSIONS = (
-    Extension("checks", names=("GradientChecks",)),
+    Extension(
+        "checks",
+        names=("GradientChecks",),
+        words=("check_for_nan_in_grad", "check_for_large_grads"),
+    ),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
     Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
+    ),
+    Extension(
+        "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
     ),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),

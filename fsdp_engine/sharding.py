@@ -347,6 +347,8 @@ def _extensions_of(config: DistributedDataParallelConfig) -> list[EngineExtensio
     if config.check_for_nan_in_grad or config.check_for_large_grads:
         kind = find_name("GradientChecks")
         made.append(kind(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads))
+    if config.delay_wgrad_compute:
+        made.append(find_name("LateGradients")())
     return made
 
 

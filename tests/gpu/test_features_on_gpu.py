@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from fsdp_engine.simulation.calibrate import calibrate
-from tests.extensions.needed import needs
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,
@@ -428,7 +427,6 @@ def test_a_save_to_directories_of_nodes_loads(mesh: DeviceMesh, tmp_path: Path) 
 # Measuring.
 
 
-@needs("reports")
 def test_measure_reads_waits_from_events_of_the_device(mesh: DeviceMesh) -> None:
     model = make_model()
     engine = fe.shard(model, mesh=mesh)

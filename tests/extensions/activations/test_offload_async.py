@@ -31,7 +31,6 @@ from tests.async_device.scene import (
     step_by_step,
     train,
 )
-from tests.extensions.needed import needs
 from tests.models import Transformer, token_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks
@@ -293,7 +292,6 @@ def simulated_gpt() -> nn.Module:
     return Transformer(6, dim=64)
 
 
-@needs("reports")
 @pytest.mark.parametrize("in_flight", [None, 0])
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 def test_simulated_memory_is_that_of_the_device(
@@ -318,7 +316,6 @@ def test_simulated_memory_is_that_of_the_device(
     assert found.peak_bytes <= peak <= 1.01 * found.peak_bytes
 
 
-@needs("reports")
 @on_ranks(1)
 def test_waits_for_copies_are_measured_by_block() -> None:
     model = nn.Sequential(*(Waves() for _ in range(4))).to(on.NAME)

@@ -35,7 +35,6 @@ from tests.async_device.scene import (
     weights_of,
 )
 from tests.composition import tensor_parallel
-from tests.extensions.needed import needs
 from tests.extensions.pipelines import scene as pipelines
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pairs import EVERY_PAIR, PAIRS
@@ -259,7 +258,6 @@ def test_a_pipeline_trains_as_on_the_cpu(schedule: str, level: str) -> None:
 # ---- Measuring, and 200 orders -----------------------------------------------------------------
 
 
-@needs("reports")
 @on_ranks(2)
 def test_measure_changes_no_number_and_finds_the_lane_that_is_slow() -> None:
     job = small_job(num_micro=1)

@@ -17,7 +17,6 @@ import fsdp_engine as fe
 from fsdp_engine.memory import disk_staging
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.extensions.needed import needs
 from tests.extensions.offload.device_jobs import PLACES, slow_disk, trained
 from tests.extensions.offload.offloaded import failing, state_files
 from tests.models import Small
@@ -28,7 +27,6 @@ ranks = device.ranks
 EVERYTHING = "all on a disk"
 
 
-@needs("reports")
 @on_ranks(2)
 def test_memory_on_the_host_is_staging_alone_and_is_shown() -> None:
     engine, optimizer, step = trained(EVERYTHING, 2)

@@ -21,7 +21,6 @@ from tests.async_device.scene import (
     on_device,
     train_with,
 )
-from tests.extensions.needed import needs
 from tests.extensions.offload.device_jobs import (
     LEVELS,
     PLACES,
@@ -56,7 +55,6 @@ def test_state_is_pinned_on_the_host_and_a_step_does_not_wait_for_it() -> None:
                 assert bool(local.any())
 
 
-@needs("reports")
 @pytest.mark.parametrize("place", [STATE, "all on a disk"])
 @on_ranks(1)
 def test_waits_of_compute_for_copies_are_measured(place: str) -> None:

@@ -27,7 +27,6 @@ from fsdp_engine.fsdp2 import fully_shard
 from fsdp_engine.optim.state_leaves import leaves_of
 from tests import reference
 from tests.checkpoint.scene import shared_folder
-from tests.extensions.needed import needs
 from tests.extensions.whole_tensor_optimizers.owned import (
     CUT,
     MAKERS,
@@ -170,7 +169,6 @@ def test_an_optimizer_that_has_stepped_is_sharded_with_its_state(name: str) -> N
         assert side.optimizer.state_dict()["state"]
 
 
-@needs("reports")
 @on_ranks(2)
 def test_memory_of_state_is_reported() -> None:
     side = sharded(MAKERS["Whitening"]).train(0)

@@ -20,7 +20,6 @@ from fsdp_engine.optim.owner_messages import ChunkMessages
 from fsdp_engine.optim.shadow import step_hook_of
 from fsdp_engine.optim.state_leaves import leaves_of
 from tests import reference
-from tests.extensions.needed import needs
 from tests.extensions.whole_tensor_optimizers.owned import (
     CUT,
     LEVELS,
@@ -91,7 +90,6 @@ def test_three_ranks() -> None:
     check_training("Whitening")
 
 
-@needs("reports")
 @on_ranks(2)
 def test_descriptions_have_shares() -> None:
     side = sharded(whitening)

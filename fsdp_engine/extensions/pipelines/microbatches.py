@@ -40,15 +40,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.codecs.base import BACKWARD
+from fsdp_engine.engine import Engine
 from fsdp_engine.runtime.inputs import iter_tensors
-from fsdp_engine.runtime.scheduler import Scheduler
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.scheduler import Backward, Scheduler
+from fsdp_engine.runtime.unit import Call, Unit
 
 
 class WeightGradients(NamedTuple):
@@ -63,15 +66,66 @@ class WeightGradients(NamedTuple):
     compute: Callable[[], object]
 
 
-class Microbatches:
-    """See the module docstring.
+class BackwardOfWeights(Backward):
+    """A backward that computes gradients of weights alone, in several runs of autograd.
 
     Args:
         scheduler: of the engine.
     """
 
+    is_recorded = False
+
     def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
         self._scheduler = scheduler
+        self._read: list[Unit] = []
+
+    def observes(self, call: Call) -> bool:
+        """See the base class."""
+        if call.reads_weights:
+            self.use(call.unit)
+        return False
+
+    def use(self, unit: Unit, following: Unit | None = None) -> None:
+        """``unit`` is read from here on, and ``following`` next."""
+        scheduler = self._scheduler
+        if unit in self._read or not unit.buffers:
+            return
+        self._read.append(unit)
+        self.touched[unit.index] = unit
+        scheduler.provide(unit, BACKWARD)
+        scheduler.use_reserved(unit)
+        may_prefetch = scheduler.prefetches and not scheduler.ranks_differ
+        if following is not None and following.needs_gather(BACKWARD) and may_prefetch:
+            scheduler.prefetch(following, BACKWARD)
+        scheduler.install(unit)
+        unit.enter()
+
+    def gradients_came(self, unit: Unit) -> None:
+        """All gradients of ``unit`` have come."""
+        if unit in self._read:
+            self._read.remove(unit)
+            unit.leave()
+            if unit.uses == 0 and not self._scheduler.is_reserved(unit):
+                unit.release()
+        self._scheduler.reductions.unit_is_ready(unit)
+
+    def end(self) -> None:
+        """See the base class."""
+        super().end()
+        for unit in self._read:
+            unit.leave()
+
+
+class Microbatches:
+    """See the module docstring.
+
+    Args:
+        engine: of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._scheduler = scheduler = engine.scheduler
         self._places: dict[int, tuple[Unit, int, int]] = {
             id(param): (unit, number, index)
             for unit in scheduler.units
@@ -141,27 +195,30 @@ class Microbatches:
             first = min(units, key=lambda unit: turns[unit.index])
             todo.setdefault(first.index, []).append(each)
         with self._within(microbatch, last=last, inputs_only=False):
-            scheduler.begin_backward(weights_only=True)
+            backward = BackwardOfWeights(scheduler)
+            scheduler.run_backward(backward)
             read = [unit for unit in order if unit.index in todo]
             after = dict(itertools.pairwise(read))
             for unit in order:
                 for each in todo.get(unit.index, ()):
-                    scheduler.use_for_weights(unit, after.get(unit))
-                    self._compute(each, turns)
-                scheduler.weights_came(unit)
+                    backward.use(unit, after.get(unit))
+                    self._compute(backward, each, turns)
+                backward.gradients_came(unit)
             scheduler.end_backward()
 
     def _last_place(self, gradients: WeightGradients) -> tuple[int, int]:
         """The number of the buffer and the index of the last parameter."""
         return max(self._places[id(param)][1:] for param in gradients.params)
 
-    def _compute(self, gradients: WeightGradients, turns: Mapping[int, int]) -> None:
+    def _compute(
+        self, backward: BackwardOfWeights, gradients: WeightGradients, turns: Mapping[int, int]
+    ) -> None:
         places = sorted(
             (self._places[id(param)] for param in gradients.params), key=lambda place: place[1:]
         )
         # Those of other units, too; in one order on all ranks.
         for unit in sorted({place[0] for place in places}, key=lambda unit: turns[unit.index]):
-            self._scheduler.use_for_weights(unit)
+            backward.use(unit)
         gradients.compute()
         with torch.no_grad():
             for unit, number, index in places:
@@ -180,6 +237,20 @@ class Microbatches:
 
 
 _REGISTER = "register_wgrad_accumulation_and_reduce_hooks"
+
+
+@dataclass(frozen=True)
+class LateGradients:
+    """Modules may compute weight gradients after backward; see [Note: Late weight gradients]."""
+
+    def start(self, engine: Engine) -> None:
+        """Await the late gradients of ``engine``.
+
+        Raises:
+            ValueError: see :func:`hook_delayed_gradients`.
+        """
+        for unit in engine.units:
+            hook_delayed_gradients(engine.scheduler, unit)
 
 
 def hook_delayed_gradients(scheduler: Scheduler, unit: Unit) -> None:
@@ -252,3 +323,11 @@ class _Awaited:
         self._unit.num_late -= 1
         if not self._unit.num_late:
             self._scheduler.late_gradient_came(self._unit)
+
+
+def _microbatches(engine: Engine) -> Microbatches:
+    """For schedules that interleave several microbatches, as pipelines do."""
+    return engine.extension(Microbatches)
+
+
+microbatches = property(_microbatches)
