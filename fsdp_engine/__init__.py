@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
-from fsdp_engine.extension_list import find_name, register
+from fsdp_engine.extension_list import find_name, public_names, register
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
 from fsdp_engine.optim.step_listeners import add_step_check
@@ -41,14 +41,12 @@ if TYPE_CHECKING:
     from fsdp_engine.pretrained.save import save_pretrained
     from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
     from fsdp_engine.pretrained.weight_version import WeightVersion
-    from fsdp_engine.runtime.activations import OffloadActivations
     from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
     from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
     from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
     from fsdp_engine.simulation.simulate import Simulation, simulate
     from fsdp_engine.simulation.simulation_error import SimulationError
     from fsdp_engine.simulation.tp_plan import apply_tp_plan
-    from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -59,7 +57,6 @@ __all__ = [
     "H200",
     "CausalLMStages",
     "Checkpointer",
-    "Checkpointing",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Engine",
@@ -71,7 +68,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
     "Offload",
-    "OffloadActivations",
     "PipelineSimulation",
     "Simulation",
     "SimulationError",
@@ -80,7 +76,6 @@ __all__ = [
     "WeightStream",
     "WeightVersion",
     "apply_tp_plan",
-    "checkpoint_units",
     "estimate",
     "export_safetensors",
     "finalize_model_grads",
@@ -145,14 +140,12 @@ _LAZY_NAMES = {
     "pretrained.save": ("save_pretrained",),
     "pretrained.weight_stream": ("WeightStream", "weight_stream"),
     "pretrained.weight_version": ("WeightVersion",),
-    "runtime.activations": ("OffloadActivations",),
     "simulation.causal_lm_stages": ("CausalLMStages",),
     "simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
     "simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
     "simulation.simulate": ("Simulation", "simulate"),
     "simulation.simulation_error": ("SimulationError",),
     "simulation.tp_plan": ("apply_tp_plan",),
-    "units.checkpointing": ("Checkpointing", "checkpoint_units"),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
 _MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
@@ -185,4 +178,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the public names, also those that were not imported yet."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *public_names()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -36,13 +36,12 @@ from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.strategies import Role
-from fsdp_engine.units.assignment import expect, has_parameters
+from fsdp_engine.units.assignment import UnitSelector, expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
 from fsdp_engine.units.installing import holders
 from fsdp_engine.units.plan import label_of
 
 if TYPE_CHECKING:
-    from fsdp_engine.runtime.activations import ActivationOffload
     from fsdp_engine.runtime.full_main_weights import FullMainWeights
 
 T = TypeVar("T")
@@ -67,13 +66,16 @@ class EnginePart(Protocol):
         ...
 
 
-class EngineExtension(Protocol):
-    """An object that asks for an extension when an engine is built. All ranks give equal ones, and
-    its ``repr`` shows all that must be equal."""
+class EngineExtension:
+    """An object that asks for an extension when an engine is built. All ranks give equal ones."""
+
+    def prepare(
+        self, model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None
+    ) -> None:
+        """The units of ``model`` are about to be built, which all ranks have agreed on."""
 
     def start(self, engine: Engine) -> None:
         """Take part in ``engine``, which has just been built."""
-        ...
 
 
 class Engine:
@@ -107,7 +109,6 @@ class Engine:
         policy: MixedPrecisionPolicy,
         timing: Timing,
         offload: Offload | None = None,
-        activations: ActivationOffload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
@@ -181,8 +182,6 @@ class Engine:
         for unit in self.units:
             self._offload_state(unit)
         self.parts: list[EnginePart] = [*self._offloadings]
-        if activations is not None:
-            self.parts.append(activations)
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():

@@ -44,6 +44,11 @@ class Extension:
 
 EXTENSIONS = (
     Extension(
+        "activations",
+        names=("ActivationSettings", "Checkpointing", "OffloadActivations", "checkpoint_units"),
+        words=("checkpointing=",),
+    ),
+    Extension(
         "checks",
         names=("GradientChecks",),
         words=("check_for_nan_in_grad", "check_for_large_grads"),

@@ -48,11 +48,6 @@ from fsdp_engine.units.plan import (
 
 if TYPE_CHECKING:
     from fsdp_engine.memory.disk_memory import DiskFile
-    from fsdp_engine.runtime.activations import (
-        ActivationOffload,
-        Activations,
-        OffloadActivations,
-    )
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -82,7 +77,7 @@ def shard(
     codec_rules: Iterable[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: Activations = False,
+    checkpointing: object = False,
     offload: Offload | None = None,
     plan: Chooses | None = None,
 ) -> Engine:
@@ -223,7 +218,7 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: Activations = False,
+    checkpointing: object = False,
     offload: Offload | None = None,
     num_rows: int = 1,
     broadcast: bool = False,
@@ -252,7 +247,7 @@ def make_engine(
     plan: Plan | None = None
     holdings: Holdings | None = None
     files: dict[str, DiskFile] = {}
-    activations: OffloadActivations | None = None
+    extensions: list[EngineExtension] = []
     signature: list[str] = []
     error: Exception | None = None
     ranks: Ranks = data
@@ -279,10 +274,7 @@ def make_engine(
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
-        if checkpointing is not False:
-            from fsdp_engine.runtime.activations import activations_of
-
-            activations = activations_of(checkpointing)
+        extensions = _extensions_of(config, checkpointing)
         settings = PlanSettings(
             policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
         )
@@ -312,11 +304,8 @@ def make_engine(
     metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
-    if checkpointing is not False:
-        from fsdp_engine.units.checkpointing import checkpoint_units, recomputed_by
-
-        if (recomputed := recomputed_by(checkpointing)) is not None:
-            checkpoint_units(model, units, recomputed)
+    for each in extensions:
+        each.prepare(model, units)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
@@ -327,28 +316,26 @@ def make_engine(
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
-    moves: ActivationOffload | None = None
-    if activations is not None:
-        from fsdp_engine.runtime.activations import offload_activations
-
-        memory, compute = resources.memory, resources.lanes.compute
-        moves = offload_activations(model, units, memory, compute, activations)
-    engine = Engine(model, made, communicators, resources, policy, timing, offload, moves)
-    for each in _extensions_of(config):
+    engine = Engine(model, made, communicators, resources, policy, timing, offload)
+    for each in extensions:
         each.start(engine)
     if start.is_empty and metas:
         engine.missing_values.mark_empty(metas)
     return engine
 
 
-def _extensions_of(config: DistributedDataParallelConfig) -> list[EngineExtension]:
-    """Returns the extensions that fields of ``config`` ask for."""
+def _extensions_of(
+    config: DistributedDataParallelConfig, checkpointing: object
+) -> list[EngineExtension]:
+    """Returns the extensions that fields of ``config`` and other arguments ask for."""
     made: list[EngineExtension] = []
     if config.check_for_nan_in_grad or config.check_for_large_grads:
         kind = find_name("GradientChecks")
         made.append(kind(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads))
     if config.delay_wgrad_compute:
         made.append(find_name("LateGradients")())
+    if checkpointing is not False:
+        made.append(find_name("ActivationSettings")(checkpointing))
     return made
 
 

@@ -300,7 +300,7 @@ def make_state_lanes(device: torch.device, *, in_threads: bool = False) -> tuple
     Args:
         in_threads: their operations wait for files.
     """
-    return _copy_lanes(device, STATE_LANES, ThreadLane if in_threads else DeviceLane)
+    return make_copy_lanes(device, STATE_LANES, ThreadLane if in_threads else DeviceLane)
 
 
 def make_step_lane(device: torch.device) -> ComputeLane:
@@ -311,14 +311,10 @@ def make_step_lane(device: torch.device) -> ComputeLane:
     return DeviceLane(device, module_of(device).Stream(device=device), name=STEP_LANE)
 
 
-def make_activation_lanes(device: torch.device) -> tuple[Lane, Lane]:
-    """Lanes on which activations are copied to ``device`` and from it."""
-    return _copy_lanes(device, ACTIVATION_LANES)
-
-
-def _copy_lanes(
+def make_copy_lanes(
     device: torch.device, names: tuple[str, str], kind: type[DeviceLane] | None = None
 ) -> tuple[Lane, Lane]:
+    """Lanes of these names, for copies to ``device`` and from it; ``kind``: of an accelerator's."""
     if _COPY_MAKERS:
         made: tuple[Lane, Lane] = _COPY_MAKERS[-1](names)
         return made

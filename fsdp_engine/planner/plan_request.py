@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from fsdp_engine.offload import HOST, Offload
 from fsdp_engine.planner.candidates import (
+    SELECTIVE,
+    Activations,
     Candidate,
     Mesh,
     candidates,
@@ -23,7 +25,6 @@ from fsdp_engine.planner.candidates import (
 )
 from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.outcome import USABLE
-from fsdp_engine.runtime.activations import Activations
 from fsdp_engine.simulation.causal_lm_stages import (
     CausalLMStages,
     Stages,
@@ -40,7 +41,6 @@ from fsdp_engine.simulation.simulation_error import (
     listed,
 )
 from fsdp_engine.simulation.tp_plan import check_tp_plan, fitting_degrees
-from fsdp_engine.units.checkpointing import SELECTIVE
 
 # Everything that can be on the host.
 EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)

@@ -26,6 +26,7 @@ from torch import nn
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.offload import Offload
+from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Activations
 from fsdp_engine.planner.command_inputs import (
     batch_shape,
     default_loss,
@@ -46,13 +47,11 @@ from fsdp_engine.planner.questions import GPU, NODE, parsed_count
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.machine import PRESETS, Machine
 from fsdp_engine.simulation.simulate import build_meta_module
 from fsdp_engine.simulation.simulation_error import SimulationError, check_positive
 from fsdp_engine.terminal import print_whole, terminal_width, wrapped
-from fsdp_engine.units.checkpointing import SELECTIVE
 
 with naming_extra():
     import typer

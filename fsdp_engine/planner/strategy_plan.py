@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_engine.engine import Engine
 from fsdp_engine.planner.candidate_sharding import shard_as
-from fsdp_engine.planner.candidates import Candidate, Mesh
+from fsdp_engine.planner.candidates import SELECTIVE, Candidate, Mesh
 from fsdp_engine.planner.comparison import WHAT_IF, ComparedRow, Comparison
 from fsdp_engine.planner.machine_changes import (
     changed_machine,
@@ -48,7 +48,6 @@ from fsdp_engine.simulation.simulate import Parallelize, Simulation
 from fsdp_engine.simulation.simulation_error import check_count, check_positive, listed, read_json
 from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
-from fsdp_engine.units.checkpointing import SELECTIVE
 
 if TYPE_CHECKING:  # it loads torch's compiler
     from fsdp_engine.pipelining import PipelineStage

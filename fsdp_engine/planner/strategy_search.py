@@ -14,7 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_engine.offload import Offload
-from fsdp_engine.planner.candidates import Candidate, candidates, is_quick
+from fsdp_engine.planner.candidates import (
+    OFFLOAD,
+    SELECTIVE,
+    Activations,
+    Candidate,
+    candidates,
+    is_quick,
+)
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.fewer_blocks import find_repeated
 from fsdp_engine.planner.job import BatchSearch, Job, Known
@@ -29,7 +36,6 @@ from fsdp_engine.planner.outcome import (
 from fsdp_engine.planner.plan_request import AUTO, PlanRequest
 from fsdp_engine.planner.progress import PlanProgress, plan_progress
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.simulation.causal_lm_stages import Stages
 from fsdp_engine.simulation.compiled import simulated_compiler
 from fsdp_engine.simulation.context_parallel import sequence_length
@@ -38,7 +44,6 @@ from fsdp_engine.simulation.simulate import MakeOptimizer, Parallelize, build_me
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.simulation.time_accuracy import family_of
 from fsdp_engine.simulation.tp_plan import fitting_degrees
-from fsdp_engine.units.checkpointing import SELECTIVE
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 

@@ -39,10 +39,10 @@ from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
 from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.optim import shard_optimizer
-from fsdp_engine.runtime.activations import activations_of
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.simulation.compiled import (
@@ -830,7 +830,9 @@ def _check_links(machine: Machine, offload: object, checkpointing: object, num_r
     Raises:
         ValueError: they are not, or ``checkpointing`` is none of those that ``shard`` takes.
     """
-    if activations_of(checkpointing) is not None and machine.host_runs_ahead:
+    settings = find_name("ActivationSettings")
+    offloads = settings is not None and settings(checkpointing).offload is not None
+    if offloads and machine.host_runs_ahead:
         machine.link_to_state(HOST, num_ranks)
     if isinstance(offload, Offload):
         for place in sorted(set(offload.places.values())):
