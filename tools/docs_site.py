@@ -19,6 +19,8 @@ from griffe import Extension, Object
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from fsdp_engine.extension_list import EXTENSIONS
+
 ROOT = Path(__file__).parents[1]
 # Pages of the site by file of the repository, for files outside docs/.
 ROOT_PAGES = {
