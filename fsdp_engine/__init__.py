@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
@@ -18,7 +16,6 @@ from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.units.adapter_layers import AdapterLayers, register_adapter_layers
 
 if TYPE_CHECKING:
     from fsdp_engine.checkpoint import (
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from fsdp_engine.codecs.base import CodecRules as CodecRules
     from fsdp_engine.codecs.float8 import Float8 as Float8
     from fsdp_engine.codecs.transformer_engine import TransformerEngine as TransformerEngine
-    from fsdp_engine.deprecated_arguments import Checkpointing as Checkpointing
     from fsdp_engine.megatron.config import DistributedDataParallelConfig
     from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
     from fsdp_engine.megatron.finalize_model_grads import (
@@ -43,6 +39,19 @@ if TYPE_CHECKING:
     from fsdp_engine.optim import shard_optimizer
     from fsdp_engine.planner.estimates import Estimate as Estimate
     from fsdp_engine.planner.estimates import estimate
+    from fsdp_engine.planner.simulation.causal_lm_stages import CausalLMStages as CausalLMStages
+    from fsdp_engine.planner.simulation.machine import A100 as A100
+    from fsdp_engine.planner.simulation.machine import B200 as B200
+    from fsdp_engine.planner.simulation.machine import H100 as H100
+    from fsdp_engine.planner.simulation.machine import H200 as H200
+    from fsdp_engine.planner.simulation.machine import Machine as Machine
+    from fsdp_engine.planner.simulation.machine import TwoWayLink as TwoWayLink
+    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation as PipelineSimulation
+    from fsdp_engine.planner.simulation.pipeline import simulate_pipeline as simulate_pipeline
+    from fsdp_engine.planner.simulation.simulate import Simulation as Simulation
+    from fsdp_engine.planner.simulation.simulate import simulate
+    from fsdp_engine.planner.simulation.simulation_error import SimulationError as SimulationError
+    from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan as apply_tp_plan
     from fsdp_engine.planner.strategy_plan import StrategyPlan
     from fsdp_engine.planner.strategy_search import plan
     from fsdp_engine.pretrained.load import load_pretrained
@@ -50,22 +59,6 @@ if TYPE_CHECKING:
     from fsdp_engine.pretrained.weight_stream import WeightStream as WeightStream
     from fsdp_engine.pretrained.weight_stream import weight_stream
     from fsdp_engine.pretrained.weight_version import WeightVersion as WeightVersion
-    from fsdp_engine.runtime.activations import OffloadActivations as OffloadActivations
-    from fsdp_engine.simulation.causal_lm_stages import CausalLMStages as CausalLMStages
-    from fsdp_engine.simulation.machine import A100 as A100
-    from fsdp_engine.simulation.machine import B200 as B200
-    from fsdp_engine.simulation.machine import H100 as H100
-    from fsdp_engine.simulation.machine import H200 as H200
-    from fsdp_engine.simulation.machine import Machine as Machine
-    from fsdp_engine.simulation.machine import TwoWayLink as TwoWayLink
-    from fsdp_engine.simulation.pipeline import PipelineSimulation as PipelineSimulation
-    from fsdp_engine.simulation.pipeline import simulate_pipeline as simulate_pipeline
-    from fsdp_engine.simulation.simulate import Simulation as Simulation
-    from fsdp_engine.simulation.simulate import simulate
-    from fsdp_engine.simulation.simulation_error import SimulationError as SimulationError
-    from fsdp_engine.simulation.tp_plan import apply_tp_plan as apply_tp_plan
-    from fsdp_engine.units.checkpointing import Recompute as Recompute
-    from fsdp_engine.units.checkpointing import checkpoint_units as checkpoint_units
     from fsdp_engine.units.granules import whole_rows as whole_rows
     from fsdp_engine.units.granules import whole_tensors as whole_tensors
 
@@ -99,13 +92,6 @@ __all__ = [
 ]
 
 
-def _adapter_layers_of_peft(model: nn.Module) -> AdapterLayers:
-    """Materialization of meta parameters initializes the adapters of PEFT."""
-    from fsdp_engine.adapters import AdapterLayers
-
-    return AdapterLayers(model)
-
-
 def _check_torchao(optimizer: Any) -> None:
     """Refuses a step of torchao's optimizers that would fail half way."""
     if any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__):
@@ -121,7 +107,6 @@ def _rule_of_transformer_engine(extensions: Sequence[EngineExtension]) -> CodecR
 
 
 register()
-register_adapter_layers(_adapter_layers_of_peft)
 add_step_check(_check_torchao)
 add_class_rule("transformer_engine", _rule_of_transformer_engine)
 
@@ -134,7 +119,6 @@ _LAZY_NAMES = {
     "codecs.base": ("CodecRules",),
     "codecs.float8": ("Float8",),
     "codecs.transformer_engine": ("TransformerEngine",),
-    "deprecated_arguments": ("Checkpointing",),
     "megatron.config": ("DistributedDataParallelConfig",),
     "megatron.distributed_data_parallel": ("DistributedDataParallel",),
     "megatron.finalize_model_grads": ("finalize_model_grads",),
@@ -148,14 +132,12 @@ _LAZY_NAMES = {
     "pretrained.save": ("save_pretrained",),
     "pretrained.weight_stream": ("WeightStream", "weight_stream"),
     "pretrained.weight_version": ("WeightVersion",),
-    "runtime.activations": ("OffloadActivations",),
-    "simulation.causal_lm_stages": ("CausalLMStages",),
-    "simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
-    "simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
-    "simulation.simulate": ("Simulation", "simulate"),
-    "simulation.simulation_error": ("SimulationError",),
-    "simulation.tp_plan": ("apply_tp_plan",),
-    "units.checkpointing": ("Recompute", "checkpoint_units"),
+    "planner.simulation.causal_lm_stages": ("CausalLMStages",),
+    "planner.simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
+    "planner.simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
+    "planner.simulation.simulate": ("Simulation", "simulate"),
+    "planner.simulation.simulation_error": ("SimulationError",),
+    "planner.simulation.tp_plan": ("apply_tp_plan",),
     "units.granules": ("whole_rows", "whole_tensors"),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}

@@ -9,11 +9,10 @@ from typing import Any
 
 from fsdp_engine.codecs.base import CodecRules
 from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import Offload
 from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.activations import activations_of
-from fsdp_engine.units.checkpointing import Recompute, recomputed_by
 
 _REPLACEMENTS = {
     "config": "options=fe.Options(...), mp_policy=, strategy= and extensions=[...]; "
@@ -26,19 +25,6 @@ _REPLACEMENTS = {
     "offload": "extensions=[fe.Offload(...)]",
     "plan": "strategy=plan",
 }
-
-
-class Checkpointing(Recompute):
-    """The old name of :class:`Recompute`, with its arguments in the other order."""
-
-    def __init__(self, every: int = 1, policy: Any = None) -> None:
-        warnings.warn(
-            "fsdp_engine.Checkpointing is deprecated and will be removed in 0.3; use "
-            "fsdp_engine.Recompute",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        super().__init__(policy, every)
 
 
 def current_arguments(
@@ -155,8 +141,8 @@ def _extensions(
         found += rules if is_one else [CodecRules(rules)]
     checkpointing = deprecated.get("checkpointing")
     if checkpointing not in (None, False):
-        moved, recomputed = activations_of(checkpointing), recomputed_by(checkpointing)
-        found += [each for each in (moved, recomputed) if each is not None]
+        kinds = (find_name("OffloadActivations"), find_name("Recompute"))
+        found += [each for kind in kinds if (each := kind.of(checkpointing)) is not None]
     if (offload := deprecated.get("offload")) is not None:
         if not isinstance(offload, Offload):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import MeshCommunicators
@@ -25,23 +26,21 @@ from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.build import (
+    FIRST_PARAMETERS,
+    SAME,
     EngineCommunicators,
     EngineSetup,
     Resources,
     agree_on_plan,
     build_units,
     check_homes,
+    decide_values,
+    kind_of_values,
     owned_within,
     take_files,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.initial_values import (
-    CHOICES,
-    FIRST,
-    FIRST_PARAMETERS,
-    SAME,
-    Holdings,
-)
+from fsdp_engine.units.initial_values import Holdings
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan, place_experts
 
 if TYPE_CHECKING:
@@ -245,6 +244,8 @@ def make_engine(
     setup: EngineSetup | None = None
     error: Exception | None = None
     ranks: Ranks = data
+    broadcasts = initial_values == FIRST_PARAMETERS
+    choice = SAME if broadcasts else initial_values
     try:
         ranks = ranks_of_model(model.named_parameters(), data, experts)
         if experts is not None:
@@ -259,8 +260,7 @@ def make_engine(
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
-        if initial_values not in (*CHOICES, FIRST_PARAMETERS):
-            raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
+        kind = kind_of_values(choice)
         settings = PlanSettings(policy, options, axis_plans, extensions)
         plan = make_plan(model, units, settings)
         setup = EngineSetup(model, units, settings, plan, data, experts)
@@ -270,7 +270,7 @@ def make_engine(
         for each in extensions:
             each.check(setup)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and initial_values not in (FIRST, FIRST_PARAMETERS)
+        compare = data.size > 1 and kind.compares(choice) and not broadcasts
         holdings = Holdings(plan, experts, compare=compare)
         given = [
             levels,
@@ -285,14 +285,13 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    start = agree_on_plan(plan, holdings, error, signature, initial_values, data, ranks, what)
+    decide = partial(decide_values, choice=choice)
+    values, _ = agree_on_plan(plan, holdings, error, signature, data, ranks, what, decide)
     if computes_here:
         share_cores()
-    if initial_values == FIRST_PARAMETERS:
-        start = start._replace(from_first=True)
+    values.from_first |= broadcasts
     assert plan is not None
     assert setup is not None
-    metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
@@ -302,7 +301,7 @@ def make_engine(
     resources = Resources(data, options, offload, files)
     for extension in extensions:
         extension.prepare(setup, resources)
-    built = build_units(plan, communicators, resources, start)
+    built = build_units(plan, communicators, resources, values)
     made = [
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
@@ -310,8 +309,7 @@ def make_engine(
     engine = Engine(model, made, communicators, resources, policy, timing, offload)
     for extension in extensions:
         extension.start(engine)
-    if start.is_empty and metas:
-        engine.missing_values.mark_empty(metas)
+    values.started(engine)
     return engine
 
 
@@ -335,15 +333,6 @@ def check_extensions(extensions: Iterable[object]) -> tuple[EngineExtension, ...
             )
         found[type(each)] = each
     return tuple(found.values())
-
-
-def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the model's state dict, whatever its hooks make of it."""
-    for prefix, module in model.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        for name, value in tensors.items():
-            if value is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, value
 
 
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:

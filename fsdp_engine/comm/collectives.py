@@ -28,19 +28,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from fsdp_engine import backend
 from fsdp_engine.accelerator import (
     current_accelerator,
     default_backend,
     is_accelerator,
-    simulates_host,
 )
-from fsdp_engine.comm import stall_monitor
+from fsdp_engine.comm.activity import monitor, naming
 from fsdp_engine.comm.groups import name_of_backend
-from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.memory import allocator
 
 Work = dist.Work
-Steps = Iterator[Sequence[Work | stall_monitor.HostWork]]
+# Objects with a method `wait`.
+Steps = Iterator[Sequence[Any]]
 
 # Methods of groups, and not the functions of torch.distributed around them, which look at arguments
 # that are known here, for as long as the rest of issuing takes. torch 2.11 has the old names alone.
@@ -67,6 +67,7 @@ class Communicator:
         self.size = group.size()
         self.rank = group.rank()
         self._gloo = _is_gloo(group, device)
+        self._host_work = monitor().host_work
         self._staged = self._gloo and device.type != "cpu"
         self._stays_on_stream = _stays_on_stream(group, device)
         self._options = _Options(is_async=not self._stays_on_stream)
@@ -174,7 +175,7 @@ class Communicator:
     ) -> Steps:
         """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
         work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])
-        yield [stall_monitor.HostWork(work)] if self._gloo else self._to_wait_for(work)
+        yield [self._host_work(work)] if self._gloo else self._to_wait_for(work)
 
     def exchange(
         self,
@@ -297,7 +298,7 @@ def all_reduce_(
     if group is not None:
         with naming(what, group), _served(tensor, group) as sent:
             work = start_all_reduce(sent, group, op)
-            (stall_monitor.HostWork(work) if sent.device.type == "cpu" else work).wait()
+            (monitor().host_work(work) if sent.device.type == "cpu" else work).wait()
     return tensor
 
 
@@ -431,12 +432,12 @@ def _as_reals(tensor: Tensor) -> Tensor:
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     name = name_of_backend(group, device)
-    return name == "gloo" or (name == "fake" and simulates_host())
+    return backend.current().is_gloo(name)
 
 
 def _at_one_place(first: Tensor, second: Tensor) -> bool:
     """Whether they begin at one address; a fake tensor has none."""
-    if simulates_host():
+    if not backend.current().has_values:
         return allocator.begin_together(first, second)
     return first.data_ptr() == second.data_ptr()
 

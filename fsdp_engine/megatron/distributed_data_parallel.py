@@ -49,7 +49,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
 from fsdp_engine.strategies import Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.initial_values import FIRST_PARAMETERS
+from fsdp_engine.units.build import FIRST_PARAMETERS
 
 # From full to sharded parameter, while a state dict references the full one.
 _SHARDED_OF: Any = WeakIdKeyDictionary()

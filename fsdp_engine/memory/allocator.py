@@ -68,7 +68,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_engine.accelerator import is_accelerator, module_of, simulates_device
+from fsdp_engine import backend
 from fsdp_engine.memory.arena import Arena
 
 # Swaps the memory of two storages; called as it is, since a unit's step does so ten times.
@@ -83,11 +83,11 @@ class Ledger:
     """Bytes held now, and at most so far, by role and in total.
 
     Attributes:
-        peaks: further peaks that are recorded.
+        watchers: called with the ledger after each change.
     """
 
     def __init__(self) -> None:
-        self.peaks: tuple[Peak, ...] = ()
+        self.watchers: tuple[Callable[[Ledger], None], ...] = ()
         self.held: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.total = 0
@@ -102,47 +102,13 @@ class Ledger:
             self.peak[role] = held
         if self.total > self.peak_total:
             self.peak_total = self.total
-        if self.peaks:
-            for peak in self.peaks:
-                peak.look(self)
+        for watch in self.watchers:
+            watch(self)
 
     def reset_peak(self) -> None:
         """Start a new peak from the bytes held now."""
         self.peak = Counter(self.held)
         self.peak_total = self.total
-
-
-class Peak:
-    """The moment with most bytes held since this was made, whatever other peaks are reset.
-
-    Attributes:
-        held: bytes by role at that moment.
-        total: their sum.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.held = Counter(ledger.held)
-        self.total = ledger.total
-
-    def look(self, ledger: Ledger) -> None:
-        """The ledger has changed."""
-        if ledger.total > self.total:
-            self.held = Counter(ledger.held)
-            self.total = ledger.total
-
-
-def begin_device_peak(device: torch.device) -> None:
-    """Torch's own peak of memory allocated on ``device`` starts anew; nothing on a CPU."""
-    if is_accelerator(device):
-        module_of(device).reset_peak_memory_stats(device)
-
-
-def device_peak(device: torch.device) -> int | None:
-    """Most bytes that torch had allocated on ``device`` since :func:`begin_device_peak`; None on a
-    CPU, where they are not counted."""
-    if not is_accelerator(device):
-        return None
-    return int(module_of(device).max_memory_allocated(device))
 
 
 @contextmanager
@@ -278,21 +244,6 @@ class Pool(Protocol):
         ...
 
 
-# Called with memory at other places than the device: see watching_elsewhere.
-_WATCHING_ELSEWHERE: list[Callable[[torch.Tensor, str], None]] = []
-
-
-@contextmanager
-def watching_elsewhere(watch: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
-    """Within it, ``watch`` is called with each tensor that is booked at another place than the
-    device, and the place."""
-    _WATCHING_ELSEWHERE.append(watch)
-    try:
-        yield
-    finally:
-        _WATCHING_ELSEWHERE.remove(watch)
-
-
 class Memory:
     """What one engine allocates on one device.
 
@@ -320,13 +271,14 @@ class Memory:
         self.ledger = Ledger()
         self.elsewhere: dict[str, Counter[str]] = {}
         # A device's own allocator keeps idle memory.
-        self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
+        runs_ahead = backend.current().runs_ahead(device)
+        self._swaps = _CAN_SWAP and device.type == "cpu" and not runs_ahead
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         # See [Note: Unread memory].
         self.can_withhold = (
             _CAN_SWAP
-            and not simulates_device()
+            and backend.current().has_values
             and type(empty(0, torch.uint8, device)) is torch.Tensor
         )
         # Storage objects that have given their memory away, to take some again.
@@ -394,8 +346,7 @@ class Memory:
         held = self.elsewhere.setdefault(place, Counter())
         held[role] += tensor.nbytes
         weakref.finalize(owner, held.subtract, {role: tensor.nbytes}).atexit = False
-        for watch in _WATCHING_ELSEWHERE:
-            watch(tensor, place)
+        backend.current().booked_elsewhere(tensor, place)
 
     def transient(
         self, numel: int, dtype: torch.dtype, role: str, *, read_error: str | None = None

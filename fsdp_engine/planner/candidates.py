@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import HOST, ROLES, Offload
-from fsdp_engine.runtime.activations import (
-    OFFLOAD,
-    Activations,
-    OffloadActivations,
-    activations_of,
-)
-from fsdp_engine.simulation.simulation_error import check_sizes, listed
+from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
-from fsdp_engine.units.checkpointing import SELECTIVE, Recompute, recomputed_by
 
 Mesh = tuple[int, ...]
+# What becomes of activations: see :class:`Candidate`.
+Activations = Any
+SELECTIVE = "selective"
+OFFLOAD = "offload"
+# Names of the extensions for activations.
+_ACTIVATIONS = ("OffloadActivations", "Recompute")
 
 
 @dataclass(frozen=True)
@@ -155,19 +155,22 @@ class Candidate:
         return ", ".join(parts)
 
 
+def recomputed_by(checkpointing: Activations) -> Any:
+    """Returns the :class:`~fsdp_engine.Recompute` that the value selects; None: none."""
+    kind = find_name("Recompute")
+    return kind and kind.of(checkpointing)
+
+
 def merged_extensions(
     candidate: Candidate, given: Iterable[EngineExtension] | None
 ) -> list[EngineExtension]:
     """Returns the extensions of ``candidate``, and those that are given, which override them."""
-    own = [
-        activations_of(candidate.checkpointing),
-        recomputed_by(candidate.checkpointing),
-        candidate.offload,
-    ]
     known = [*(given or ())]
+    own: list[EngineExtension | None] = [candidate.offload]
+    activations = [each for name in _ACTIVATIONS if (each := find_name(name)) is not None]
+    if not any(isinstance(each, tuple(activations)) for each in known):
+        own += [kind.of(candidate.checkpointing) for kind in activations]
     kinds = {type(each) for each in known}
-    if kinds & {Recompute, OffloadActivations}:
-        kinds |= {Recompute, OffloadActivations}
     return [*known, *(each for each in own if each is not None and type(each) not in kinds)]
 
 

@@ -40,17 +40,21 @@ from torch import nn
 
 from fsdp_engine.buffers.weights import can_leave_device, check_leaves_device, is_cast_at_home
 from fsdp_engine.codecs import CastCodec, ParamCodec
-from fsdp_engine.deprecated_arguments import current_arguments
+from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import DEVICE, DISK, HOST, Offload
 from fsdp_engine.options import Options, StagingBudget
+from fsdp_engine.planner.simulation.simulation_error import (
+    check_count,
+    check_type,
+    listed,
+)
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
 from fsdp_engine.sharding import check_extensions
-from fsdp_engine.simulation.simulation_error import check_count, check_type, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, AXIS_BELOW_DEPTH, NO_SHARD, Axis, Role, Strategy
 from fsdp_engine.units.assignment import Expected, UnitSelector, collect_records, expect
 from fsdp_engine.units.dtensors import set_spreads
@@ -344,6 +348,25 @@ class Estimate:
         return self.rest_bytes + self.full_bytes + self.staging_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class _UnitOptions:
+    """The options of ``shard`` that change bytes and traffic."""
+
+    units: UnitSelector | Iterable[UnitSelector] | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    options: Options | None = None
+    extensions: Sequence[EngineExtension] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, kind in (
+            ("mp_policy", self.mp_policy, MixedPrecisionPolicy),
+            ("options", self.options, Options),
+        ):
+            if value is not None:
+                check_type(name, value, kind, f"a {kind.__name__}")
+        check_extensions(listed("extensions", self.extensions, "a sequence of extensions"))
+
+
 def estimate(
     model: nn.Module | float,
     *,
@@ -351,16 +374,12 @@ def estimate(
     outer_size: int = 1,
     strategy: str = "optim_grads_params",
     outer_strategy: str = "no_shard",
-    units: UnitSelector | Iterable[UnitSelector] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    options: Options | None = None,
-    extensions: Sequence[EngineExtension] = (),
     optimizer_bytes_per_element: float = 8,
     num_microbatches: int = 1,
     num_units: int = 32,
     dtype: torch.dtype = torch.float32,
     on_cpu: bool = False,
-    **deprecated: Any,
+    **options: Any,
 ) -> Estimate:
     """Estimate the memory and traffic of one rank.
 
@@ -369,15 +388,15 @@ def estimate(
             For parameters that are DTensors, this rank's shards are counted.
         world_size: number of data-parallel ranks.
         outer_size: number of ranks on the outer axis.
-        strategy, outer_strategy, units, mp_policy, options, extensions: as for
-            :func:`~fsdp_engine.sharding.shard`.
+        strategy, outer_strategy: as for :func:`~fsdp_engine.sharding.shard`.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
         num_microbatches: microbatches per step.
         num_units: for a number of elements: the number of equal units.
         dtype: for a number of elements: the parameters' own dtype.
         on_cpu: the model is on a CPU, which takes main weights or gradients on a disk alone, at
             all levels, and needs no staging.
-        deprecated: as for :func:`~fsdp_engine.sharding.shard`.
+        **options: ``units``, ``mp_policy``, ``options`` and ``extensions``, as for
+            :func:`~fsdp_engine.sharding.shard`.
 
     Raises:
         OffloadLevelError: the levels do not allow :class:`~fsdp_engine.Offload`; a ``ValueError``.
@@ -386,29 +405,22 @@ def estimate(
             ``shard()``.
         TypeError: ``model`` is neither a module nor a number.
     """
-    if deprecated:
-        given: dict[str, Any] = {"mp_policy": mp_policy, "options": options}
-        given = current_arguments(given | {"extensions": extensions}, deprecated, "estimate()")
-        mp_policy, options, extensions = (given[each] for each in given)
     sizes = _axis_sizes(world_size, outer_size)
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
     if outer_size == 1:
         levels = Strategy(levels.inner, NO_SHARD)  # as in the engine
-    for name, value, kind in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("options", options, Options),
-        ("dtype", dtype, torch.dtype),
-    ):
-        if value is not None:
-            check_type(name, value, kind, f"a {kind.__name__}")
+    asked = _UnitOptions(**replaced(options, "estimate()"))
+    check_type("dtype", dtype, torch.dtype, "a dtype")
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     check_count("num_microbatches", num_microbatches, "1 or more")
-    selected = check_extensions(listed("extensions", extensions, "a sequence of extensions"))
-    policy, options = mp_policy or MixedPrecisionPolicy(), options or Options()
-    axes = AxisPlan(sizes, levels)
-    settings = PlanSettings(policy, options, AxisPlans(axes), selected)
+    settings = PlanSettings(
+        asked.mp_policy or MixedPrecisionPolicy(),
+        asked.options or Options(),
+        AxisPlans(AxisPlan(sizes, levels)),
+        asked.extensions,
+    )
     if isinstance(model, nn.Module):
-        planned, expected = _units_of(model, units, settings)
+        planned, expected = _units_of(model, asked.units, settings)
     elif isinstance(model, int | float) and not isinstance(model, bool):
         check_count("num_units", num_units, "1 or more")
         _check_at_least("model", model, 1)
@@ -417,7 +429,7 @@ def estimate(
         expected = Expected(order, order[::-1], [set() for _ in planned])
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
-    where = next((each for each in selected if isinstance(each, Offload)), Offload())
+    where = next((each for each in asked.extensions if isinstance(each, Offload)), Offload())
     if not on_cpu:
         where.check_pair()
     _check_levels(where, levels, planned, on_cpu=on_cpu)
@@ -430,7 +442,7 @@ def estimate(
     ]
     blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
     others = [unit.numel for unit in footprints if unit.buffers]
-    prefetched, staged = options.budgets(blocks, others)
+    prefetched, staged = settings.options.budgets(blocks, others)
     every = [each for unit in footprints for each in unit.buffers]
     states = [
         math.ceil(

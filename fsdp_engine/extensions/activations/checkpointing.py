@@ -1,0 +1,384 @@
+"""Activation checkpointing of units: backward recomputes their forward.
+
+Only the forward method of the instance is replaced: classes, names and hooks, and the arguments of
+hooks, are unchanged, so a model may be sharded before or after. The recomputation runs within the
+unit's backward, in which its full parameters are gathered anyway.
+
+[Note: Selective checkpointing]
+Contexts of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` are dispatch modes: in
+forward one keeps outputs of the operations that a policy chooses, in the recomputation the other
+returns them. They number operations by kind, so both runs must have the same ones. Hooks of units
+within a block gather, cast and listen in one run and not in the other; they run without these modes
+(``_outside_selection`` in ``runtime/hooks.py``).
+
+The policy "selective" is that of torchtitan's ``SelectiveAC``: outputs are kept of attention
+kernels, convolutions, batched, scaled and grouped products, reductions over ranks, the choice of
+experts (``topk``, whose recomputation may differ), copies from a device to the host, compiled
+regions, and of every second matrix product. Products with a bias (``addmm``) are counted with those
+without, as ``linear`` is there. What the forward then changes in place is kept in vain: the
+recomputation needs it as it was before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.units.assignment import UnitSelector
+from fsdp_engine.units.blocks import find_blocks
+from fsdp_engine.units.build import EngineSetup, Resources
+
+# Arguments by which layers of ``transformers`` fill a cache of keys and values. A second run would
+# fill it twice, so that its own checkpointing leaves them out, too. From 5.24 on it is ``cache``,
+# which other modules may call anything of their own: see `_is_cache`.
+_NO_CACHE = {
+    "use_cache": False,
+    "past_key_values": None,
+    "past_key_value": None,
+    "layer_past": None,
+}
+_CACHES = "transformers.cache_utils"
+
+SELECTIVE = "selective"
+
+# See [Note: Selective checkpointing].
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.linear"}
+_KEPT = {
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_attention_math",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "aten._flash_attention_forward",
+    "aten._efficient_attention_forward",
+    "torch_attn._varlen_attn",
+    "flex_attention",
+    "inductor_compiled_code",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_mm",
+    "aten._grouped_mm",
+    "aten._scaled_grouped_mm",
+    "aten.convolution",
+    "aten.upsample_bilinear2d",
+    "aten.topk",
+    "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_reduce",
+    "_c10d_functional.all_to_all_single",
+    "deepep.dispatch",
+    "deepep.combine",
+}
+# The largest element, by which fp8 is scaled; not `max` along a dimension.
+_KEPT_OVERLOADS = {"aten.max.default"}
+
+# Of torch's error for outputs that were changed after they were kept.
+_IS_CHANGED = "cached during selective activation checkpoint has been mutated"
+
+_Policy = Callable[..., Any] | Sequence[Any] | str
+
+
+@dataclass(frozen=True)
+class Recompute(EngineExtension):
+    """Blocks whose forward backward runs again, and the operations in them that it does not.
+
+    Attributes:
+        policy: None: all operations run again. "selective": outputs of attention kernels,
+            reductions over ranks and every second matrix product are kept, see
+            [Note: Selective checkpointing]. Or a policy of
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: a function, or a list
+            of operations whose outputs are kept.
+        every: only each ``every``-th block is checkpointed; the others keep their activations.
+
+    Raises:
+        TypeError, ValueError: ``every`` is no whole number of 1 or more, or ``policy`` is none.
+    """
+
+    policy: _Policy | None = None
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool):
+            raise TypeError(f"every: expected a whole number; found {self.every!r}")
+        if self.every < 1:
+            raise ValueError(f"every: expected 1 or more; found {self.every}")
+        policy = self.policy
+        if policy is None or policy == SELECTIVE or callable(policy):
+            return
+        if isinstance(policy, str) or not isinstance(policy, Sequence):
+            raise TypeError(
+                f"policy: expected None, {SELECTIVE!r}, a function, or a list of operations; "
+                f"found {policy!r}"
+            )
+        for each in policy:
+            if not isinstance(each, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+                raise TypeError(
+                    f"policy: expected operations such as torch.ops.aten.mm.default; found {each!r}"
+                )
+        object.__setattr__(self, "policy", tuple(policy))
+
+    def signature(self) -> str:
+        """See the base class. Addresses of functions are left out."""
+        return str(self)
+
+    def prepare(self, setup: EngineSetup, resources: Resources) -> None:
+        """Wrap the blocks of the model."""
+        checkpoint_units(setup.model, setup.units, self)
+
+    @classmethod
+    def of(cls, checkpointing: object) -> Recompute | None:
+        """Returns the blocks and operations that the argument of ``shard`` has recomputed; None:
+        none are."""
+        if isinstance(checkpointing, cls):
+            return checkpointing
+        if checkpointing is True:
+            return cls()
+        return cls(policy=SELECTIVE) if checkpointing == SELECTIVE else None
+
+    def __str__(self) -> str:
+        policy = self.policy
+        if callable(policy):
+            policy = f"{policy.__module__}.{getattr(policy, '__qualname__', type(policy).__name__)}"
+        elif isinstance(policy, tuple):
+            policy = ", ".join(map(str, policy))
+        return f"Recompute(policy={policy}, every={self.every})"
+
+
+class Checkpointing(Recompute):
+    """The old name of :class:`Recompute`, with its arguments in the other order."""
+
+    def __init__(self, every: int = 1, policy: _Policy | None = None) -> None:
+        warnings.warn(
+            "fsdp_engine.Checkpointing is deprecated and will be removed in 0.3; use "
+            "fsdp_engine.Recompute",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        super().__init__(policy, every)
+
+
+def checkpoint_units(
+    model: nn.Module,
+    units: UnitSelector | Iterable[UnitSelector] | None = None,
+    checkpointing: bool | str | Recompute = True,
+) -> tuple[str, ...]:
+    """Checkpoint the activations of every module that is a unit of :func:`~fsdp_engine.shard`.
+
+    Their forwards run under ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``: between
+    forward and backward only their inputs are kept, and backward runs the forward again, with the
+    same random numbers. Without autograd they run as they are. Call it before or after ``shard``;
+    modules that are checkpointed already stay as they are.
+
+    By default these are the blocks (the children of every ``nn.ModuleList`` and
+    ``nn.Sequential``), each by itself, also where ``shard`` joins several in one unit. Not what
+    lies beside them, and not embeddings, which keep nothing. Of units within each other the
+    outermost is. Caches of keys and values that are given to a layer of ``transformers`` stay
+    empty in such a forward. Lists and dicts among the arguments are
+    restored before the second run, and keep the changes of the first. Buffers that a forward
+    updates (running statistics, the vectors of spectral norm) are updated in both runs, as under
+    torch's own checkpoint: gradients through spectral norm are then those of the second update.
+
+    Args:
+        model: any module.
+        units: as for ``shard``, which should be given the same.
+        checkpointing: True: the whole forward runs again. "selective": outputs of attention kernels
+            and of every second matrix product are kept. Or a :class:`Recompute`.
+
+    Returns:
+        Names of the modules that are checkpointed, in module order; none if nothing says what a
+        block is.
+
+    Raises:
+        TypeError: ``model`` is no module, or a selector none; see
+            :func:`~.assignment.find_units`.
+        ValueError: a selector matches nothing; see there. ``checkpointing`` is none of these.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
+    how = Recompute.of(checkpointing)
+    if how is None:
+        raise ValueError(
+            f"checkpointing: expected True, {SELECTIVE!r} or fe.Recompute; found {checkpointing!r}"
+        )
+    found = list(find_blocks(model, units).items())
+    blocks = dict(found[how.every - 1 :: how.every])
+    for module in blocks.values():
+        if not isinstance(vars(module).get("forward"), CheckpointedForward):
+            # What users have set themselves is run, too. Not by `setattr`: a wrapper of the user's
+            # may pass attributes on to the module within it.
+            own = vars(module).get("forward")
+            vars(module)["forward"] = CheckpointedForward(module, own, how.policy)
+    return tuple(blocks)
+
+
+class WrappedForward:
+    """In place of a module's ``forward``. A copied or unpickled module has one of its own.
+
+    Args:
+        module: whose.
+        own: the forward that this instance has instead of its class's; None: it has none.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self._module = module
+        self._own = own
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that it wraps."""
+        if self._own is not None:
+            return self._own
+        # Dynamo of torch 2.11 traces neither `__get__` nor `MethodType`.
+        return partial(type(self._module).forward, self._module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+
+class CheckpointedForward(WrappedForward):
+    """A forward that backward runs again.
+
+    Args:
+        module, own: see :class:`WrappedForward`.
+        policy: of :class:`Recompute`.
+    """
+
+    def __init__(
+        self, module: nn.Module, own: Callable[..., Any] | None, policy: _Policy | None = None
+    ) -> None:
+        super().__init__(module, own)
+        self._policy = policy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
+        # Layers that only read the cache say that they may have it: what they read stays the same.
+        reads_only = getattr(self._module, "_can_checkpoint_with_cache", False)
+        if not reads_only and _is_cache(kwargs.get("cache")):
+            kwargs["cache"] = None
+        # Bound, since `checkpoint` has keywords of its own.
+        function = partial(self.original, **kwargs) if kwargs else self.original
+        if any(type(each) in (list, dict) for each in (*args, *kwargs.values())):
+            function = _WithContainers(self.original, args, kwargs)
+        if self._policy is None:
+            return checkpoint(function, *args, use_reentrant=False)
+        contexts = partial(_contexts, self._policy)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _is_cache(value: object) -> bool:
+    """Whether it is a cache of keys and values of ``transformers``."""
+    return any(each.__module__ == _CACHES for each in type(value).__mro__)
+
+
+class _WithContainers:
+    """A forward that is given lists and dicts, which it may change: when it runs again, it gets
+    copies of them as they were before.
+
+    Args:
+        forward: of the module.
+        args, kwargs: its arguments.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._forward = forward
+        self._kwargs: dict[str, Any] | None = kwargs
+        self._before = _copied(args), _copied(kwargs)
+
+    def __call__(self, *args: Any) -> Any:
+        kwargs, self._kwargs = self._kwargs, None
+        if kwargs is None:
+            before, kwargs = _copied(self._before)
+            # Tensors are those that the checkpoint passes.
+            args = tuple(
+                own if type(own) in (list, dict, tuple) else given
+                for own, given in zip(before, args, strict=True)
+            )
+        return self._forward(*args, **kwargs)
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with copies of lists, dicts and tuples, whose other elements are shared."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return value
+
+
+def _contexts(policy: _Policy) -> Any:
+    """Contexts of one forward and of its recomputation."""
+    chosen = _Selective() if policy == SELECTIVE else policy
+    given = chosen if callable(chosen) else list(chosen)
+    forward, recomputation = create_selective_checkpoint_contexts(given)
+    changing = _Recomputation.__new__(_Recomputation)
+    vars(changing).update(vars(recomputation))
+    return forward, changing
+
+
+class _Recomputation(torch_checkpoint._CachedTorchDispatchMode):
+    """That of ``create_selective_checkpoint_contexts``, which also takes outputs that the forward
+    has changed in place, such as those of a product by ``relu_``: they are computed again, where
+    torch raises."""
+
+    supports_higher_order_operators = True  # by the same rule, as in torch's own class
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if _IS_CHANGED not in str(error):
+                raise
+        return func(*args, **(kwargs or {}))
+
+
+class _Selective:
+    """The policy "selective", for one forward. torch 2.11 asks it in the recomputation, too."""
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        keeps = _keeps(func)
+        if keeps is None:
+            self._products[context.is_recompute] += 1
+            keeps = self._products[context.is_recompute] % 2 == 1
+        elif func is torch.ops.aten._to_copy.default:
+            target = kwargs.get("device")
+            to_host = target is not None and torch.device(target).type == "cpu"
+            keeps = to_host and args[0].device.type != "cpu"
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _keeps(func: Any) -> bool | None:
+    """Whether the outputs of an operation are kept; None: of every second one."""
+    name = packet = str(func)
+    if isinstance(func, torch._ops.OpOverload):
+        if func._schema.is_mutable:
+            return False  # such as `mm.out` of compiled code, whose memory has to be written
+        packet = name.rpartition(".")[0]
+    if packet in _PRODUCTS:
+        return None
+    return packet in _KEPT or name in _KEPT_OVERLOADS

@@ -1,0 +1,596 @@
+"""Activations of blocks in host memory between forward and backward.
+
+[Note: Offloaded activations]
+Hooks of autograd see each tensor that a block's forward saves (``saved_tensors_hooks``). When the
+forward of a block returns, one operation on the lane "activations out" copies to pinned memory what
+it has saved: of each storage the range of bytes that saved tensors span, once, also if several
+tensors, or several blocks, save it. Not copied, but kept as they are: parameters and other memory
+of the engine (full parameters are freed anyway), buffers of the block, tensors on other devices,
+tensor subclasses, and ranges shorter than ``min_bytes``.
+
+    compute            f0   f1   f2   f3         b3   b2   b1   b0
+    activations out         o0   o1   o2   o3
+    activations in                               i2   i1   i0
+
+The memory of a block is held until compute has waited for its copy, so that no kernel gets it
+earlier; ``record_stream`` would make the moment, and with it the peak, depend on the device. After
+each block compute waits for the oldest copies, as long as more than ``in_flight`` bytes are held.
+Memory that is held when backward begins (that of the last block, by default) is used as it is.
+
+The backward of a block begins when autograd unpacks the first of its tensors. Then the memory of
+the block before it in backward is freed, compute waits for the copy of its own, and copies of the
+next blocks begin, of at most ``in_flight`` bytes, or one block. A chain of weak references has the
+order. Memory is allocated on compute's stream, so that it is that of activations that have been
+freed: each copy comes after what compute was given before, and compute waits for each copy before
+it frees the memory. The end of a backward frees the memory of all blocks; after
+``retain_graph=True`` a further backward copies again.
+
+With such hooks torch does not notice that a saved tensor was changed in place, so the version is
+compared here. A tensor without memory shares the version counter of the one that was saved.
+
+Blocks of host memory are reused, by size; a block is written again after the last copy from it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_engine import backend
+from fsdp_engine.comm.lanes import (
+    ACTIVATION_LANES,
+    GradientStream,
+    Lane,
+    Steps,
+    Ticket,
+    make_copy_lanes,
+)
+from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extensions.activations.checkpointing import (
+    SELECTIVE,
+    Recompute,
+    WrappedForward,
+)
+from fsdp_engine.extensions.activations.host_pool import HostPool
+from fsdp_engine.memory import allocator
+from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.offload import HOST
+from fsdp_engine.runtime.hooks import compiled_within, not_compiled
+from fsdp_engine.runtime.inputs import version_of
+from fsdp_engine.runtime.scheduler import in_backward
+from fsdp_engine.units.blocks import find_blocks
+from fsdp_engine.units.build import EngineSetup, Resources
+
+OFFLOAD = "offload"
+# The role of the host's memory in ledgers.
+_ROLE = "activations"
+# Tensors that are moved: not those of other classes. They may be fake.
+_PLAIN = (Tensor, FakeTensor)
+# Copied ranges begin at multiples of so many bytes, as memory of allocators does: tensors stay as
+# aligned as they were, by which kernels are chosen.
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class OffloadActivations(EngineExtension):
+    """The tensors that blocks save for backward are in pinned host memory between forward and
+    backward. On a CPU nothing changes. See ``docs/offload.md``.
+
+    Attributes:
+        in_flight: bytes on the device, beside those of the block that computes: of blocks whose
+            copy to the host has not ended, or which were copied back for backward. At least one
+            block is copied back ahead, unless it is 0. None: the most that a block has copied.
+        min_bytes: shorter ranges stay on the device. By default a copy of so many bytes takes as
+            long (19 us at 55 GB/s) as the host takes to submit it.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+
+    in_flight: int | None = None
+    min_bytes: int = 2**20
+
+    def __post_init__(self) -> None:
+        for name in ("in_flight", "min_bytes"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name}: expected a number of bytes; found {value}")
+
+    def check(self, setup: EngineSetup) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: activations are recomputed, too.
+        """
+        if any(isinstance(each, Recompute) for each in setup.settings.extensions):
+            raise ValueError(
+                "extensions: expected fe.OffloadActivations or fe.Recompute; found both"
+            )
+
+    def prepare(self, setup: EngineSetup, resources: Resources) -> None:
+        """Wrap the blocks of the model."""
+        if backend.current().runs_ahead(resources.memory.device):
+            moves = ActivationOffload(resources.memory, resources.lanes.compute, self)
+            moves.install(find_blocks(setup.model, setup.units))
+            resources.parts.append(moves)
+
+    @classmethod
+    def of(cls, checkpointing: object) -> OffloadActivations | None:
+        """Returns how activations are offloaded by the argument of ``shard``; None: they are not.
+
+        Raises:
+            ValueError: the argument is none of those that ``shard`` takes.
+        """
+        if isinstance(checkpointing, bool) or Recompute.of(checkpointing) is not None:
+            return None
+        if checkpointing == OFFLOAD:
+            return cls()
+        if not isinstance(checkpointing, cls):
+            raise ValueError(
+                f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, "
+                f"fe.Recompute or fe.OffloadActivations; found {checkpointing!r}"
+            )
+        return checkpointing
+
+
+class View(NamedTuple):
+    """A tensor over a storage; ``start``: in bytes."""
+
+    dtype: torch.dtype
+    start: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        """That of ``tensor``."""
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        return cls(tensor.dtype, start, tensor.shape, tensor.stride())
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last one."""
+        if 0 in self.shape:
+            return self.start
+        pairs = zip(self.shape, self.strides, strict=True)
+        last = sum((size - 1) * stride for size, stride in pairs)
+        return self.start + (last + 1) * self.dtype.itemsize
+
+
+class _Moved:
+    """A range of a storage's bytes that lies on the host, and at times on the device.
+
+    Args:
+        tensor: over the storage.
+        start, num_bytes: the range.
+        pool: from which the host's memory comes.
+
+    Attributes:
+        num_bytes: see the argument.
+        host: bytes on the host.
+        last_copy: to the host or from there, of these bytes or, before, of others.
+        bytes: on the device; None: they are on the host alone.
+        is_restored: ``bytes`` have been copied back.
+        pending: the copy for which compute has to wait before ``bytes`` are freed.
+        num_users: of ``bytes``.
+    """
+
+    def __init__(self, tensor: Tensor, start: int, num_bytes: int, pool: HostPool) -> None:
+        self.last_copy: Ticket | None
+        self._block, self.last_copy = pool.take(num_bytes)
+        self._pool = pool
+        storage = tensor.untyped_storage()
+        # While there is a weak reference, no other storage has the address of this one.
+        self._storage = StorageWeakRef(storage)
+        self._start, self.num_bytes = start, num_bytes
+        self._version = version_of(tensor)
+        self.host = self._block.bytes[:num_bytes]
+        self.bytes: Tensor | None = allocator.tensor_over(
+            storage, torch.uint8, tensor.device, start, (num_bytes,), (1,)
+        )
+        self.is_restored = False
+        self.pending: Ticket | None = None
+        self.num_users = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool"):  # there was a block
+            self._pool.put(self._block, self.last_copy)
+
+    def holds(self, start: int, end: int, version: int) -> bool:
+        """Whether this range, of tensors of this version, is part of it."""
+        is_within = self._start <= start and end <= self._start + self.num_bytes
+        return is_within and version == self._version
+
+    def restore(self, device: torch.device) -> None:
+        """Take memory on ``device``, uninitialised."""
+        self.bytes = allocator.empty(self.num_bytes, torch.uint8, device)
+        self.is_restored = True
+
+    def view(self, view: View) -> Tensor:
+        """A tensor over the bytes on the device."""
+        assert self.bytes is not None
+        start = view.start - self._start if self.is_restored else view.start
+        return allocator.tensor_over(
+            self.bytes.untyped_storage(),
+            view.dtype,
+            self.bytes.device,
+            start // view.dtype.itemsize,
+            view.shape,
+            view.strides,
+        )
+
+
+class _Call:
+    """One forward of a block.
+
+    Args:
+        number, name: of the block.
+        device: where.
+
+    Attributes:
+        number, name: see the arguments.
+        stream: on which the block computes, and its memory is allocated.
+        moved: what it has saved, as far as it is moved.
+        own: those of them that no call before has moved.
+        num_bytes: of ``own``.
+        previous: see :meth:`find_previous`.
+    """
+
+    __slots__ = ("__weakref__", "moved", "name", "num_bytes", "number", "own", "previous", "stream")
+
+    def __init__(self, number: int, name: str, device: torch.device) -> None:
+        self.number, self.name = number, name
+        self.stream = GradientStream(device)
+        self.stream.begin()
+        self.moved: list[_Moved] = []
+        self.own: list[_Moved] = []
+        self.num_bytes = 0
+        self.previous: weakref.ref[_Call] | None = None
+
+    def find_previous(self) -> _Call | None:
+        """The call before it in the same forward of the model, if its backward is to come."""
+        return None if self.previous is None else self.previous()
+
+
+class _Saved:
+    """A tensor that autograd has saved.
+
+    Attributes:
+        tensor: shares the version counter of the saved one; and its memory, unless that is moved.
+        version: at which it was saved.
+        moved: where its bytes are, if they are moved.
+        call: whose, if they are moved.
+        view: over the original storage, if they are moved.
+    """
+
+    __slots__ = ("call", "moved", "tensor", "version", "view")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version = version_of(tensor)
+        # The tensor itself may hold the node of autograd that holds this.
+        self.tensor = tensor.detach()
+        self.moved: _Moved | None = None
+        self.call: _Call | None = None
+        self.view: View | None = None
+
+    def move(self, call: _Call, moved: _Moved) -> None:
+        """Its bytes are part of ``moved``."""
+        self.view = View.of(self.tensor)
+        self.call, self.moved = call, moved
+        allocator.forget_memory(self.tensor)
+
+    def check(self) -> None:
+        """Check that the tensor was not changed in place.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if (found := version_of(self.tensor)) != self.version:
+            shape = tuple(self.tensor.shape if self.view is None else self.view.shape)
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: expected a tensor of shape {shape} that a block has saved at "
+                f"version {self.version}; found it at version {found}"
+            )
+
+
+def _copy(pairs: Iterable[tuple[Any, Any]]) -> Steps:
+    """An operation: copy to the first tensor of each pair."""
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+    yield from ()
+
+
+class ActivationOffload:
+    """Moves the activations of an engine's blocks. See [Note: Offloaded activations].
+
+    Args:
+        memory: of the engine, on its device.
+        compute: the engine's lane.
+        options: how.
+
+    Attributes:
+        lanes: of copies to the device and from it.
+        pool: the memory on the host.
+    """
+
+    def __init__(
+        self, memory: allocator.Memory, compute: Lane, options: OffloadActivations
+    ) -> None:
+        self._memory = memory
+        self._compute = compute
+        self._options = options
+        self.lanes = lanes = make_copy_lanes(memory.device, ACTIVATION_LANES)
+        self._into, self._out = lanes
+
+        def drain() -> None:
+            for lane in lanes:
+                lane.drain()
+
+        def book(block: HostBlock) -> None:
+            memory.book_elsewhere(block, HOST, _ROLE, block.bytes)
+
+        self.pool = HostPool(drain, book)
+        self._by_storage: WeakValueDictionary[int, _Moved] = WeakValueDictionary()
+        self._most_of_a_call = 0
+        self._last: weakref.ref[_Call] | None = None
+        # Calls whose memory is held until it is copied, the oldest first, and those that backward
+        # has on the device, with whether their backward has begun.
+        self._leaving: dict[_Call, None] = {}
+        self._arrived: dict[_Call, bool] = {}
+        self._backward = -1
+
+    def install(self, blocks: dict[str, nn.Module]) -> None:
+        """Replace the forward of these modules, which are given in module order."""
+        for number, (name, module) in enumerate(blocks.items()):
+            # A compiled call must not be traced through hooks of autograd.
+            is_compiled = module._compiled_call_impl is not None
+            called = "_compiled_call_impl" if is_compiled else "forward"
+            own = vars(module).get(called)
+            setattr(module, called, OffloadedForward(module, own, self, number, name))
+
+    @compiled_within
+    def run(
+        self,
+        module: nn.Module,
+        number: int,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Returns the result of ``function``, a forward of the block ``module``."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        # A checkpoint that recomputes must not see more tensors than in forward.
+        is_recomputed = in_backward()
+        if not is_recomputed:
+            self._end_backward()  # one that an exception has ended
+        saved: list[_Saved] = []
+
+        def pack(tensor: Tensor) -> _Saved:
+            saved.append(_Saved(tensor))
+            return saved[-1]
+
+        try:
+            with saved_tensors_hooks(pack, self._unpack):
+                output = function(*args, **kwargs)
+            if not is_recomputed:
+                self._move(_Call(number, name, self._memory.device), module, saved)
+        finally:
+            saved.clear()  # autograd keeps `pack`
+        return output
+
+    def drain(self) -> list[Exception]:
+        """Free memory on the device that a forward or backward before an exception holds. Returns
+        no errors."""
+        self._end_backward()
+        while self._leaving:
+            self._leave(next(iter(self._leaving)))
+        self._last = None
+        return []
+
+    # Forward.
+
+    @property
+    def _in_flight(self) -> int:
+        given = self._options.in_flight
+        return self._most_of_a_call if given is None else given
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) in _PLAIN
+            and tensor.device.type == self._memory.device.type
+            and tensor.layout is torch.strided
+            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+            and bool(allocator.storage_keys(tensor))
+            and not self._memory.owns(tensor)
+        )
+
+    @not_compiled
+    @torch.no_grad()
+    def _move(self, call: _Call, module: nn.Module, saved: Sequence[_Saved]) -> None:
+        """The forward ``call`` of ``module`` has returned and ``saved`` these: move them."""
+        buffers = {key for each in module.buffers() for key in allocator.storage_keys(each)}
+        by_storage: dict[int, list[_Saved]] = {}
+        for each in saved:
+            if self._may_move(each.tensor):
+                [key] = allocator.storage_keys(each.tensor)
+                if key not in buffers:
+                    by_storage.setdefault(key, []).append(each)
+        moves = []
+        for key, group in by_storage.items():
+            if (moved := self._moved(call, key, group)) is not None:
+                call.moved.append(moved)
+                moves.append((key, group, moved))
+        if not moves:
+            return
+        before = self._last() if self._last is not None else None
+        # A smaller number: another forward of the model has begun.
+        if before is not None and before.number <= call.number:
+            call.previous = self._last
+        self._last = weakref.ref(call)
+        if call.own:
+            self._take_out(call)
+        for key, group, moved in moves:
+            self._by_storage[key] = moved
+            for each in group:
+                each.move(call, moved)
+        while sum(each.num_bytes for each in self._leaving) > self._in_flight:
+            self._leave(next(iter(self._leaving)))
+
+    def _moved(self, call: _Call, key: int, group: Sequence[_Saved]) -> _Moved | None:
+        """Where these tensors, over one storage, are moved to; None: they stay."""
+        views = [View.of(each.tensor) for each in group]
+        start = min(view.start for view in views) // _ALIGNMENT * _ALIGNMENT
+        end = max(view.end for view in views)
+        if end - start < max(self._options.min_bytes, 1):
+            return None
+        tensor = group[0].tensor
+        before = self._by_storage.get(key)
+        if before is not None and before.holds(start, end, version_of(tensor)):
+            return before
+        call.own.append(_Moved(tensor, start, end - start, self.pool))
+        return call.own[-1]
+
+    def _take_out(self, call: _Call) -> None:
+        """Begin to copy what ``call`` has saved."""
+        call.num_bytes = sum(each.num_bytes for each in call.own)
+        self._most_of_a_call = max(self._most_of_a_call, call.num_bytes)
+        self._submit(self._out, call, call.own)
+        for each in call.own:
+            each.num_users += 1
+        self._leaving[call] = None
+
+    def _leave(self, call: _Call) -> None:
+        del self._leaving[call]
+        self._free(call, call.own)
+
+    def _free(self, call: _Call, moved: Sequence[_Moved]) -> None:
+        """``call`` no longer uses the memory of ``moved``; compute waits for copies from and to it
+        before another kernel gets it."""
+        unused = []
+        for each in moved:
+            each.num_users -= 1
+            if not each.num_users:
+                unused.append(each)
+        with call.stream.entered():
+            self._wait(unused)
+            for each in unused:
+                each.bytes = None
+
+    def _submit(self, lane: Lane, call: _Call, moved: Sequence[_Moved]) -> None:
+        """Copy ``moved`` on ``lane``, after what compute has, and after copies before."""
+        is_out = lane is self._out
+        pairs = [(each.host, each.bytes) if is_out else (each.bytes, each.host) for each in moved]
+        # One by one: of several tickets a lane waits for the last that it is given.
+        for ticket in dict.fromkeys(each.last_copy for each in moved):
+            if ticket is not None:
+                lane.wait(ticket)
+        label = f"{'take' if is_out else 'bring'} {call.name}"
+        ticket = lane.submit(label, partial(_copy, pairs), after=[self._compute.record()])
+        for each in moved:
+            each.last_copy = each.pending = ticket
+
+    def _wait(self, moved: Sequence[_Moved]) -> None:
+        for ticket in dict.fromkeys(each.pending for each in moved):
+            if ticket is not None:
+                self._compute.wait(ticket)
+        for each in moved:
+            each.pending = None
+
+    # Backward.
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        saved.check()
+        if saved.call is None or saved.moved is None or saved.view is None:
+            return saved.tensor
+        if not self._arrived.get(saved.call):
+            self._begin(saved.call)
+        return saved.moved.view(saved.view)
+
+    @torch.no_grad()
+    def _begin(self, call: _Call) -> None:
+        """The backward of ``call`` begins."""
+        for other, has_begun in list(self._arrived.items()):
+            if has_begun:
+                del self._arrived[other]
+                self._free(other, other.moved)
+        self._bring(call)
+        self._arrived[call] = True
+        with call.stream.entered():
+            self._wait([each for each in call.moved if each.is_restored])
+        if not in_backward():
+            return
+        if (backward := torch._C._current_graph_task_id()) != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        ahead, following = 0, call.find_previous()
+        while following is not None and self._in_flight:
+            if ahead and ahead + following.num_bytes > self._in_flight:
+                break
+            self._bring(following)
+            ahead += following.num_bytes
+            following = following.find_previous()
+
+    def _bring(self, call: _Call) -> None:
+        """Begin to copy to the device what of ``call`` is not there."""
+        if call in self._arrived:
+            return
+        self._arrived[call] = False
+        for each in call.moved:
+            each.num_users += 1
+        if call in self._leaving:
+            del self._leaving[call]
+            for each in call.own:
+                each.num_users -= 1
+        missing = [each for each in call.moved if each.bytes is None]
+        if not missing:
+            return
+        with call.stream.entered():
+            for each in missing:
+                each.restore(self._memory.device)
+            self._submit(self._into, call, missing)
+
+    def _end_backward(self) -> None:
+        """A backward is over: free its memory."""
+        self._backward = -1
+        for call in list(self._arrived):
+            del self._arrived[call]
+            self._free(call, call.moved)
+
+
+class OffloadedForward(WrappedForward):
+    """A forward whose activations are moved.
+
+    Args:
+        module, own: see :class:`~.checkpointing.WrappedForward`.
+        offload: that moves them.
+        number, name: of the block.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        own: Callable[..., Any] | None,
+        offload: ActivationOffload,
+        number: int,
+        name: str,
+    ) -> None:
+        super().__init__(module, own)
+        self._offload = offload
+        self._number, self._name = number, name
+
+    @compiled_within
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._offload.run
+        return run(self._module, self._number, self._name, self.original, args, kwargs)

@@ -1,0 +1,441 @@
+"""``engine.measure()``: the time that compute waits for lanes, and memory; and
+``engine.describe()``: a row for each unit.
+
+Outside of ``measure()`` nothing is measured. [Note: Waits of compute] in ``comm/lanes.py``
+describes how waits are recorded. Names of lanes, units and phases, and kinds of memory, are those
+of a simulation (``fe.Simulation.exposed``) and of the profiler's ranges. The memory of activations
+is known only where the allocator counts it, on CUDA.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fsdp_engine.comm.lanes import (
+    ACTIVATION_LANES,
+    COPY_IN,
+    LANES,
+    STATE_LANES,
+    name_of_wait,
+    unit_of,
+)
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.reports.peaks import Peak, begin_device_peak, device_peak
+from fsdp_engine.extensions.reports.wait_meter import WaitMeter
+from fsdp_engine.extras import naming_extra
+from fsdp_engine.memory.kinds import KIND_OF_ROLE
+from fsdp_engine.offload import DISK, HOST
+from fsdp_engine.optim.offloaded_step import is_offloaded
+from fsdp_engine.optim.owned_step import describe_owners
+from fsdp_engine.optim.state_leaves import leaves_of
+from fsdp_engine.runtime.scheduler import Scheduler
+from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.terminal import format_bytes
+from fsdp_engine.units.assignment import expect
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Compute had nothing to do but to wait for communication, or for copies of offloaded state or
+    activations.
+
+    Attributes:
+        unit: whose, by its label: "the root module" for the root; of activations the block.
+        lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce",
+            "state in", "state out", "activations in" or "activations out".
+        phase: of the program: "forward", "backward" or "step".
+        seconds: how long, in all steps.
+        count: in how many waits.
+    """
+
+    unit: str
+    lane: str
+    phase: str
+    seconds: float
+    count: int
+
+
+class Measurement:
+    """What one ``engine.measure()`` found on this rank, so far or in all; ``str`` gives a table.
+
+    Steps run as they do without, and the host does not wait for a device; on CUDA torch's peak of
+    allocated memory starts anew. Several may be open at a time, and begin at any time: each counts
+    from its begin. Not collective: one rank may measure alone.
+
+    Args:
+        engine: the engine to measure.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._units = [unit.label for unit in engine.units]
+        self._memory = memory = engine.memory
+        # None when the measurement is over, which does not keep its engine.
+        self._scheduler: Scheduler | None = engine.scheduler
+        self._peak = Peak(memory.ledger)
+        self._meter = WaitMeter(self._phase)
+        self._allocated: int | None = None
+        self._optimizers: dict[int, int] = {}  # bytes of state, by id
+        self._began = time.perf_counter()
+        self._first_step = engine.reductions.num_steps
+        self._seconds = 0.0
+        self._steps = 0
+
+    @contextmanager
+    def measuring(self, engine: Engine) -> Iterator[Measurement]:
+        """Context that measures ``engine``."""
+
+        def stepped(optimizer: torch.optim.Optimizer, *args: object) -> None:
+            if engine.is_stepped_by(optimizer):
+                self._optimizers[id(optimizer)] = _state_bytes(optimizer)
+
+        ledger, meter, peak = self._memory.ledger, self._meter, self._peak
+        lanes = [*engine.lanes.all, *(lane for part in engine.parts for lane in part.lanes)]
+        begin_device_peak(self._memory.device)
+        ledger.watchers = (*ledger.watchers, peak)
+        for lane in lanes:
+            lane.meters = (*lane.meters, meter)
+        hook = register_optimizer_step_post_hook(stepped)
+        try:
+            yield self
+        finally:
+            hook.remove()
+            for lane in lanes:
+                lane.meters = tuple(each for each in lane.meters if each is not meter)
+            ledger.watchers = tuple(each for each in ledger.watchers if each is not peak)
+            self._look()
+            self._scheduler = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps whose gradients were all reduced, or about to be."""
+        self._look()
+        return self._steps
+
+    @property
+    def seconds(self) -> float:
+        """How long it was open, by the host's clock, whatever happened meanwhile."""
+        self._look()
+        return self._seconds
+
+    @property
+    def waited(self) -> tuple[Waited, ...]:
+        """What compute waited for, longest first. On CUDA it waits for the last of it."""
+        self._meter.read(wait=True)
+        sums: dict[tuple[str, str, str], list[float]] = {}
+        for (lane, label, phase), waits in self._meter.found.items():
+            both = sums.setdefault((unit_of(label), lane, phase), [0.0, 0.0])
+            both[0] += waits.seconds
+            both[1] += waits.count
+        found = (Waited(*key, seconds, int(count)) for key, (seconds, count) in sums.items())
+        return tuple(sorted(found, key=lambda each: -each.seconds))
+
+    @property
+    def waited_seconds(self) -> float:
+        """What compute waited for communication and copies, in all."""
+        return sum(each.seconds for each in self.waited)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind at the moment when the engine held most: "weights", "gradients",
+        "transient" (full parameters and staged gradients), and the "optimizer"'s state.
+
+        On CUDA also "activations": the rest of what torch had allocated at its peak, at least;
+        whatever else lives on the device counts there.
+        """
+        kinds = dict.fromkeys(("weights", "gradients", "optimizer", "transient"), 0)
+        for role, count in self._peak.held.items():
+            kinds[KIND_OF_ROLE.get(role, "weights")] += count
+        kinds["optimizer"] += sum(self._optimizers.values())
+        self._look()
+        if self._allocated is not None:
+            kinds["activations"] = max(self._allocated - sum(kinds.values()), 0)
+        return kinds
+
+    @property
+    def peak_bytes(self) -> int:
+        """Their sum."""
+        return sum(self.memory.values())
+
+    def by_unit(self) -> dict[str, dict[str, float]]:
+        """Seconds waited, in all steps, by unit and lane; units without waits are
+        left out."""
+        sums: dict[str, dict[str, float]] = {}
+        for each in self.waited:
+            lanes = sums.setdefault(each.unit, {})
+            lanes[each.lane] = lanes.get(each.lane, 0.0) + each.seconds
+        order = {name: place for place, name in enumerate(self._units)}
+        return {unit: sums[unit] for unit in sorted(sums, key=lambda u: order.get(u, len(order)))}
+
+    def __str__(self) -> str:
+        # Only here: measuring without tables needs no library for them.
+        with naming_extra():
+            from rich.console import Console
+            from rich.table import Table
+
+        units = self.by_unit()
+        found = {lane for each in units.values() for lane in each}
+        known = (*LANES, COPY_IN, *STATE_LANES, *ACTIVATION_LANES)
+        lanes = [*(lane for lane in known if lane in found), *sorted(found.difference(known))]
+        table = Table(show_footer=True)
+        table.add_column("waited for", footer="all", overflow="fold")
+        for lane in lanes:
+            in_lane = sum(each.get(lane, 0.0) for each in units.values())
+            table.add_column(lane, footer=self._ms(in_lane), justify="right", no_wrap=True)
+        table.add_column("ms", footer=self._ms(self.waited_seconds), justify="right", no_wrap=True)
+        for unit, each in units.items():
+            cells = [self._ms(each[lane]) if lane in each else "" for lane in lanes]
+            table.add_row(unit, *cells, self._ms(sum(each.values())))
+        text = io.StringIO()
+        console = Console(file=text, width=132)
+        console.print(self._title(), soft_wrap=True, highlight=False)
+        if units:
+            console.print(table)
+        console.print(self._held(), soft_wrap=True, highlight=False)
+        return text.getvalue().rstrip()
+
+    def _title(self) -> str:
+        share = self.waited_seconds / self.seconds if self.seconds else 0.0
+        of_step = f", {self._ms(self.seconds)} ms a step" if self.num_steps else ""
+        lanes = {each.lane for each in self.waited}
+        copied = {"state": STATE_LANES, "activations": ACTIVATION_LANES}
+        names = " and ".join(name for name, of in copied.items() if lanes.intersection(of))
+        text = (
+            f"Measured: {self.num_steps} steps in {self.seconds:.3f} s{of_step}. Compute waited "
+            f"{share:.1%} of it for communication{f' and copies of {names}' if names else ''}"
+        )
+        if not self.waited:
+            return f"{text}."
+        most = self.waited[0]
+        name = name_of_wait(most.lane, most.unit)
+        how = "Milliseconds of a step" if self.num_steps else "Milliseconds in all"
+        return f"{text}, longest for the {name} in {most.phase}. {how}:"
+
+    def _held(self) -> str:
+        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.memory.items() if n)
+        known = "" if self._allocated is not None else "; activations are not seen on a CPU"
+        return f"Held at most: {format_bytes(self.peak_bytes)}: {kinds}{known}"
+
+    def _ms(self, seconds: float) -> str:
+        return f"{seconds * 1e3 / max(self.num_steps, 1):.3f}"
+
+    def _phase(self) -> str:
+        return self._scheduler.phase if self._scheduler is not None else "step"
+
+    def _look(self) -> None:
+        """While it is open: how far it is."""
+        if self._scheduler is not None:
+            self._seconds = time.perf_counter() - self._began
+            self._steps = self._scheduler.reductions.num_steps - self._first_step
+            self._allocated = device_peak(self._memory.device)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of this rank's part of its state, as far as it does not lie elsewhere."""
+    storages = {}
+    for param, state in optimizer.state.items():
+        for value in leaves_of(state):
+            if isinstance(value, Tensor) and not (value.ndim and is_offloaded(param)):
+                local = value.to_local() if isinstance(value, DTensor) else value
+                storage = local.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One unit on this rank; bytes by role.
+
+    Attributes:
+        name: fully qualified name; "" for the root.
+        num_parameters: parameter tensors.
+        num_elements: elements of them.
+        padding: elements that the flat buffers add.
+        weight_bytes: main and compute weights at rest.
+        grad_bytes: gradients, from their first reduction until they are cleared.
+        full_bytes: full parameters while the unit is in use, beyond what it holds at rest.
+        staging_bytes: full gradients until they are reduced, beyond what it holds at rest.
+        num_gathers: parameter collectives per step of one microbatch.
+        num_reductions: gradient collectives per step of one microbatch.
+    """
+
+    name: str
+    num_parameters: int
+    num_elements: int
+    padding: int
+    weight_bytes: int
+    grad_bytes: int
+    full_bytes: int
+    staging_bytes: int
+    num_gathers: int
+    num_reductions: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """Rows and totals; ``str`` gives a table.
+
+    Attributes:
+        title: of the table.
+        rows: of each unit.
+        measured: by the latest ``engine.measure()``, a table of its own; None: there was none.
+        elsewhere: bytes of offloaded state and activations on this rank by role, by place ("host",
+            "disk").
+        optimizers: a line for each that steps whole parameters.
+    """
+
+    title: str
+    rows: tuple[UnitRow, ...]
+    measured: Measurement | None = None
+    elsewhere: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    optimizers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        # Only here: training without tables needs no library for them.
+        with naming_extra():
+            from rich.console import Console
+            from rich.table import Table
+
+        table = Table(title=self.title, title_justify="left", show_footer=True)
+        total = _total(self.rows)
+        # Names of deep modules differ at their ends: they are folded, never cut.
+        table.add_column("unit", footer="all", overflow="fold")
+        columns = (
+            ("parameters", "num_parameters", _count),
+            ("elements", "num_elements", _count),
+            ("padding", "padding", _count),
+            ("weights", "weight_bytes", format_bytes),
+            ("gradients", "grad_bytes", format_bytes),
+            ("+ full", "full_bytes", format_bytes),
+            ("+ staging", "staging_bytes", format_bytes),
+            ("gathers", "num_gathers", _count),
+            ("reductions", "num_reductions", _count),
+        )
+        for header, name, show in columns:
+            footer = "" if name in ("full_bytes", "staging_bytes") else show(getattr(total, name))
+            table.add_column(header, footer=footer, justify="right", no_wrap=True)
+        for first, last, row in _runs(self.rows):
+            name = row.name or "(root)"
+            label = name if first == last else f"{name} .. {self.rows[last].name}"
+            table.add_row(label, *(show(getattr(row, field)) for _, field, show in columns))
+        text = io.StringIO()
+        Console(file=text, width=132).print(table)
+        described = text.getvalue().rstrip()
+        for place, held in self.elsewhere.items():
+            kinds = ", ".join(f"{role} {format_bytes(n)}" for role, n in held.items())
+            described += f"\nOn the {place}: {kinds}"
+        described = "\n".join([described, *self.optimizers])
+        return described if self.measured is None else f"{described}\n{self.measured}"
+
+
+class _Latest:
+    """Keeps the latest measurement of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.measured: Measurement | None = None
+
+
+@contextmanager
+def measure(engine: Engine) -> Iterator[Measurement]:
+    """Context that measures how long compute waits for gathers, reductions and copies of
+    offloaded state and activations, and the bytes held: see :class:`Measurement`.
+    :func:`describe` shows the last one."""
+    measured = engine.extension(_Latest).measured = Measurement(engine)
+    with measured.measuring(engine):
+        yield measured
+
+
+def describe(engine: Engine) -> Description:
+    """Returns the bytes that each unit holds and sends, those of offloaded state and activations,
+    and the last result of :func:`measure`; ``print`` shows a table."""
+    units, strategy, mesh = engine.units, engine.strategy, engine.mesh
+    title = (
+        f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
+        f"up to {engine.budget:,} elements gathered ahead. Bytes are this rank's; gathers and "
+        "reductions are collectives per step of one microbatch."
+    )
+    expected = expect(units[0].modules[0], [unit.modules for unit in units])
+    rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
+    ids = [id(p) for unit in units for buffer in unit.trainable for p in buffer.sharded_params]
+    elsewhere = {place: held for place in (HOST, DISK) if (held := engine.memory_bytes(place))}
+    measured = engine.extension(_Latest).measured
+    return Description(title, tuple(rows), measured, elsewhere, tuple(describe_owners(ids)))
+
+
+def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:
+    reductions = sum(mesh.axis(axis).size > 1 for axis in Axis)
+    gathers = [
+        count_gathers(strategy, mesh, num_uses, b.weights.num_wires, changes=b.grads is not None)
+        for b in unit.buffers
+    ]
+    return UnitRow(
+        name=unit.name,
+        num_parameters=sum(len(buffer.records) for buffer in unit.buffers),
+        num_elements=sum(buffer.layout.num_tensor_elements for buffer in unit.buffers),
+        padding=sum(buffer.layout.padding for buffer in unit.buffers),
+        weight_bytes=sum(buffer.weights.rest_bytes for buffer in unit.buffers),
+        grad_bytes=sum(b.grads.rest_bytes for b in unit.trainable if b.grads is not None),
+        full_bytes=sum(buffer.weights.transient_bytes for buffer in unit.buffers),
+        staging_bytes=sum(b.grads.transient_bytes for b in unit.trainable if b.grads is not None),
+        num_gathers=sum(gathers),
+        num_reductions=len(unit.trainable) * reductions,
+    )
+
+
+def count_gathers(
+    strategy: Strategy, mesh: DataMesh, num_uses: int, num_wires: int = 1, *, changes: bool = True
+) -> int:
+    """Gathers of one buffer in a step of one microbatch.
+
+    Args:
+        num_uses: how often it has to be full anew, where parameters are cut: twice, for forward and
+            for backward; once for the last unit, which stays full between them, and for
+            embeddings, whose backward needs no weights.
+        num_wires: 2 where forward and backward read different bytes ([Note: Encodings] in
+            ``codecs/base.py``).
+        changes: False for frozen weights, which are not gathered again where only optimizer state
+            is cut.
+
+    An axis of one rank costs nothing. Along each other axis parameters are gathered for each use
+    where they are cut, once per step where only optimizer state is.
+    """
+    total = 0
+    for axis in Axis:
+        if mesh.axis(axis).size == 1:
+            continue
+        if strategy.shards(Role.PARAM, axis):
+            total += max(num_uses, num_wires)
+        elif changes and strategy.shards(Role.OPTIM, axis):
+            total += num_wires
+    return total
+
+
+def _runs(rows: Sequence[UnitRow]) -> list[tuple[int, int, UnitRow]]:
+    """(first, last, row) for each run of rows that differ in name only."""
+    runs: list[tuple[int, int, UnitRow]] = []
+    for index, row in enumerate(rows):
+        before = runs[-1][2] if runs else None
+        if before and row.name and before.name and replace(before, name=row.name) == row:
+            runs[-1] = (runs[-1][0], index, before)
+        else:
+            runs.append((index, index, row))
+    return runs
+
+
+def _total(rows: Sequence[UnitRow]) -> UnitRow:
+    names = [field.name for field in fields(UnitRow) if field.name != "name"]
+    return UnitRow("", *(sum(getattr(row, name) for row in rows) for name in names))
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"

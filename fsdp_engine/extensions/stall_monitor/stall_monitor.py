@@ -1,0 +1,394 @@
+"""The activity of every rank, answered on request: which ranks are missing where a wait fails.
+
+[Note: Missing ranks]
+A rank that is stuck, in a wait or in the user's code, cannot report it; an ended process reports
+nothing. So lanes write their activity down (``ACTIVITY``: a few attributes, nothing is sent). If it
+has not changed for half a second, a thread of the process checks every half second in the store of
+the default group whether a rank has asked: a rank that trains sends nothing. In large jobs it
+checks less often, so that all ranks together check at most 500 times a second.
+
+A rank whose wait has failed asks: it increments a number in the store, every thread answers with
+the activity of its rank, and a rank that does not answer has ended (certain, and known at once, for
+a process on the same machine) or is out of reach. A rank that ends in order leaves a last message.
+
+A rank that raises while others wait for it can leave them a reason (``give_reason``): their waits
+then fail with that error.
+
+The same thread logs waits of the host, and work on a device's stream, that take longer than
+``activity.PATIENCE_SECONDS``, with the missing ranks: long before the timeout of the process group,
+which on NCCL ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import operator
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fsdp_engine.comm import activity
+from fsdp_engine.comm.activity import ACTIVITY, Monitor
+from fsdp_engine.comm.host_threads import machine
+
+THREAD_NAME = "fsdp_engine stall monitor"
+PERIOD_SECONDS = 0.5
+# At most so many checks of the store by all ranks together.
+MOST_CHECKS_PER_SECOND = 500
+# A thread answers within a period, unless other code holds the interpreter.
+ANSWER_SECONDS = 3.0
+# Submissions of a lane that are kept to find the one that is stuck.
+_MOST_RECENT = 256
+_SLICE = timedelta(seconds=1)
+_MOST_NAMED = 8
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(dist.__file__).parents[1]))
+_log = logging.getLogger("fsdp_engine")
+
+
+class HostWork:
+    """A collective of the host that runs from neighbour to neighbour.
+
+    If a rank ends, only its neighbours see it at once. The others would wait for the timeout, so
+    they check once a second whether a rank has raised the alarm.
+    """
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            RuntimeError: it failed, or another rank has failed meanwhile.
+        """
+        while True:
+            try:
+                self._work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    # It has failed, or has completed since the wait: its own result decides.
+                    self._work.wait()
+                    return
+            monitor = activity.monitor()
+            if isinstance(monitor, StallMonitor) and monitor.has_alarm():
+                raise RuntimeError("another rank has failed")
+
+
+class SubmittedWork:
+    """The operations that a lane on a stream has submitted, the latest last.
+
+    A device that is stuck stops the host soon. So no event is queried as long as work is submitted,
+    and none while a graph is captured.
+    """
+
+    def __init__(self) -> None:
+        self.recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
+        self._newest: tuple[str, Any] | None = None  # at the last call
+        self._newest_since = 0.0
+
+    def stuck(self, lane: Any, now: float, patience: float) -> str | None:
+        """Returns the label of the oldest operation of ``lane`` that has not been reached for
+        ``patience`` seconds, once; else None."""
+        newest = self.recent[-1] if self.recent else None
+        if newest is not self._newest:
+            self._newest, self._newest_since = newest, now
+        elif newest is not None and now - self._newest_since > patience:
+            if lane.is_captured():
+                return None
+            self._newest_since = float("inf")
+            unreached = [label for label, event in list(self.recent) if not event.query()]
+            return unreached[0] if unreached else None
+        return None
+
+
+_LATEST: list[StallMonitor] = []
+
+
+@atexit.register
+def _end() -> None:
+    for each in _LATEST:
+        each.end()
+
+
+class StallMonitor(Monitor):
+    """The thread of the present default group, and the questions to those of other ranks.
+
+    Attributes:
+        lanes: whose work the host does not wait for, with what they have submitted.
+    """
+
+    def __init__(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self._group = weakref.ref(group)
+        self._rank = group.rank()
+        self._size = group.size()
+        # A connection of its own: other threads may block on the default one.
+        store = _get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("fsdp_engine/stall_monitor", store)
+        self._identity = [machine(), os.getpid()]
+        self._check_store()
+        # Of the training thread, which under Ray Train is not the main one.
+        self._training_thread = threading.get_ident()
+        self._answered = 0
+        self._alarms = 0  # failures of other ranks that this rank has seen
+        self.lanes: weakref.WeakKeyDictionary[Any, SubmittedWork] = weakref.WeakKeyDictionary()
+        self._before: tuple[object, ...] = (None, None, None)
+        self._next_check = 0.0
+        self._seen: Any = None
+        self._seen_at = 0.0
+        self._publish({"n": 0})
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+        _LATEST[:] = [self]
+
+    def _check_store(self) -> None:
+        """Refuse a store that an earlier job has used: in it groups would find the addresses of
+        processes that have ended.
+
+        Raises:
+            RuntimeError: a process that was this rank before has used it.
+        """
+        key = f"says/{self._rank}"
+        was = json.loads(self._store.get(key))["is"] if self._store.check([key]) else None
+        if was not in (None, self._identity):
+            raise RuntimeError(
+                f"store of the default group: expected one that no earlier rank {self._rank} has "
+                f"used; found keys of process {was[1]} on {was[0].split()[0]}. Where "
+                "torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+                "environment"
+            )
+
+    @property
+    def is_present(self) -> bool:
+        """Whether its default group is the present one."""
+        return not self._over.is_set() and self._group() is dist.group.WORLD
+
+    def end(self) -> None:
+        """Publish the last message, unless that is done, and end the thread before the interpreter
+        ends: a thread within a call of the store would abort the process."""
+        if not self._over.is_set():
+            error = getattr(sys, "last_value", None)
+            why = "" if error is None else f" with {type(error).__name__}: {str(error)[:200]}"
+            self._over.set()
+            self._publish_end(f"has ended{why}")
+        self._thread.join(ANSWER_SECONDS)
+
+    def watch(self, lanes: Sequence[Any]) -> None:
+        """See the base class."""
+        for lane in lanes:
+            submitted = self.lanes[lane] = SubmittedWork()
+            lane.recent = submitted.recent
+
+    def host_work(self, work: dist.Work) -> HostWork:
+        """See the base class."""
+        return HostWork(work)
+
+    def missing_at(self, what: str, ranks: Sequence[int]) -> str:
+        """See the base class. Takes up to some seconds."""
+        others = [rank for rank in ranks or range(self._size) if rank != self._rank]
+        try:
+            number, found, silent = self._answers(others)
+        except RuntimeError as error:
+            return f"the store, which rank 0 or the launcher keeps, does not answer ({error})"
+        texts = [
+            (rank in silent, rank, text)
+            for rank, state in found.items()
+            if (text := _place_of(what, rank, state, number)) is not None
+        ]
+        if any("gone" in state or _has_ended(state) for state in found.values()):
+            self._alarms = self._store.add("alarms", 1)
+        texts.sort(key=lambda each: ("ended" not in each[2], each[0], each[1]))
+        shown = "; ".join(text for _, _, text in texts[:_MOST_NAMED])
+        more = len(texts) - _MOST_NAMED
+        return shown + (f"; and {more} more ranks" if more > 0 else "")
+
+    def waits_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """See the base class. Takes up to some seconds."""
+        number, found, _ = self._answers(ranks)
+        return {
+            rank: state["waits"]
+            for rank, state in found.items()
+            if state["n"] >= number and state.get("waits") is not None
+        }
+
+    def give_reason(self, ranks: Sequence[int], text: str) -> None:
+        """See the base class."""
+        for rank in ranks:
+            self._store.set(f"reason/{rank}", text)
+
+    def reason(self) -> str | None:
+        """See the base class."""
+        key = f"reason/{self._rank}"
+        with suppress(RuntimeError):  # the store is gone with its rank
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
+
+    def _answers(self, ranks: Sequence[int]) -> tuple[int, dict[int, dict[str, Any]], list[int]]:
+        """Ask ``ranks``. Returns the number of the question, the latest state of each rank, and the
+        ranks that have not answered in time."""
+        number = self._store.add("asked", 1)
+        # All ranks ask at once: a thousand of them must not load the store too much.
+        pause = max(0.1, len(ranks) / MOST_CHECKS_PER_SECOND)
+        deadline = time.monotonic() + max(ANSWER_SECONDS, 3 * pause)
+        while True:
+            self._answer()
+            found = self._read(ranks)
+            silent = [
+                rank
+                for rank, state in found.items()
+                if "gone" not in state and state["n"] < number and not _has_ended(state)
+            ]
+            if not silent or time.monotonic() > deadline:
+                return number, found, silent
+            time.sleep(pause)
+
+    def has_alarm(self) -> bool:
+        """Whether a rank has found, since the last call, that another one has ended; or has left
+        this one a reason to fail."""
+        before, self._alarms = self._alarms, self._store.add("alarms", 0)
+        return self._alarms > before or self.reason() is not None
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        keys = [f"says/{rank}" for rank in ranks]
+        if keys and self._store.check(keys):
+            return {
+                rank: json.loads(text)
+                for rank, text in zip(ranks, self._store.multi_get(keys), strict=True)
+            }
+        found = {}
+        for rank, key in zip(ranks, keys, strict=True):
+            text = self._store.get(key) if self._store.check([key]) else '{"n": -1}'
+            found[rank] = json.loads(text)
+        return found
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD_SECONDS):
+            if self._group() is not dist.group.WORLD:
+                self._over.set()
+                self._publish_end("has destroyed its process groups")
+                return
+            if self._is_still():
+                try:
+                    self._answer()
+                except RuntimeError:
+                    return  # the store is gone: no rank can ask
+            self._log_stalls()
+
+    def _is_still(self) -> bool:
+        """Whether this rank's activity has not changed, and the next check of the store is due."""
+        before, self._before = self._before, (ACTIVITY.last, ACTIVITY.done, ACTIVITY.waits)
+        now = time.monotonic()
+        if now < self._next_check or any(map(operator.is_not, before, self._before)):
+            return False
+        self._next_check = now + self._size / MOST_CHECKS_PER_SECOND
+        return True
+
+    def _answer(self) -> None:
+        asked = self._store.add("asked", 0)
+        if asked > self._answered:
+            self._answered = asked
+            waits = ACTIVITY.waits
+            self._publish(
+                {
+                    "n": asked,
+                    "last": ACTIVITY.last,
+                    "waits": waits.label if waits is not None else None,
+                    "failed": ACTIVITY.failed,
+                    "at": _user_frame(self._training_thread),
+                }
+            )
+
+    def _publish(self, state: dict[str, Any]) -> None:
+        state["is"] = self._identity
+        self._store.set(f"says/{self._rank}", json.dumps(state))
+
+    def _publish_end(self, why: str) -> None:
+        with suppress(RuntimeError):
+            self._publish({"gone": why, "last": ACTIVITY.last})
+
+    def _log_stalls(self) -> None:
+        """Log operations that take too long, each once."""
+        now, waits = time.monotonic(), ACTIVITY.waits
+        if waits is not self._seen:
+            self._seen, self._seen_at = waits, now
+        elif waits is not None and now - self._seen_at > activity.PATIENCE_SECONDS:
+            self._seen_at = float("inf")
+            self._log_stall(waits.label, waits.ranks)
+        for lane, submitted in list(self.lanes.items()):
+            if (label := submitted.stuck(lane, now, activity.PATIENCE_SECONDS)) is not None:
+                self._log_stall(label, lane.ranks)
+
+    def _log_stall(self, label: str, ranks: Sequence[int]) -> None:
+        missing = self.missing_at(label, ranks)
+        _log.error(
+            "rank %d has waited %.0f s for %s: %s",
+            self._rank,
+            activity.PATIENCE_SECONDS,
+            label,
+            missing or "all ranks have reached it",
+        )
+
+
+def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str | None:
+    """The place of ``rank``; None: at ``what``, as it should be."""
+    after = f"; the last it began was {state['last']}" if "last" in state else ""
+    if "gone" in state:
+        return f"rank {rank} {state['gone']}{after}"
+    if state["n"] < number:
+        if state["n"] < 0:
+            return f"rank {rank} has not come to the engine yet"
+        process = f"process {state['is'][1]} on {state['is'][0].split()[0]}"
+        if _has_ended(state):
+            return f"rank {rank} has ended ({process} is gone)"
+        return (
+            f"rank {rank} does not answer ({process}): it has ended, is stopped, out of reach, or "
+            "trains on"
+        )
+    if what in (state["waits"], state["failed"]):
+        return None
+    if state["waits"] is not None:
+        return f"rank {rank} waits for {state['waits']}"
+    return f"rank {rank} is at {state['at']}{after}"
+
+
+def _user_frame(thread: int) -> str:
+    """The innermost frame of a thread that is in the user's code."""
+    frame = sys._current_frames().get(thread)
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "its end"
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def _has_ended(state: dict[str, Any]) -> bool:
+    """Whether the process is gone for certain."""
+    if state["n"] < 0 or state["is"][0] != machine() or not Path("/proc/self/stat").exists():
+        return False
+    try:
+        status = Path(f"/proc/{state['is'][1]}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] in "ZX"  # ended, not reaped yet

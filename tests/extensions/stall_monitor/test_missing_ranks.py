@@ -1,0 +1,460 @@
+"""A rank that stops: the others say which one, and after what. [Note: Missing ranks]"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+import fsdp_engine as fe
+from fsdp_engine.comm import activity
+from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.extensions.stall_monitor import stall_monitor
+from fsdp_engine.extensions.stall_monitor.stall_monitor import StallMonitor, SubmittedWork
+from fsdp_engine.strategies import LEVELS
+from tests import pool
+from tests.pool import Ranks, on_ranks
+
+NUM_STEPS = 2
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+
+
+def train(model: nn.Module, num_steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run_and_stop(rank: int, world_size: int, port: int, level: str, how: str, pipe: Any) -> None:
+    """Two steps on all ranks; then the last one stops, and the others send what they are told."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    model = make_model()
+    fe.shard(model, strategy=level)
+    train(model, NUM_STEPS)
+    try:
+        if rank == world_size - 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("this rank's own")
+        train(model, NUM_STEPS)
+    except RuntimeError as error:
+        pipe.send(str(error))
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("how", ["killed", "an exception"])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_others_say_at_once_which_rank_has_ended(level: str, world_size: int, how: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(pool.PRELOADED)
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=run_and_stop, args=(rank, world_size, store.port, level, how, theirs)
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for rank in range(world_size - 1):
+            assert pipes[rank].poll(150), f"rank {rank} was told nothing"
+            text = pipes[rank].recv()
+            assert f"rank {world_size - 1} has ended (process " in text, text
+            assert "did not complete: another rank failed, or never came to it: " in text
+            assert "The last that did complete here was " in text
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def do_something_else(told: str = "told") -> None:
+    """Until the other rank has been told."""
+    store, deadline = _get_default_store(), time.monotonic() + 120
+    while not store.check([told]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def is_told(told: str = "told") -> None:
+    _get_default_store().set(told, "")
+
+
+@contextmanager
+def logged(patience_seconds: float) -> Iterator[list[str]]:
+    """What this rank logs; the other one is told when it does."""
+    lines: list[str] = []
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        is_told()
+
+    handler.emit = emit
+    logging.getLogger("fsdp_engine").addHandler(handler)
+    before, activity.PATIENCE_SECONDS = activity.PATIENCE_SECONDS, patience_seconds
+    try:
+        yield lines
+    finally:
+        activity.PATIENCE_SECONDS = before
+        logging.getLogger("fsdp_engine").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(level, marks=() if level == "optim_grads_params" else pytest.mark.thorough)
+        for level in LEVELS
+    ],
+)
+@on_ranks(4)
+def test_a_rank_with_fewer_batches_is_named_as_is_one_that_misses_a_norm(level: str) -> None:
+    # Two pairs of ranks, which wait for their eight seconds at the same time.
+    pairs = [[0, 1], [2, 3]]
+    groups = [dist.new_group(pair, timeout=timedelta(seconds=8)) for pair in pairs]
+    number, place = divmod(dist.get_rank(), 2)
+    model = make_model()
+    # Where no rank holds a part of the gradients alone, their norm sends nothing.
+    levels = (level, "optim_grads_params")
+    engine = fe.shard(model, DeviceMesh.from_group(groups[number], "cpu"), levels[number])
+    train(model, NUM_STEPS)
+    if number == 1:
+        model(torch.ones(2, 4)).sum().backward()
+    told = f"told {number}"
+    if place == 1:
+        do_something_else(told)
+        return
+    missing = pairs[number][1]
+    where = rf"rank {missing} is at .*test_missing_ranks\.py:\d+ in do_something_else; "
+    if number == 0:
+        with pytest.raises(RuntimeError, match=rf"did not complete.*: {where}the last it began "):
+            train(model, 1)
+    else:
+        with pytest.raises(
+            RuntimeError, match=rf"the norm of gradients did not complete.*: {where}"
+        ):
+            engine.clip_grad_norm_(1.0)
+    is_told(told)
+
+
+@on_ranks(2)
+def test_a_wait_that_takes_long_is_logged_with_who_is_missing_and_goes_on() -> None:
+    model = make_model()
+    engine = fe.shard(model)
+    with logged(patience_seconds=1.0) as lines:
+        if dist.get_rank() == 1:
+            do_something_else()
+        model(torch.ones(2, 4)).sum().backward()
+    assert engine.clip_grad_norm_(1.0) >= 0
+    if dist.get_rank() == 0:
+        assert len(lines) == 1, lines
+        assert "rank 0 has waited 1 s for all-gather of" in lines[0]
+        assert "in do_something_else" in lines[0]
+
+
+@on_ranks(2)
+def test_a_rank_that_trains_in_a_thread_is_seen_there() -> None:
+    def whole_job() -> None:
+        model = make_model()
+        fe.shard(model)
+        with logged(patience_seconds=1.0) as lines:
+            if dist.get_rank() == 1:
+                do_something_else()
+            model(torch.ones(2, 4)).sum().backward()
+        assert dist.get_rank() == 1 or "in do_something_else" in lines[0], lines
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(whole_job).result()
+
+
+SCRIPT = """
+import torch, fsdp_engine as fe
+from torch import nn
+import torch.distributed as dist
+
+def main():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    fe.shard(model, strategy="no_shard")
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            raise ValueError("a bad sample")
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+
+main()
+"""
+
+
+def run_on_two_ranks(program: str) -> tuple[list[str], list[str], list[int]]:
+    """What ``program`` prints on each rank, its errors there, and its exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, **common, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=200) for rank in ranks]
+    printed, errors = map(list, zip(*said, strict=True))
+    return printed, errors, [rank.returncode for rank in ranks]
+
+
+def test_a_program_that_ends_with_an_exception_leaves_word() -> None:
+    _, errors, codes = run_on_two_ranks(SCRIPT)
+    assert codes == [1, 1], errors
+    assert "rank 1 has ended with ValueError: a bad sample; the last it began was" in errors[0]
+
+
+ENDS_AT_ONCE = """
+import time, torch, fsdp_engine as fe
+import torch.distributed as dist
+from torch import nn
+from fsdp_engine.extensions.stall_monitor import stall_monitor
+
+dist.init_process_group("gloo")
+fe.shard(nn.Linear(4, 4), initial_values="rank0")
+leave = stall_monitor.StallMonitor._publish_end
+
+def leave_slowly(self, why):
+    time.sleep(1)
+    leave(self, why)
+    print("left word:", why)
+
+stall_monitor.StallMonitor._publish_end = leave_slowly
+dist.destroy_process_group()
+while not stall_monitor._LATEST[0]._over.is_set():
+    time.sleep(0.01)
+"""
+
+
+def test_the_interpreter_ends_after_the_watching_thread() -> None:
+    printed, errors, codes = run_on_two_ranks(ENDS_AT_ONCE)
+    assert printed[0] == "left word: has destroyed its process groups\n"
+    assert codes == [0, 0], errors
+
+
+class FakeEvent:
+    """An event of CUDA that is reached when it is told so."""
+
+    def __init__(self) -> None:
+        self.reached = False
+        self.num_queries = 0
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return self.reached
+
+
+def present_monitor() -> StallMonitor:
+    monitor = activity.monitor()
+    assert isinstance(monitor, StallMonitor)
+    return monitor
+
+
+def watched_lane(stream: Any) -> tuple[DeviceLane, SubmittedWork]:
+    lane, work = DeviceLane(torch.device("cpu"), stream, [0, 1]), SubmittedWork()
+    lane.recent = work.recent
+    return lane, work
+
+
+def test_work_on_a_stream_that_is_not_reached_in_time_is_told_once_by_its_label() -> None:
+    lane, work = watched_lane(None)
+    events = [FakeEvent() for _ in range(4)]
+    assert work.stuck(lane, 0.0, 60.0) is None
+    for number in range(3):
+        lane.recent.append((f"gather {number}", events[number]))
+        assert work.stuck(lane, 1.0 + number, 60.0) is None
+    events[0].reached = True
+    assert work.stuck(lane, 62.0, 60.0) is None
+    assert not any(event.num_queries for event in events)
+    assert work.stuck(lane, 64.0, 60.0) == "gather 1"
+    assert work.stuck(lane, 200.0, 60.0) is None
+    events[1].reached = events[2].reached = True
+    lane.recent.append(("gather 3", events[3]))
+    assert work.stuck(lane, 201.0, 60.0) is None
+    assert work.stuck(lane, 262.0, 60.0) == "gather 3"
+
+
+class Capturing:
+    """A module as ``torch.cuda``, one of whose streams is captured into a graph."""
+
+    def __init__(self, captured: str) -> None:
+        self.captured: str | None = captured
+        self.graph = SimpleNamespace(default_capture_stream="torch's")
+        self._current: str | None = None
+
+    def is_current_stream_capturing(self) -> bool:
+        return self._current is not None and self._current == self.captured
+
+    @contextmanager
+    def stream(self, stream: str | None) -> Iterator[None]:
+        before, self._current = self._current, stream or self._current
+        yield
+        self._current = before
+
+
+@pytest.mark.parametrize("captured", ["torch's", "the lane's"])
+def test_no_event_is_queried_while_a_graph_is_captured(
+    captured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, before, within = Capturing(captured), FakeEvent(), FakeEvent()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    stream: Any = "the lane's"
+    lane, work = watched_lane(stream)
+    monkeypatch.setattr(lane, "record", lambda: SimpleNamespace(event=within))
+    lane.recent.append(("gather 0", before))
+    if captured == "the lane's":
+        with module.stream(stream):
+            lane.submit("gather 1", lambda: iter(()))
+    assert work.stuck(lane, 1.0, 60.0) is None
+    assert work.stuck(lane, 100.0, 60.0) is None
+    assert not before.num_queries
+    module.captured = None
+    assert work.stuck(lane, 200.0, 60.0) == "gather 0"
+    # An event of the graph is never queried.
+    assert not within.num_queries
+
+
+def test_lanes_on_streams_that_are_stuck_are_logged_by_the_watching_thread(ranks: Ranks) -> None:
+    ranks.run(watch_a_fake_lane, world_size=2)
+
+
+def watch_a_fake_lane() -> None:
+    fe.shard(make_model())
+    lane = DeviceLane(torch.device("cpu"), None, [0, 1])
+    with logged(patience_seconds=0.5) as lines:
+        if dist.get_rank() == 0:
+            present_monitor().watch([lane])
+            lane.recent.append(("gather of blocks.1", FakeEvent()))
+        do_something_else()
+    del lane
+    expected = ["gather of blocks.1: rank 1 is at"] if dist.get_rank() == 0 else []
+    assert len(lines) == len(expected), lines
+    assert all(part in line for part, line in zip(expected, lines, strict=True)), lines
+
+
+class DoneJustAfter:
+    """Work that is over in the moment after a look at it has said that it is not."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.num_waits = 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.num_waits += 1
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_work_that_ends_between_two_looks_is_no_error() -> None:
+    work: Any = DoneJustAfter()
+    stall_monitor.HostWork(work).wait()
+    assert work.num_waits == 2
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        stall_monitor.HostWork(DoneJustAfter("Connection closed by peer")).wait()  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_store_that_an_earlier_job_has_used_is_refused() -> None:
+    """So it is where torchrun restarts workers and keeps its store."""
+    left = {"n": 0, "is": ["node7 pid:[1]", 4242]}
+    store = dist.PrefixStore("fsdp_engine/stall_monitor", _get_default_store())
+    store.set(f"says/{dist.get_rank()}", json.dumps(left))
+    with pytest.raises(
+        RuntimeError,
+        match=f"no earlier rank {dist.get_rank()} has used; found keys of process 4242 on "
+        "node7. Where torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ):
+        fe.shard(make_model())
+
+
+def _save_late(path: str) -> None:
+    engine = fe.shard(make_model())
+    checkpointer = fe.Checkpointer(path, engine)
+    with logged(patience_seconds=1.0) as lines:
+        if dist.get_rank() == 1:
+            do_something_else()
+        checkpointer.save(1)
+    if dist.get_rank() == 0:
+        assert "ranks [1] did not come in 1 s: rank 1 is at " in lines[0]
+        assert "in do_something_else" in lines[0]
+    checkpointer.close()
+
+
+def test_a_rank_that_saves_alone_logs_who_is_missing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_save_late, str(tmp_path / "run"), world_size=2)
+
+
+class CountingStore:
+    """Counts what a thread asks the store."""
+
+    def __init__(self, store: Any) -> None:
+        self.num_questions = 0
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_questions += 1
+        return getattr(self._store, name)
+
+
+@on_ranks(2)
+def test_a_rank_that_trains_asks_the_store_nothing() -> None:
+    fe.shard(make_model())
+    monitor = present_monitor()
+    store: Any = CountingStore(monitor._store)
+    monitor._store = store
+    for number in range(200):
+        if number == 100:
+            store.num_questions = 0  # of before
+        activity.ACTIVITY.last = f"operation {number}"
+        time.sleep(stall_monitor.PERIOD_SECONDS / 50)
+    assert store.num_questions == 0
+    deadline = time.monotonic() + 60
+    while not store.num_questions and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert store.num_questions
