@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdp_engine.codecs.base import CodecRules
@@ -136,7 +136,10 @@ def _extensions(
 ) -> list[EngineExtension]:
     """Returns ``extensions`` with those that other arguments selected."""
     found = list(extensions)
-    if rules := tuple(deprecated.get("codec_rules") or ()):
+    rules = deprecated.get("codec_rules")
+    if rules is not None and (isinstance(rules, str) or not isinstance(rules, Iterable)):
+        raise TypeError(f"codec_rules: expected a sequence of rules; found {rules!r}")
+    if rules := tuple(rules or ()):
         is_one = len(rules) == 1 and isinstance(rules[0], EngineExtension)
         found += rules if is_one else [CodecRules(rules)]
     checkpointing = deprecated.get("checkpointing")

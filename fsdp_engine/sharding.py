@@ -140,6 +140,10 @@ def shard(
 
             given = current_arguments(given, deprecated, WHAT)
             num_rows = num_rows_of(deprecated)
+        if given["strategy"] == AUTO:
+            raise ValueError(
+                'strategy: expected the result of fe.plan in place of "auto"; found no plan'
+            )
         if hasattr(given["strategy"], "arguments"):
             given |= _planned(given, len(ranks))
         mesh = given["mesh"]

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.offload import Offload
+from fsdp_engine.options import Options
 from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Candidate, candidates, is_quick
 from fsdp_engine.planner.command_inputs import AUTO
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
@@ -50,7 +51,7 @@ QUICK_SECONDS = 6.0
 def plan(
     build: Callable[[], nn.Module] | str,
     batch: Any,
-    options: PlanOptions | None = None,
+    options: PlanOptions | Options | None = None,
     **given: Any,
 ) -> StrategyPlan:
     """Select a strategy: simulate a step of the model under each strategy, with fake tensors in
@@ -62,7 +63,8 @@ def plan(
             context-parallel ranks, or a function that returns them;
             with ``microbatch_sizes`` or ``global_batch`` a function of the size, with ``sequences``
             one that also takes ``sequence=``. See :func:`~.simulation.simulate`.
-        options: all other arguments. None: they are keyword arguments.
+        options: all other arguments. None: they are keyword arguments. An
+            ``fe.Options`` is one of these, the argument of ``fe.shard``.
         **given: fields of :class:`~.plan_options.PlanOptions`, of which ``world_size`` is required;
             and arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``, ``options``,
             ...

@@ -223,8 +223,8 @@ def test_sizes_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
 def test_units_that_are_named_are_taken_as_they_are_named() -> None:
     model = Transformer(num_blocks=2)
     with refused(model, "min_unit_size: expected None or 0 beside units", "found 5"):
-        fe.shard(model, units="blocks.*", min_unit_size=5)
-    engine = fe.shard(model, units="blocks.*", min_unit_size=0)
+        fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=5))
+    engine = fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=0))
     assert [unit.name for unit in engine.units] == ["", "blocks.0", "blocks.1"]
 
 
@@ -232,5 +232,5 @@ def test_units_that_are_named_are_taken_as_they_are_named() -> None:
 def test_what_is_said_is_what_is_built() -> None:
     for least in (None, 0, BLOCK, 10**9):
         model = Transformer(num_blocks=3)
-        engine = fe.shard(model, min_unit_size=least)
+        engine = fe.shard(model, options=fe.Options(min_unit_size=least))
         assert [unit.name for unit in engine.units[1:]] == names_of(model, least or 0)

@@ -40,7 +40,7 @@ from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
 from fsdp_engine.optim import shard_optimizer
-from fsdp_engine.options import StagingBudget
+from fsdp_engine.options import Options, StagingBudget
 from fsdp_engine.planner.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.planner.simulation.compiled import (
     compile_blocks,
@@ -502,7 +502,7 @@ def simulate(
     *,
     batch: Any,
     loss: Callable[[Any], Tensor] | None = None,
-    options: StepOptions | None = None,
+    options: StepOptions | Options | None = None,
     **given: Any,
 ) -> Simulation:
     """Simulate a training step: its time, exposed communication and memory.
@@ -518,7 +518,8 @@ def simulate(
             one of these. Only the shapes and dtypes of tensors are used.
         loss: returns the loss for the model's output. None: the output, or its attribute ``loss``,
             summed if it has several elements.
-        options: the other options. None: they are keyword arguments.
+        options: the other options. None: they are keyword arguments. An
+            ``fe.Options`` is one of these, the argument of ``fe.shard``.
         **given: fields of :class:`~.step_options.StepOptions`: ``mesh``, ``machine``,
             ``optimizer``, ``microbatches``, ...; and options of
             :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``, ``units``,
