@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from fsdp_engine.megatron.process_groups import ModelParallelGroups
     from fsdp_engine.optim import shard_optimizer
     from fsdp_engine.planner.estimates import Estimate, estimate
+    from fsdp_engine.planner.simulation.causal_lm_stages import CausalLMStages
+    from fsdp_engine.planner.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
+    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation, simulate_pipeline
+    from fsdp_engine.planner.simulation.simulate import Simulation, simulate
+    from fsdp_engine.planner.simulation.simulation_error import SimulationError
+    from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
     from fsdp_engine.planner.strategy_plan import StrategyPlan
     from fsdp_engine.planner.strategy_search import plan
     from fsdp_engine.pretrained.load import load_pretrained
@@ -39,12 +45,6 @@ if TYPE_CHECKING:
     from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
     from fsdp_engine.pretrained.weight_version import WeightVersion
     from fsdp_engine.runtime.activations import OffloadActivations
-    from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
-    from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
-    from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
-    from fsdp_engine.simulation.simulate import Simulation, simulate
-    from fsdp_engine.simulation.simulation_error import SimulationError
-    from fsdp_engine.simulation.tp_plan import apply_tp_plan
     from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 
 __version__ = "0.1.0"  # the package's metadata read it here
@@ -135,12 +135,12 @@ _LAZY_NAMES = {
     "pretrained.weight_stream": ("WeightStream", "weight_stream"),
     "pretrained.weight_version": ("WeightVersion",),
     "runtime.activations": ("OffloadActivations",),
-    "simulation.causal_lm_stages": ("CausalLMStages",),
-    "simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
-    "simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
-    "simulation.simulate": ("Simulation", "simulate"),
-    "simulation.simulation_error": ("SimulationError",),
-    "simulation.tp_plan": ("apply_tp_plan",),
+    "planner.simulation.causal_lm_stages": ("CausalLMStages",),
+    "planner.simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
+    "planner.simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
+    "planner.simulation.simulate": ("Simulation", "simulate"),
+    "planner.simulation.simulation_error": ("SimulationError",),
+    "planner.simulation.tp_plan": ("apply_tp_plan",),
     "units.checkpointing": ("Checkpointing", "checkpoint_units"),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}

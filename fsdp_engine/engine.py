@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
-from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import (
     Apply,
@@ -53,15 +52,6 @@ T = TypeVar("T")
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-
-
-class EngineExtension(Protocol):
-    """An object that asks for an extension when an engine is built. All ranks give equal ones, and
-    its ``repr`` shows all that must be equal."""
-
-    def start(self, engine: Engine) -> None:
-        """Take part in ``engine``, which has just been built."""
-        ...
 
 
 class Engine:
@@ -153,7 +143,6 @@ class Engine:
         for unit in self.units:
             hook_recomputation(self.scheduler, unit)
             hook_gradients(self.scheduler, unit)
-            hook_delayed_gradients(self.scheduler, unit)
         self.offload = offload if offload is not None else Offload()
         self._offloading = offloading
         for unit in self.units:
@@ -210,11 +199,6 @@ class Engine:
         from fsdp_engine.runtime.missing_values import MissingValues
 
         return MissingValues(self.model)
-
-    @cached_property
-    def microbatches(self) -> Microbatches:
-        """For schedules that interleave several microbatches, as pipelines do."""
-        return Microbatches(self.scheduler)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The extensions of this package.
 
 An extension is a folder in ``extensions/``, the folder of its tests in ``tests/extensions/``, and a
-line here. It is deleted by deleting these three: the rest does not import it, and passes its tests
+line here. It is deleted by deleting these: the rest does not import it, and passes its tests
 (``python -m tools.extensions``). A line says which names the package and the engine have from it.
 They are imported when they are first used.
 
@@ -33,6 +33,8 @@ class Extension:
             name of the subclass in the folder: see :func:`implementation`.
         registers: the folder has a function ``register()``, which is called when the package is
             imported.
+        files: modules of the package that are part of it, for names that users import from there.
+        words: options and arguments by which users ask for it.
     """
 
     folder: str
@@ -40,18 +42,27 @@ class Extension:
     methods: Sequence[str] = ()
     classes: Sequence[tuple[str, str]] = ()
     registers: bool = False
+    files: Sequence[str] = ()
+    words: Sequence[str] = ()
 
 
 EXTENSIONS = (
     Extension("adapters"),
     Extension("assigned_values", classes=[("AssignedValues", "assigned_values.TakenValues")]),
-    Extension("checks", names=("GradientChecks",)),
+    Extension(
+        "checks",
+        names=("GradientChecks",),
+        words=("check_for_nan_in_grad", "check_for_large_grads"),
+    ),
     Extension("conversion", classes=[("Conversions", "dtype_conversion.DtypeConversions")]),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
     Extension("initial_values", classes=[("InitialValues", "given_values.GivenValues")]),
     Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
+    ),
+    Extension(
+        "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
     ),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
     Extension("unsharded", methods=("is_unsharded", "unsharded")),

@@ -12,7 +12,7 @@ Parameters have values on each rank, unless an extension gives them: :class:`Ini
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.accelerator import is_simulated
+from fsdp_engine import backend
 from fsdp_engine.buffers.gradients import homed_shards
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
@@ -39,6 +39,7 @@ from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
+from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.initial_values import Built, Holdings, digest_of
 from fsdp_engine.units.installing import install_where_complete, watch_reads
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
@@ -80,6 +81,27 @@ class EngineCommunicators:
         control = self.ranks.control_group
         found = [group for mesh in meshes for group in mesh.groups]
         return found if control is None else list(dict.fromkeys((*found, control)))
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The plan and the arguments of an engine, before its buffers are built.
+
+    Attributes:
+        model: The user's module, unsharded.
+        units: The argument of :func:`~fsdp_engine.sharding.shard`.
+        plan: The units and buffers to build.
+        axis_plans: The mesh axes and levels of each kind of buffer.
+        data: All data-parallel ranks.
+        experts: The data-parallel ranks of this rank's experts, if they are others.
+    """
+
+    model: nn.Module
+    units: UnitSelector | Iterable[UnitSelector] | None
+    plan: Plan
+    axis_plans: AxisPlans
+    data: DataMesh
+    experts: DataMesh | None = None
 
 
 # Modules whose parameters units have.
@@ -310,7 +332,7 @@ def take_files(
     sizes: dict[str, list[int]] = {
         role: [] for role in ("main_weights", "gradients") if offload.places.get(role) == DISK
     }
-    if not sizes or is_simulated():
+    if not sizes or not backend.current().has_values:
         return {}
     for part in (part for unit in plan.units for part in unit.buffers):
         strategy = axis_plans.of(part.kind).strategy

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.accelerator import simulates_device
+from fsdp_engine import backend
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.fingerprints import checksums, fingerprint
 from fsdp_engine.comm.groups import timeout_of_group
@@ -212,14 +212,13 @@ class WrittenWeights(ModelWatch):
         self._plain = [each for each in engine.buffers if each.is_plain]
         self._plain_params = [param for each in self._plain for param in each.full_params]
         self._plain_versions: list[int] = []
-        is_simulated = (
-            simulates_device() or type(allocator.empty(0, torch.uint8, self._device)) is not Tensor
-        )
+        is_plain = type(allocator.empty(0, torch.uint8, self._device)) is Tensor
+        has_values = is_plain and backend.current().has_values
         for unit in engine.units:
             assert isinstance(unit.watch, UnitWrites)
             unit.watch.tell(self.add, unit.label)
             groups_of = [each.control_group for each in unit.buffers]
-            if not (is_simulated or any(map(_is_fake, groups_of))):
+            if has_values and not any(map(_is_fake, groups_of)):
                 unit.watch.compare_values(repeats=self._device.type == "cpu")
 
     def begin_forward(self) -> None:
