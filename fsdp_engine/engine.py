@@ -28,7 +28,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import (
-    Apply,
+    ModuleApply,
     ParameterGuard,
     refuse_copies,
     refuse_replicas,
@@ -139,7 +139,7 @@ class Engine:
         if not all(buffer.is_plain for buffer in self.buffers):
             refuse_replicas(model)
         for module in model.modules():
-            vars(module)["_apply"] = Apply(module, self)
+            vars(module)["_apply"] = ModuleApply(module, self)
         for unit in self.units:
             hook_recomputation(self.scheduler, unit)
             hook_gradients(self.scheduler, unit)

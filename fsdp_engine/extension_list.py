@@ -54,7 +54,7 @@ EXTENSIONS = (
         names=("GradientChecks",),
         words=("check_for_nan_in_grad", "check_for_large_grads"),
     ),
-    Extension("conversion", classes=[("Conversions", "dtype_conversion.DtypeConversions")]),
+    Extension("conversion", classes=[("AppliedFunctions", "dtype_conversion.Conversions")]),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
     Extension("initial_values", classes=[("InitialValues", "given_values.GivenValues")]),
     Extension(

@@ -35,7 +35,7 @@ from fsdp_engine.extension_list import find_module, implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.parameter_guard import AssignedValues, Owner, owners_of, watch
+from fsdp_engine.runtime.parameter_guard import AssignedValues, ParamPlace, places_of, watch
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
@@ -79,7 +79,7 @@ class AssignedBeforeEngine:
     ) -> None:
         self._communicators = communicators
         self._give_memory = give_memory
-        self._places = owners_of([unit])
+        self._places = places_of([unit])
         self._values = implementation(AssignedValues)(self._places)
         self._owners = {(id(each.module), each.attribute): each for each in self._places}
         self._pending: dict[int, _Pending] = {}  # by id of the sharded parameter
@@ -136,7 +136,7 @@ class AssignedBeforeEngine:
                 taken = self.parameter_assigned(owner.module, owner.attribute, present)
                 owner.module._parameters[owner.attribute] = taken  # type: ignore[assignment]
 
-    def _keep(self, owner: Owner, value: Tensor) -> None:
+    def _keep(self, owner: ParamPlace, value: Tensor) -> None:
         self._values.check_value(owner, value, as_tied=True)
         key, place = id(owner.sharded), (id(owner.module), owner.attribute)
         places = frozenset([place])
@@ -154,7 +154,7 @@ class AssignedBeforeEngine:
                 for each in self._places:
                     each.sharded.copy_(pending[id(each.sharded)].value)
 
-    def _check_tied(self, owner: Owner, value: Tensor, present: Tensor) -> None:
+    def _check_tied(self, owner: ParamPlace, value: Tensor, present: Tensor) -> None:
         """Check that all names of a tied parameter get one value. Collective: on some ranks the
         shards may be equal where on others they are not.
 
@@ -195,7 +195,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _current_name(owner: Owner) -> str:
+def _current_name(owner: ParamPlace) -> str:
     """The parameter's name in the root module once that is known, else in its group."""
     sharded = owner.sharded
     return sharded.flat_placement.name if isinstance(sharded, FlatDTensor) else owner.name

@@ -10,8 +10,8 @@ bypass the hooks (``module._parameters[...] = ...``) are found by the root's nex
 compares all places in one pass, and by every save. So are FSDP2's all-gather hooks that were set on
 a parameter or on its slice.
 
-torch's conversions of modules (``.to()``, ``.half()``) are seen by ``nn.Module._apply``. An
-extension converts parameters; without it, their dtypes and their device stay.
+Functions that torch applies to all tensors of a module (``.to()``, ``.half()``) are seen by
+``nn.Module._apply``: see :class:`AppliedFunctions`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _GUARDS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKe
 
 
 @dataclass(frozen=True)
-class Owner:
+class ParamPlace:
     """One place of one parameter: its name, names tied to it, and its two tensors."""
 
     name: str
@@ -57,10 +57,10 @@ class Owner:
     sharded: Tensor
 
 
-def owners_of(units: Sequence[Unit]) -> list[Owner]:
+def places_of(units: Sequence[Unit]) -> list[ParamPlace]:
     """Returns every place of every parameter of ``units``."""
     return [
-        Owner(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
+        ParamPlace(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
         for unit in units
         for buffer in unit.buffers
         for record, full, sharded in zip(
@@ -74,21 +74,21 @@ class AssignedValues:
     """A seam: values that are assigned to sharded parameters. Here they are refused.
 
     Args:
-        owners: every place of every parameter.
+        places: every place of every parameter.
 
     Attributes:
         assigned: parameters of users' own whose values were taken, with their names.
     """
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
-        del owners
+    def __init__(self, places: Sequence[ParamPlace]) -> None:
+        del places
         self.assigned: list[tuple[str, weakref.ref[Tensor]]] = []
 
-    def check_value(self, owner: Owner, value: Tensor, *, as_tied: bool = False) -> None:
+    def check_value(self, place: ParamPlace, value: Tensor, *, as_tied: bool = False) -> None:
         """Check that a parameter can take ``value``.
 
         Args:
-            owner: the place that it is assigned to.
+            place: the place that it is assigned to.
             value: the tensor.
             as_tied: the caller sees to it that all names of a tied parameter get one value.
 
@@ -96,20 +96,20 @@ class AssignedValues:
             ValueError: it cannot; names the parameter.
         """
         raise ValueError(
-            f"{owner.name}: expected values to be copied into the parameter (copy_ under "
+            f"{place.name}: expected values to be copied into the parameter (copy_ under "
             "torch.no_grad()), without the extension for assigned values; found an assignment"
         )
 
-    def take(self, owner: Owner, value: Tensor) -> Tensor:
+    def take(self, place: ParamPlace, value: Tensor) -> Tensor:
         """Returns the sharded parameter, with the values of ``value``.
 
         Raises:
             ValueError: see :meth:`check_value`.
         """
-        self.check_value(owner, value)
-        return owner.sharded
+        self.check_value(place, value)
+        return place.sharded
 
-    def remember(self, owner: Owner, value: Tensor) -> None:
+    def remember(self, place: ParamPlace, value: Tensor) -> None:
         """``value`` was taken: an optimizer that holds it would step nothing."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -136,22 +136,22 @@ class ParameterGuard:
         self.paused = False
         self._model = model
         self._units = tuple(units)
-        self._places = owners = owners_of(units)
-        self._names = {id(owner.sharded) for owner in owners}
+        self._places = places = places_of(units)
+        self._names = {id(place.sharded) for place in places}
         # None: no value was assigned yet.
         self._values: AssignedValues | None = None
-        self._owners = {(id(owner.module), owner.attribute): owner for owner in owners}
+        self._by_place = {(id(place.module), place.attribute): place for place in places}
         # Parameters of no unit stay the user's.
         self._left_alone = {
             (id(module), attribute)
             for module in model.modules()
             for attribute, param in module._parameters.items()
-            if param is not None and (id(module), attribute) not in self._owners
+            if param is not None and (id(module), attribute) not in self._by_place
         }
         # Columns of a table that is compared in one pass in C.
-        self._holders = [owner.module._parameters for owner in owners]
-        self._keys = [owner.attribute for owner in owners]
-        self._expected = [owner.sharded for owner in owners]
+        self._holders = [place.module._parameters for place in places]
+        self._keys = [place.attribute for place in places]
+        self._expected = [place.sharded for place in places]
         # Other classes may have all-gather hooks of their own.
         self._slices = [each for each in self._expected if isinstance(each, FlatDTensor)]
         self._hookless = [
@@ -172,9 +172,9 @@ class ParameterGuard:
             self._take_all()
         if any_patched(self._hookless) or any_patched(map(_slice_of, self._slices)):
             hookless = set(map(id, self._hookless))
-            for owner in self._places:
-                if id(owner.sharded) in hookless:
-                    refuse_patched(owner.name, owner.sharded)
+            for place in self._places:
+                if id(place.sharded) in hookless:
+                    refuse_patched(place.name, place.sharded)
 
     def check_all(self) -> None:
         """Before a save: as :meth:`check`, and check that every parameter is of a unit.
@@ -185,7 +185,7 @@ class ParameterGuard:
         if self.paused:
             return
         self.check()
-        full = {id(owner.full) for owner in self._places}
+        full = {id(place.full) for place in self._places}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for attribute, param in module._parameters.items():
                 if param is None or (id(module), attribute) in self._left_alone:
@@ -202,7 +202,7 @@ class ParameterGuard:
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for attribute, param in module._parameters.items():
                 place = (id(module), attribute)
-                if param is None or place in self._owners or place in self._left_alone:
+                if param is None or place in self._by_place or place in self._left_alone:
                     continue
                 raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
 
@@ -221,20 +221,20 @@ class ParameterGuard:
         Raises:
             ValueError: it cannot; names the parameter.
         """
-        self._taken_values().check_value(self._owner_of(sharded), value, as_tied=True)
+        self._taken_values().check_value(self._first_place_of(sharded), value, as_tied=True)
 
     def remember(self, sharded: Tensor, value: Tensor) -> None:
         """See :meth:`AssignedValues.remember`."""
-        self._taken_values().remember(self._owner_of(sharded), value)
+        self._taken_values().remember(self._first_place_of(sharded), value)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`AssignedValues.check_optimizer`."""
         if self._values is not None:
             self._values.check_optimizer(optimizer)
 
-    def _owner_of(self, sharded: Tensor) -> Owner:
+    def _first_place_of(self, sharded: Tensor) -> ParamPlace:
         """Returns the first place of a sharded parameter."""
-        return next(owner for owner in self._places if owner.sharded is sharded)
+        return next(place for place in self._places if place.sharded is sharded)
 
     def _taken_values(self) -> AssignedValues:
         if self._values is None:
@@ -248,8 +248,8 @@ class ParameterGuard:
             ValueError: no value for a parameter that the model had when it was sharded.
             RuntimeError: a forward of the module runs.
         """
-        owner = self._owners.get((id(module), attribute))
-        if owner is None:
+        place = self._by_place.get((id(module), attribute))
+        if place is None:
             if (id(module), attribute) in self._left_alone:
                 return value
             raise _unknown(f"{self._name_of(module)}{attribute}")
@@ -258,14 +258,14 @@ class ParameterGuard:
             list_flat_weights(module)  # its own list has the value already
         if value is present:
             return value
-        if present is owner.full and owner.full is not owner.sharded:
+        if present is place.full and place.full is not place.sharded:
             raise RuntimeError(
-                f"{owner.name}: expected an assignment outside of forward and backward; found one "
+                f"{place.name}: expected an assignment outside of forward and backward; found one "
                 "within"
             )
-        if self.paused and present is not owner.sharded:
+        if self.paused and present is not place.sharded:
             return value  # its values are written back when the context ends
-        return self._taken_values().take(owner, value)
+        return self._taken_values().take(place, value)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
         """``value`` is about to become a child of ``module``.
@@ -296,16 +296,16 @@ class ParameterGuard:
             for unit in self._units:
                 unit.check_not_swapped()
             return  # never sharded parameters: the call computes with those it is given
-        for owner in self._places:
-            present = owner.module._parameters.get(owner.attribute)
-            if present is owner.sharded or present is owner.full:
+        for place in self._places:
+            present = place.module._parameters.get(place.attribute)
+            if present is place.sharded or present is place.full:
                 continue  # full: its weight gradient is pending (delay_wgrad_compute)
             if present is None:
                 raise ValueError(
-                    f"{owner.name}: expected the parameter that the model had when it was sharded; "
+                    f"{place.name}: expected the parameter that the model had when it was sharded; "
                     "found none. Remove parameters before shard()"
                 )
-            owner.module._parameters[owner.attribute] = self._taken_values().take(owner, present)  # type: ignore[assignment]
+            place.module._parameters[place.attribute] = self._taken_values().take(place, present)  # type: ignore[assignment]
 
 
 def _unknown(name: str) -> ValueError:
@@ -345,9 +345,9 @@ def _register_hooks() -> None:
     _torch_module.register_module_module_registration_hook(module_assigned)
 
 
-class Conversions:
-    """A seam: torch's conversions of the modules of one model. Here sharded parameters keep their
-    dtypes and device.
+class AppliedFunctions:
+    """A seam: functions that torch applies to the tensors of one model's modules, as ``.to()`` and
+    ``.half()`` do. Here sharded parameters keep their dtypes and device.
 
     Args:
         engine: the engine of the model.
@@ -356,7 +356,7 @@ class Conversions:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def convert(
+    def apply(
         self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
     ) -> None:
         """Takes the place of ``nn.Module._apply``; a subclass may have other arguments than torch's
@@ -386,13 +386,13 @@ def check_same(
                 found = fn(allocator.empty(0, main.dtype, main.device))
                 if (found.dtype, found.device.type) != (main.dtype, main.device.type):
                     raise ValueError(
-                        f"conversion of {record.name}: expected {main.dtype} on {main.device} to "
-                        f"stay, without the extension for conversions; found {found.dtype} on "
-                        f"{found.device}. Convert the model before shard()"
+                        f"{record.name}: expected {main.dtype} on {main.device} to stay, without "
+                        f"an extension; found {found.dtype} on {found.device}. Change the model "
+                        "before shard()"
                     )
 
 
-class Apply:
+class ModuleApply:
     """``_apply`` of one module of a sharded model. A copied or unpickled module has torch's.
 
     Args:
@@ -407,8 +407,8 @@ class Apply:
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         module = self._module()
         assert module is not None
-        conversions = self._engine.extension(implementation(Conversions))
-        conversions.convert(module, fn, *args, **kwargs)
+        applied = self._engine.extension(implementation(AppliedFunctions))
+        applied.apply(module, fn, *args, **kwargs)
         return module
 
     def __reduce__(self) -> Any:

@@ -15,23 +15,23 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import is_replicated, slice_of_distributed
-from fsdp_engine.runtime.parameter_guard import AssignedValues, Owner
+from fsdp_engine.runtime.parameter_guard import AssignedValues, ParamPlace
 
 
 class TakenValues(AssignedValues):
     """Copies assigned values into the sharded parameters.
 
     Args:
-        owners: every place of every parameter.
+        places: every place of every parameter.
 
     Attributes:
         assigned: parameters of users' own whose values were taken, with their names.
     """
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
-        super().__init__(owners)
-        self._owners = owners
-        self._names = {id(owner.sharded): owner.name for owner in owners}
+    def __init__(self, places: Sequence[ParamPlace]) -> None:
+        super().__init__(places)
+        self._places = places
+        self._names = {id(place.sharded): place.name for place in places}
         self._storages: set[int] | None = None
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,14 +52,14 @@ class TakenValues(AssignedValues):
 
     def _is_of_another(self, value: Tensor, sharded: Tensor) -> bool:
         if self._storages is None:
-            self._storages = {_address(owner.sharded)[0] for owner in self._owners}
+            self._storages = {_address(place.sharded)[0] for place in self._places}
         storage, first = _address(value)
         return storage > 0 < first and storage in self._storages and first != _address(sharded)[1]
 
-    def take(self, owner: Owner, value: Tensor) -> Tensor:
+    def take(self, place: ParamPlace, value: Tensor) -> Tensor:
         """See the class."""
-        self.check_value(owner, value)
-        target = owner.sharded
+        self.check_value(place, value)
+        target = place.sharded
         with torch.no_grad():
             if not isinstance(value, DTensor):
                 target.copy_(value.detach())
@@ -70,23 +70,23 @@ class TakenValues(AssignedValues):
         if target.requires_grad is not value.requires_grad:
             target.requires_grad_(value.requires_grad)
         target.grad = None
-        self.remember(owner, value)
+        self.remember(place, value)
         return target
 
-    def remember(self, owner: Owner, value: Tensor) -> None:
+    def remember(self, place: ParamPlace, value: Tensor) -> None:
         """See the class."""
         if isinstance(value, nn.Parameter):
-            self.assigned.append((owner.name, weakref.ref(value)))
+            self.assigned.append((place.name, weakref.ref(value)))
 
-    def check_value(self, owner: Owner, value: Tensor, *, as_tied: bool = False) -> None:
+    def check_value(self, place: ParamPlace, value: Tensor, *, as_tied: bool = False) -> None:
         """See the class."""
-        sharded = owner.sharded
+        sharded = place.sharded
         tied = self._names.get(id(value))
         problem = ""
         if tied is not None:
             problem = f"{tied}, which would tie them. Tie parameters before shard()"
-        elif owner.others and not as_tied:
-            others = ", ".join(owner.others)
+        elif place.others and not as_tied:
+            others = ", ".join(place.others)
             problem = (
                 f"an assignment to one name of a parameter that is tied ({others})."
                 " Copy values into it, under torch.no_grad(), or untie before shard()"
@@ -112,7 +112,7 @@ class TakenValues(AssignedValues):
             problem = f"{value.dtype}. Cast it, to round on purpose"
         if problem:
             raise ValueError(
-                f"{owner.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
+                f"{place.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
                 f"for a parameter of a sharded model; found {problem}"
             )
 
