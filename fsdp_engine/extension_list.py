@@ -48,7 +48,6 @@ class Extension:
 
 EXTENSIONS = (
     Extension("adapters"),
-    Extension("assigned_values", classes=[("AssignedValues", "assigned_values.TakenValues")]),
     Extension(
         "checks",
         names=("GradientChecks",),
@@ -61,6 +60,7 @@ EXTENSIONS = (
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
     ),
+    Extension("parameter_guard", classes=[("ParameterGuard", "parameter_guard.AssignmentGuard")]),
     Extension(
         "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
     ),

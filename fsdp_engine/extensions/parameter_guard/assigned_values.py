@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,35 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import is_replicated, slice_of_distributed
-from fsdp_engine.runtime.parameter_guard import AssignedValues, ParamPlace
+from fsdp_engine.runtime.unit import Unit
 
 
-class TakenValues(AssignedValues):
+@dataclass(frozen=True)
+class ParamPlace:
+    """One place of one parameter: its name, names tied to it, and its two tensors."""
+
+    name: str
+    others: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    full: Tensor
+    sharded: Tensor
+
+
+def places_of(units: Sequence[Unit]) -> list[ParamPlace]:
+    """Returns every place of every parameter of ``units``."""
+    return [
+        ParamPlace(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
+        for unit in units
+        for buffer in unit.buffers
+        for record, full, sharded in zip(
+            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
+        )
+        for module, attribute in record.owners
+    ]
+
+
+class AssignedValues:
     """Copies assigned values into the sharded parameters.
 
     Args:
@@ -29,13 +55,18 @@ class TakenValues(AssignedValues):
     """
 
     def __init__(self, places: Sequence[ParamPlace]) -> None:
-        super().__init__(places)
+        self.assigned: list[tuple[str, weakref.ref[Tensor]]] = []
         self._places = places
         self._names = {id(place.sharded): place.name for place in places}
         self._storages: set[int] | None = None
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See the class."""
+        """Check that an optimizer steps no tensor that was assigned to a parameter, instead of the
+        parameter.
+
+        Raises:
+            RuntimeError: it does; names the parameter.
+        """
         if not self.assigned:
             return
         self.assigned = [each for each in self.assigned if each[1]() is not None]
@@ -57,7 +88,11 @@ class TakenValues(AssignedValues):
         return storage > 0 < first and storage in self._storages and first != _address(sharded)[1]
 
     def take(self, place: ParamPlace, value: Tensor) -> Tensor:
-        """See the class."""
+        """Returns the sharded parameter, with the values of ``value``.
+
+        Raises:
+            ValueError: see :meth:`check_value`.
+        """
         self.check_value(place, value)
         target = place.sharded
         with torch.no_grad():
@@ -74,12 +109,21 @@ class TakenValues(AssignedValues):
         return target
 
     def remember(self, place: ParamPlace, value: Tensor) -> None:
-        """See the class."""
+        """``value`` was taken: an optimizer that holds it would step nothing."""
         if isinstance(value, nn.Parameter):
             self.assigned.append((place.name, weakref.ref(value)))
 
     def check_value(self, place: ParamPlace, value: Tensor, *, as_tied: bool = False) -> None:
-        """See the class."""
+        """Check that a parameter can take ``value``.
+
+        Args:
+            place: the place that it is assigned to.
+            value: the tensor.
+            as_tied: the caller sees to it that all names of a tied parameter get one value.
+
+        Raises:
+            ValueError: it cannot; names the parameter.
+        """
         sharded = place.sharded
         tied = self._names.get(id(value))
         problem = ""
