@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
 from fsdp_engine.extension_list import find_method, implementation
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
+from fsdp_engine.offload import DEVICE, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -38,15 +39,26 @@ from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_repl
 from fsdp_engine.units.plan import label_of
 
 if TYPE_CHECKING:
-    from fsdp_engine.runtime.activations import ActivationOffload
     from fsdp_engine.runtime.missing_values import MissingValues
-    from fsdp_engine.runtime.reports import Description, Measurement
 
 T = TypeVar("T")
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+class EnginePart(Protocol):
+    """A part of an engine that copies between the device and other places. A seam: extensions add
+    theirs to :attr:`Engine.parts`."""
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """Its own lanes."""
+
+    def drain(self) -> Sequence[Exception]:
+        """End everything submitted, and drop what an exception has interrupted; what failed is
+        returned, not raised."""
 
 
 class Engine:
@@ -66,6 +78,7 @@ class Engine:
         offload: where its state lies between uses.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
         communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
+        parts: objects with lanes of their own: see :class:`EnginePart`.
     """
 
     def __init__(
@@ -77,7 +90,6 @@ class Engine:
         policy: MixedPrecisionPolicy,
         timing: Timing,
         offload: Offload | None = None,
-        activations: ActivationOffload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
@@ -139,8 +151,7 @@ class Engine:
         self._offloading = offloading
         for unit in self.units:
             self.offload_state(unit)
-        self._activations = activations
-        self._measured: Measurement | None = None
+        self.parts: list[EnginePart] = [*self._offloadings]
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -394,38 +405,11 @@ class Engine:
         microbatch.
         """
         finish_pending_steps()
-        ended = [self.lanes.drain(), *(each.drain() for each in self._offloadings)]
+        ended = [self.lanes.drain(), *(part.drain() for part in self.parts)]
         for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)
         self.hooks.reset()
         self.scheduler.reset()
-        if self._activations is not None:
-            self._activations.reset()
-
-    def describe(self) -> Description:
-        """Returns the bytes that each unit holds and sends, those of offloaded state and
-        activations, and the last result of :meth:`measure`; ``print`` shows a table."""
-        from fsdp_engine.runtime.reports import describe_units
-
-        places = (HOST, DISK)
-        elsewhere = {place: held for place in places if (held := self.memory_bytes(place))}
-        return describe_units(
-            self.units, self.strategy, self.mesh, self.budget, self._measured, elsewhere
-        )
-
-    @contextmanager
-    def measure(self) -> Iterator[Measurement]:
-        """Context that measures how long compute waits for gathers, reductions and copies of
-        offloaded state and activations, and the bytes held: see
-        :class:`~.runtime.reports.Measurement`. :meth:`describe` shows the last one."""
-        from fsdp_engine.runtime.reports import Measurement
-
-        self._measured = Measurement(self._memory, self.scheduler)
-        lanes = [*self.lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
-        if self._activations is not None:
-            lanes += self._activations.lanes
-        with self._measured.noting(lanes, self._is_stepped_by) as measured:
-            yield measured
 
     def memory_bytes(self, place: str = DEVICE) -> dict[str, int]:
         """Bytes that the engine holds now on this rank, by role.
@@ -486,9 +470,9 @@ class Engine:
         """
         groups = optimizer.param_groups
         self.reductions.check_step(param for group in groups for param in group["params"])
-        if self.scheduler.ranks_differ and self._is_stepped_by(optimizer):
+        if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # others may gather these weights
-        if self._end_gathers is not None and self._is_stepped_by(optimizer):
+        if self._end_gathers is not None and self.is_stepped_by(optimizer):
             self._end_gathers()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -497,11 +481,12 @@ class Engine:
         for buffer in self.buffers:
             if buffer.grads is not None:  # no optimizer changes frozen weights
                 buffer.weights.mark_stale()
-        gathers_now = not self._timing.gathers_in_forward and self._is_stepped_by(optimizer)
+        gathers_now = not self._timing.gathers_in_forward and self.is_stepped_by(optimizer)
         if gathers_now or self.scheduler.ranks_differ:  # where not all ranks may have a forward
             self.scheduler.gather_before_forward(wait=True, sharded=False)
 
-    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether an optimizer has parameters of this engine."""
         own = self._sharded_ids
         return any(
             id(param) in own for group in optimizer.param_groups for param in group["params"]

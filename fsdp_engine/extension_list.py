@@ -49,6 +49,11 @@ class Extension:
 EXTENSIONS = (
     Extension("adapters"),
     Extension(
+        "activations",
+        names=("ActivationSettings", "Checkpointing", "OffloadActivations", "checkpoint_units"),
+        words=("checkpointing=",),
+    ),
+    Extension(
         "checks",
         names=("GradientChecks",),
         words=("check_for_nan_in_grad", "check_for_large_grads"),
@@ -64,6 +69,7 @@ EXTENSIONS = (
     Extension(
         "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
     ),
+    Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
     Extension("unsharded", methods=("is_unsharded", "unsharded")),
     Extension(
@@ -73,6 +79,7 @@ EXTENSIONS = (
             ("UnitWatch", "written_weights.UnitWrites"),
         ],
     ),
+    Extension("stall_monitor", registers=True),
 )
 
 _FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}

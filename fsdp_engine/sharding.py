@@ -20,6 +20,7 @@ from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.memory import allocator
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -53,11 +54,6 @@ from fsdp_engine.units.plan import (
 
 if TYPE_CHECKING:
     from fsdp_engine.memory.disk_memory import DiskFile
-    from fsdp_engine.runtime.activations import (
-        ActivationOffload,
-        Activations,
-        OffloadActivations,
-    )
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -87,7 +83,7 @@ def shard(
     codec_rules: Iterable[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: Activations = False,
+    checkpointing: object = False,
     offload: Offload | None = None,
     plan: Chooses | None = None,
     extensions: Iterable[EngineExtension] = (),
@@ -181,7 +177,9 @@ def shard(
         levels = Strategy.from_names(inner, outer)
         _check_agreement(options, strategy, outer_strategy)
         rules = tuple(codec_rules)
-        selected = check_extensions([*options.to_extensions(), *extensions])
+        selected = check_extensions(
+            [*options.to_extensions(), *_activations(checkpointing), *extensions]
+        )
     return make_engine(
         model,
         mesh if isinstance(mesh, DeviceMesh) else None,
@@ -195,7 +193,6 @@ def shard(
         codec_rules=rules,
         initial_values=initial_values,
         min_unit_size=min_unit_size,
-        checkpointing=checkpointing,
         offload=offload,
         extensions=selected,
         num_rows=rows,
@@ -233,7 +230,6 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: Activations = False,
     offload: Offload | None = None,
     extensions: Sequence[EngineExtension] = (),
     num_rows: int = 1,
@@ -249,7 +245,7 @@ def make_engine(
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
-            initial_values, min_unit_size, checkpointing, offload, extensions: see :func:`shard`.
+            initial_values, min_unit_size, offload, extensions: see :func:`shard`.
     """
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
@@ -263,7 +259,6 @@ def make_engine(
     plan: Plan | None = None
     holdings: Holdings | None = None
     files: dict[str, DiskFile] = {}
-    activations: OffloadActivations | None = None
     signature: list[str] = []
     setup: EngineSetup | None = None
     error: Exception | None = None
@@ -290,10 +285,6 @@ def make_engine(
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
         kind = kind_of_values(initial_values)
-        if checkpointing is not False:
-            from fsdp_engine.runtime.activations import activations_of
-
-            activations = activations_of(checkpointing)
         rules = [*codec_rules, *(rule for each in extensions for rule in each.codec_rules)]
         settings = PlanSettings(
             policy, config, axis_plans, granule, rules, min_unit_size=min_unit_size
@@ -309,7 +300,6 @@ def make_engine(
         compare = data.size > 1 and kind.compares(initial_values) and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
-        options += f", checkpointing={checkpointing}"
         if offload is not None:  # folders may differ from node to node
             options += f", offload={offload.places}, step_on={offload.step_on}"
         options += "".join(f", {each.signature()}" for each in extensions)
@@ -328,11 +318,6 @@ def make_engine(
     assert setup is not None
     if experts is not None:
         place_experts(model, plan.records, data, experts)
-    if checkpointing is not False:
-        from fsdp_engine.units.checkpointing import checkpoint_units, recomputed_by
-
-        if (recomputed := recomputed_by(checkpointing)) is not None:
-            checkpoint_units(model, units, recomputed)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
@@ -345,17 +330,16 @@ def make_engine(
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
-    moves: ActivationOffload | None = None
-    if activations is not None:
-        from fsdp_engine.runtime.activations import offload_activations
-
-        memory, compute = resources.memory, resources.lanes.compute
-        moves = offload_activations(model, units, memory, compute, activations)
-    engine = Engine(model, made, communicators, resources, policy, timing, offload, moves)
+    engine = Engine(model, made, communicators, resources, policy, timing, offload)
     for extension in extensions:
         extension.start(engine)
     values.started(engine)
     return engine
+
+
+def _activations(checkpointing: object) -> list[EngineExtension]:
+    """Returns the extension that the argument of :func:`shard` selects."""
+    return [] if checkpointing is False else [find_name("ActivationSettings")(checkpointing)]
 
 
 def check_extensions(extensions: Iterable[object]) -> tuple[EngineExtension, ...]:
