@@ -30,14 +30,15 @@ from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.build import (
+    SAME,
     EngineCommunicators,
+    InitialValues,
     Resources,
     agree_on_plan,
     build_unit,
     check_homes,
 )
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
-from fsdp_engine.units.initial_values import Built, Holdings
 from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
 
 
@@ -218,7 +219,7 @@ def make_group(
     config = DistributedDataParallelConfig()
     axis_plans = AxisPlans(axis_plan(mesh, levels))
     plan: Plan | None = None
-    holdings: Holdings | None = None
+    values: InitialValues | None = None
     signature: list[str] = []
     shared = _RESOURCES.setdefault(default_group(), weakref.WeakValueDictionary())
     resources = shared.get(mesh.device)
@@ -234,13 +235,13 @@ def make_group(
         _check_modules(modules)
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
-        holdings = Holdings(plan, None, compare=mesh.size > 1)
+        values = _OwnValues(plan, mesh)
         check_homes(plan, axis_plans, offload, mesh.device)
         signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
     except Exception as caught:
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
-    _, tag = agree_on_plan(plan, holdings, error, signature, mesh, ranks, WHAT, _check_values, tag)
+    tag = agree_on_plan(values, error, signature, mesh, ranks, WHAT, tag)
     assert plan is not None
     assert settings is not None
     if resources is None:
@@ -270,24 +271,51 @@ def make_group(
     return group
 
 
-def _check_values(built: Built) -> None:
-    """Warn where ranks have built other values.
+class _OwnValues(InitialValues):
+    """Each rank keeps its slices of its own values, or all are on the meta device.
 
-    Raises:
-        ValueError: some ranks have values where others are on the meta device.
+    Args:
+        plan: of the unit.
+        mesh: the ranks over which its parameters are sharded.
     """
-    if built.metas_differ:
-        raise ValueError(
-            "module: expected parameters on the meta device on all ranks, or on none; found that "
-            "ranks differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
-            "full_state_dict=True, broadcast_from_rank0=True)) sends the first rank's values"
-        )
-    if found := built.other_value():
-        warnings.warn(
-            f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks alike, "
-            "or give parameters values afterwards",
-            stacklevel=2,
-        )
+
+    def __init__(self, plan: Plan, mesh: DataMesh) -> None:
+        super().__init__(plan, SAME, mesh)
+        self._mesh = mesh
+        self._comparison = find_module("initial_values.comparison")
+        self._holdings: Any = None
+        self.note = plan.on_meta, {}
+        if self._comparison is not None:
+            self._holdings = self._comparison.Holdings(plan, None, compare=mesh.size > 1)
+            self.note = plan.on_meta, self._holdings.digests
+
+    def decide(
+        self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
+    ) -> None:
+        """See the class. Warn where ranks have built other values.
+
+        Raises:
+            ValueError: some ranks have values where others are on the meta device.
+        """
+        differ, found = len({on_meta for on_meta, _ in notes}) > 1, ""
+        if self._comparison is not None:
+            digests = [digests for _, digests in notes]
+            comparison = self._comparison.Comparison(self._holdings, digests, self._mesh)
+            differ |= comparison.metas_differ
+            found = "" if differ else comparison.other_value()
+        if differ:
+            raise ValueError(
+                "module: expected parameters on the meta device on all ranks, or on none; found "
+                "that ranks differ. After to_empty(), set_model_state_dict(..., options="
+                "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)) sends the "
+                "first rank's values"
+            )
+        if found:
+            warnings.warn(
+                f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks "
+                "alike, or give parameters values afterwards",
+                stacklevel=2,
+            )
 
 
 def _label(modules: Sequence[nn.Module]) -> str:
