@@ -28,12 +28,7 @@ from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.model_hooks import ModelHooks
-from fsdp_engine.runtime.parameter_guard import (
-    Apply,
-    ParameterGuard,
-    refuse_copies,
-    refuse_replicas,
-)
+from fsdp_engine.runtime.parameter_guard import ModuleApply, ParameterGuard
 from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -144,14 +139,11 @@ class Engine:
             implementation(ModelWatch)(self),
             self._end_gathers,
         )
-        self.guard = ParameterGuard(model, self.units)
+        self.guard = implementation(ParameterGuard)(self)
         self.hooks = ModelHooks(self.units, self.scheduler, self.guard.check, self)
-        for module in self.hooks.modules:
-            refuse_copies(module)
-        if not all(buffer.is_plain for buffer in self.buffers):
-            refuse_replicas(model)
+        self.guard.start(self.hooks.modules)
         for module in model.modules():
-            vars(module)["_apply"] = Apply(module, self)
+            vars(module)["_apply"] = ModuleApply(module, self)
         for unit in self.units:
             hook_recomputation(self.scheduler, unit)
             hook_gradients(self.scheduler, unit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -20,7 +19,7 @@ from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.extension_list import find_name, implementation
 from fsdp_engine.memory import allocator
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -31,17 +30,15 @@ from fsdp_engine.units.build import (
     SAME,
     EngineCommunicators,
     EngineSetup,
+    InitialValues,
     Resources,
     agree_on_plan,
     build_units,
     check_homes,
-    decide_values,
-    kind_of_values,
     owned_within,
     take_files,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.initial_values import Holdings
 from fsdp_engine.units.plan import (
     AxisPlan,
     AxisPlans,
@@ -257,7 +254,7 @@ def make_engine(
     if expert_mesh is not None:
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
-    holdings: Holdings | None = None
+    values: InitialValues | None = None
     files: dict[str, DiskFile] = {}
     signature: list[str] = []
     setup: EngineSetup | None = None
@@ -284,7 +281,6 @@ def make_engine(
         if offload is not None and not isinstance(offload, Offload):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
-        kind = kind_of_values(initial_values)
         rules = [*codec_rules, *(rule for each in extensions for rule in each.codec_rules)]
         settings = PlanSettings(
             policy, config, axis_plans, granule, rules, min_unit_size=min_unit_size
@@ -297,8 +293,8 @@ def make_engine(
         for each in extensions:
             each.check(setup)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and kind.compares(initial_values) and not broadcast
-        holdings = Holdings(plan, experts, compare=compare)
+        kind = implementation(InitialValues)
+        values = kind(plan, initial_values, data, experts, from_first=broadcast)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         if offload is not None:  # folders may differ from node to node
             options += f", offload={offload.places}, step_on={offload.step_on}"
@@ -309,13 +305,12 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    decide = partial(decide_values, choice=initial_values)
-    values, _ = agree_on_plan(plan, holdings, error, signature, data, ranks, what, decide)
+    agree_on_plan(values, error, signature, data, ranks, what)
     if computes_here:
         share_cores()
-    values.from_first |= broadcast
     assert plan is not None
     assert setup is not None
+    assert values is not None
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
