@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
+from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
 from fsdp_engine.extension_list import find_method
@@ -68,6 +69,17 @@ class EnginePart(Protocol):
 
 class EngineExtension:
     """An object that asks for an extension when an engine is built. All ranks give equal ones."""
+
+    def check(self, mesh: DataMesh) -> None:
+        """Check that the data-parallel ranks can do it.
+
+        Raises:
+            ValueError: they cannot.
+        """
+
+    def memory(self, mesh: DataMesh) -> Memory | None:
+        """Returns the memory of an engine on ``mesh``; None: the plain one will do."""
+        return None
 
     def prepare(
         self, model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None
@@ -128,12 +140,6 @@ class Engine:
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = config.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
-        if (pool := resources.pool) is not None:
-            budgets = (self.budget, self.staging_budget)
-            from fsdp_engine.runtime.rehearsal import predict_concurrent_units
-
-            self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
-            pool.register()
         self._full_main_weights: list[FullMainWeights] = []
         offloading = resources.offloading
         used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]

@@ -48,6 +48,7 @@ EXTENSIONS = (
         names=("ActivationSettings", "Checkpointing", "OffloadActivations", "checkpoint_units"),
         words=("checkpointing=",),
     ),
+    Extension("arenas", names=("Arenas",), words=("fsdp_double_buffer", "nccl_ub")),
     Extension(
         "checks",
         names=("GradientChecks",),

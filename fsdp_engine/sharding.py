@@ -265,16 +265,14 @@ def make_engine(
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
-        if config.nccl_ub:
-            from fsdp_engine.comm.nccl_pool import check_nccl
-
-            check_nccl(data, symmetric=not config.disable_symmetric_registration)
+        extensions = _extensions_of(config, checkpointing)
+        for each in extensions:
+            each.check(data)
         if offload is not None and not isinstance(offload, Offload):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
-        extensions = _extensions_of(config, checkpointing)
         settings = PlanSettings(
             policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
         )
@@ -310,7 +308,9 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    resources = Resources(data, config, offload, files)
+    memories = [each.memory(data) for each in extensions]
+    memory = next((each for each in memories if each is not None), None)
+    resources = Resources(data, config, offload, files, memory)
     built = build_units(plan, communicators, resources, start)
     made = [
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
@@ -334,6 +334,9 @@ def _extensions_of(
         made.append(kind(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads))
     if config.delay_wgrad_compute:
         made.append(find_name("LateGradients")())
+    if config.fsdp_double_buffer:
+        is_symmetric = not config.disable_symmetric_registration
+        made.append(find_name("Arenas")(registered=config.nccl_ub, symmetric=is_symmetric))
     if checkpointing is not False:
         made.append(find_name("ActivationSettings")(checkpointing))
     return made
