@@ -109,12 +109,6 @@ class Engine:
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = config.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
-        if (pool := resources.pool) is not None:
-            budgets = (self.budget, self.staging_budget)
-            from fsdp_engine.runtime.rehearsal import predict_concurrent_units
-
-            self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
-            pool.register()
         offloading = resources.offloading
         used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
         self._offloadings = list(dict.fromkeys(each for each in used if each is not None))

@@ -53,6 +53,7 @@ EXTENSIONS = (
         words=("checkpointing=",),
     ),
     Extension("adapters", words=("peft",)),
+    Extension("arenas", names=("Arenas",), words=("fsdp_double_buffer", "nccl_ub")),
     Extension(
         "checks",
         names=("GradientChecks",),

@@ -274,10 +274,6 @@ def make_engine(
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
-        if config.nccl_ub:
-            from fsdp_engine.comm.nccl_pool import check_nccl
-
-            check_nccl(data, symmetric=not config.disable_symmetric_registration)
         if offload is not None and not isinstance(offload, Offload):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
@@ -317,7 +313,9 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    resources = Resources(data, config, offload, files)
+    memories = [each.memory(setup) for each in extensions]
+    memory = next((each for each in memories if each is not None), None)
+    resources = Resources(data, config, offload, files, memory)
     for extension in extensions:
         extension.prepare(setup, resources)
     built = build_units(plan, communicators, resources, values)

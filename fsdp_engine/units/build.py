@@ -44,7 +44,6 @@ from fsdp_engine.units.installing import install_where_complete, watch_reads
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
 
 if TYPE_CHECKING:
-    from fsdp_engine.comm.nccl_pool import NcclPool
     from fsdp_engine.comm.offloading import Offloading
     from fsdp_engine.memory.disk_memory import DiskFile
 
@@ -120,7 +119,6 @@ class Resources:
         config: the options they are built with.
         lanes: queues of work.
         memory: where it comes from.
-        pool: NCCL's memory, if it comes from there.
         offloading: where shards lie; None: on the device.
         next_tag: the first that no buffer's messages have.
     """
@@ -131,15 +129,11 @@ class Resources:
         config: DistributedDataParallelConfig,
         offload: Offload | None = None,
         files: Mapping[str, DiskFile] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.config = config
         self._files = {} if files is None else files
-        self.pool: NcclPool | None = None
-        if config.nccl_ub:
-            from fsdp_engine.comm.nccl_pool import NcclPool
-
-            self.pool = NcclPool(mesh, symmetric=not config.disable_symmetric_registration)
-        self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
+        self.memory = Memory(mesh.device) if memory is None else memory
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self._offloadings: dict[Offload, Offloading] = {}
         self.offloading: Offloading | None = None
@@ -152,7 +146,7 @@ class Resources:
         if device == self.memory.device:
             return self
         other = copy(self)
-        other.memory, other.pool, other.offloading = Memory(device), None, None
+        other.memory, other.offloading = Memory(device), None
         return other
 
     def with_offload(self, offload: Offload) -> Resources:
