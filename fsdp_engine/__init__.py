@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
 from fsdp_engine.extension_list import find_name, register
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
         load_safetensors,
         save_checkpoint,
     )
-    from fsdp_engine.codecs.float8 import Float8
     from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
     from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
     from fsdp_engine.megatron.process_groups import ModelParallelGroups
@@ -116,16 +114,9 @@ def _check_torchao(optimizer: Any) -> None:
         refuse_blockwise(optimizer)
 
 
-def _rule_of_transformer_engine(config: DistributedDataParallelConfig) -> CodecRule:
-    from fsdp_engine.codecs.transformer_engine import TransformerEngine
-
-    return TransformerEngine(config.keep_fp8_transpose_cache)
-
-
 register()
 register_adapter_layers(_adapter_layers_of_peft)
 add_step_check(_check_torchao)
-add_class_rule("transformer_engine", _rule_of_transformer_engine)
 
 # Names that are imported at their first use, by module. A training run loads only what it uses.
 _LAZY_NAMES = {
@@ -133,7 +124,6 @@ _LAZY_NAMES = {
         *("Checkpointer", "LocalCheckpointer", "export_safetensors", "load_checkpoint"),
         *("load_safetensors", "save_checkpoint"),
     ),
-    "codecs.float8": ("Float8",),
     "megatron.distributed_data_parallel": ("DistributedDataParallel",),
     "megatron.finalize_model_grads": ("finalize_model_grads",),
     "megatron.process_groups": ("ModelParallelGroups",),

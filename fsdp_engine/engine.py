@@ -27,7 +27,7 @@ from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
-from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
+from fsdp_engine.runtime.hooks import hook_gradients
 from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
@@ -131,7 +131,9 @@ class Engine:
             [each for each in self._offloadings if each.moves("gradients")],
         )
         # Gathers read memory of the host, where users may change it.
-        is_read = is_accelerator(mesh.device) and any(each.weights.home for each in self.buffers)
+        is_read = is_accelerator(mesh.device) and any(
+            hasattr(each.weights.main_shard, "home") for each in self.buffers
+        )
         self._end_gathers = self.lanes.drain_gathers if is_read else None
         self.scheduler = Scheduler(
             self.units,
@@ -159,7 +161,7 @@ class Engine:
             self._offload_state,
         ).watch(model)
         for unit in self.units:
-            hook_recomputation(self.scheduler, unit)
+            unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)
             hook_delayed_gradients(self.scheduler, unit)
         self.offload = offload if offload is not None else Offload()

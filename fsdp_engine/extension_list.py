@@ -26,6 +26,7 @@ class Extension:
     Attributes:
         folder: of ``fsdp_engine/extensions/``.
         names: public names of the package that are imported from the folder.
+        codecs: public names of ``fsdp_engine.codecs`` that are imported from the folder.
         methods: attributes of :class:`~.engine.Engine` that are imported from the folder: functions
             whose first argument is the engine, and properties.
         registers: the folder has a function ``register()``, which is called when the package is
@@ -34,6 +35,7 @@ class Extension:
 
     folder: str
     names: Sequence[str] = ()
+    codecs: Sequence[str] = ()
     methods: Sequence[str] = ()
     registers: bool = False
 
@@ -42,13 +44,26 @@ EXTENSIONS = (
     Extension("checks", names=("GradientChecks",)),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
     Extension(
+        "fp8",
+        names=("Float8",),
+        codecs=("DecodingCodec", "Float8", "Float8Codec", "ScaledCodec", "ScaledEncoding"),
+    ),
+    Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
     ),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
+    # Before "tensor_hooks": its tensor classes can have such hooks, too.
+    Extension(
+        "transformer_engine",
+        codecs=("TransformerEngine", "TransformerEngineCodec"),
+        registers=True,
+    ),
+    Extension("tensor_hooks", registers=True),
 )
 
 _FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}
+_FOLDER_OF_CODEC = {name: each.folder for each in EXTENSIONS for name in each.codecs}
 _FOLDER_OF_METHOD = {name: each.folder for each in EXTENSIONS for name in each.methods}
 
 
@@ -60,6 +75,16 @@ def public_names() -> Iterator[str]:
 def find_name(name: str) -> Any:
     """Returns the object of a public name of the package; None: no extension has it."""
     return _find(_FOLDER_OF_NAME, name)
+
+
+def codec_names() -> Iterator[str]:
+    """Returns the names of ``fsdp_engine.codecs`` that extensions have."""
+    return iter(_FOLDER_OF_CODEC)
+
+
+def find_codec(name: str) -> Any:
+    """Returns the object of a name of ``fsdp_engine.codecs``; None: no extension has it."""
+    return _find(_FOLDER_OF_CODEC, name)
 
 
 def method_names() -> Iterator[str]:

@@ -22,7 +22,7 @@ from fsdp_engine.extension_list import find_name
 from fsdp_engine.memory import allocator
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.unit import make_unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.build import (
@@ -324,7 +324,9 @@ def make_engine(
     resources = Resources(data, config, offload, files)
     built = build_units(plan, communicators, resources, start)
     made = [
-        Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
+        make_unit(
+            planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes
+        )
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
     moves: ActivationOffload | None = None

@@ -244,7 +244,6 @@ class GradientTensors:
         self.local: list[Tensor] = []
         self._is_plain = True
         self._counts_alone: tuple[list[int], list[int], list[int]] | None = None
-        self._line: Tensor | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -308,13 +307,6 @@ class GradientTensors:
         """Whether the user holds a published gradient, a slice or a view of one, or a graph that
         saved one. None of them is ``.grad`` of a parameter at this moment."""
         return self._counts_alone is not None and self._counts() != self._counts_alone
-
-    def line(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Returns the first ``numel`` elements of ``accum`` as those of a narrower ``dtype``: the
-        same tensor each time."""
-        if self._line is None:
-            self._line = alias(self.accum.tensor.view(dtype)[:numel])
-        return self._line
 
     def _counts(self) -> tuple[list[int], list[int], list[int]]:
         tensors, slices = map(getrefcount, self.published), map(getrefcount, self.local)
@@ -816,9 +808,13 @@ class Gradients:
             self.step = StepGradients(bytearray(self._num_params), bytearray(self._num_params))
         return self.step
 
-    def accumulation(self) -> GradientTensors:
-        """Returns the step's tensors, with memory: zeros, if it is allocated now."""
-        return self._tensors(zero=True)
+    def accumulation(self, *, zero: bool = True) -> GradientTensors:
+        """Returns the step's tensors, with memory.
+
+        Args:
+            zero: memory that is allocated now is zeroed.
+        """
+        return self._tensors(zero=zero)
 
     def main_grads(self) -> ShardedBuffer:
         """Returns the accumulation buffer, with memory: zeros, if it is allocated now."""
@@ -854,13 +850,6 @@ class Gradients:
     def no_gradient(self, local: Tensor) -> Tensor:
         """Returns zeros of the shape of a slice, in the dtype that the optimizer reads."""
         return allocator.zeros(local.numel(), self._spec.kind.dtypes.optim_grad, local.device)
-
-    def scratch(self, dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory of full gradients as a flat tensor of ``dtype``, which the caller
-        leaves zeroed; None if it is too small."""
-        if self.writes_to_staging or self._spec.kind.dtypes.main_grad.itemsize < dtype.itemsize:
-            return None
-        return self._tensors().line(dtype, self._spec.layout.numel)
 
     def begin(self) -> None:
         """The first gradient of a backward is about to be written."""

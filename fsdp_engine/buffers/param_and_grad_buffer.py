@@ -40,9 +40,8 @@ from fsdp_engine.buffers.redistribute import (
     redistribute,
 )
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec, ParamRecord
-from fsdp_engine.buffers.weights import Weights
+from fsdp_engine.buffers.weights import make_weights
 from fsdp_engine.codecs import ParamCodec
-from fsdp_engine.codecs.tensor_hooks import plain_values
 from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
@@ -153,11 +152,9 @@ class ParamAndGradBuffer:
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
         self._spreads = [record.spread for record in self.records]
-        reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_encodings > 1
-        scratch = self._scratch if reuses else None
         codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
         pending = PendingStep(context.lanes.compute)
-        self.weights = Weights(spec, context, codec, params, pending, scratch)
+        self.weights = make_weights(spec, context, codec, params, pending)
         self.grads = Gradients(spec, context, config, pending) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
         self._load_initial_values(params, self.control_group if broadcast else None)
@@ -180,6 +177,7 @@ class ParamAndGradBuffer:
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
+        self.weights.belong_to(self)
 
     @property
     def offloading(self) -> Offloading | None:
@@ -193,7 +191,8 @@ class ParamAndGradBuffer:
 
         gradients = None if self.grads is None else self.grads.home
         pending = self.weights.pending
-        return OffloadedBuffer(self.sharded_params, self.weights.home, gradients, pending)
+        home = getattr(self.weights.main_shard, "home", None)
+        return OffloadedBuffer(self.sharded_params, home, gradients, pending)
 
     @property
     def label(self) -> str:
@@ -305,7 +304,7 @@ class ParamAndGradBuffer:
             )
         weights, pending = self.weights, self.weights.pending
         pending.finish()
-        self.weights = Weights(self.spec, self._context, codec, self.full_params, pending)
+        self.weights = make_weights(self.spec, self._context, codec, self.full_params, pending)
         if resources is None:
             self.weights.main.tensor.copy_(weights.main.tensor)
         weights.release()
@@ -454,13 +453,20 @@ class ParamAndGradBuffer:
         """Whether some of its parameters are DTensors over others' mesh dimensions."""
         return any(spread is not None for spread in self._spreads)
 
-    def shard_of_gradient(self, index: int, grad: Tensor) -> Tensor:
-        """Returns this rank's shard of the gradient of full parameter ``index``: all of it, unless
-        the parameter is a DTensor. See :meth:`TensorParallelSpec.shard_of_gradient`."""
-        if self.weights.codec.wraps and type(grad) is not Tensor:
-            return plain_values(grad)
-        spread = self._spreads[index]
-        return grad if spread is None else spread.shard_of_gradient(grad, self.records[index].name)
+    def gradient_conversion(self) -> Callable[[int, Tensor], Tensor] | None:
+        """Returns a function that makes the gradient of full parameter ``index`` this rank's plain
+        shard: see :meth:`TensorParallelSpec.shard_of_gradient`. None: all gradients are."""
+        plain = self.weights.codec.gradient()
+        if plain is None and not self.has_dtensors:
+            return None
+
+        def shard_of(index: int, grad: Tensor) -> Tensor:
+            spread = self._spreads[index]
+            if spread is not None:
+                return spread.shard_of_gradient(grad, self.records[index].name)
+            return grad if plain is None else plain(grad)
+
+        return shard_of
 
     @property
     def main_gradients(self) -> Tensor:
@@ -570,7 +576,7 @@ class ParamAndGradBuffer:
     def takes_written(self) -> bool:
         """Whether full parameters are other tensors than the sharded ones, and plain, so that
         modules may write them in forward."""
-        if self.is_plain or self.weights.codec.num_encodings > 1:
+        if self.is_plain or not self.weights.can_be_written:
             return False
         plain = (Tensor, nn.Parameter, DTensor)
         return all(type(param) in plain for param in self.full_params)
@@ -581,12 +587,7 @@ class ParamAndGradBuffer:
         Raises:
             RuntimeError: they are gathered in an encoding that is not a cast; names a parameter.
         """
-        if self.weights.codec.decodes:
-            raise RuntimeError(
-                f"{self.records[indices[0]].name}: expected weights that forward does not write, "
-                "since they are decoded from another encoding for it; found some that were "
-                "written. Write the parameter between steps, or exclude it from codec_rules"
-            )
+        self.weights.check_written(self.records[indices[0]].name)
         for index in indices:
             param, slot = self.full_params[index], self.weights.params[index]
             if self._spreads[index] is None and not mem.begin_together(param, slot):
@@ -602,12 +603,6 @@ class ParamAndGradBuffer:
     def _gathered(self, what: str, own: Tensor, into: Tensor | None = None) -> ShardedBuffer:
         """The whole of what each rank has its optimizer's part of; waits."""
         return gathered(self.spec, self._context, f"{what} of {self.label}", own, into)
-
-    def _scratch(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradients' memory, while there are none in it."""
-        if self.grads is None or not self.published.are_cleared:
-            return None
-        return self.grads.scratch(dtype)
 
     def _load_initial_values(
         self, params: Sequence[nn.Parameter], group: ProcessGroup | None
@@ -630,11 +625,11 @@ class ParamAndGradBuffer:
         for index, source in enumerate(values):
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
-        if self.weights.home is not None:
-            self.weights.home.flush()
+        self.weights.main_shard.changed_on_host()
 
     def _watch_changes(self) -> None:
-        if self.weights.home is not None and is_accelerator(self._context.memory.device):
+        homed = hasattr(self.weights.main_shard, "home")
+        if homed and is_accelerator(self._context.memory.device):
             self.reads.on_change = self._context.lanes.drain_gathers  # which read the home
 
     def _make_published(self, *, changed: bool = False) -> None:

@@ -36,7 +36,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import AssignedValues, Owner
 from fsdp_engine.runtime.conversion import kind_after
 from fsdp_engine.runtime.parameter_guard import watch
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.unit import Unit, make_unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.build import (
@@ -383,7 +383,7 @@ def make_group(
     buffers = build_unit(planned, communicators, where, Start())
     resources.next_tag = where.next_tag
     policy = settings.policy
-    unit = Unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
+    unit = make_unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
     group = ParamGroup(
         tuple(modules), unit, communicators, resources, settings, offload, replaced=replaced
     )

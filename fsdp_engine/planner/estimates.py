@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp_engine.buffers.weights import can_leave_device, check_leaves_device, is_cast_at_home
+from fsdp_engine.buffers.homed_main import can_leave_device, check_leaves_device, is_cast_at_home
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.layout import Layout
@@ -148,11 +148,11 @@ class Footprint:
         if self._main_leaves and codec.is_identity:
             return 0
         total = 0 if codec.is_identity or self._main_leaves else self._main_bytes
-        if codec.decodes and not self._reshards:
-            return total + self.buffer.layout.numel * dtypes.compute.itemsize
+        if not self._reshards:
+            return total + self.buffer.layout.numel * codec.kept_itemsize(dtypes)
         refreshes = self.strategy.depth(Role.OPTIM) > self.strategy.depth(Role.PARAM)
-        if codec.is_identity or codec.encodes_once or refreshes or not self._reshards:
-            total += self.held(Role.PARAM) * codec.wire_dtype.itemsize * codec.num_encodings
+        if codec.is_identity or codec.keeps_wire or refreshes:
+            total += self.held(Role.PARAM) * codec.wire_dtype.itemsize * codec.num_gathers
         return total
 
     @property
@@ -160,9 +160,7 @@ class Footprint:
         """Full parameters of all encodings, and the encoded tensor that they are decoded from."""
         if not self._reshards:
             return 0
-        codec = self.buffer.codec
-        itemsize = codec.wire_dtype.itemsize * codec.num_encodings
-        itemsize += self.buffer.dtypes.compute.itemsize if codec.decodes else 0
+        itemsize = self.buffer.codec.full_itemsize(self.buffer.dtypes)
         return self.buffer.layout.numel * itemsize
 
     @property
@@ -216,9 +214,9 @@ class Footprint:
             elements *= self.strategy.inner.fraction(Role.OPTIM, self.sizes[Axis.INNER])
         codec = self.buffer.codec
         # A gather per step gathers all encodings; a gather per use gathers one encoding.
-        params = traffic.params_per_step * codec.num_encodings if self.buffer.trainable else 0.0
+        params = traffic.params_per_step * codec.num_gathers if self.buffer.trainable else 0.0
         # A unit that is not resharded before backward still gathers the encodings of backward.
-        times = max(num_gathers, codec.num_encodings)
+        times = max(num_gathers, codec.num_gathers)
         params += num_microbatches * traffic.params_per_microbatch * times / 2
         sent = params * codec.wire_dtype.itemsize
         if self.buffer.trainable:

@@ -248,7 +248,9 @@ class _Awaited:
         grads = self._buffer.grads
         assert grads is not None
         assert grads.writer is not None
-        grads.writer.write(self._index, self._buffer.shard_of_gradient(self._index, grad))
+        shard_of = self._buffer.gradient_conversion()
+        shard = grad if shard_of is None else shard_of(self._index, grad)
+        grads.writer.write(self._index, shard)
         self._unit.num_late -= 1
         if not self._unit.num_late:
             self._scheduler.late_gradient_came(self._unit)

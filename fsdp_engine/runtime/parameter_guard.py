@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
-from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
+from fsdp_engine.codecs.param_class import PARAM_CLASSES
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.runtime.assigned_values import AssignedValues
 from fsdp_engine.runtime.call_context import call_context
@@ -68,11 +68,8 @@ class ParameterGuard:
         self._holders = [owner.module._parameters for owner in owners]
         self._keys = [owner.attribute for owner in owners]
         self._expected = [owner.sharded for owner in owners]
-        # Other classes may have all-gather hooks of their own.
         self._slices = [each for each in self._expected if isinstance(each, FlatDTensor)]
-        self._hookless = [
-            each for each in self._expected if type(each) in (nn.Parameter, FlatDTensor)
-        ]
+        self._plain = [each for each in self._expected if type(each) in (nn.Parameter, FlatDTensor)]
         for module in model.modules():
             watch(module, self)
 
@@ -80,17 +77,18 @@ class ParameterGuard:
         """Take values that were put into the modules without torch's hooks.
 
         Raises:
-            ValueError: another object was put there, or all-gather hooks were set on a parameter;
-                names the parameter.
+            ValueError: another object was put there, or a parameter was marked as one of another
+                class (:meth:`.ParamClass.refuse_marked`); names the parameter.
         """
         found = map(dict.get, self._holders, self._keys)
         if not self.paused and not all(map(operator.is_, found, self._expected)):
             self._take_all()
-        if any_patched(self._hookless) or any_patched(map(_slice_of, self._slices)):
-            hookless = set(map(id, self._hookless))
-            for owner in self._values.owners:
-                if id(owner.sharded) in hookless:
-                    refuse_patched(owner.name, owner.sharded)
+        for each in PARAM_CLASSES:
+            if each.any_marked(self._plain) or each.any_marked(map(_slice_of, self._slices)):
+                plain = set(map(id, self._plain))
+                for owner in self._values.owners:
+                    if id(owner.sharded) in plain:
+                        each.refuse_marked(owner.name, owner.sharded)
 
     def check_all(self) -> None:
         """Before a save: as :meth:`check`, and check that every parameter is of a unit.

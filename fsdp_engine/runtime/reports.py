@@ -377,7 +377,7 @@ def describe_units(
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:
     reductions = sum(mesh.axis(axis).size > 1 for axis in Axis)
     gathers = [
-        count_gathers(strategy, mesh, num_uses, b.weights.num_wires, changes=b.grads is not None)
+        count_gathers(strategy, mesh, num_uses, b.weights.num_gathers, changes=b.grads is not None)
         for b in unit.buffers
     ]
     return UnitRow(
@@ -395,7 +395,7 @@ def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitR
 
 
 def count_gathers(
-    strategy: Strategy, mesh: DataMesh, num_uses: int, num_wires: int = 1, *, changes: bool = True
+    strategy: Strategy, mesh: DataMesh, num_uses: int, per_change: int = 1, *, changes: bool = True
 ) -> int:
     """Gathers of one buffer in a step of one microbatch.
 
@@ -403,8 +403,7 @@ def count_gathers(
         num_uses: how often it has to be full anew, where parameters are cut: twice, for forward and
             for backward; once for the last unit, which stays full between them, and for
             embeddings, whose backward needs no weights.
-        num_wires: 2 where forward and backward read different bytes ([Note: Encodings] in
-            ``codecs/base.py``).
+        per_change: gathers that bring all that forward and backward read.
         changes: False for frozen weights, which are not gathered again where only optimizer state
             is cut.
 
@@ -416,9 +415,9 @@ def count_gathers(
         if mesh.axis(axis).size == 1:
             continue
         if strategy.shards(Role.PARAM, axis):
-            total += max(num_uses, num_wires)
+            total += max(num_uses, per_change)
         elif changes and strategy.shards(Role.OPTIM, axis):
-            total += num_wires
+            total += per_change
     return total
 
 

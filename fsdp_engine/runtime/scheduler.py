@@ -37,14 +37,13 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
 from fsdp_engine.runtime.gather_order import GatherOrder, Place
-from fsdp_engine.runtime.record import Record, Use, first_use_order
+from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD, Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
 from fsdp_engine.runtime.written_weights import WrittenWeights
@@ -520,7 +519,7 @@ class Scheduler:
             self._use_once(unit, BOTH)
         else:
             # Where the same bytes serve both phases, its backward gathers no more.
-            self._use(unit, FORWARD if unit.split_buffers else BOTH)
+            self._use(unit, unit.recomputed_phase)
 
     def enter_backward(self, call: Call, inputs: Sequence[Any] = ()) -> None:
         """The gradient of an output of ``call`` has come: its backward begins.

@@ -27,10 +27,10 @@ from torch.distributed import ProcessGroup
 
 from fsdp_engine.accelerator import is_simulated
 from fsdp_engine.buffers.gradients import homed_shards
+from fsdp_engine.buffers.homed_main import bytes_of_main, can_leave_device, check_leaves_device
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
-from fsdp_engine.buffers.weights import bytes_of_main, can_leave_device, check_leaves_device
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects

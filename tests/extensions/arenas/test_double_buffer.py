@@ -19,7 +19,7 @@ from fsdp_engine.memory import allocator as memory_module
 from fsdp_engine.memory.arena import SLACK, aligned
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.codecs.half_codec import HalfCodec
+from tests.extensions.fp8.half_codec import HalfCodec
 from tests.memory.planned_memory import Order, counting_fills, uneven_model
 from tests.models import (
     DIM,

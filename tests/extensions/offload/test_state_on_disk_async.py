@@ -123,7 +123,7 @@ def test_an_error_of_the_disk_is_raised_wherever_it_comes_and_the_next_step_step
 def test_an_error_of_a_copy_ends_the_copies_behind_it_and_is_raised_by_the_next_wait() -> None:
     engine, _, _ = trained(EVERYTHING)
     offloading = engine._offloadings[0]
-    kept = engine.buffers[0].weights.home
+    kept = engine.buffers[0].weights.main_shard.home
     memory = torch.zeros(len(kept.bytes), dtype=torch.uint8, device=on.DEVICE)
     with failing("pwritev", 0, EIO):
         offloading.state_out.submit("return it", lambda: kept.take(memory))
