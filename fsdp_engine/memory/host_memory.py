@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.accelerator import current_accelerator, is_accelerator, is_simulated
+from fsdp_engine import backend
+from fsdp_engine.accelerator import current_accelerator, is_accelerator
 from fsdp_engine.memory import allocator, cuda
 
 # Sizes in a pool are multiples of an eighth of the power of two below them.
@@ -28,7 +29,7 @@ class HostBlock:
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        pinned = pinned and not is_simulated()
+        pinned = pinned and backend.current().has_values
         device = current_accelerator()
         is_torchs = pinned and device is not None and device.type != "cuda"
         self.bytes = allocator.empty(num_bytes, torch.uint8, "cpu", pinned=is_torchs)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_engine.offload import HOST, ROLES, Offload
+from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.runtime.activations import OFFLOAD, Activations
-from fsdp_engine.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 from fsdp_engine.units.checkpointing import SELECTIVE, recomputed_by
 

@@ -46,7 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_engine.accelerator import is_accelerator, simulates_device
+from fsdp_engine import backend
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket, make_activation_lanes
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.host_memory import HostBlock, HostPool
@@ -66,7 +66,7 @@ from fsdp_engine.units.checkpointing import (
 OFFLOAD = "offload"
 # The role of the host's memory in ledgers.
 _ROLE = "activations"
-# Tensors that are moved: not those of other classes. Those of simulations are fake.
+# Tensors that are moved: not those of other classes. They may be fake.
 _PLAIN = (Tensor, FakeTensor)
 # Copied ranges begin at multiples of so many bytes, as memory of allocators does: tensors stay as
 # aligned as they were, by which kernels are chosen.
@@ -589,7 +589,7 @@ def offload_activations(
     Returns:
         What moves them; None on a CPU, where nothing is moved.
     """
-    if not (is_accelerator(memory.device) or simulates_device()):
+    if not backend.current().runs_ahead(memory.device):
         return None
     offload = ActivationOffload(memory, compute, options)
     offload.install(find_blocks(model, units))

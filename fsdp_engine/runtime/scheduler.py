@@ -43,10 +43,10 @@ from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
 from fsdp_engine.runtime.gather_order import GatherOrder, Place
+from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD, Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
-from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.units.assignment import Expected
 
 # Whether the running backward reaches a node.
@@ -59,12 +59,9 @@ _UNKNOWN = -1
 class Backward:
     """The calls that a backward has entered and left, and the units that it may leave unsharded.
 
-    Args:
-        weights_only: it computes gradients of weights alone, in several runs of autograd.
-
     Attributes:
-        weights_only: see above.
-        for_weights: units that such a backward reads.
+        is_recorded: it is one run of autograd, whose end ends it, and part of the recorded order.
+            False, in a subclass: the code that begins it ends it.
         creates_graph: it runs its functions with gradients enabled (``create_graph``).
         touched: units that may be unsharded when it ends, by number.
         open_units: numbers of units that it computes with, passed over in the recorded order.
@@ -79,15 +76,13 @@ class Backward:
         last_nested_run: the last run that has brought such gradients.
     """
 
-    def __init__(
-        self, *, weights_only: bool = False, outer: tuple[Backward, Record] | None = None
-    ) -> None:
-        self.weights_only = weights_only
+    is_recorded = True
+
+    def __init__(self, outer: tuple[Backward, Record] | None = None) -> None:
         self.outer = outer
         self.run = current_run()
         self.in_slices: dict[int, Unit] = {}
         self.last_nested_run = -1
-        self.for_weights: list[Unit] = []
         self.creates_graph = False
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
@@ -97,6 +92,11 @@ class Backward:
         # which a call was left.
         self._awaited: dict[Call, int] = {}
         self._left: dict[Call, int] = {}
+
+    def observes(self, call: Call) -> bool:
+        """Whether the backward of ``call``, which begins, is one that its hooks observe. False, in
+        a subclass: it has done what the call needs."""
+        return True
 
     def has_entered(self, call: Call) -> bool:
         """Whether the backward of ``call`` has begun. In another run of autograd, as a hook starts
@@ -166,8 +166,6 @@ class Backward:
         """It is over, also for calls whose end was not observed."""
         for call in list(self._awaited):
             self.leave(call)
-        for unit in self.for_weights:
-            unit.leave()
 
 
 def check_is_whole(units: Sequence[Unit]) -> None:
@@ -234,13 +232,13 @@ class Scheduler:
         reductions: called when the gradients of a unit are complete.
         timing: when changed weights are gathered.
         expected: the order in which units are expected to be used first.
-        written: compares weights that modules write in forward.
+        watch: sees forwards and backwards.
         end_gathers: called after a forward without autograd, behind which weights may be changed;
             None: nothing has to be done.
 
     Attributes:
         gather_order: who decides which unit is gathered next.
-        microbatch: to which forwards and backwards belong: see ``microbatches.py``.
+        microbatch: to which forwards and backwards belong: of a pipeline, say.
         inputs_only: backwards compute no gradients of parameters.
     """
 
@@ -252,12 +250,12 @@ class Scheduler:
         reductions: Reductions,
         timing: Timing,
         expected: Expected,
-        written: WrittenWeights,
+        watch: ModelWatch,
         end_gathers: Callable[[], object] | None = None,
     ) -> None:
         self.units = tuple(units)
         self._end_gathers = end_gathers
-        self._written = written
+        self._watch = watch
         self.reductions = reductions
         self.microbatch: Hashable | None = None
         self.inputs_only = False
@@ -419,7 +417,7 @@ class Scheduler:
             if unit.is_gathering and not unit.is_current:
                 unit.wait()  # gathered before the forward, and changed since: to be gathered again
         self._record.begin_forward()
-        self._written.begin_forward()
+        self._watch.begin_forward()
         self.gather_order.begin_forward()
         self.outer_run = None if outer is None else outer[0].run
         forward = self._forward = Forward(outer)
@@ -444,11 +442,11 @@ class Scheduler:
             if not self.ranks_differ:
                 order = self._record.units_in_forward
                 self.reductions.order_seen(first_use_order(order, len(self.units)))
-        self._written.end_forward()
+        self._watch.end_forward()
         if forward.outer is not None:
             self._backward, self._record = forward.outer
         if not self._has_nested:
-            self._written.check(ranks_differ=self.ranks_differ)
+            self._watch.check(ranks_differ=self.ranks_differ)
 
     def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
         """Issue the gathers that the next forward would begin with: those of units that are never
@@ -459,7 +457,7 @@ class Scheduler:
         for use in self._record.first if sharded else ():
             unit = self.units[use.unit]
             if unit.reshards and unit.needs_gather(FORWARD):
-                self._prefetch(unit, FORWARD)
+                self.prefetch(unit, FORWARD)
         if wait:
             for unit in self.units:
                 unit.wait()
@@ -469,7 +467,7 @@ class Scheduler:
         if self.ranks_differ and not unit.reshards:
             self.gather_before_forward(wait=False, sharded=False)  # as the others' next forward
         else:
-            self._provide(unit, FORWARD)
+            self.provide(unit, FORWARD)
 
     @property
     def ranks_differ(self) -> bool:
@@ -539,10 +537,8 @@ class Scheduler:
         if backward is None:
             backward = self.begin_backward()
         elif backward.run == call.outer_run:
-            backward = self._begin_backward((backward, self._record))
-        if backward.weights_only:
-            if call.reads_weights:
-                self.use_for_weights(call.unit)
+            backward = self.run_backward(Backward((backward, self._record)))
+        if not backward.observes(call):
             return
         if backward.in_slices:
             self._complete_slices(backward, call.unit)
@@ -639,21 +635,12 @@ class Scheduler:
         if self._backward is None:
             self.reductions.run_hooks()
 
-    def begin_backward(self, *, weights_only: bool = False) -> Backward:
-        """Returns the running backward; the first event of a backward makes it.
+    def begin_backward(self) -> Backward:
+        """Returns the running backward; the first event of a backward makes it."""
+        return self._backward or self.run_backward(Backward())
 
-        Args:
-            weights_only: it computes gradients of weights alone, in several runs of autograd: the
-                caller ends it.
-        """
-        if self._backward is not None:
-            return self._backward
-        return self._begin_backward(weights_only=weights_only)
-
-    def _begin_backward(
-        self, outer: tuple[Backward, Record] | None = None, *, weights_only: bool = False
-    ) -> Backward:
-        """Returns a new backward, which runs from now on. ``outer``: see :class:`Backward`."""
+    def run_backward(self, backward: Backward) -> Backward:
+        """``backward`` begins; returns it."""
         if self._in_stage_of_torch:
             check_is_whole(self.units)
         self.reductions.begin_backward(inputs_only=self.inputs_only)
@@ -661,43 +648,16 @@ class Scheduler:
             # Parameters may have been frozen and thawed since forward, as adapters are around the
             # forward of a reference model.
             unit.follow_requires_grad_in_backward()
-        if outer is not None:
+        if backward.outer is not None:
             assert self._nested_record is not None
             self._record = self._nested_record
-        backward = self._backward = Backward(weights_only=weights_only, outer=outer)
+        self._backward = backward
         self.gather_order.begin_backward()
-        if not weights_only:
+        if backward.is_recorded:
             self._record.begin_backward()
             # Ends calls that autograd leaves open: parameters or inputs without a gradient.
             _when_autograd_ends(self.end_backward)
         return backward
-
-    def use_for_weights(self, unit: Unit, following: Unit | None = None) -> None:
-        """In a backward of weights alone, ``unit`` is read from here on, and ``following`` next."""
-        backward = self._backward
-        assert backward is not None
-        if unit in backward.for_weights or not unit.buffers:
-            return
-        backward.for_weights.append(unit)
-        backward.touched[unit.index] = unit
-        self._provide(unit, BACKWARD)
-        self._reserved.pop(unit.index, None)
-        may_prefetch = self.prefetches and not self.ranks_differ
-        if following is not None and following.needs_gather(BACKWARD) and may_prefetch:
-            self._prefetch(following, BACKWARD)
-        self._install(unit)
-        unit.enter()
-
-    def weights_came(self, unit: Unit) -> None:
-        """All gradients of ``unit`` that a backward of weights alone computes have come."""
-        backward = self._backward
-        assert backward is not None
-        if unit in backward.for_weights:
-            backward.for_weights.remove(unit)
-            unit.leave()
-            if unit.uses == 0 and unit.index not in self._reserved:
-                unit.release()
-        self.reductions.unit_is_ready(unit)
 
     def end_backward(self) -> None:
         """Autograd has finished this backward."""
@@ -705,7 +665,7 @@ class Scheduler:
         assert backward is not None
         self._complete_slices(backward, None)
         self.reductions.end_backward()
-        if not backward.weights_only:
+        if backward.is_recorded:
             self._record.end_backward()
         self._free_reserved()
         backward.end()
@@ -732,7 +692,7 @@ class Scheduler:
     def _finish_backward(self) -> None:
         """No backward runs any more, and its reductions are submitted."""
         self._memory.end_backward(step_is_over=self.reductions.are_final)
-        self._written.check(ranks_differ=self.ranks_differ)
+        self._watch.check(ranks_differ=self.ranks_differ)
         self.reductions.run_hooks()
 
     def _forget_uncounted(self, backward: Backward) -> None:
@@ -771,28 +731,28 @@ class Scheduler:
         compute_now: Ticket | None = None  # the model runs nothing between these gathers
         if window and unit.reshards and unit.needs_refresh and not unit.is_current:
             compute_now = unit.record_compute()
-        self._provide(unit, step.phase, compute_now)
+        self.provide(unit, step.phase, compute_now)
         self._reserved.pop(unit.index, None)
         for use in self.gather_order.window(window):
             ahead = self.units[use.unit]
             if ahead.needs_gather(use.phase) and not ahead.uses:
-                self._prefetch(ahead, use.phase, compute_now)
-        self._install(unit)
+                self.prefetch(ahead, use.phase, compute_now)
+        self.install(unit)
 
     def _use_once(self, unit: Unit, phase: int) -> None:
         """A use of ``unit`` begins that is not part of the recorded order."""
-        self._provide(unit, phase)
-        self._install(unit)
+        self.provide(unit, phase)
+        self.install(unit)
 
     @staticmethod
-    def _install(unit: Unit) -> None:
+    def install(unit: Unit) -> None:
         """The model reads full parameters from here on."""
         unit.wait()
         unit.note_access()
         # In backward, too: checkpoints within the unit run parts of its forward again.
         unit.install()
 
-    def _provide(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+    def provide(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
         """Issue the gather of ``unit``, unless it is unsharded and current. ``compute_now``: see
         :meth:`Unit.gather`."""
         forward = self._forward
@@ -815,9 +775,19 @@ class Scheduler:
             if unit is last:
                 return
 
-    def _prefetch(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+    def prefetch(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+        """Issue the gather of ``unit`` for an expected use of ``phase``. ``compute_now``: see
+        :meth:`.Unit.gather`."""
         unit.gather(phase, compute_now)
         self._reserved[unit.index] = phase
+
+    def is_reserved(self, unit: Unit) -> bool:
+        """Whether ``unit`` is unsharded for a use that is expected."""
+        return unit.index in self._reserved
+
+    def use_reserved(self, unit: Unit) -> None:
+        """The use of ``unit`` that was expected, if any was, is the one that begins."""
+        self._reserved.pop(unit.index, None)
 
     def _free_reserved(self, keep: Collection[int] = (), phase: int = BOTH) -> None:
         """Free units that are unsharded for a use of ``phase`` that is no longer expected.
@@ -856,7 +826,7 @@ class Scheduler:
         self._reserved.clear()
         self._uncounted.clear()
         self.gather_order.reset()
-        self._written.reset()
+        self._watch.reset()
         self.reductions.reset()
         for unit in self.units:
             unit.reset()

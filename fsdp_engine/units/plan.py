@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +50,6 @@ from fsdp_engine.units.assignment import (
     split_by_size,
 )
 from fsdp_engine.units.dtensors import set_spreads
-from fsdp_engine.units.materialize import check_meta
 
 Granule = Callable[[str, nn.Parameter], int]
 
@@ -156,13 +156,11 @@ class Plan:
         units: units to be, the root first.
         records: its parameters.
         on_meta: some parameter or buffer is on the meta device.
-        lacks: what cannot give itself values there; "" if all can.
     """
 
     units: list[PlannedUnit]
     records: list[ParamRecord]
     on_meta: bool
-    lacks: str = ""
 
     @property
     def root(self) -> nn.Module:
@@ -207,12 +205,12 @@ def make_plan(
         check_record(record, settings)
     check_memory(model, records)
     _check_no_optimizer(records)
-    on_meta, lacks = check_meta(model)
+    on_meta = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
     planned = plan_units(model, records, units, settings)
     for each in PARAM_CLASSES:
         codecs = (buffer.make_codec() for unit in planned for buffer in unit.buffers)
         each.check_config(settings.config, settings.axis_plans.data.strategy, codecs)
-    return Plan(planned, records, on_meta, lacks)
+    return Plan(planned, records, on_meta)
 
 
 def plan_units(

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from fsdp_engine.planner.simulation import operations
 from fsdp_engine.runtime.activations import ActivationOffload
-from fsdp_engine.simulation import operations
 from fsdp_engine.terminal import format_bytes
 from tests.async_device import device as on
 from tests.async_device import ranks as device

@@ -140,6 +140,15 @@ def test_check_for_nan_in_grad_reads_finite_gradients_once_however_large() -> No
         assert torch.equal(full, large)
 
 
+@on_ranks(world_size=1)
+def test_parameters_without_elements_are_finite() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
+    engine = fe.shard(model, config=config_of("no_shard", check_for_nan_in_grad=True))
+    (model(torch.ones(1, 2)).sum() + model.nothing.sum()).backward()
+    engine.reset()
+
+
 @on_ranks(world_size=2)
 def test_check_for_nan_in_grad_sends_one_message_of_a_byte_for_each_parameter() -> None:
     for level, overlap in itertools.product(LEVEL_NAMES, (False, True)):

@@ -106,7 +106,7 @@ def test_after_an_error_among_the_gradients_of_weights_a_reset_leads_back() -> N
         raise RuntimeError("planted")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.pipelining._compute", fail)
+        patch.setattr("fsdp_engine.extensions.pipelines.pipeline_stage._compute", fail)
         assert "planted" in step(pipeline)
     assert "call engine.reset() before the next forward" in step(pipeline)
     for engine in pipeline.engines:

@@ -1,0 +1,336 @@
+"""Several microbatches in progress at a time, as in a pipeline.
+
+    GPipe          F0 F1 F2 B0 B1 B2
+    1F1B           F0 F1 B0 F2 B1 B2
+    zero bubble    F0 F1 I0 F2 I1 W0 I2 W1 W2        I: gradients of inputs, W: of weights
+
+[Note: Several microbatches]
+The code that runs such a schedule names the microbatch of each forward and backward, and the last
+backward of the step. Without the former a unit's gradients would count as complete only when the
+backward is over, since the backwards of other microbatches are pending: all gradients of a stage
+would be staged at a time where gradients are sharded. Without the latter every
+backward would reduce all axes.
+
+Both parts of a split backward are calls of ``autograd.grad``, which accumulates nothing. Therefore
+
+- in the first part, of inputs, units are gathered and freed as in any backward, and nothing is
+  reduced;
+- the second part processes the units in the order of their reductions. Each one is full while its
+  gradients are computed (functions of a weight, such as a cast or a parametrization, may read it;
+  so may those of other units, if a weight is used in both). The gradients are written into the
+  staging buffer as if autograd had accumulated them, and the unit is reduced.
+
+If parameters are sharded, a unit is gathered three times for such a microbatch instead of twice.
+
+[Note: Late weight gradients]
+A module may compute the gradient of its input in backward, and those of its weights later, in
+``backward_dw()`` (Transformer Engine's modules with ``delay_wgrad_compute=True``). Such a module
+
+- marks the parameters: ``skip_backward_post_hook = True``;
+- takes callbacks by ``register_wgrad_accumulation_and_reduce_hooks(callback)`` and calls them,
+  without arguments, once ``.grad`` of its parameters is there.
+
+Until then the unit's reduction and later reductions of the canonical order wait, and the full
+parameters stay in their modules (without memory if they are sharded), because the gradient is
+stored in their ``.grad``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.engine import Engine
+from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.runtime.inputs import iter_tensors
+from fsdp_engine.runtime.record import BACKWARD
+from fsdp_engine.runtime.scheduler import Backward, Scheduler
+from fsdp_engine.runtime.unit import Call, Unit
+
+
+class WeightGradients(NamedTuple):
+    """Gradients that are computed together.
+
+    Attributes:
+        params: of these full parameters.
+        compute: adds them to ``.grad`` of ``params``.
+    """
+
+    params: Sequence[nn.Parameter]
+    compute: Callable[[], object]
+
+
+class BackwardOfWeights(Backward):
+    """A backward that computes gradients of weights alone, in several runs of autograd.
+
+    Args:
+        scheduler: of the engine.
+    """
+
+    is_recorded = False
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._read: list[Unit] = []
+
+    def observes(self, call: Call) -> bool:
+        """See the base class."""
+        if call.reads_weights:
+            self.use(call.unit)
+        return False
+
+    def use(self, unit: Unit, following: Unit | None = None) -> None:
+        """``unit`` is read from here on, and ``following`` next."""
+        scheduler = self._scheduler
+        if unit in self._read or not unit.buffers:
+            return
+        self._read.append(unit)
+        self.touched[unit.index] = unit
+        scheduler.provide(unit, BACKWARD)
+        scheduler.use_reserved(unit)
+        may_prefetch = scheduler.prefetches and not scheduler.ranks_differ
+        if following is not None and following.needs_gather(BACKWARD) and may_prefetch:
+            scheduler.prefetch(following, BACKWARD)
+        scheduler.install(unit)
+        unit.enter()
+
+    def gradients_came(self, unit: Unit) -> None:
+        """All gradients of ``unit`` have come."""
+        if unit in self._read:
+            self._read.remove(unit)
+            unit.leave()
+            if unit.uses == 0 and not self._scheduler.is_reserved(unit):
+                unit.release()
+        self._scheduler.reductions.unit_is_ready(unit)
+
+    def end(self) -> None:
+        """See the base class."""
+        super().end()
+        for unit in self._read:
+            unit.leave()
+
+
+class Microbatches:
+    """See the module docstring.
+
+    Args:
+        engine: of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._scheduler = scheduler = engine.scheduler
+        self._places: dict[int, tuple[Unit, int, int]] = {
+            id(param): (unit, number, index)
+            for unit in scheduler.units
+            for number, buffer in enumerate(unit.trainable)
+            for index, param in enumerate(buffer.full_params)
+        }
+
+    @property
+    def full_params(self) -> list[nn.Parameter]:
+        """The leaves that graphs of forwards lead to; those that are frozen now left out."""
+        return [
+            param
+            for unit in self._scheduler.units
+            for buffer in unit.trainable
+            for param in buffer.full_params
+            if param.requires_grad
+        ]
+
+    @contextmanager
+    def forward(self, microbatch: Hashable) -> Iterator[None]:
+        """Within it, a forward of ``microbatch``."""
+        with self._within(microbatch, last=True, inputs_only=False):
+            yield
+
+    @contextmanager
+    def backward(self, microbatch: Hashable, *, last: bool) -> Iterator[None]:
+        """Within it, the backward of ``microbatch``.
+
+        Args:
+            microbatch: as its forward had it.
+            last: of the step, unless an outer ``no_sync()`` denies it.
+        """
+        with self._within(microbatch, last=last, inputs_only=False):
+            yield
+
+    @contextmanager
+    def backward_of_inputs(self, microbatch: Hashable) -> Iterator[None]:
+        """Within it, a backward of ``microbatch`` that brings no gradients of parameters."""
+        with self._within(microbatch, last=False, inputs_only=True):
+            yield
+
+    def backward_of_weights(
+        self, microbatch: Hashable, gradients: Sequence[WeightGradients], *, last: bool
+    ) -> None:
+        """The rest of the backward of ``microbatch``, whose inputs' gradients have come.
+
+        Args:
+            microbatch: as its forward had it.
+            gradients: what it brings.
+            last: see :meth:`backward`.
+
+        Raises:
+            RuntimeError: a backward runs.
+        """
+        scheduler = self._scheduler
+        if not scheduler.is_at_rest:
+            raise RuntimeError(
+                "backward of weights: expected no forward or backward in progress; found one "
+                "(after an exception, call engine.reset())"
+            )
+        order = [scheduler.units[index] for index in reversed(scheduler.reductions.canonical_order)]
+        turns = {unit.index: turn for turn, unit in enumerate(order)}
+        todo: dict[int, list[WeightGradients]] = {}
+        # torch has them in an order that differs between steps, and so would the peak of memory.
+        for each in sorted(gradients, key=self._last_place, reverse=True):
+            units = [self._places[id(param)][0] for param in each.params]
+            first = min(units, key=lambda unit: turns[unit.index])
+            todo.setdefault(first.index, []).append(each)
+        with self._within(microbatch, last=last, inputs_only=False):
+            backward = BackwardOfWeights(scheduler)
+            scheduler.run_backward(backward)
+            read = [unit for unit in order if unit.index in todo]
+            after = dict(itertools.pairwise(read))
+            for unit in order:
+                for each in todo.get(unit.index, ()):
+                    backward.use(unit, after.get(unit))
+                    self._compute(backward, each, turns)
+                backward.gradients_came(unit)
+            scheduler.end_backward()
+
+    def _last_place(self, gradients: WeightGradients) -> tuple[int, int]:
+        """The number of the buffer and the index of the last parameter."""
+        return max(self._places[id(param)][1:] for param in gradients.params)
+
+    def _compute(
+        self, backward: BackwardOfWeights, gradients: WeightGradients, turns: Mapping[int, int]
+    ) -> None:
+        places = sorted(
+            (self._places[id(param)] for param in gradients.params), key=lambda place: place[1:]
+        )
+        # Those of other units, too; in one order on all ranks.
+        for unit in sorted({place[0] for place in places}, key=lambda unit: turns[unit.index]):
+            backward.use(unit)
+        gradients.compute()
+        with torch.no_grad():
+            for unit, number, index in places:
+                unit.trainable[number].gradient_arrived(index)
+
+    @contextmanager
+    def _within(self, microbatch: Hashable, *, last: bool, inputs_only: bool) -> Iterator[None]:
+        scheduler, reductions = self._scheduler, self._scheduler.reductions
+        before = scheduler.microbatch, scheduler.inputs_only, reductions.sync
+        scheduler.microbatch, scheduler.inputs_only = microbatch, inputs_only
+        reductions.sync = reductions.sync and last
+        try:
+            yield
+        finally:
+            scheduler.microbatch, scheduler.inputs_only, reductions.sync = before
+
+
+_REGISTER = "register_wgrad_accumulation_and_reduce_hooks"
+
+
+@dataclass(frozen=True)
+class LateGradients(EngineExtension):
+    """Modules may compute weight gradients after backward; see [Note: Late weight gradients]."""
+
+    def start(self, engine: Engine) -> None:
+        """Await the late gradients of ``engine``.
+
+        Raises:
+            ValueError: see :func:`hook_delayed_gradients`.
+        """
+        for unit in engine.units:
+            hook_delayed_gradients(engine.scheduler, unit)
+
+
+def hook_delayed_gradients(scheduler: Scheduler, unit: Unit) -> None:
+    """Await the weight gradients that modules of ``unit`` put off.
+
+    Raises:
+        ValueError: a parameter is marked, but none of its modules takes callbacks.
+    """
+    for buffer in unit.trainable:
+        for index, param in enumerate(buffer.full_params):
+            if not getattr(param, "skip_backward_post_hook", False):
+                continue
+            record = buffer.records[index]
+            modules = [module for module, _ in record.owners if hasattr(module, _REGISTER)]
+            if not modules:
+                raise ValueError(
+                    f"{record.name}: expected a module with {_REGISTER}, since the parameter is "
+                    f"marked skip_backward_post_hook; found {type(record.owners[0][0]).__name__}"
+                )
+            awaited = _Awaited(scheduler, unit, buffer, index)
+            for module in modules:
+                module.register_forward_hook(awaited.listen)
+                getattr(module, _REGISTER)(awaited.arrived)
+
+
+class _Awaited:
+    """One parameter whose gradient arrives late.
+
+    Attributes:
+        is_due: autograd has passed its module since the last gradient arrived.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer, index: int
+    ) -> None:
+        self._scheduler = scheduler
+        self._unit = unit
+        self._buffer = buffer
+        self._index = index
+        self.is_due = False
+
+    def listen(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The module was called: see when its backward begins."""
+        for tensor in iter_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._due)
+                return
+
+    def _due(self, grad: Tensor) -> None:
+        if not self.is_due:
+            self.is_due = True
+            self._unit.num_late += 1
+            self._scheduler.begin_gradient(self._unit)
+
+    def arrived(self) -> None:
+        """The module has computed the gradient."""
+        param = self._buffer.full_params[self._index]
+        grad, param.grad = param.grad, None
+        if not self.is_due or grad is None:
+            raise RuntimeError(
+                f"backward_dw: expected a gradient of {self._buffer.records[self._index].name} "
+                f"that backward has put off; found {'one' if self.is_due else 'none put off'} "
+                f"and .grad {'None' if grad is None else 'set'}"
+            )
+        self.is_due = False
+        grads = self._buffer.grads
+        assert grads is not None
+        assert grads.writer is not None
+        shard_of = self._buffer.gradient_conversion()
+        shard = grad if shard_of is None else shard_of(self._index, grad)
+        grads.writer.write(self._index, shard)
+        self._unit.num_late -= 1
+        if not self._unit.num_late:
+            self._scheduler.late_gradient_came(self._unit)
+
+
+def _microbatches(engine: Engine) -> Microbatches:
+    """For schedules that interleave several microbatches, as pipelines do."""
+    return engine.extension(Microbatches)
+
+
+microbatches = property(_microbatches)
