@@ -9,7 +9,6 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
 from fsdp_engine.extension_list import find_name, register
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.offload import Offload
 from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method

@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
 from fsdp_engine.extension_list import find_method, implementation
-from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
+from fsdp_engine.memory.allocator import DEVICE, DISK, HOST, PLACES, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -54,6 +53,21 @@ T = TypeVar("T")
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
+class EnginePart(Protocol):
+    """A part of an engine that copies between the device and other places. A seam: extensions add
+    theirs to :attr:`Engine.parts`."""
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """Its own lanes."""
+        ...
+
+    def drain(self) -> Sequence[Exception]:
+        """End everything submitted, and drop what an exception has interrupted; what failed is
+        returned, not raised."""
+        ...
+
+
 class Engine:
     """The engine of a sharded model. Made by :func:`~fsdp_engine.sharding.shard`.
 
@@ -68,8 +82,8 @@ class Engine:
         units: its units, the root first.
         budget: elements to prefetch.
         staging_budget: staging buffers of gradients that can be in flight.
-        offload: where its state lies between uses.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
+        parts: objects with lanes of their own: see :class:`EnginePart`.
         communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
     """
 
@@ -81,7 +95,6 @@ class Engine:
         resources: Resources,
         policy: MixedPrecisionPolicy,
         timing: Timing,
-        offload: Offload | None = None,
         activations: ActivationOffload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
@@ -108,22 +121,13 @@ class Engine:
 
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
-        offloading = resources.offloading
-        used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
-        self._offloadings = list(dict.fromkeys(each for each in used if each is not None))
         self.reductions = Reductions(
             self.units,
             self.lanes,
             self.ranks,
             self.staging_budget,
             timing,
-            [each for each in self._offloadings if each.moves("gradients")],
         )
-        # Gathers read memory of the host, where users may change it.
-        is_read = is_accelerator(mesh.device) and any(
-            hasattr(each.weights.main_shard, "home") for each in self.buffers
-        )
-        self._end_gathers = self.lanes.drain_gathers if is_read else None
         self.scheduler = Scheduler(
             self.units,
             self._memory,
@@ -132,7 +136,6 @@ class Engine:
             timing,
             expected,
             implementation(ModelWatch)(self),
-            self._end_gathers,
         )
         self.guard = ParameterGuard(model, self.units)
         self.hooks = ModelHooks(self.units, self.scheduler, self.guard.check, self)
@@ -145,16 +148,15 @@ class Engine:
         for unit in self.units:
             unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)
-        self.offload = offload if offload is not None else Offload()
-        self._offloading = offloading
-        for unit in self.units:
-            self.offload_state(unit)
+        self.parts: list[EnginePart] = []
         self._activations = activations
         self._measured: Measurement | None = None
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
+        for placement in dict.fromkeys(each.shard_placement for each in self.buffers):
+            placement.start(self)
         add_step_listener(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -171,23 +173,6 @@ class Engine:
             self._extensions[kind] = kind(self)
         found: T = self._extensions[kind]
         return found
-
-    def offload_state(self, unit: Unit) -> None:
-        """Optimizers step ``unit`` from where its state lies now."""
-        offloading = self._offloading
-        if offloading is not None and not offloading.steps_on_host:
-            from fsdp_engine.optim.offloaded_step import offload_state
-
-            buffers = [each.offloaded for each in unit.trainable]
-            offload_state(offloading, unit.label, buffers, self._elements_of_a_chunk)
-
-    @cached_property
-    def _elements_of_a_chunk(self) -> int:
-        """Of this rank's slices of trainable parameters, those of a unit in the mean. (With half of
-        them a simulated step of 8B on 64 H100s copies 5 % longer: copies are short then.)"""
-        units = [unit for unit in self.units if unit.trainable]
-        slices = (each.weights.main.tensor.numel() for unit in units for each in unit.trainable)
-        return sum(slices) // max(len(units), 1)
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:
@@ -404,7 +389,7 @@ class Engine:
         microbatch.
         """
         finish_pending_steps()
-        ended = [self.lanes.drain(), *(each.drain() for each in self._offloadings)]
+        ended = [self.lanes.drain(), *(each.drain() for each in self.parts)]
         for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)
         self.hooks.reset()
@@ -431,7 +416,7 @@ class Engine:
         from fsdp_engine.runtime.reports import Measurement
 
         self._measured = Measurement(self._memory, self.scheduler)
-        lanes = [*self.lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
+        lanes = [*self.lanes.all, *(lane for each in self.parts for lane in each.lanes)]
         if self._activations is not None:
             lanes += self._activations.lanes
         with self._measured.noting(lanes, self._is_stepped_by) as measured:
@@ -498,8 +483,9 @@ class Engine:
         self.reductions.check_step(param for group in groups for param in group["params"])
         if self.scheduler.ranks_differ and self._is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # others may gather these weights
-        if self._end_gathers is not None and self._is_stepped_by(optimizer):
-            self._end_gathers()
+        if self.scheduler.before_changes and self._is_stepped_by(optimizer):
+            for each in self.scheduler.before_changes:
+                each()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer: main weights count as changed."""

@@ -70,6 +70,13 @@ EXTENSIONS = (
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
     ),
     Extension(
+        "offload",
+        names=("Offload",),
+        methods=("offload",),
+        classes=[("StepPlacement", "offloaded_steps.OffloadedSteps")],
+        words=("offload=",),
+    ),
+    Extension(
         "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
     ),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),

@@ -20,8 +20,8 @@ from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.memory import allocator
-from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import make_unit
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -33,11 +33,9 @@ from fsdp_engine.units.build import (
     Resources,
     agree_on_plan,
     build_units,
-    check_homes,
     decide_values,
     kind_of_values,
     owned_within,
-    take_files,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
 from fsdp_engine.units.initial_values import Holdings
@@ -52,7 +50,6 @@ from fsdp_engine.units.plan import (
 )
 
 if TYPE_CHECKING:
-    from fsdp_engine.memory.disk_memory import DiskFile
     from fsdp_engine.runtime.activations import (
         ActivationOffload,
         Activations,
@@ -88,7 +85,7 @@ def shard(
     initial_values: str = SAME,
     min_unit_size: int | None = None,
     checkpointing: Activations = False,
-    offload: Offload | None = None,
+    offload: EngineExtension | None = None,
     plan: Chooses | None = None,
     extensions: Iterable[EngineExtension] = (),
 ) -> Engine:
@@ -131,7 +128,8 @@ def shard(
             and of every second matrix product. A :class:`Checkpointing`: of each k-th block, or
             by another policy. "offload", or an :class:`OffloadActivations`: the tensors that these
             blocks save for backward are in pinned host memory until then.
-        offload: where state lies between its uses. None: on the device.
+        offload: an :class:`~fsdp_engine.Offload`, where state lies between its uses. None: on the
+            device.
         plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks;
             its candidates with as many data-parallel ranks as ``mesh`` are meant.
             It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,
@@ -181,7 +179,8 @@ def shard(
         levels = Strategy.from_names(inner, outer)
         _check_agreement(options, strategy, outer_strategy)
         rules = tuple(codec_rules)
-        selected = check_extensions([*options.to_extensions(), *extensions])
+        asked = (*_offload_of(offload), *options.to_extensions(), *extensions)
+        selected = check_extensions(asked)
     return make_engine(
         model,
         mesh if isinstance(mesh, DeviceMesh) else None,
@@ -196,7 +195,6 @@ def shard(
         initial_values=initial_values,
         min_unit_size=min_unit_size,
         checkpointing=checkpointing,
-        offload=offload,
         extensions=selected,
         num_rows=rows,
     )
@@ -234,7 +232,6 @@ def make_engine(
     initial_values: str = SAME,
     min_unit_size: int | None = None,
     checkpointing: Activations = False,
-    offload: Offload | None = None,
     extensions: Sequence[EngineExtension] = (),
     num_rows: int = 1,
     broadcast: bool = False,
@@ -249,7 +246,7 @@ def make_engine(
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
-            initial_values, min_unit_size, checkpointing, offload, extensions: see :func:`shard`.
+            initial_values, min_unit_size, checkpointing, extensions: see :func:`shard`.
     """
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
@@ -262,7 +259,6 @@ def make_engine(
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
     holdings: Holdings | None = None
-    files: dict[str, DiskFile] = {}
     activations: OffloadActivations | None = None
     signature: list[str] = []
     setup: EngineSetup | None = None
@@ -286,8 +282,6 @@ def make_engine(
             from fsdp_engine.comm.nccl_pool import check_nccl
 
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
-        if offload is not None and not isinstance(offload, Offload):
-            raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
         kind = kind_of_values(initial_values)
         if checkpointing is not False:
@@ -300,9 +294,6 @@ def make_engine(
         )
         plan = make_plan(model, units, settings)
         setup = EngineSetup(model, units, plan, axis_plans, data, experts)
-        if offload is not None:
-            check_homes(plan, axis_plans, offload, data.device)
-            files = take_files(plan, axis_plans, offload, data, experts)
         for each in extensions:
             each.check(setup)
         choose_written(plan.records, data, ranks)
@@ -310,8 +301,6 @@ def make_engine(
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += f", checkpointing={checkpointing}"
-        if offload is not None:  # folders may differ from node to node
-            options += f", offload={offload.places}, step_on={offload.step_on}"
         options += "".join(f", {each.signature()}" for each in extensions)
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
@@ -337,7 +326,7 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    resources = Resources(data, config, offload, files)
+    resources = Resources(data, config)
     for extension in extensions:
         extension.prepare(setup, resources)
     built = build_units(plan, communicators, resources, values)
@@ -353,7 +342,7 @@ def make_engine(
 
         memory, compute = resources.memory, resources.lanes.compute
         moves = offload_activations(model, units, memory, compute, activations)
-    engine = Engine(model, made, communicators, resources, policy, timing, offload, moves)
+    engine = Engine(model, made, communicators, resources, policy, timing, moves)
     for extension in extensions:
         extension.start(engine)
     values.started(engine)
@@ -398,6 +387,20 @@ def check_types(model: object, policy: object, config: object) -> None:
         raise TypeError(
             f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
         )
+
+
+def _offload_of(offload: object) -> list[EngineExtension]:
+    """Returns the extension that the argument ``offload`` is.
+
+    Raises:
+        TypeError: it is another object.
+    """
+    if offload is None:
+        return []
+    kind = find_name("Offload")
+    if kind is None or not isinstance(offload, EngineExtension) or not isinstance(offload, kind):
+        raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
+    return [offload]
 
 
 def _sizes_of(mesh: DeviceMesh | Sequence[int] | None) -> tuple[int, ...] | None:

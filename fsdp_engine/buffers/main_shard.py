@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -26,9 +26,13 @@ class MainShard:
         buffer: the shard, at the depth of OPTIM. Its tensor has a version counter of its own, so
             that edits in place are distinguished from gathers into the same memory.
         memory: storages that need memory while the operations of :meth:`source` run.
+        is_resident: the shard is in memory of the device, so that gathers send it at once.
+        before_change: called before users change the shard; None: nothing has to be done.
     """
 
     memory: Sequence[TransientStorage] = ()
+    is_resident = True
+    before_change: Callable[[], object] | None = None
 
     def __init__(
         self,

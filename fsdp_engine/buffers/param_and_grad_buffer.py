@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.gradients import Gradients
+from fsdp_engine.buffers.placement import Placement
 from fsdp_engine.buffers.published_gradients import (
     GradientHooks,
     PublishedGradients,
@@ -44,7 +44,6 @@ from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
@@ -59,9 +58,6 @@ from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHook
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
-
-if TYPE_CHECKING:
-    from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
 
 # Of their messages; buffers' own tags start above it.
 MAIN_TAG = 1
@@ -106,7 +102,7 @@ class Allocation(Protocol):
     """Where the tensors of a unit come from, and where they lie."""
 
     memory: mem.Memory
-    offloading: Offloading | None
+    placement: Placement
 
 
 class ParamAndGradBuffer:
@@ -152,7 +148,7 @@ class ParamAndGradBuffer:
         params = [record.shard for record in self.records]
         self._spreads = [record.spread for record in self.records]
         codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
-        pending = PendingStep(context.lanes.compute)
+        pending = context.placement.make_pending_step(context.lanes.compute)
         self.weights = make_weights(spec, context, codec, params, pending)
         self.grads = Gradients(spec, context, config, pending) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
@@ -179,19 +175,10 @@ class ParamAndGradBuffer:
         self.weights.belong_to(self)
 
     @property
-    def offloading(self) -> Offloading | None:
-        """What moves its shards; None: they are on the device."""
-        return self._context.offloading
-
-    @property
-    def offloaded(self) -> OffloadedBuffer:
-        """What of it lies elsewhere than on the device."""
-        from fsdp_engine.comm.offloading import OffloadedBuffer
-
-        gradients = None if self.grads is None else self.grads.home
-        pending = self.weights.pending
-        home = getattr(self.weights.main_shard, "home", None)
-        return OffloadedBuffer(self.sharded_params, home, gradients, pending)
+    def shard_placement(self) -> Placement:
+        """The object that makes its shards."""
+        placement: Placement = self._context.placement
+        return placement
 
     @property
     def label(self) -> str:
@@ -288,7 +275,7 @@ class ParamAndGradBuffer:
         self.spec = replace(self.spec, kind=kind)
         if resources is not None:
             self._context = replace(
-                self._context, memory=resources.memory, offloading=resources.offloading
+                self._context, memory=resources.memory, placement=resources.placement
             )
         weights, pending = self.weights, self.weights.pending
         pending.finish()
@@ -585,9 +572,7 @@ class ParamAndGradBuffer:
         self.weights.main_shard.changed_on_host()
 
     def _watch_changes(self) -> None:
-        homed = hasattr(self.weights.main_shard, "home")
-        if homed and is_accelerator(self._context.memory.device):
-            self.reads.on_change = self._context.lanes.drain_gathers  # which read the home
+        self.reads.on_change = self.weights.main_shard.before_change
 
     def _make_published(self, *, changed: bool = False) -> None:
         if self.grads is None:

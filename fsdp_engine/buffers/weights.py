@@ -68,7 +68,7 @@ class Weights:
         spec, context: those of the buffer.
         codec: the codec, which serves this buffer alone.
         params: the user's parameters, in the layout's order.
-        pending: see [Note: Steps beside forward] in ``comm/pending_steps.py``.
+        pending: the step that may be pending.
 
     Attributes:
         codec, pending: see the arguments.
@@ -334,9 +334,8 @@ class Weights:
         raise NotImplementedError
 
     def _make_main(self) -> MainShard:
-        from fsdp_engine.buffers.homed_main import make_main
-
-        return make_main(self._spec, self._context, self.codec)
+        main: MainShard = self._context.placement.make_main(self._spec, self._context, self.codec)
+        return main
 
     def _keep(self, numel: int, dtype: torch.dtype, *, sent: bool = False) -> Tensor:
         """Allocate memory that is held at rest."""

@@ -44,7 +44,6 @@ from fsdp_engine.units.build import (
     Resources,
     agree_on_plan,
     build_unit,
-    check_homes,
 )
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
 from fsdp_engine.units.initial_values import Built, Holdings
@@ -284,7 +283,7 @@ class ParamGroup:
         Args:
             dtype_of: maps the dtype of main weights to a new one. None: unchanged.
         """
-        resources = self.resources.with_offload(self.offload)
+        resources = self.offload.placed(self.resources)
         resources.memory.begin_unit()
         for buffer in self.unit.buffers:
             kind, main = buffer.kind, buffer.kind.dtypes.main
@@ -366,7 +365,7 @@ def make_group(
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
         holdings = Holdings(plan, None, compare=mesh.size > 1)
-        check_homes(plan, axis_plans, offload, mesh.device)
+        offload.check_plan(plan, axis_plans, mesh.device)
         signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
     except Exception as caught:
         error = caught
@@ -384,7 +383,7 @@ def make_group(
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({tag})")
-    own = resources.with_offload(offload)
+    own = offload.placed(resources)
     where = own.on(torch.device("meta")) if plan.on_meta else own
     buffers = build_unit(planned, communicators, where)
     resources.next_tag = where.next_tag

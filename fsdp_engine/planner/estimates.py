@@ -38,9 +38,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp_engine.buffers.homed_main import can_leave_device, check_leaves_device, is_cast_at_home
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
+from fsdp_engine.extension_list import find_module
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.memory import disk_staging
@@ -102,7 +102,7 @@ class Footprint:
     def _main_leaves(self) -> bool:
         """Whether main weights lie elsewhere."""
         leaves = "main_weights" in self.offload.places
-        return leaves and can_leave_device(self.strategy, self.buffer.codec)
+        return leaves and bool(_homed_main().can_leave_device(self.strategy, self.buffer.codec))
 
     @property
     def _grads_leave(self) -> bool:
@@ -112,7 +112,7 @@ class Footprint:
     def _is_cast_by_host(self) -> bool:
         """Whether compute weights lie elsewhere, beside main weights."""
         is_on_host = self._main_leaves and self.offload.main_weights == HOST
-        return is_on_host and is_cast_at_home(self.strategy, self.buffer.codec)
+        return is_on_host and bool(_homed_main().is_cast_at_home(self.strategy, self.buffer.codec))
 
     @property
     def _main_bytes(self) -> int:
@@ -531,7 +531,7 @@ class OffloadLevelError(ValueError):
 def _check_levels(
     offload: Offload, levels: Strategy, units: Sequence[_Unit], *, on_cpu: bool
 ) -> None:
-    """Like ``Offload.check`` and ``check_homes`` of ``units/build.py``.
+    """Like ``Offload.check_plan``.
 
     Raises:
         OffloadLevelError: the levels do not allow it.
@@ -541,9 +541,14 @@ def _check_levels(
         offload.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
         stays = on_cpu or offload.main_weights == DEVICE
         for buffer in () if stays else buffers:
-            check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
+            _homed_main().check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
     except ValueError as error:
         raise OffloadLevelError(str(error)) from error
+
+
+def _homed_main() -> Any:
+    """The module of main weights that lie elsewhere."""
+    return find_module("offload.homed_main")
 
 
 def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:

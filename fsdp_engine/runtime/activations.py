@@ -49,8 +49,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_engine import backend
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket, make_activation_lanes
 from fsdp_engine.memory import allocator
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.memory.host_memory import HostBlock, HostPool
-from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.scheduler import in_backward

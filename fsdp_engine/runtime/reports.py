@@ -32,11 +32,12 @@ from fsdp_engine.comm.lanes import (
     unit_of,
 )
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.allocator import Memory, Peak, begin_device_peak, device_peak
-from fsdp_engine.optim.offloaded_step import is_offloaded
 from fsdp_engine.optim.owned_step import describe_owners
 from fsdp_engine.optim.state_leaves import leaves_of
+from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -258,9 +259,10 @@ class Measurement:
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Of this rank's part of its state, as far as it does not lie elsewhere."""
     storages = {}
+    is_elsewhere = implementation(StepPlacement).is_elsewhere
     for param, state in optimizer.state.items():
         for value in leaves_of(state):
-            if isinstance(value, Tensor) and not (value.ndim and is_offloaded(param)):
+            if isinstance(value, Tensor) and not (value.ndim and is_elsewhere(param)):
                 local = value.to_local() if isinstance(value, DTensor) else value
                 storage = local.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()

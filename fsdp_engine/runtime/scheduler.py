@@ -233,10 +233,10 @@ class Scheduler:
         timing: when changed weights are gathered.
         expected: the order in which units are expected to be used first.
         watch: sees forwards and backwards.
-        end_gathers: called after a forward without autograd, behind which weights may be changed;
-            None: nothing has to be done.
 
     Attributes:
+        before_changes: called when users may change main weights next: after a forward without
+            autograd, and before a step of an optimizer.
         gather_order: who decides which unit is gathered next.
         microbatch: to which forwards and backwards belong: of a pipeline, say.
         inputs_only: backwards compute no gradients of parameters.
@@ -251,10 +251,9 @@ class Scheduler:
         timing: Timing,
         expected: Expected,
         watch: ModelWatch,
-        end_gathers: Callable[[], object] | None = None,
     ) -> None:
         self.units = tuple(units)
-        self._end_gathers = end_gathers
+        self.before_changes: list[Callable[[], object]] = []
         self._watch = watch
         self.reductions = reductions
         self.microbatch: Hashable | None = None
@@ -435,8 +434,9 @@ class Scheduler:
                 # Units that this rank did not enter must not read main weights that the next
                 # optimizer step writes.
                 unit.wait()
-        if self._end_gathers is not None and not torch.is_grad_enabled():
-            self._end_gathers()
+        if not torch.is_grad_enabled():
+            for each in self.before_changes:
+                each()
         if outermost is self.units[0]:
             self._record.end_forward()
             if not self.ranks_differ:

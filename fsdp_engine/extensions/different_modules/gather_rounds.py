@@ -138,7 +138,7 @@ class GatherRounds(GatherOrder):
         self._host_drives = not engine.lanes.compute.runs_ahead
         self._submitting_waits = engine.reductions.submitting_waits
         self._reads_files = self._host_drives and any(
-            hasattr(each.weights.main_shard, "home")
+            not each.weights.main_shard.is_resident
             for unit in engine.units
             for each in unit.buffers
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.main_shard import MainShard
 from fsdp_engine.buffers.redistribute import BufferContext, Gather
 from fsdp_engine.buffers.spec import BufferSpec
@@ -16,10 +16,8 @@ from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
+from fsdp_engine.memory.home import Home, Homes
 from fsdp_engine.strategies import Role, Strategy
-
-if TYPE_CHECKING:
-    from fsdp_engine.memory.home import Home, Homes
 
 
 class HomedMain(MainShard):
@@ -32,6 +30,8 @@ class HomedMain(MainShard):
     The second is for host memory: microbatches bring compute weights more often than main weights
     change. A disk would write them for that.
     """
+
+    is_resident = False
 
     def __init__(
         self,
@@ -46,6 +46,8 @@ class HomedMain(MainShard):
         self.home = homes.make(bytes_of_main(spec, at), context.lanes.drain)
         main = alias(self.home.bytes.view(spec.kind.dtypes.main))
         super().__init__(spec, context, codec, main)
+        if is_accelerator(context.memory.device):
+            self.before_change = context.lanes.drain_gathers  # which read the home
         self._lane = context.lanes.encode
         self._sent: Home | None = self.home if codec.is_identity else None
         if is_cast:
@@ -91,16 +93,6 @@ class HomedMain(MainShard):
     def changed_on_host(self) -> None:
         """See :class:`MainShard`."""
         self.home.flush()
-
-
-def make_main(spec: BufferSpec, context: BufferContext, codec: ParamCodec) -> MainShard:
-    """Returns the main weights of a buffer."""
-    offloading = context.offloading
-    homes = None if offloading is None else offloading.main_weights
-    if offloading is None or homes is None or not can_leave_device(spec.strategy, codec):
-        return MainShard(spec, context, codec)
-    is_cast = offloading.casts_at_home and is_cast_at_home(spec.strategy, codec)
-    return HomedMain(spec, context, codec, homes, is_cast=is_cast)
 
 
 def bytes_of_main(spec: BufferSpec, at: Coordinate) -> int:
