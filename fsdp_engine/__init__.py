@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
-from fsdp_engine.extension_list import find_name, register
+from fsdp_engine.extension_list import find_name, public_names, register
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from fsdp_engine.pretrained.save import save_pretrained
     from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
     from fsdp_engine.pretrained.weight_version import WeightVersion
-    from fsdp_engine.runtime.activations import OffloadActivations
-    from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -53,7 +51,6 @@ __all__ = [
     "H200",
     "CausalLMStages",
     "Checkpointer",
-    "Checkpointing",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Engine",
@@ -65,7 +62,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
     "Offload",
-    "OffloadActivations",
     "PipelineSimulation",
     "Simulation",
     "SimulationError",
@@ -74,7 +70,6 @@ __all__ = [
     "WeightStream",
     "WeightVersion",
     "apply_tp_plan",
-    "checkpoint_units",
     "estimate",
     "export_safetensors",
     "finalize_model_grads",
@@ -123,14 +118,12 @@ _LAZY_NAMES = {
     "pretrained.save": ("save_pretrained",),
     "pretrained.weight_stream": ("WeightStream", "weight_stream"),
     "pretrained.weight_version": ("WeightVersion",),
-    "runtime.activations": ("OffloadActivations",),
     "planner.simulation.causal_lm_stages": ("CausalLMStages",),
     "planner.simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
     "planner.simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
     "planner.simulation.simulate": ("Simulation", "simulate"),
     "planner.simulation.simulation_error": ("SimulationError",),
     "planner.simulation.tp_plan": ("apply_tp_plan",),
-    "units.checkpointing": ("Checkpointing", "checkpoint_units"),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
 _MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
@@ -163,4 +156,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the public names, also those that were not imported yet."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *public_names()})

@@ -20,7 +20,7 @@ from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
 from fsdp_engine.extension_list import find_method, implementation
-from fsdp_engine.memory.allocator import DEVICE, DISK, HOST, PLACES, Memory
+from fsdp_engine.memory.allocator import DEVICE, PLACES, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -42,9 +42,7 @@ from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_repl
 from fsdp_engine.units.plan import label_of
 
 if TYPE_CHECKING:
-    from fsdp_engine.runtime.activations import ActivationOffload
     from fsdp_engine.runtime.missing_values import MissingValues
-    from fsdp_engine.runtime.reports import Description, Measurement
 
 T = TypeVar("T")
 
@@ -60,12 +58,10 @@ class EnginePart(Protocol):
     @property
     def lanes(self) -> Sequence[Lane]:
         """Its own lanes."""
-        ...
 
     def drain(self) -> Sequence[Exception]:
         """End everything submitted, and drop what an exception has interrupted; what failed is
         returned, not raised."""
-        ...
 
 
 class Engine:
@@ -83,8 +79,8 @@ class Engine:
         budget: elements to prefetch.
         staging_budget: staging buffers of gradients that can be in flight.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
-        parts: objects with lanes of their own: see :class:`EnginePart`.
         communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
+        parts: objects with lanes of their own: see :class:`EnginePart`.
     """
 
     def __init__(
@@ -95,7 +91,6 @@ class Engine:
         resources: Resources,
         policy: MixedPrecisionPolicy,
         timing: Timing,
-        activations: ActivationOffload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
@@ -149,8 +144,6 @@ class Engine:
             unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)
         self.parts: list[EnginePart] = []
-        self._activations = activations
-        self._measured: Measurement | None = None
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -389,38 +382,11 @@ class Engine:
         microbatch.
         """
         finish_pending_steps()
-        ended = [self.lanes.drain(), *(each.drain() for each in self.parts)]
+        ended = [self.lanes.drain(), *(part.drain() for part in self.parts)]
         for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)
         self.hooks.reset()
         self.scheduler.reset()
-        if self._activations is not None:
-            self._activations.reset()
-
-    def describe(self) -> Description:
-        """Returns the bytes that each unit holds and sends, those of offloaded state and
-        activations, and the last result of :meth:`measure`; ``print`` shows a table."""
-        from fsdp_engine.runtime.reports import describe_units
-
-        places = (HOST, DISK)
-        elsewhere = {place: held for place in places if (held := self.memory_bytes(place))}
-        return describe_units(
-            self.units, self.strategy, self.mesh, self.budget, self._measured, elsewhere
-        )
-
-    @contextmanager
-    def measure(self) -> Iterator[Measurement]:
-        """Context that measures how long compute waits for gathers, reductions and copies of
-        offloaded state and activations, and the bytes held: see
-        :class:`~.runtime.reports.Measurement`. :meth:`describe` shows the last one."""
-        from fsdp_engine.runtime.reports import Measurement
-
-        self._measured = Measurement(self._memory, self.scheduler)
-        lanes = [*self.lanes.all, *(lane for each in self.parts for lane in each.lanes)]
-        if self._activations is not None:
-            lanes += self._activations.lanes
-        with self._measured.noting(lanes, self._is_stepped_by) as measured:
-            yield measured
 
     def memory_bytes(self, place: str = DEVICE) -> dict[str, int]:
         """Bytes that the engine holds now on this rank, by role.
@@ -481,9 +447,9 @@ class Engine:
         """
         groups = optimizer.param_groups
         self.reductions.check_step(param for group in groups for param in group["params"])
-        if self.scheduler.ranks_differ and self._is_stepped_by(optimizer):
+        if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # others may gather these weights
-        if self.scheduler.before_changes and self._is_stepped_by(optimizer):
+        if self.scheduler.before_changes and self.is_stepped_by(optimizer):
             for each in self.scheduler.before_changes:
                 each()
 
@@ -493,11 +459,12 @@ class Engine:
         for buffer in self.buffers:
             if buffer.grads is not None:  # no optimizer changes frozen weights
                 buffer.weights.mark_stale()
-        gathers_now = not self._timing.gathers_in_forward and self._is_stepped_by(optimizer)
+        gathers_now = not self._timing.gathers_in_forward and self.is_stepped_by(optimizer)
         if gathers_now or self.scheduler.ranks_differ:  # where not all ranks may have a forward
             self.scheduler.gather_before_forward(wait=True, sharded=False)
 
-    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether an optimizer has parameters of this engine."""
         own = self._sharded_ids
         return any(
             id(param) in own for group in optimizer.param_groups for param in group["params"]

@@ -52,6 +52,11 @@ EXTENSIONS = (
     Extension("adapters"),
     Extension("assigned_values", classes=[("AssignedValues", "assigned_values.TakenValues")]),
     Extension(
+        "activations",
+        names=("ActivationSettings", "Checkpointing", "OffloadActivations", "checkpoint_units"),
+        words=("checkpointing=",),
+    ),
+    Extension(
         "checks",
         names=("GradientChecks",),
         words=("check_for_nan_in_grad", "check_for_large_grads"),
@@ -79,6 +84,7 @@ EXTENSIONS = (
     Extension(
         "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
     ),
+    Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
     # Before "tensor_hooks": its tensor classes can have such hooks, too.
     Extension(
@@ -96,6 +102,7 @@ EXTENSIONS = (
             ("UnitWatch", "written_weights.UnitWrites"),
         ],
     ),
+    Extension("stall_monitor", registers=True),
 )
 
 _FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,13 +49,6 @@ from fsdp_engine.units.plan import (
     place_experts,
 )
 
-if TYPE_CHECKING:
-    from fsdp_engine.runtime.activations import (
-        ActivationOffload,
-        Activations,
-        OffloadActivations,
-    )
-
 WHAT = "shard()"
 AUTO = "auto"
 
@@ -84,7 +77,7 @@ def shard(
     codec_rules: Iterable[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: Activations = False,
+    checkpointing: object = False,
     offload: EngineExtension | None = None,
     plan: Chooses | None = None,
     extensions: Iterable[EngineExtension] = (),
@@ -179,8 +172,8 @@ def shard(
         levels = Strategy.from_names(inner, outer)
         _check_agreement(options, strategy, outer_strategy)
         rules = tuple(codec_rules)
-        asked = (*_offload_of(offload), *options.to_extensions(), *extensions)
-        selected = check_extensions(asked)
+        asked = (*_offload_of(offload), *options.to_extensions(), *_activations(checkpointing))
+        selected = check_extensions([*asked, *extensions])
     return make_engine(
         model,
         mesh if isinstance(mesh, DeviceMesh) else None,
@@ -194,7 +187,6 @@ def shard(
         codec_rules=rules,
         initial_values=initial_values,
         min_unit_size=min_unit_size,
-        checkpointing=checkpointing,
         extensions=selected,
         num_rows=rows,
     )
@@ -231,7 +223,6 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: Activations = False,
     extensions: Sequence[EngineExtension] = (),
     num_rows: int = 1,
     broadcast: bool = False,
@@ -246,7 +237,7 @@ def make_engine(
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
-            initial_values, min_unit_size, checkpointing, extensions: see :func:`shard`.
+            initial_values, min_unit_size, extensions: see :func:`shard`.
     """
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
@@ -259,7 +250,6 @@ def make_engine(
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
     holdings: Holdings | None = None
-    activations: OffloadActivations | None = None
     signature: list[str] = []
     setup: EngineSetup | None = None
     error: Exception | None = None
@@ -284,10 +274,6 @@ def make_engine(
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
         policy = config.applied_to(policy)
         kind = kind_of_values(initial_values)
-        if checkpointing is not False:
-            from fsdp_engine.runtime.activations import activations_of
-
-            activations = activations_of(checkpointing)
         rules = [*codec_rules, *(rule for each in extensions for rule in each.codec_rules)]
         settings = PlanSettings(
             policy, config, axis_plans, granule, rules, min_unit_size=min_unit_size
@@ -300,7 +286,6 @@ def make_engine(
         compare = data.size > 1 and kind.compares(initial_values) and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
-        options += f", checkpointing={checkpointing}"
         options += "".join(f", {each.signature()}" for each in extensions)
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
@@ -317,11 +302,6 @@ def make_engine(
     assert setup is not None
     if experts is not None:
         place_experts(model, plan.records, data, experts)
-    if checkpointing is not False:
-        from fsdp_engine.units.checkpointing import checkpoint_units, recomputed_by
-
-        if (recomputed := recomputed_by(checkpointing)) is not None:
-            checkpoint_units(model, units, recomputed)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
@@ -336,17 +316,16 @@ def make_engine(
         )
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
-    moves: ActivationOffload | None = None
-    if activations is not None:
-        from fsdp_engine.runtime.activations import offload_activations
-
-        memory, compute = resources.memory, resources.lanes.compute
-        moves = offload_activations(model, units, memory, compute, activations)
-    engine = Engine(model, made, communicators, resources, policy, timing, moves)
+    engine = Engine(model, made, communicators, resources, policy, timing)
     for extension in extensions:
         extension.start(engine)
     values.started(engine)
     return engine
+
+
+def _activations(checkpointing: object) -> list[EngineExtension]:
+    """Returns the extension that the argument of :func:`shard` selects."""
+    return [] if checkpointing is False else [find_name("ActivationSettings")(checkpointing)]
 
 
 def check_extensions(extensions: Iterable[object]) -> tuple[EngineExtension, ...]:

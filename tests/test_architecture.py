@@ -137,7 +137,7 @@ ORDERLESS |= {"intersection_update", "issubset", "issuperset", "len", "max", "mi
 ORDERLESS |= {"sorted", "sum", "symmetric_difference_update", "update"} | SET_METHODS
 # Functions that read a set in its order, and why no communication depends on that order.
 ORDER_IS_LOCAL = {
-    ("comm.stall_monitor", "_log_stalls"): "a thread that writes to the log",
+    ("extensions.stall_monitor.stall_monitor", "_log_stalls"): "a thread that writes to the log",
     ("runtime.unit", "the module"): "tuples that are only asked whether they contain a state",
 }
 
@@ -1011,7 +1011,6 @@ print(torch.equal(model.weight.full_tensor(), before))
 # Statements that need a package that no earlier import of theirs needs.
 NEEDS = {
     "rich": (
-        "print(fe.shard(torch.nn.Linear(3, 2)).describe())",
         "fe.load_pretrained(fe.shard(torch.nn.Linear(3, 2)), '.', progress=True)",
         "import fsdp_engine.checkpoint.cli",
     ),

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.comm.activity import naming
 from fsdp_engine.comm.collectives import gather_objects, start_all_reduce
 from fsdp_engine.comm.lanes import SideStream
-from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.flat_dtensor.full_reductions import slice_norms
