@@ -26,7 +26,7 @@ from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.unit import Unit, make_unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.build import (
@@ -36,7 +36,6 @@ from fsdp_engine.units.build import (
     Resources,
     agree_on_plan,
     build_unit,
-    check_homes,
 )
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
 from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
@@ -154,7 +153,7 @@ class ParamGroup:
         Args:
             dtype_of: maps the dtype of main weights to a new one. None: unchanged.
         """
-        resources = self.resources.with_offload(self.offload)
+        resources = self.offload.placed(self.resources)
         resources.memory.begin_unit()
         for buffer in self.unit.buffers:
             kind, main = buffer.kind, buffer.kind.dtypes.main
@@ -236,7 +235,7 @@ def make_group(
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
         values = _OwnValues(plan, mesh)
-        check_homes(plan, axis_plans, offload, mesh.device)
+        offload.check_plan(plan, axis_plans, mesh.device)
         signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
     except Exception as caught:
         error = caught
@@ -254,12 +253,12 @@ def make_group(
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({tag})")
-    own = resources.with_offload(offload)
+    own = offload.placed(resources)
     where = own.on(torch.device("meta")) if plan.on_meta else own
     buffers = build_unit(planned, communicators, where)
     resources.next_tag = where.next_tag
     policy = settings.policy
-    unit = Unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
+    unit = make_unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
     group = ParamGroup(
         tuple(modules), unit, communicators, resources, settings, offload, replaced=replaced
     )

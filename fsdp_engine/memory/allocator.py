@@ -64,6 +64,10 @@ _set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_m
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
 
+# Places of state: the device of an engine, and those of :meth:`Memory.book_elsewhere`.
+DEVICE, HOST, DISK = "device", "host", "disk"
+PLACES = (DEVICE, HOST, DISK)
+
 
 class Ledger:
     """Bytes held now, and at most so far, by role and in total.

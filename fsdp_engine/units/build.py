@@ -13,22 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine import backend
-from fsdp_engine.buffers.gradients import homed_shards
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
+from fsdp_engine.buffers.placement import Placement
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
-from fsdp_engine.buffers.weights import bytes_of_main, can_leave_device, check_leaves_device
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
@@ -36,16 +33,11 @@ from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.installing import install_where_complete, watch_reads
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
-
-if TYPE_CHECKING:
-    from fsdp_engine.comm.offloading import Offloading
-    from fsdp_engine.memory.disk_memory import DiskFile
 
 
 @dataclass(frozen=True)
@@ -90,6 +82,7 @@ class EngineSetup:
         axis_plans: The mesh axes and levels of each kind of buffer.
         data: All data-parallel ranks.
         experts: The data-parallel ranks of this rank's experts, if they are others.
+        kept: Objects that extensions keep from one of their methods to the next.
     """
 
     model: nn.Module
@@ -98,6 +91,7 @@ class EngineSetup:
     axis_plans: AxisPlans
     data: DataMesh
     experts: DataMesh | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 # Modules whose parameters units have.
@@ -119,7 +113,8 @@ class Resources:
         config: the options they are built with.
         lanes: queues of work.
         memory: where it comes from.
-        offloading: where shards lie; None: on the device.
+        placement: makes the shards of buffers.
+        placements: placements that extensions have made, by what they made them for.
         next_tag: the first that no buffer's messages have.
     """
 
@@ -127,18 +122,13 @@ class Resources:
         self,
         mesh: DataMesh,
         config: DistributedDataParallelConfig,
-        offload: Offload | None = None,
-        files: Mapping[str, DiskFile] | None = None,
         memory: Memory | None = None,
     ) -> None:
         self.config = config
-        self._files = {} if files is None else files
         self.memory = Memory(mesh.device) if memory is None else memory
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
-        self._offloadings: dict[Offload, Offloading] = {}
-        self.offloading: Offloading | None = None
-        if offload is not None:
-            self.offloading = self.with_offload(offload).offloading
+        self.placement = Placement()
+        self.placements: dict[Any, Placement] = {}
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
@@ -146,20 +136,13 @@ class Resources:
         if device == self.memory.device:
             return self
         other = copy(self)
-        other.memory, other.offloading = Memory(device), None
+        other.memory, other.placement = Memory(device), Placement()
         return other
 
-    def with_offload(self, offload: Offload) -> Resources:
-        """The same, for units whose shards lie where ``offload`` says."""
-        if not any(offload.moves(role, self.memory.device) for role in ROLES):
-            return self
+    def placed(self, placement: Placement) -> Resources:
+        """The same, for buffers whose shards ``placement`` makes."""
         other = copy(self)
-        if offload not in self._offloadings:
-            from fsdp_engine.comm.offloading import Offloading
-
-            made = Offloading(offload, self.memory, self.lanes.compute, self._files)
-            self._offloadings[offload] = made
-        other.offloading = self._offloadings[offload]
+        other.placement = placement
         return other
 
     def take_tag(self) -> int:
@@ -292,55 +275,6 @@ def agree_on_plan(
     return int(max(head[3] for head in mine))
 
 
-def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: torch.device) -> None:
-    """Check that weights, gradients and state of ``plan`` can lie where ``offload`` says.
-
-    Raises:
-        ValueError: see :meth:`.Offload.check`, :func:`~.buffers.weights.check_leaves_device`.
-    """
-    shards_gradients = axis_plans.data.strategy.shards(Role.GRAD, Axis.INNER)
-    offload.check(device, shards_gradients=shards_gradients)
-    if offload.main_weights == DEVICE or not computes_elsewhere(device):
-        return
-    for unit in plan.units:
-        for part in unit.buffers:
-            if part.kind.requires_grad:
-                strategy, main = axis_plans.of(part.kind).strategy, part.kind.dtypes.main
-                check_leaves_device(strategy, part.make_codec(), main, f"of {unit.label}")
-
-
-def take_files(
-    plan: Plan, axis_plans: AxisPlans, offload: Offload, data: DataMesh, experts: DataMesh | None
-) -> dict[str, DiskFile]:
-    """Files for main weights and gradients on a disk, by role, with the space that building takes:
-    a rank that finds too little says so before others build.
-
-    Raises:
-        OSError: there is too little, or the folder cannot be written.
-    """
-    sizes: dict[str, list[int]] = {
-        role: [] for role in ("main_weights", "gradients") if offload.places.get(role) == DISK
-    }
-    if not sizes or not backend.current().has_values:
-        return {}
-    for part in (part for unit in plan.units for part in unit.buffers):
-        strategy = axis_plans.of(part.kind).strategy
-        spec = BufferSpec("", part.layout, part.kind, strategy, 0)
-        at = (experts if part.kind.is_expert and experts is not None else data).coordinate
-        if "main_weights" in sizes and can_leave_device(strategy, part.make_codec()):
-            sizes["main_weights"].append(bytes_of_main(spec, at))
-        for depth, dtype in homed_shards(spec) if part.kind.requires_grad else ():
-            start, stop = part.layout.range(depth, at)
-            sizes.get("gradients", []).append((stop - start) * dtype.itemsize)
-    from fsdp_engine.memory.disk_memory import DiskFile
-
-    assert offload.folder is not None
-    files = {role: DiskFile(Path(offload.folder)) for role in sizes}
-    for role, file in files.items():
-        file.reserve(sizes[role])
-    return files
-
-
 def build_units(
     plan: Plan,
     communicators: EngineCommunicators,
@@ -395,7 +329,7 @@ def build_unit(
         buffer = ParamAndGradBuffer(
             BufferSpec(label, part.layout, part.kind, axes.strategy, resources.take_tag()),
             BufferContext(
-                mesh_communicators, resources.lanes, resources.memory, resources.offloading
+                mesh_communicators, resources.lanes, resources.memory, resources.placement
             ),
             part.records,
             part.make_codec(),

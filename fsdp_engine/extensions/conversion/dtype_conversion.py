@@ -103,7 +103,8 @@ class Conversions(AppliedFunctions):
             unit.release()
             for each in found:
                 convert_buffer(each, are_reduced=bool(engine.reductions.are_reduced(unit)))
-            engine.offload_state(unit)
+            for placement in dict.fromkeys(each.buffer.shard_placement for each in found):
+                placement.rebuilt(engine, unit)
 
     def _check_rest(self) -> None:
         engine, found = self._engine, ""

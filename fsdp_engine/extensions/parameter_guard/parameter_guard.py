@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
-from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
+from fsdp_engine.codecs.param_class import PARAM_CLASSES
 from fsdp_engine.engine import Engine
 from fsdp_engine.extensions.parameter_guard.assigned_values import (
     AssignedValues,
@@ -72,9 +72,7 @@ class AssignmentGuard(ParameterGuard):
         self._expected = [place.sharded for place in places]
         # Other classes may have all-gather hooks of their own.
         self._slices = [each for each in self._expected if isinstance(each, FlatDTensor)]
-        self._hookless = [
-            each for each in self._expected if type(each) in (nn.Parameter, FlatDTensor)
-        ]
+        self._plain = [each for each in self._expected if type(each) in (nn.Parameter, FlatDTensor)]
         for module in model.modules():
             watch(module, self)
 
@@ -89,17 +87,18 @@ class AssignmentGuard(ParameterGuard):
         """Take values that were put into the modules without torch's hooks.
 
         Raises:
-            ValueError: another object was put there, or all-gather hooks were set on a parameter;
-                names the parameter.
+            ValueError: another object was put there, or a parameter was marked as one of another
+                class (:meth:`.ParamClass.refuse_marked`); names the parameter.
         """
         found = map(dict.get, self._holders, self._keys)
         if not self.paused and not all(map(operator.is_, found, self._expected)):
             self._take_all()
-        if any_patched(self._hookless) or any_patched(map(_slice_of, self._slices)):
-            hookless = set(map(id, self._hookless))
-            for place in self._places:
-                if id(place.sharded) in hookless:
-                    refuse_patched(place.name, place.sharded)
+        for each in PARAM_CLASSES:
+            if each.any_marked(self._plain) or each.any_marked(map(_slice_of, self._slices)):
+                plain = set(map(id, self._plain))
+                for place in self._places:
+                    if id(place.sharded) in plain:
+                        each.refuse_marked(place.name, place.sharded)
 
     def check_all(self) -> None:
         """Before a save: as :meth:`check`, and check that every parameter is of a unit.

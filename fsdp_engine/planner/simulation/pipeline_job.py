@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from fsdp_engine.comm.groups import members_of
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty
+from fsdp_engine.offload import Offload
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
@@ -469,7 +470,7 @@ class PipelineRank:
     @property
     def overlaps_forward(self) -> bool:
         """Whether the optimizer steps beside the next forward."""
-        return any(engine.offload.overlap_forward for engine in self.engines)
+        return any(getattr(engine, "offload", Offload()).overlap_forward for engine in self.engines)
 
     @property
     def num_targets(self) -> int:

@@ -40,6 +40,7 @@ from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.config import StagingBudget
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
+from fsdp_engine.offload import Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.planner.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.planner.simulation.compiled import (
@@ -594,7 +595,7 @@ def simulate(
             context = ContextParallel(context_mesh, process.operations)
             context.check_batch(inputs)
         step = _Step(process, engine, trained, inputs, loss, context)
-        for count in FIRST_STEPS + (1,) * engine.offload.overlap_forward:
+        for count in FIRST_STEPS + (1,) * getattr(engine, "offload", Offload()).overlap_forward:
             step.run(count)
         start = clock.finish()
         process.restart()
