@@ -1,7 +1,7 @@
 """Delete extensions, and show that the rest does without them.
 
     python -m tools.extensions                       list the extensions
-    python -m tools.extensions --without offload     delete one in a copy of the tree, check it
+    python -m tools.extensions --without offload     delete one from a copy of the tree; check it
     python -m tools.extensions --all                 each of them in turn, then all at once
     python -m tools.extensions --today               the two whose turn it is (CI)
 

@@ -9,6 +9,8 @@ file's. ``--write`` writes better figures into the file, and the table into ``do
 - The closure of ``fe.shard`` is the modules that its module imports at module level, transitively,
   with the packages that contain them. Imports under TYPE_CHECKING or in functions do not count, and
   neither do those of ``fsdp_engine/__init__.py``.
+- Words of extensions are those of :data:`WORDS`, counted also within other words, in code,
+  comments and docstrings of the kernel: all of the package but :data:`BESIDE_THE_KERNEL`.
 - ``tools/traced_step.py`` describes the traced step.
 """
 
@@ -34,6 +36,17 @@ FILE = ROOT / "tools" / "structure.json"
 PAGE = ROOT / "docs" / "design.md"
 TOP = PACKAGE.name
 TOLERANCE = 0.01
+# What is no part of the kernel: extensions, interfaces and formats.
+BESIDE_THE_KERNEL = {
+    *("checkpoint", "extensions", "extension_list", "fsdp2", "integrations", "megatron"),
+    *("pipelining", "planner", "pretrained", "simulation"),
+}
+# Words that only an extension needs.
+WORDS = (
+    *("activation", "adapter", "arena", "checkpointing", "conversion", "encoding", "home"),
+    *("mean_loss", "nccl_pool", "offload", "owner", "pipeline", "recomput", "rounds", "scratch"),
+    "together()",
+)
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -181,8 +194,19 @@ def measured() -> dict[str, int]:
         "parameters of a function, at most": most_parameters()[0],
         "parameters of `fe.shard`": parameters,
         "public names": public_names,
+        "words of extensions in the kernel": words_of_extensions(),
         "lines of tests": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in tests),
     }
+
+
+def words_of_extensions() -> int:
+    """How often the kernel has a word that only an extension needs."""
+    pattern = re.compile("|".join(map(re.escape, WORDS)), re.IGNORECASE)
+    return sum(
+        len(pattern.findall(path.read_text(encoding="utf-8")))
+        for name, path in modules().items()
+        if name.split(".")[1:2] and name.split(".")[1] not in BESIDE_THE_KERNEL
+    )
 
 
 def of_fsdp2() -> dict[str, int]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
-from fsdp_engine.extensions.mean_loss.even_batches import EvenBatch, length_of
 from fsdp_engine.extras import naming_extra
+from fsdp_engine.integrations.loader_steps import LoaderStep, length_of
 
 with naming_extra():
     from accelerate.data_loader import (
@@ -47,7 +47,7 @@ class TrainingBatches:
         self.batches = batches
         self._engine = engine
         self._steps = engine.even_steps(batches)
-        self._taken: list[EvenBatch[Any]] = []
+        self._taken: list[LoaderStep] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -37,7 +37,6 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from fsdp_engine.engine import Engine
-from fsdp_engine.extensions.mean_loss.even_batches import EvenBatch
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.checkpoint_folder import (
     load_folder,
@@ -49,6 +48,7 @@ from fsdp_engine.integrations.checkpoint_folder import (
 )
 from fsdp_engine.integrations.lightning_fabric import FSDPEngineFabricStrategy
 from fsdp_engine.integrations.lightning_loaders import EvenLoader, even_loader
+from fsdp_engine.integrations.loader_steps import LoaderStep
 from fsdp_engine.integrations.preparation import (
     EngineArguments,
     has_all_gradients,
@@ -132,7 +132,7 @@ class FSDPEngineStrategy(DDPStrategy):
         self._different_modules = different_modules
         self._engine: Engine | None = None
         # Of the batch that is trained or evaluated; None: ranks' loaders are equally long.
-        self._step: EvenBatch[Any] | None = None
+        self._step: LoaderStep | None = None
         self._num_mean_losses: Callable[[], int] = lambda: 0
         self._is_apart = False
         self._state_weights: dict[str, Any] = {}
@@ -325,7 +325,7 @@ class FSDPEngineStrategy(DDPStrategy):
         with self._around_step():
             return super().backward(closure_loss, *args, **kwargs)
 
-    def _weighted(self, loss: Any, step: EvenBatch[Any]) -> Any:
+    def _weighted(self, loss: Any, step: LoaderStep) -> Any:
         """Returns the loss whose gradients are those of the mean over batches that exist."""
         assert self.lightning_module is not None
         if self._num_mean_losses() > 0:

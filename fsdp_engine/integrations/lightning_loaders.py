@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
-from fsdp_engine.extensions.mean_loss.even_batches import EvenBatch, length_of
+from fsdp_engine.integrations.loader_steps import LoaderStep, length_of
 
 _BY_RANK = "fsdp_engine: by rank"
 
@@ -39,7 +39,7 @@ class EvenLoader:
         self._engine = engine
         self._loader = loader
         self._length = length
-        self._given: deque[EvenBatch[Any]] = deque()
+        self._given: deque[LoaderStep] = deque()
         self._lacks_batches = False
 
     def __getattr__(self, name: str) -> Any:
@@ -76,7 +76,7 @@ class EvenLoader:
         """Whether a rank had no batch at all when the loader was iterated last."""
         return self._lacks_batches
 
-    def take_step(self) -> EvenBatch[Any] | None:
+    def take_step(self) -> LoaderStep | None:
         """Returns the step of the next batch that the Trainer trains or evaluates; None: it has
         taken none."""
         return self._given.popleft() if self._given else None

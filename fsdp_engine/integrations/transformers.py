@@ -23,7 +23,6 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine import Engine
-from fsdp_engine.extensions.mean_loss.even_batches import length_of
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.accelerate import (
     SHARDED,
@@ -39,6 +38,7 @@ from fsdp_engine.integrations.even_loaders import (
     without_labels,
     without_samples,
 )
+from fsdp_engine.integrations.loader_steps import length_of
 from fsdp_engine.integrations.preparation import checked_arguments
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained

@@ -98,14 +98,6 @@ def _read_message(content: list[int]) -> _Loaded:
     return _Loaded(has, lacks, failed)
 
 
-def length_of(loader: Any) -> int | None:
-    """Returns the length of a loader or data set; None: it has none."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
-
-
 def even_batches(
     engine: Engine, loader: Iterable[T], *, drop_last: bool = False
 ) -> Iterator[tuple[T, float]]:
