@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
-from fsdp_engine.comm.stall_monitor import THREAD_NAME
+from fsdp_engine.extensions.stall_monitor.stall_monitor import THREAD_NAME
 
 LIMIT = 0.25
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -5,19 +5,16 @@ import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
-from fsdp_engine.extension_list import find_name, register
+from fsdp_engine.extension_list import find_name, public_names, register
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
 from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.units.adapter_layers import AdapterLayers, register_adapter_layers
 from fsdp_engine.units.granules import whole_rows, whole_tensors
 
 if TYPE_CHECKING:
@@ -47,8 +44,6 @@ if TYPE_CHECKING:
     from fsdp_engine.pretrained.save import save_pretrained
     from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
     from fsdp_engine.pretrained.weight_version import WeightVersion
-    from fsdp_engine.runtime.activations import OffloadActivations
-    from fsdp_engine.units.checkpointing import Checkpointing, checkpoint_units
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -59,7 +54,6 @@ __all__ = [
     "H200",
     "CausalLMStages",
     "Checkpointer",
-    "Checkpointing",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Engine",
@@ -71,7 +65,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
     "Offload",
-    "OffloadActivations",
     "PipelineSimulation",
     "Simulation",
     "SimulationError",
@@ -80,7 +73,6 @@ __all__ = [
     "WeightStream",
     "WeightVersion",
     "apply_tp_plan",
-    "checkpoint_units",
     "estimate",
     "export_safetensors",
     "finalize_model_grads",
@@ -101,13 +93,6 @@ __all__ = [
 ]
 
 
-def _adapter_layers_of_peft(model: nn.Module) -> AdapterLayers:
-    """Materialization of meta parameters initializes the adapters of PEFT."""
-    from fsdp_engine.adapters import AdapterLayers
-
-    return AdapterLayers(model)
-
-
 def _check_torchao(optimizer: Any) -> None:
     """Refuses a step of torchao's optimizers that would fail half way."""
     if any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__):
@@ -123,7 +108,6 @@ def _rule_of_transformer_engine(config: DistributedDataParallelConfig) -> CodecR
 
 
 register()
-register_adapter_layers(_adapter_layers_of_peft)
 add_step_check(_check_torchao)
 add_class_rule("transformer_engine", _rule_of_transformer_engine)
 
@@ -145,14 +129,12 @@ _LAZY_NAMES = {
     "pretrained.save": ("save_pretrained",),
     "pretrained.weight_stream": ("WeightStream", "weight_stream"),
     "pretrained.weight_version": ("WeightVersion",),
-    "runtime.activations": ("OffloadActivations",),
     "planner.simulation.causal_lm_stages": ("CausalLMStages",),
     "planner.simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
     "planner.simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
     "planner.simulation.simulate": ("Simulation", "simulate"),
     "planner.simulation.simulation_error": ("SimulationError",),
     "planner.simulation.tp_plan": ("apply_tp_plan",),
-    "units.checkpointing": ("Checkpointing", "checkpoint_units"),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
 _MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
@@ -185,4 +167,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the public names, also those that were not imported yet."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *public_names()})

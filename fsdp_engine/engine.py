@@ -17,33 +17,34 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
-from fsdp_engine.extension_list import find_method
+from fsdp_engine.extension_list import find_method, implementation
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
+from fsdp_engine.offload import DEVICE, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.assigned_values import MissingValues
-from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.model_hooks import ModelHooks
-from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
+from fsdp_engine.runtime.parameter_guard import (
+    Apply,
+    ParameterGuard,
+    refuse_copies,
+    refuse_replicas,
+)
+from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
-from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.strategies import Role
 from fsdp_engine.units.assignment import expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
-from fsdp_engine.units.installing import holders
 from fsdp_engine.units.plan import label_of
 
 if TYPE_CHECKING:
-    from fsdp_engine.runtime.activations import ActivationOffload
-    from fsdp_engine.runtime.full_main_weights import FullMainWeights
-    from fsdp_engine.runtime.reports import Description, Measurement
+    from fsdp_engine.runtime.missing_values import MissingValues
 
 T = TypeVar("T")
 
@@ -52,13 +53,17 @@ T = TypeVar("T")
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
-class EngineExtension(Protocol):
-    """An object that asks for an extension when an engine is built. All ranks give equal ones, and
-    its ``repr`` shows all that must be equal."""
+class EnginePart(Protocol):
+    """A part of an engine that copies between the device and other places. A seam: extensions add
+    theirs to :attr:`Engine.parts`."""
 
-    def start(self, engine: Engine) -> None:
-        """Take part in ``engine``, which has just been built."""
-        ...
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """Its own lanes."""
+
+    def drain(self) -> Sequence[Exception]:
+        """End everything submitted, and drop what an exception has interrupted; what failed is
+        returned, not raised."""
 
 
 class Engine:
@@ -77,9 +82,8 @@ class Engine:
         staging_budget: staging buffers of gradients that can be in flight.
         offload: where its state lies between uses.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
-        scheduler, reductions, lanes: its parts, for extensions.
-        missing_values: the parameters and buffers that have no valid values, because nothing was
-            loaded into them yet or a load failed half way.
+        communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
+        parts: objects with lanes of their own: see :class:`EnginePart`.
     """
 
     def __init__(
@@ -91,17 +95,16 @@ class Engine:
         policy: MixedPrecisionPolicy,
         timing: Timing,
         offload: Offload | None = None,
-        activations: ActivationOffload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
         self.mesh = mesh
+        self.communicators = communicators
         self.ranks = communicators.ranks
         self.strategy = communicators.axis_plans.data.strategy
         self.config = config
         self.policy = policy
         self._timing = timing
-        self.missing_values = MissingValues(model)
         self.pipeline_stage = ""
         self._memory, self.lanes = resources.memory, resources.lanes
         self.units = list(units)
@@ -117,7 +120,6 @@ class Engine:
 
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
-        self._full_main_weights: list[FullMainWeights] = []
         offloading = resources.offloading
         used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
         self._offloadings = list(dict.fromkeys(each for each in used if each is not None))
@@ -139,33 +141,25 @@ class Engine:
             self.reductions,
             timing,
             expected,
-            WrittenWeights(self.units, mesh.device, lambda: communicators.groups),
+            implementation(ModelWatch)(self),
             self._end_gathers,
         )
-        self._guard = ParameterGuard(model, self.units)
-        self._hooks = ModelHooks(self.units, self.scheduler, self._guard.check, self)
-        for module in self._hooks.modules:
+        self.guard = ParameterGuard(model, self.units)
+        self.hooks = ModelHooks(self.units, self.scheduler, self.guard.check, self)
+        for module in self.hooks.modules:
             refuse_copies(module)
         if not all(buffer.is_plain for buffer in self.buffers):
             refuse_replicas(model)
-        Conversions(
-            self.units,
-            communicators,
-            config,
-            lambda: self.scheduler.is_at_rest and not self._guard.paused,
-            self.reductions.wait,
-            self.reductions.are_reduced,
-            self._offload_state,
-        ).watch(model)
+        for module in model.modules():
+            vars(module)["_apply"] = Apply(module, self)
         for unit in self.units:
             hook_recomputation(self.scheduler, unit)
             hook_gradients(self.scheduler, unit)
         self.offload = offload if offload is not None else Offload()
         self._offloading = offloading
         for unit in self.units:
-            self._offload_state(unit)
-        self._activations = activations
-        self._measured: Measurement | None = None
+            self.offload_state(unit)
+        self.parts: list[EnginePart] = [*self._offloadings]
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -187,7 +181,7 @@ class Engine:
         found: T = self._extensions[kind]
         return found
 
-    def _offload_state(self, unit: Unit) -> None:
+    def offload_state(self, unit: Unit) -> None:
         """Optimizers step ``unit`` from where its state lies now."""
         offloading = self._offloading
         if offloading is not None and not offloading.steps_on_host:
@@ -208,6 +202,14 @@ class Engine:
     def buffers(self) -> list[ParamAndGradBuffer]:
         """All buffers of all units."""
         return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @cached_property
+    def missing_values(self) -> MissingValues:
+        """The parameters and buffers that have no valid values, because nothing was loaded into
+        them yet or a load failed half way."""
+        from fsdp_engine.runtime.missing_values import MissingValues
+
+        return MissingValues(self.model)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -338,67 +340,6 @@ class Engine:
         clip_(shards, norm, max_norm)
         return norm
 
-    @contextmanager
-    def unsharded(self, *modules: nn.Module) -> Iterator[None]:
-        """Context within which modules hold full main weights; edits are written back at its end.
-
-        Collective, and every rank must make the same edits: of values in place, of ``param.data``,
-        or by other tensors that are put into the modules. Parameters are thawed and frozen as they
-        are at the end. Forwards run under ``no_grad`` only. If the block raises, nothing is written
-        back. Modules that an outer context has unsharded are left to it.
-
-        Args:
-            *modules: whose parameters; none: the whole model.
-
-        Raises:
-            RuntimeError: a forward or backward is running.
-            ValueError: a module is not part of the model. At the end, on all ranks, before anything
-                is written: a parameter was added, removed, tied or untied, has another shape or a
-                wider dtype, or other values on some ranks; names it.
-        """
-        if not self.scheduler.is_at_rest:
-            raise RuntimeError(
-                "unsharded(): expected no forward or backward in progress; found one (after an "
-                "exception, call engine.reset())"
-            )
-        self.scheduler.await_ranks()
-        wanted = self._units_of(modules)
-        units = [unit for unit in self._sharded_units if unit in wanted]
-        for unit in units:
-            unit.release()
-        from fsdp_engine.runtime.full_main_weights import FullMainWeights
-
-        main = FullMainWeights(units, self._guard, self.ranks.control_group)
-        for unit in units:
-            self._hooks.pause(unit, paused=True)
-        self._full_main_weights.append(main)
-        self._guard.paused = True
-        try:
-            yield
-            main.write_back()
-        finally:
-            self._full_main_weights.remove(main)
-            self._guard.paused = bool(self._full_main_weights)
-            main.uninstall()
-            for unit in units:
-                self._hooks.pause(unit, paused=False)
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether modules hold the full main weights of all units, within :meth:`unsharded`."""
-        return not self._sharded_units
-
-    @property
-    def _sharded_units(self) -> list[Unit]:
-        """Units whose full main weights modules do not hold."""
-        full = {unit.index for main in self._full_main_weights for unit in main.units}
-        return [unit for unit in self.units if unit.index not in full]
-
-    def _full_main_weight(self, sharded: Tensor) -> Tensor | None:
-        """The full main weight that modules hold in place of a sharded parameter, if they do."""
-        held = (main.full_of(sharded) for main in self._full_main_weights)
-        return next((each for each in held if each is not None), None)
-
     def full_tensor(self, name: str) -> Tensor:
         """The full main weights of one parameter, a copy, on every rank. Collective.
 
@@ -407,11 +348,10 @@ class Engine:
         """
         self.scheduler.await_ranks()
         for buffer in self.buffers:
-            for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
+            for index, record in enumerate(buffer.records):
                 if name in record.aliases:
-                    value = param.detach()
-                    if (full := self._full_main_weight(param)) is not None:
-                        value = full
+                    full = self.guard.full_main(buffer, index)
+                    value = buffer.sharded_params[index].detach() if full is None else full
                     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
         raise KeyError(f"name: expected a parameter of the model; found {name!r}")
 
@@ -433,7 +373,9 @@ class Engine:
         keeps = not rank0_only or self.mesh.rank == 0
         # By the parameter, too: a module around the model may have state without its own prefix.
         gathered: dict[str | int, Tensor] = {}
-        for buffer in (each for unit in self._sharded_units for each in unit.buffers):
+        for buffer in self.buffers:
+            if self.guard.full_main(buffer, 0) is not None:
+                continue
             flat = buffer.gather_main()
             for index, record in enumerate(buffer.records):
                 whole = buffer.whole_main(flat, index)
@@ -462,7 +404,7 @@ class Engine:
             ValueError: a parameter was added, removed or replaced; names it.
         """
         if self.scheduler.is_at_rest:
-            self._guard.check_all()
+            self.guard.check_all()
 
     def reset(self) -> None:
         """Drop the running forward or backward after an exception; weights are not changed.
@@ -471,38 +413,11 @@ class Engine:
         microbatch.
         """
         finish_pending_steps()
-        ended = [self.lanes.drain(), *(each.drain() for each in self._offloadings)]
+        ended = [self.lanes.drain(), *(part.drain() for part in self.parts)]
         for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)
-        self._hooks.reset()
+        self.hooks.reset()
         self.scheduler.reset()
-        if self._activations is not None:
-            self._activations.reset()
-
-    def describe(self) -> Description:
-        """Returns the bytes that each unit holds and sends, those of offloaded state and
-        activations, and the last result of :meth:`measure`; ``print`` shows a table."""
-        from fsdp_engine.runtime.reports import describe_units
-
-        places = (HOST, DISK)
-        elsewhere = {place: held for place in places if (held := self.memory_bytes(place))}
-        return describe_units(
-            self.units, self.strategy, self.mesh, self.budget, self._measured, elsewhere
-        )
-
-    @contextmanager
-    def measure(self) -> Iterator[Measurement]:
-        """Context that measures how long compute waits for gathers, reductions and copies of
-        offloaded state and activations, and the bytes held: see
-        :class:`~.runtime.reports.Measurement`. :meth:`describe` shows the last one."""
-        from fsdp_engine.runtime.reports import Measurement
-
-        self._measured = Measurement(self._memory, self.scheduler)
-        lanes = [*self.lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
-        if self._activations is not None:
-            lanes += self._activations.lanes
-        with self._measured.noting(lanes, self._is_stepped_by) as measured:
-            yield measured
 
     def memory_bytes(self, place: str = DEVICE) -> dict[str, int]:
         """Bytes that the engine holds now on this rank, by role.
@@ -563,43 +478,27 @@ class Engine:
         """
         groups = optimizer.param_groups
         self.reductions.check_step(param for group in groups for param in group["params"])
-        if self.scheduler.ranks_differ and self._is_stepped_by(optimizer):
+        if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # others may gather these weights
-        if self._end_gathers is not None and self._is_stepped_by(optimizer):
+        if self._end_gathers is not None and self.is_stepped_by(optimizer):
             self._end_gathers()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer: main weights count as changed."""
-        self._guard.check_optimizer(optimizer)
+        self.guard.check_optimizer(optimizer)
         for buffer in self.buffers:
             if buffer.grads is not None:  # no optimizer changes frozen weights
                 buffer.weights.mark_stale()
-        gathers_now = not self._timing.gathers_in_forward and self._is_stepped_by(optimizer)
+        gathers_now = not self._timing.gathers_in_forward and self.is_stepped_by(optimizer)
         if gathers_now or self.scheduler.ranks_differ:  # where not all ranks may have a forward
             self.scheduler.gather_before_forward(wait=True, sharded=False)
 
-    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether an optimizer has parameters of this engine."""
         own = self._sharded_ids
         return any(
             id(param) in own for group in optimizer.param_groups for param in group["params"]
         )
-
-    def _units_of(self, modules: tuple[nn.Module, ...]) -> list[Unit]:
-        if not modules:
-            return list(self.units)
-        wanted = set()
-        for module in modules:
-            if engine_of(module) is not self and has_parameters(module):
-                raise ValueError(
-                    f"unsharded(): expected modules of the sharded model; found a "
-                    f"{type(module).__name__} that is not part of it"
-                )
-            wanted |= {id(inner) for inner in module.modules()}
-        return [
-            unit
-            for unit in self.units
-            if any(id(module) in wanted for module in holders(unit.buffers))
-        ]
 
     def _optim_group(self) -> torch.distributed.ProcessGroup | None:
         """The ranks over which reduced gradients are sharded."""

@@ -30,6 +30,7 @@ FLOORS: dict[str, int] = {
     "patterns": 0,
     "precision": 0,
     "config": 0,
+    "engine_extension": 0,
     "extension_list": 0,
     "extras": 0,
     "terminal": 0,
@@ -48,13 +49,12 @@ FLOORS: dict[str, int] = {
     "runtime": 7,
     "engine": 8,
     "sharding": 9,
-    "pipelining": 10,
-    "extensions": 9,
-    "adapters": 9,
     "checkpoint": 9,
-    "fsdp2": 10,
-    "megatron": 10,
-    "pretrained": 10,
+    "extensions": 10,
+    "pipelining": 11,
+    "fsdp2": 11,
+    "megatron": 11,
+    "pretrained": 11,
     "planner": 12,
     "integrations": 12,
     "__init__": 13,
@@ -65,7 +65,7 @@ FLOORS: dict[str, int] = {
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
 CORE |= {"accelerator", "backend", "extension_list", "offload", "flat_dtensor", "optim"}
 CORE |= {"engine", "sharding"}
-ABOVE_THE_CORE = {"adapters", "checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
+ABOVE_THE_CORE = {"checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
@@ -137,7 +137,7 @@ ORDERLESS |= {"intersection_update", "issubset", "issuperset", "len", "max", "mi
 ORDERLESS |= {"sorted", "sum", "symmetric_difference_update", "update"} | SET_METHODS
 # Functions that read a set in its order, and why no communication depends on that order.
 ORDER_IS_LOCAL = {
-    ("comm.stall_monitor", "_log_stalls"): "a thread that writes to the log",
+    ("extensions.stall_monitor.stall_monitor", "_log_stalls"): "a thread that writes to the log",
     ("runtime.unit", "the module"): "tuples that are only asked whether they contain a state",
 }
 
@@ -767,9 +767,9 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
         "engine",
         "from fsdp_engine.checkpoint.model_state import MODEL",
     ),
-    (the_core_imports_no_format, "units.materialize", "from fsdp_engine import adapters"),
+    (the_core_imports_no_format, "units.build", "from fsdp_engine import extensions"),
     (the_core_imports_no_format, "runtime.hooks", "def f():\n    from ..pretrained import load"),
-    (the_core_imports_no_format, "units.materialize", "import peft"),
+    (the_core_imports_no_format, "units.build", "import peft"),
     (
         the_core_leaves_private_attributes_to_their_objects,
         "runtime.hooks",
@@ -1011,7 +1011,6 @@ print(torch.equal(model.weight.full_tensor(), before))
 # Statements that need a package that no earlier import of theirs needs.
 NEEDS = {
     "rich": (
-        "print(fe.shard(torch.nn.Linear(3, 2)).describe())",
         "fe.load_pretrained(fe.shard(torch.nn.Linear(3, 2)), '.', progress=True)",
         "import fsdp_engine.checkpoint.cli",
     ),

@@ -19,6 +19,8 @@ from griffe import Extension, Object
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from fsdp_engine.extension_list import EXTENSIONS
+
 ROOT = Path(__file__).parents[1]
 # Pages of the site by file of the repository, for files outside docs/.
 ROOT_PAGES = {
@@ -33,9 +35,9 @@ REPOSITORY_FILE = {page: file for file, page in ROOT_PAGES.items()}
 PUBLIC_NAMES = {
     "training": (
         "Training",
-        "shard Engine shard_optimizer apply_tp_plan checkpoint_units Checkpointing "
+        "shard Engine shard_optimizer apply_tp_plan "
         "register_forward_method whole_rows whole_tensors MixedPrecisionPolicy "
-        "DistributedDataParallelConfig Offload OffloadActivations Float8 FlatDTensor "
+        "DistributedDataParallelConfig Offload Float8 FlatDTensor "
         "DistributedDataParallel finalize_model_grads "
         "ModelParallelGroups",
     ),
@@ -56,6 +58,7 @@ MODULES = {
     "fsdp2": "fsdp_engine.fsdp2",
     "megatron": "fsdp_engine.megatron",
     "pipelining": "fsdp_engine.pipelining",
+    "extensions": " ".join(f"fsdp_engine.extensions.{e.folder}" for e in EXTENSIONS if e.names),
     "integrations": "fsdp_engine.integrations.transformers fsdp_engine.integrations.accelerate "
     "fsdp_engine.integrations.lightning fsdp_engine.integrations.ray",
     "codecs": "fsdp_engine.codecs",

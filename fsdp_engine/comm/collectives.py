@@ -34,13 +34,13 @@ from fsdp_engine.accelerator import (
     default_backend,
     is_accelerator,
 )
-from fsdp_engine.comm import stall_monitor
+from fsdp_engine.comm.activity import monitor, naming
 from fsdp_engine.comm.groups import name_of_backend
-from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.memory import allocator
 
 Work = dist.Work
-Steps = Iterator[Sequence[Work | stall_monitor.HostWork]]
+# Objects with a method `wait`.
+Steps = Iterator[Sequence[Any]]
 
 # Methods of groups, and not the functions of torch.distributed around them, which look at arguments
 # that are known here, for as long as the rest of issuing takes. torch 2.11 has the old names alone.
@@ -67,6 +67,7 @@ class Communicator:
         self.size = group.size()
         self.rank = group.rank()
         self._gloo = _is_gloo(group, device)
+        self._host_work = monitor().host_work
         self._staged = self._gloo and device.type != "cpu"
         self._stays_on_stream = _stays_on_stream(group, device)
         self._options = _Options(is_async=not self._stays_on_stream)
@@ -174,7 +175,7 @@ class Communicator:
     ) -> Steps:
         """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
         work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])
-        yield [stall_monitor.HostWork(work)] if self._gloo else self._to_wait_for(work)
+        yield [self._host_work(work)] if self._gloo else self._to_wait_for(work)
 
     def exchange(
         self,
@@ -297,7 +298,7 @@ def all_reduce_(
     if group is not None:
         with naming(what, group), _served(tensor, group) as sent:
             work = start_all_reduce(sent, group, op)
-            (stall_monitor.HostWork(work) if sent.device.type == "cpu" else work).wait()
+            (monitor().host_work(work) if sent.device.type == "cpu" else work).wait()
     return tensor
 
 

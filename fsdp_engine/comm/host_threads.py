@@ -9,18 +9,24 @@ torchrun sets ``OMP_NUM_THREADS=1`` for this reason; other launchers set nothing
 from __future__ import annotations
 
 import os
+import socket
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fsdp_engine.comm.stall_monitor import machine
-
 # By which users set the number of threads.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Another number since is the user's.
 _AT_IMPORT = torch.get_num_threads()
+
+
+def machine() -> str:
+    """The namespace of process numbers."""
+    space = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(space) if space.is_symlink() else ''}"
 
 
 def _cores() -> list[int]:

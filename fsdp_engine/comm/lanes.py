@@ -61,12 +61,9 @@ from torch import Tensor
 
 from fsdp_engine import backend
 from fsdp_engine.accelerator import is_accelerator, module_of
-from fsdp_engine.comm import stall_monitor
-from fsdp_engine.comm.stall_monitor import ACTIVITY
+from fsdp_engine.comm.activity import ACTIVITY, failure, monitor
 from fsdp_engine.strategies import Axis
 
-# Events are read, as far as they are reached, when there are so many waits with them.
-_MOST_PENDING = 1024
 _MILLI = 1e-3
 
 
@@ -96,60 +93,6 @@ class Meter(Protocol):
         """Between two events compute's stream waits for the first of ``works``, which came right
         after the others."""
         ...
-
-
-@dataclass
-class Waits:
-    """Waits of one kind: how many, and their seconds."""
-
-    count: int = 0
-    seconds: float = 0.0
-
-
-class WaitMeter:
-    """Adds up waits. See [Note: Waits of compute].
-
-    Args:
-        phase: returns the present phase of the program.
-
-    Attributes:
-        found: waits by (lane, label, phase), as far as they are known.
-    """
-
-    def __init__(self, phase: Callable[[], str]) -> None:
-        self.found: dict[tuple[str, str, str], Waits] = {}
-        self._phase = phase
-        self._pending: deque[tuple[Any, Any, Sequence[TimedWork], str]] = deque()
-
-    def waited(self, lane: str, label: str, seconds: float) -> None:
-        """See :class:`Meter`."""
-        self._add(lane, label, self._phase(), seconds)
-
-    def waits(self, begin: Any, end: Any, works: Sequence[TimedWork]) -> None:
-        """See :class:`Meter`."""
-        self._pending.append((begin, end, works, self._phase()))
-        if len(self._pending) >= _MOST_PENDING:
-            self.read(wait=False)
-
-    def read(self, *, wait: bool) -> None:
-        """Turn events into seconds.
-
-        Args:
-            wait: for the last of them. False: only events that have been reached are read.
-        """
-        pending = self._pending
-        if wait and pending:
-            pending[-1][1].synchronize()
-        while pending and pending[0][1].query():
-            begin, end, works, phase = pending.popleft()
-            longest = max(works, key=lambda work: work.seconds)
-            seconds = max(float(begin.elapsed_time(end)) * _MILLI, 0.0)
-            self._add(longest.lane, longest.label, phase, seconds)
-
-    def _add(self, lane: str, label: str, phase: str, seconds: float) -> None:
-        waits = self.found.setdefault((lane, label, phase), Waits())
-        waits.count += 1
-        waits.seconds += seconds
 
 
 Steps = Iterator[Sequence[Any]]
@@ -321,9 +264,6 @@ class Chain:
         return bool(self._links)
 
 
-# Of a lane on a device, how many submissions are kept to tell which of them is stuck.
-_MOST_RECENT = 256
-
 _NOTHING = nullcontext()
 
 
@@ -345,7 +285,7 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
             DeviceLane(device, stream, ranks, name)
             for stream, name in zip(streams, others, strict=True)
         ]
-        stall_monitor.DEVICE_LANES.update(lanes)
+        monitor().watch(lanes)
         return Lanes(DeviceLane(device, None, name=compute), *lanes)
     return Lanes(*(HostLane(ranks, name) for name in LANES))
 
@@ -356,7 +296,7 @@ def make_state_lanes(device: torch.device, *, in_threads: bool = False) -> tuple
     Args:
         in_threads: their operations wait for files.
     """
-    return _copy_lanes(device, STATE_LANES, ThreadLane if in_threads else DeviceLane)
+    return make_copy_lanes(device, STATE_LANES, ThreadLane if in_threads else DeviceLane)
 
 
 def make_step_lane(device: torch.device) -> ComputeLane:
@@ -367,14 +307,10 @@ def make_step_lane(device: torch.device) -> ComputeLane:
     return DeviceLane(device, module_of(device).Stream(device=device), name=STEP_LANE)
 
 
-def make_activation_lanes(device: torch.device) -> tuple[Lane, Lane]:
-    """Lanes on which activations are copied to ``device`` and from it."""
-    return _copy_lanes(device, ACTIVATION_LANES)
-
-
-def _copy_lanes(
+def make_copy_lanes(
     device: torch.device, names: tuple[str, str], kind: type[DeviceLane] | None = None
 ) -> tuple[Lane, Lane]:
+    """Lanes of these names, for copies to ``device`` and from it; ``kind``: of an accelerator's."""
     if (made := backend.current().copy_lanes(names)) is not None:
         given: tuple[Lane, Lane] = made
         return given
@@ -593,10 +529,10 @@ class HostTicket:
             self._failure = str(error)
             raise
         except RuntimeError as error:
-            failure = stall_monitor.failure(self._label, self.ranks, error)
-            self._failure = str(failure)
+            named = failure(self._label, self.ranks, error)
+            self._failure = str(named)
             ACTIVITY.waits = None
-            raise failure from error
+            raise named from error
         self._works = works or ()
         if works is None:
             self.done = True
@@ -740,6 +676,9 @@ class DeviceLane:
         stream: None: the stream that is current at each call.
         ranks: global ranks that take part, for messages; none: all.
         name: one of ``LANES``.
+
+    Attributes:
+        recent: the latest submissions, labels and events; a :class:`.Monitor` may replace it.
     """
 
     runs_ahead = True
@@ -757,9 +696,7 @@ class DeviceLane:
         self.ranks = ranks
         self.name = name
         self.meters: tuple[Meter, ...] = ()
-        self._recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
-        self._newest: tuple[str, Any] | None = None  # when last looked
-        self._newest_since = 0.0
+        self.recent: deque[tuple[str, Any]] = deque(maxlen=0)
         self._awaited: DeviceTicket | None = None  # last
         self._is_capturing = getattr(self._module, "is_current_stream_capturing", None)
 
@@ -790,25 +727,12 @@ class DeviceLane:
             ticket.works = (TimedWork(self.name, label, begin, ticket.event), *before)
         ACTIVITY.last = label
         if not is_captured:  # an event of a graph cannot be queried
-            self._recent.append((label, ticket.event))
+            self.recent.append((label, ticket.event))
         return ticket
 
-    def stuck(self, now: float, patience: float) -> str | None:
-        """See :class:`~.stall_monitor.DEVICE_LANES`.
-
-        A device that is stuck stops the host soon. So no event is queried as long as work is
-        submitted, and none while a graph is captured.
-        """
-        newest = self._recent[-1] if self._recent else None
-        if newest is not self._newest:
-            self._newest, self._newest_since = newest, now
-        elif newest is not None and now - self._newest_since > patience:
-            if is_capturing(self._device, [self._stream]):
-                return None
-            self._newest_since = float("inf")
-            unreached = [label for label, event in list(self._recent) if not event.query()]
-            return unreached[0] if unreached else None
-        return None
+    def is_captured(self) -> bool:
+        """Whether a graph is captured on this stream: see :func:`is_capturing`."""
+        return is_capturing(self._device, [self._stream])
 
     def record(self) -> DeviceTicket:
         """See :class:`Lane`."""

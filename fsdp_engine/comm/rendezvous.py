@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fsdp_engine.comm import stall_monitor
+from fsdp_engine.comm import activity
+from fsdp_engine.comm.activity import ACTIVITY, missing_ranks, monitor, start_monitor
 from fsdp_engine.memory import allocator
 
 # After so long the places of missing ranks are checked first, and then at least every minute.
@@ -107,13 +108,13 @@ def meet(
     """
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return Rendezvous(f"alone{next(_alone)}", has)
-    stall_monitor.start()
+    start_monitor()
     place = _Place(what, ranks, checks_waits=bool(groups))
     try:
         return place.wait_for_all(timeout, note, has)
     except (RuntimeError, ValueError) as error:
         if groups and (missing := place.missing()):
-            stall_monitor.monitor().give_reason(missing, str(error))
+            monitor().give_reason(missing, str(error))
             for group in groups:
                 _close_connections(group)
         raise
@@ -166,7 +167,7 @@ class _Place:
     def wait_for_all(self, timeout: timedelta, note: str, has: bool) -> Rendezvous:
         """See :func:`meet`."""
         here = json.dumps([self._what, self._ranks, self._crowd, self._number])
-        stall_monitor.ACTIVITY.last = self._what
+        ACTIVITY.last = self._what
         self._store.set(f"at/{self._rank}", here)
         mine = json.dumps([self._rank, note])
         first = self._store.compare_set(f"{self._base}/note", "", mine).decode()
@@ -204,7 +205,7 @@ class _Place:
     def _wait_for_verdict(self, timeout: timedelta, note: str) -> tuple[str, Any]:
         key = f"{self._base}/verdict"
         began = time.monotonic()
-        next_check, next_line = FIRST_CHECK_SECONDS, stall_monitor.PATIENCE_SECONDS
+        next_check, next_line = FIRST_CHECK_SECONDS, activity.PATIENCE_SECONDS
         # Waiting by the store itself logs to stderr, and blocks it for other threads.
         while not self._store.check([key]):
             waited = time.monotonic() - began
@@ -262,8 +263,7 @@ class _Place:
     def _check_later_operations(self, note: str) -> None:
         """A rank that waits in a collective after this rendezvous will not come. It has to be found
         there twice: a collective that is over on this rank may take longer on another."""
-        monitor = stall_monitor.monitor()
-        before, self._waits = self._waits, monitor.waits_of(self.missing())
+        before, self._waits = self._waits, monitor().waits_of(self.missing())
         for rank, label in self._waits.items():
             if before.get(rank) == label:
                 self.decide(
@@ -275,7 +275,7 @@ class _Place:
 
     def _missing_after(self, seconds: float) -> str:
         missing = self.missing()
-        where = stall_monitor.missing_ranks(self._what, missing)
+        where = missing_ranks(self._what, missing)
         return (
             f"{self._what}: expected ranks {_shown(self._ranks)}; ranks {_shown(missing)} did not "
             f"come in {seconds:.0f} s{where and ': '}{where}"

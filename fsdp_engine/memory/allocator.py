@@ -69,7 +69,6 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_engine import backend
-from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.memory.arena import Arena
 
 # Swaps the memory of two storages; called as it is, since a unit's step does so ten times.
@@ -84,11 +83,11 @@ class Ledger:
     """Bytes held now, and at most so far, by role and in total.
 
     Attributes:
-        peaks: further peaks that are recorded.
+        watchers: called with the ledger after each change.
     """
 
     def __init__(self) -> None:
-        self.peaks: tuple[Peak, ...] = ()
+        self.watchers: tuple[Callable[[Ledger], None], ...] = ()
         self.held: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.total = 0
@@ -103,47 +102,13 @@ class Ledger:
             self.peak[role] = held
         if self.total > self.peak_total:
             self.peak_total = self.total
-        if self.peaks:
-            for peak in self.peaks:
-                peak.look(self)
+        for watch in self.watchers:
+            watch(self)
 
     def reset_peak(self) -> None:
         """Start a new peak from the bytes held now."""
         self.peak = Counter(self.held)
         self.peak_total = self.total
-
-
-class Peak:
-    """The moment with most bytes held since this was made, whatever other peaks are reset.
-
-    Attributes:
-        held: bytes by role at that moment.
-        total: their sum.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.held = Counter(ledger.held)
-        self.total = ledger.total
-
-    def look(self, ledger: Ledger) -> None:
-        """The ledger has changed."""
-        if ledger.total > self.total:
-            self.held = Counter(ledger.held)
-            self.total = ledger.total
-
-
-def begin_device_peak(device: torch.device) -> None:
-    """Torch's own peak of memory allocated on ``device`` starts anew; nothing on a CPU."""
-    if is_accelerator(device):
-        module_of(device).reset_peak_memory_stats(device)
-
-
-def device_peak(device: torch.device) -> int | None:
-    """Most bytes that torch had allocated on ``device`` since :func:`begin_device_peak`; None on a
-    CPU, where they are not counted."""
-    if not is_accelerator(device):
-        return None
-    return int(module_of(device).max_memory_allocated(device))
 
 
 @contextmanager

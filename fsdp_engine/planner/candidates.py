@@ -8,13 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
-from fsdp_engine.runtime.activations import OFFLOAD, Activations
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
-from fsdp_engine.units.checkpointing import SELECTIVE, recomputed_by
 
 Mesh = tuple[int, ...]
+# The argument ``checkpointing`` of :func:`~fsdp_engine.shard`.
+Activations = Any
+SELECTIVE = "selective"
+OFFLOAD = "offload"
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,13 @@ class Candidate:
         if self.offloaded:
             parts.append(self.offloaded)
         return ", ".join(parts)
+
+
+def recomputed_by(checkpointing: Activations) -> Any:
+    """Returns the :class:`~fsdp_engine.Checkpointing` that an argument means; None: it means
+    none."""
+    kind = find_name("Checkpointing")
+    return kind and kind.of(checkpointing)
 
 
 def check_checkpointing(value: object) -> None:

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
@@ -16,7 +17,6 @@ from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
 from fsdp_engine.strategies import Strategy
-from fsdp_engine.units.checkpointing import Checkpointing
 
 if TYPE_CHECKING:  # it loads torch's compiler
     from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
@@ -304,7 +304,7 @@ class Outcome:
         if candidate.get("offload") is not None:
             candidate["offload"] = Offload(**candidate["offload"])
         if isinstance(candidate.get("checkpointing"), dict):
-            candidate["checkpointing"] = Checkpointing(**candidate["checkpointing"])
+            candidate["checkpointing"] = find_name("Checkpointing")(**candidate["checkpointing"])
         times = values.pop("times")
         times = None if times is None else Times(**times)
         found = cls(Candidate(**candidate), **values, times=times)

@@ -10,7 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_engine.offload import HOST, Offload
-from fsdp_engine.planner.candidates import check_checkpointing
+from fsdp_engine.planner.candidates import (
+    OFFLOAD,
+    SELECTIVE,
+    Activations,
+    check_checkpointing,
+)
 from fsdp_engine.planner.command_inputs import (
     AUTO,
     import_function,
@@ -31,8 +36,6 @@ from fsdp_engine.planner.simulation.simulation_error import (
     listed,
 )
 from fsdp_engine.planner.simulation.step_options import GivenOptions, MakeOptimizer, Parallelize
-from fsdp_engine.runtime.activations import OFFLOAD, Activations
-from fsdp_engine.units.checkpointing import SELECTIVE
 
 # Everything that can be on the host.
 EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)

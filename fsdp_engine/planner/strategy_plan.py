@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_engine.engine import Engine
 from fsdp_engine.planner.candidate_sharding import shard_as
-from fsdp_engine.planner.candidates import Candidate, Mesh
+from fsdp_engine.planner.candidates import SELECTIVE, Candidate, Mesh
 from fsdp_engine.planner.comparison import ComparedRow, Comparison, named_machines
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
@@ -46,7 +46,6 @@ from fsdp_engine.planner.simulation.simulation_error import (
 from fsdp_engine.planner.simulation.step_options import Parallelize
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
-from fsdp_engine.units.checkpointing import SELECTIVE
 
 if TYPE_CHECKING:  # it loads torch's compiler
     from fsdp_engine.pipelining import PipelineStage

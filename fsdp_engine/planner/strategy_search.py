@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.offload import Offload
-from fsdp_engine.planner.candidates import Candidate, candidates, is_quick
+from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Candidate, candidates, is_quick
 from fsdp_engine.planner.command_inputs import AUTO
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.fewer_blocks import find_repeated
@@ -37,8 +37,6 @@ from fsdp_engine.planner.simulation.simulation_error import SimulationError
 from fsdp_engine.planner.simulation.time_accuracy import family_of
 from fsdp_engine.planner.simulation.tp_plan import fitting_degrees
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.runtime.activations import OFFLOAD
-from fsdp_engine.units.checkpointing import SELECTIVE
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 

@@ -124,7 +124,7 @@ def _outside_selection() -> Iterator[None]:
 
 def _outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that runs without modes of selective checkpoints; see
-    [Note: Selective checkpointing] in ``units/checkpointing.py``."""
+    [Note: Selective checkpointing] in ``extensions/activations``."""
 
     @functools.wraps(method)
     def hook(*args: Any) -> Any:

@@ -29,9 +29,9 @@ from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm import collectives
+from fsdp_engine.comm.activity import naming
+from fsdp_engine.comm.host_message import bytes_to
 from fsdp_engine.comm.lanes import SideStream
-from fsdp_engine.comm.stall_monitor import naming
-from fsdp_engine.memory.host_memory import bytes_to
 from fsdp_engine.runtime.record import order_digest
 
 _DIGEST_BYTES = 8

@@ -56,7 +56,7 @@ def held(engine: Any) -> int:
 def test_between_steps_as_much_is_held_as_before_the_first(strategy: str, clear: str) -> None:
     model, engine, optimizer = make(strategy)
     before = engine.memory_bytes()
-    rest = sum(row.grad_bytes for row in engine.describe().rows)
+    rest = sum(buffer.grads.rest_bytes for buffer in engine.buffers)
     for number in range(3):
         backward(model, number)
         assert held(engine) == rest
@@ -89,7 +89,7 @@ def test_what_is_not_cut_is_held_from_the_first_backward_on() -> None:
     for number in range(2):
         backward(model, number)
         optimizer.zero_grad()
-        assert held(engine) == sum(row.grad_bytes for row in engine.describe().rows)
+        assert held(engine) == sum(buffer.grads.rest_bytes for buffer in engine.buffers)
 
 
 @on_ranks(world_size=2)

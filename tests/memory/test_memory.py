@@ -100,12 +100,13 @@ def rest_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, A
             model = make()
             engine = fe.shard(model, mesh_of(2, 2), strategy, outer, mp_policy=policy)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            rows = engine.describe().rows
-            numel = sum(row.num_elements + row.padding for row in rows)
+            layouts = [buffer.layout for buffer in engine.buffers]
+            numel = sum(layout.numel for layout in layouts)
             num_elements = sum(p.numel() for p in model.parameters())
-            pairs.append((f"{name}: elements", sum(r.num_elements for r in rows), num_elements))
+            found = sum(layout.num_tensor_elements for layout in layouts)
+            pairs.append((f"{name}: elements", found, num_elements))
             # Shards of four ranks are at most 64 elements a rank and tensor longer.
-            assert numel < num_elements + 64 * (4 + len(list(model.parameters()))) * len(rows)
+            assert numel < num_elements + 64 * (4 + len(list(model.parameters()))) * len(layouts)
             for num_steps in range(3):
                 # Where something is cut, gradients' memory goes when they are cleared.
                 stays = num_steps > 0 and part(levels, Role.OPTIM) == 1
@@ -116,8 +117,11 @@ def rest_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, A
                 step(model, engine, optimizer)
             weights = expected_rest(levels, numel, name, False)
             grads = expected_rest(levels, numel, name, True).get("grad", 0)
-            found = (sum(row.weight_bytes for row in rows), sum(row.grad_bytes for row in rows))
-            pairs.append((f"{name}: describe", found, (sum(weights.values()), grads)))
+            at_rest = (
+                sum(buffer.weights.rest_bytes for buffer in engine.buffers),
+                sum(buffer.grads.rest_bytes for buffer in engine.buffers),
+            )
+            pairs.append((f"{name}: properties", at_rest, (sum(weights.values()), grads)))
     return pairs
 
 
@@ -182,8 +186,7 @@ def peak_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, A
                 config=fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget),
             )
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            rows = engine.describe().rows
-            root, *blocks = (row.num_elements + row.padding for row in rows)
+            root, *blocks = (unit.num_elements for unit in engine.units)
             assert set(blocks) == {blocks[0]}
             step(model, engine, optimizer)
             engine.peak_memory_bytes(reset=True)
@@ -234,7 +237,7 @@ def test_frozen_weights_have_no_gradients_and_no_second_copy() -> None:
     engine = fe.shard(model.bfloat16(), units="blocks.*", mp_policy=policy)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     step(model, engine, optimizer)
-    root, *blocks = (row.num_elements + row.padding for row in engine.describe().rows)
+    root, *blocks = (unit.num_elements for unit in engine.units)
     rest = {"main": 4 * root // 2, "model": 2 * sum(blocks) // 2}
     assert engine.memory_bytes() == rest
     model(*vector_batch(2, dist.get_rank(), DIM)).backward()

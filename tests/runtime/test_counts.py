@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from fsdp_engine.runtime.reports import count_gathers
 from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.messages import GATHERS, REDUCTIONS, Messages, count_step, expected_collectives
 from tests.models import Chain, LoraLinear, Stack, vector_batch
@@ -59,7 +58,6 @@ def count_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
             calls = messages.calls[control, "allreduce_"]
             pairs.append((f"{case}: messages about usage", calls, 1))
             pairs.append((f"{case}: traffic", sent, traffic(engine, levels, num_micro)))
-        pairs += describes(engine, levels)
     return pairs
 
 
@@ -84,21 +82,6 @@ def traffic(engine: Any, strategy: Strategy, num_micro: int) -> Counter[tuple[Ax
     return +sent
 
 
-def describes(engine: Any, strategy: Strategy) -> list[tuple[str, Any, Any]]:
-    """What ``describe()`` says of one microbatch, and the expected numbers."""
-    counts, _ = expected_collectives(engine, strategy, 1)
-    pairs = []
-    for unit, row in zip(engine.units, engine.describe().rows, strict=True):
-        for kind, said in ((GATHERS, row.num_gathers), (REDUCTIONS, row.num_reductions)):
-            expected = sum(
-                count
-                for label, count in counts.items()
-                if label.startswith(kind) and f" of {unit.label} over " in label
-            )
-            pairs.append((f"describe: {kind[0]} of {unit.label}", said, expected))
-    return pairs
-
-
 @pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 def test_collectives_and_bytes_of_a_step_follow_from_the_levels(
     ranks: Ranks, strategy: str, outer: str
@@ -119,8 +102,6 @@ def test_on_an_axis_of_one_rank_nothing_travels() -> None:
     assert outer.gather_group is not None
     assert outer.reduce_group is not None
     assert set(messages.sent) == {outer.gather_group.group_name, outer.reduce_group.group_name}
-    levels = Strategy.from_names("optim", "optim")
-    assert [count_gathers(levels, engine.mesh, num_uses) for num_uses in (1, 2)] == [1, 1]
 
 
 @on_ranks(world_size=2)

@@ -470,14 +470,3 @@ def test_the_wrapper_joins_units_where_parameters_are_sharded(strategy: str) -> 
     assert unit_names(ddp.engine) == names
     found = train_wrapped(ddp, scenario.data())
     assert not reference.differences(found, scenario.alone().steps, 2e-5)
-
-
-@on_ranks(2)
-def test_joined_units_are_described_by_runs_of_names() -> None:
-    engine = fe.shard(Transformer(num_blocks=6), min_unit_size=2 * BLOCK)
-    rows = {row.name: row for row in engine.describe().rows}
-    names = ["", "embedding + blocks.0-1", "blocks.2-3", "blocks.4-5 + norm + head"]
-    assert list(rows) == names
-    assert [rows[name].num_gathers for name in names[1:]] == [2, 2, 1]
-    assert rows["blocks.2-3"].num_elements == 2 * BLOCK
-    assert "blocks.4-5 + norm + head" in str(engine.describe())

@@ -25,9 +25,9 @@ from torch._tensor import get_default_nowrap_functions
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.comm.activity import naming
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import start_all_reduce
-from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.gradient_observer import GradientObserver

@@ -49,7 +49,7 @@ from fsdp_engine.planner.simulation.memory_access import num_bytes_of, tensors_o
 from fsdp_engine.planner.simulation.module_names import ModuleNames
 from fsdp_engine.planner.simulation.operations import Operations
 from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.checkpointing import find_blocks
+from fsdp_engine.units.blocks import find_blocks
 
 # Of Dynamo: shapes are not generalized, and code is compiled for all shapes that are simulated.
 _DYNAMO = {

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.memory import allocator
-from fsdp_engine.runtime.reports import KIND_OF_ROLE
+from fsdp_engine.memory.kinds import KIND_OF_ROLE
 
 KINDS = ("weights", "gradients", "optimizer", "transient", "activations")
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import DISK, HOST, Offload
 from fsdp_engine.planner.simulation.context_parallel import check_context_parallel
 from fsdp_engine.planner.simulation.machine import H100, Machine
@@ -24,7 +25,6 @@ from fsdp_engine.planner.simulation.simulation_error import (
     check_type,
     listed,
 )
-from fsdp_engine.runtime.activations import activations_of
 
 # Applies tensor parallelism to a model over a mesh of one axis.
 Parallelize = Callable[[nn.Module, DeviceMesh], object]
@@ -156,7 +156,9 @@ class StepOptions(GivenOptions):
                 "check_for_nan_in_grad or check_for_large_grads"
             )
         machine, offload = self.machine, self.shard.get("offload")
-        activations = activations_of(self.shard.get("checkpointing", False))
+        settings = find_name("ActivationSettings")
+        asked = self.shard.get("checkpointing", False)
+        activations = None if settings is None else settings(asked).offload
         if activations is not None and machine.host_runs_ahead:
             machine.link_to_state(HOST, world_size)
         if isinstance(offload, Offload):

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import make_lanes
+from fsdp_engine.extensions.activations import settings
+from fsdp_engine.extensions.activations.offloaded_activations import ActivationOffload
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.runtime import activations
-from fsdp_engine.runtime.activations import ActivationOffload
 from fsdp_engine.strategies import LEVELS
-from fsdp_engine.units.checkpointing import find_blocks
+from fsdp_engine.units.blocks import find_blocks
 from tests import reference
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
@@ -41,7 +41,7 @@ Function = Callable[[Tensor], Tensor]
 def host_as_device() -> Iterator[None]:
     """Within it ``shard`` moves activations of the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activations, "is_accelerator", lambda device: True)
+        patch.setattr(settings, "is_accelerator", lambda device: True)
         yield
 
 
@@ -384,7 +384,7 @@ def test_gradients_are_the_same_to_the_last_bit(name: str, in_flight: int | None
     # What still lies on the host is of forwards that are kept until they are copied.
     model(*token_batch(2, 0)).backward()
     assert not moves._arrived
-    moves.reset()
+    moves.drain()
     gc.collect()
     assert not moves.pool.bytes_in_use
     assert not moves._by_storage
@@ -411,7 +411,7 @@ def test_a_forward_that_raises_moves_nothing_and_the_next_is_right() -> None:
     with pytest.raises(ValueError, match="as planned"):
         model(*token_batch(2, 0))
     handle.remove()
-    moves.reset()
+    moves.drain()
     assert not moves.pool.bytes_in_use
     assert all(map(torch.equal, gradients(model, plainly), expected))
 
@@ -484,7 +484,7 @@ def test_training_is_the_same_to_the_last_bit(level: str) -> None:
     with host_as_device():
         model, engine = scenario.but(options={"checkpointing": ALL}).sharded_model()
     assert_same_bits(scenario.train(model, engine), scenario.sharded())
-    moves = engine._activations
+    [moves] = engine.parts
     assert moves.pool._most_in_use
     model(*token_batch(2, 0)).backward()
     engine.reset()
@@ -505,9 +505,9 @@ def test_full_parameters_do_not_move(double_buffer: bool) -> None:
         x = torch.randn(1, 64, requires_grad=True)
         for _ in range(3):
             loss = model(x).sum()
-            assert engine._activations is not None
+            [moves] = engine.parts
             # The input, and the product that is multiplied by the scale.
-            assert 2 * x.nbytes <= engine._activations.pool.bytes_in_use < 4 * x.nbytes
+            assert 2 * x.nbytes <= moves.pool.bytes_in_use < 4 * x.nbytes
             loss.backward()
 
 
@@ -515,7 +515,7 @@ def test_full_parameters_do_not_move(double_buffer: bool) -> None:
 def test_on_a_cpu_nothing_changes() -> None:
     model = Transformer(2)
     engine = fe.shard(model, checkpointing="offload")
-    assert engine._activations is None
+    assert not engine.parts
     assert "forward" not in vars(model.blocks[0])
 
 
@@ -553,8 +553,8 @@ def compiled(when: str, checkpointing: Any) -> tuple[list[Tensor], list[int]]:
     for _ in range(2):
         model(*token_batch(2, 0)).backward()
     if checkpointing:
-        assert engine._activations is not None
-        assert engine._activations.pool._most_in_use
+        [moves] = engine.parts
+        assert moves.pool._most_in_use
     return [reference.full(each.grad) for each in model.parameters()], graphs
 
 

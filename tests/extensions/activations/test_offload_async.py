@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.activations.offloaded_activations import ActivationOffload
 from fsdp_engine.planner.simulation import operations
-from fsdp_engine.runtime.activations import ActivationOffload
 from fsdp_engine.terminal import format_bytes
 from tests.async_device import device as on
 from tests.async_device import ranks as device
@@ -144,7 +144,7 @@ def test_activations_are_pinned_on_the_host_which_does_not_wait_for_them(level: 
     step = step_by_step(engine, optimizer)
     for number in range(2):
         step(number)
-    moves = engine._activations
+    [moves] = engine.parts
     assert moves is not None
     idle = moves.pool.idle_bytes
     assert idle > 0

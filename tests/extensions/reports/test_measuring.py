@@ -19,8 +19,8 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.comm import lanes
 from fsdp_engine.comm.lanes import LANES, STATE_LANES, name_of_wait
+from fsdp_engine.extensions.reports.reports import Measurement
 from fsdp_engine.memory.disk_memory import DiskBlock
-from fsdp_engine.runtime.reports import Measurement
 from tests.models import DIM, Mlp, Regression, vector_batch
 from tests.pool import on_few_ranks, on_ranks
 
@@ -192,7 +192,7 @@ def test_measurements_nest_and_each_sees_what_came_while_it_was_open() -> None:
     step()
     assert outer.num_steps == 3
     assert not any(lane.meters for lane in engine.lanes.all)
-    assert not engine._memory.ledger.peaks
+    assert not engine._memory.ledger.watchers
 
 
 @on_ranks(1)

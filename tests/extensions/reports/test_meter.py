@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from fsdp_engine.comm import lanes as lanes_module
-from fsdp_engine.comm import lanes as meter_module
 from fsdp_engine.comm.lanes import (
     LANES,
     HostLane,
     Lanes,
     Steps,
-    WaitMeter,
     make_lanes,
     name_of_wait,
     unit_of,
 )
-from fsdp_engine.memory.allocator import Ledger, Peak
+from fsdp_engine.extensions.reports import wait_meter as meter_module
+from fsdp_engine.extensions.reports.peaks import Peak
+from fsdp_engine.extensions.reports.wait_meter import WaitMeter
+from fsdp_engine.memory.allocator import Ledger
 
 LABEL = "all-gather of blocks.1 over the inner axis"
 
@@ -264,7 +265,7 @@ def test_a_peak_of_ones_own_knows_nothing_of_others() -> None:
     ledger = Ledger()
     ledger.add("main", 10)
     peak = Peak(ledger)
-    ledger.peaks = (peak,)
+    ledger.watchers = (peak,)
     ledger.add("full", 5)
     ledger.add("full", -5)
     ledger.add("grad", 4)

@@ -27,10 +27,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.units.adapter_layers import AdapterKey
-
 # Name of a layer in the model, and name of one of its adapters.
-Place = AdapterKey
+Place = tuple[str, str]
 
 
 def peft_model(model: nn.Module) -> tuple[Any, str]:
@@ -152,8 +150,6 @@ def check_is_stored(model: nn.Module, adapter: str) -> None:
 
 class AdapterLayers:
     """PEFT's layers in a model, which initialize their adapters.
-
-    Implements :class:`fsdp_engine.units.adapter_layers.AdapterLayers`.
 
     Args:
         model: with or without layers of PEFT.

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,14 +25,16 @@ from fsdp_engine.comm.lanes import (
     COPY_IN,
     LANES,
     STATE_LANES,
-    Lane,
-    WaitMeter,
     name_of_wait,
     unit_of,
 )
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.reports.peaks import Peak, begin_device_peak, device_peak
+from fsdp_engine.extensions.reports.wait_meter import WaitMeter
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.memory.allocator import Memory, Peak, begin_device_peak, device_peak
+from fsdp_engine.memory.kinds import KIND_OF_ROLE
+from fsdp_engine.offload import DISK, HOST
 from fsdp_engine.optim.offloaded_step import is_offloaded
 from fsdp_engine.optim.owned_step import describe_owners
 from fsdp_engine.optim.state_leaves import leaves_of
@@ -42,18 +43,6 @@ from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.terminal import format_bytes
 from fsdp_engine.units.assignment import expect
-
-# Kinds of memory by role of the engine's ledger (idle: memory of the transient ones, between
-# uses); anything else is weights.
-KIND_OF_ROLE = {
-    "grad": "gradients",
-    "full": "transient",
-    "staging": "transient",
-    "idle": "transient",
-    "optimizer": "optimizer",  # chunks of offloaded state
-}
-
-Steps = Callable[[torch.optim.Optimizer], bool]
 
 
 @dataclass(frozen=True)
@@ -85,39 +74,35 @@ class Measurement:
     from its begin. Not collective: one rank may measure alone.
 
     Args:
-        memory: of the engine.
-        scheduler: of the engine.
+        engine: the engine to measure.
     """
 
-    def __init__(self, memory: Memory, scheduler: Scheduler) -> None:
-        self._units = [unit.label for unit in scheduler.units]
-        self._memory = memory
-        self._scheduler: Scheduler | None = scheduler
+    def __init__(self, engine: Engine) -> None:
+        self._units = [unit.label for unit in engine.units]
+        self._memory = memory = engine.memory
+        # None when the measurement is over, which does not keep its engine.
+        self._scheduler: Scheduler | None = engine.scheduler
         self._peak = Peak(memory.ledger)
         self._meter = WaitMeter(self._phase)
         self._allocated: int | None = None
         self._optimizers: dict[int, int] = {}  # bytes of state, by id
         self._began = time.perf_counter()
-        self._first_step = scheduler.reductions.num_steps
+        self._first_step = engine.reductions.num_steps
         self._seconds = 0.0
         self._steps = 0
 
     @contextmanager
-    def noting(self, lanes: Sequence[Lane], is_own: Steps) -> Iterator[Measurement]:
-        """Within it, all is noted.
-
-        Args:
-            lanes: of the engine.
-            is_own: whether an optimizer steps the engine's parameters.
-        """
+    def measuring(self, engine: Engine) -> Iterator[Measurement]:
+        """Context that measures ``engine``."""
 
         def stepped(optimizer: torch.optim.Optimizer, *args: object) -> None:
-            if is_own(optimizer):
+            if engine.is_stepped_by(optimizer):
                 self._optimizers[id(optimizer)] = _state_bytes(optimizer)
 
-        ledger, meter, device = self._memory.ledger, self._meter, self._memory.device
-        begin_device_peak(device)
-        ledger.peaks = (*ledger.peaks, self._peak)
+        ledger, meter, peak = self._memory.ledger, self._meter, self._peak
+        lanes = [*engine.lanes.all, *(lane for part in engine.parts for lane in part.lanes)]
+        begin_device_peak(self._memory.device)
+        ledger.watchers = (*ledger.watchers, peak)
         for lane in lanes:
             lane.meters = (*lane.meters, meter)
         hook = register_optimizer_step_post_hook(stepped)
@@ -127,7 +112,7 @@ class Measurement:
             hook.remove()
             for lane in lanes:
                 lane.meters = tuple(each for each in lane.meters if each is not meter)
-            ledger.peaks = tuple(each for each in ledger.peaks if each is not self._peak)
+            ledger.watchers = tuple(each for each in ledger.watchers if each is not peak)
             self._look()
             self._scheduler = None
 
@@ -353,24 +338,37 @@ class Description:
         return described if self.measured is None else f"{described}\n{self.measured}"
 
 
-def describe_units(
-    units: Sequence[Unit],
-    strategy: Strategy,
-    mesh: DataMesh,
-    budget: int,
-    measured: Measurement | None = None,
-    elsewhere: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
-) -> Description:
-    """Rows for ``units`` on this rank, the latest measurement of them, bytes elsewhere, and owners
-    of their parameters."""
+class _Latest:
+    """Keeps the latest measurement of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.measured: Measurement | None = None
+
+
+@contextmanager
+def measure(engine: Engine) -> Iterator[Measurement]:
+    """Context that measures how long compute waits for gathers, reductions and copies of
+    offloaded state and activations, and the bytes held: see :class:`Measurement`.
+    :func:`describe` shows the last one."""
+    measured = engine.extension(_Latest).measured = Measurement(engine)
+    with measured.measuring(engine):
+        yield measured
+
+
+def describe(engine: Engine) -> Description:
+    """Returns the bytes that each unit holds and sends, those of offloaded state and activations,
+    and the last result of :func:`measure`; ``print`` shows a table."""
+    units, strategy, mesh = engine.units, engine.strategy, engine.mesh
     title = (
         f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
-        f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
-        "are collectives per step of one microbatch."
+        f"up to {engine.budget:,} elements gathered ahead. Bytes are this rank's; gathers and "
+        "reductions are collectives per step of one microbatch."
     )
     expected = expect(units[0].modules[0], [unit.modules for unit in units])
     rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
     ids = [id(p) for unit in units for buffer in unit.trainable for p in buffer.sharded_params]
+    elsewhere = {place: held for place in (HOST, DISK) if (held := engine.memory_bytes(place))}
+    measured = engine.extension(_Latest).measured
     return Description(title, tuple(rows), measured, elsewhere, tuple(describe_owners(ids)))
 
 

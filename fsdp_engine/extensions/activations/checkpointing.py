@@ -37,12 +37,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fsdp_engine.units.assignment import (
-    UnitSelector,
-    collect_records,
-    find_units,
-    reads_weights_in_backward,
-)
+from fsdp_engine.units.assignment import UnitSelector
+from fsdp_engine.units.blocks import find_blocks
 
 # Arguments by which layers of ``transformers`` fill a cache of keys and values. A second run would
 # fill it twice, so that its own checkpointing leaves them out, too. From 5.24 on it is ``cache``,
@@ -133,6 +129,16 @@ class Checkpointing:
                 )
         object.__setattr__(self, "policy", tuple(policy))
 
+    @classmethod
+    def of(cls, checkpointing: object) -> Checkpointing | None:
+        """Returns the blocks and operations that the argument of ``shard`` has recomputed; None:
+        none are."""
+        if isinstance(checkpointing, cls):
+            return checkpointing
+        if checkpointing is True:
+            return cls()
+        return cls(policy=SELECTIVE) if checkpointing == SELECTIVE else None
+
     def __str__(self) -> str:
         """Equal on all ranks, as addresses of functions are not."""
         policy = self.policy
@@ -141,15 +147,6 @@ class Checkpointing:
         elif isinstance(policy, tuple):
             policy = ", ".join(map(str, policy))
         return f"Checkpointing(every={self.every}, policy={policy})"
-
-
-def recomputed_by(checkpointing: object) -> Checkpointing | None:
-    """The blocks and operations that the argument of ``shard`` has recomputed; None: none are."""
-    if isinstance(checkpointing, Checkpointing):
-        return checkpointing
-    if checkpointing is True:
-        return Checkpointing()
-    return Checkpointing(policy=SELECTIVE) if checkpointing == SELECTIVE else None
 
 
 def checkpoint_units(
@@ -190,7 +187,7 @@ def checkpoint_units(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
-    how = recomputed_by(checkpointing)
+    how = Checkpointing.of(checkpointing)
     if how is None:
         raise ValueError(
             f"checkpointing: expected True, {SELECTIVE!r} or fe.Checkpointing; "
@@ -205,28 +202,6 @@ def checkpoint_units(
             own = vars(module).get("forward")
             vars(module)["forward"] = CheckpointedForward(module, own, how.policy)
     return tuple(blocks)
-
-
-def find_blocks(
-    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None
-) -> dict[str, nn.Module]:
-    """Returns the modules that :func:`checkpoint_units` checkpoints by name, in module order.
-
-    Args:
-        model, units: see there.
-    """
-    chosen: dict[str, nn.Module] = {}
-    for unit in find_units(model, units, collect_records(model)):
-        loose = {id(module) for module in unit.loose}
-        for name, module in zip(unit.names, unit.modules, strict=True):
-            if id(module) not in loose and reads_weights_in_backward(module):
-                chosen[name] = module
-    places = {id(module): place for place, module in enumerate(model.modules())}
-    inside = {
-        id(inner) for each in chosen.values() for inner in each.modules() if inner is not each
-    }
-    outermost = {name: module for name, module in chosen.items() if id(module) not in inside}
-    return dict(sorted(outermost.items(), key=lambda item: places[id(item[1])]))
 
 
 class WrappedForward:

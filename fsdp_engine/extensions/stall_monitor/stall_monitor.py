@@ -15,8 +15,8 @@ A rank that raises while others wait for it can leave them a reason (``give_reas
 then fail with that error.
 
 The same thread logs waits of the host, and work on a device's stream, that take longer than
-``PATIENCE_SECONDS``, with the missing ranks: long before the timeout of the process group, which on
-NCCL ends the process.
+``activity.PATIENCE_SECONDS``, with the missing ranks: long before the timeout of the process group,
+which on NCCL ends the process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ import json
 import logging
 import operator
 import os
-import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+
+from fsdp_engine.comm import activity
+from fsdp_engine.comm.activity import ACTIVITY, Monitor
+from fsdp_engine.comm.host_threads import machine
 
 THREAD_NAME = "fsdp_engine stall monitor"
 PERIOD_SECONDS = 0.5
@@ -46,47 +50,12 @@ PERIOD_SECONDS = 0.5
 MOST_CHECKS_PER_SECOND = 500
 # A thread answers within a period, unless other code holds the interpreter.
 ANSWER_SECONDS = 3.0
-# Waits that take longer are logged. Groups have timeouts of 10 (NCCL) or 30 minutes (gloo).
-PATIENCE_SECONDS = float(os.environ.get("FSDP_ENGINE_PATIENCE_SECONDS", "60"))
+# Submissions of a lane that are kept to find the one that is stuck.
+_MOST_RECENT = 256
 _SLICE = timedelta(seconds=1)
 _MOST_NAMED = 8
-_LIBRARIES = (str(Path(__file__).parent), str(Path(dist.__file__).parents[1]))
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(dist.__file__).parents[1]))
 _log = logging.getLogger("fsdp_engine")
-
-
-class RankActivity:
-    """The activity of this rank. Written at every operation, read only on request.
-
-    Attributes:
-        last: label of the operation that was begun last.
-        done: label of the operation that was seen to end last.
-        waits: the operation that the host waits for, a new object each time: its ``label``, and
-            ``ranks``, the global ranks that take part (empty: all).
-        failed: label of the operation that failed last.
-        alarms: number of failures of other ranks that this rank has seen.
-    """
-
-    __slots__ = ("alarms", "done", "failed", "last", "waits")
-
-    def __init__(self) -> None:
-        self.alarms = 0
-        self.last = self.done = self.failed = "nothing"
-        self.waits: Any = None
-
-
-ACTIVITY = RankActivity()
-
-
-class GroupCollective(NamedTuple):
-    """A small collective outside lanes."""
-
-    label: str
-    group: dist.ProcessGroup
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Global ranks."""
-        return dist.get_process_group_ranks(self.group)
 
 
 class HostWork:
@@ -116,21 +85,57 @@ class HostWork:
                     # It has failed, or has completed since the wait: its own result decides.
                     self._work.wait()
                     return
-            monitor = _present()
-            if monitor is not None and monitor.has_alarm():
+            monitor = activity.monitor()
+            if isinstance(monitor, StallMonitor) and monitor.has_alarm():
                 raise RuntimeError("another rank has failed")
 
 
-# Lanes whose work the host does not wait for. Each has ``ranks``, global, and ``stuck(now,
-# patience)``: the label of the oldest operation that has not been reached for ``patience`` seconds,
-# reported once; else None.
-DEVICE_LANES: weakref.WeakSet[Any] = weakref.WeakSet()
+class SubmittedWork:
+    """The operations that a lane on a stream has submitted, the latest last.
+
+    A device that is stuck stops the host soon. So no event is queried as long as work is submitted,
+    and none while a graph is captured.
+    """
+
+    def __init__(self) -> None:
+        self.recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
+        self._newest: tuple[str, Any] | None = None  # at the last call
+        self._newest_since = 0.0
+
+    def stuck(self, lane: Any, now: float, patience: float) -> str | None:
+        """Returns the label of the oldest operation of ``lane`` that has not been reached for
+        ``patience`` seconds, once; else None."""
+        newest = self.recent[-1] if self.recent else None
+        if newest is not self._newest:
+            self._newest, self._newest_since = newest, now
+        elif newest is not None and now - self._newest_since > patience:
+            if lane.is_captured():
+                return None
+            self._newest_since = float("inf")
+            unreached = [label for label, event in list(self.recent) if not event.query()]
+            return unreached[0] if unreached else None
+        return None
 
 
-class StallMonitor:
-    """The thread of one default group, and the questions to those of other ranks."""
+_LATEST: list[StallMonitor] = []
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+
+@atexit.register
+def _end() -> None:
+    for each in _LATEST:
+        each.end()
+
+
+class StallMonitor(Monitor):
+    """The thread of the present default group, and the questions to those of other ranks.
+
+    Attributes:
+        lanes: whose work the host does not wait for, with what they have submitted.
+    """
+
+    def __init__(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
         self._group = weakref.ref(group)
         self._rank = group.rank()
         self._size = group.size()
@@ -142,6 +147,8 @@ class StallMonitor:
         # Of the training thread, which under Ray Train is not the main one.
         self._training_thread = threading.get_ident()
         self._answered = 0
+        self._alarms = 0  # failures of other ranks that this rank has seen
+        self.lanes: weakref.WeakKeyDictionary[Any, SubmittedWork] = weakref.WeakKeyDictionary()
         self._before: tuple[object, ...] = (None, None, None)
         self._next_check = 0.0
         self._seen: Any = None
@@ -150,6 +157,7 @@ class StallMonitor:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
+        _LATEST[:] = [self]
 
     def _check_store(self) -> None:
         """Refuse a store that an earlier job has used: in it groups would find the addresses of
@@ -173,17 +181,29 @@ class StallMonitor:
         """Whether its default group is the present one."""
         return not self._over.is_set() and self._group() is dist.group.WORLD
 
-    def end(self, why: str) -> None:
+    def end(self) -> None:
         """Publish the last message, unless that is done, and end the thread before the interpreter
         ends: a thread within a call of the store would abort the process."""
         if not self._over.is_set():
+            error = getattr(sys, "last_value", None)
+            why = "" if error is None else f" with {type(error).__name__}: {str(error)[:200]}"
             self._over.set()
-            self._publish_end(why)
+            self._publish_end(f"has ended{why}")
         self._thread.join(ANSWER_SECONDS)
 
+    def watch(self, lanes: Sequence[Any]) -> None:
+        """See the base class."""
+        for lane in lanes:
+            submitted = self.lanes[lane] = SubmittedWork()
+            lane.recent = submitted.recent
+
+    def host_work(self, work: dist.Work) -> HostWork:
+        """See the base class."""
+        return HostWork(work)
+
     def missing_at(self, what: str, ranks: Sequence[int]) -> str:
-        """Those of ``ranks`` that are not at ``what``, each with its place."""
-        others = [rank for rank in ranks if rank != self._rank]
+        """See the base class. Takes up to some seconds."""
+        others = [rank for rank in ranks or range(self._size) if rank != self._rank]
         try:
             number, found, silent = self._answers(others)
         except RuntimeError as error:
@@ -194,15 +214,14 @@ class StallMonitor:
             if (text := _place_of(what, rank, state, number)) is not None
         ]
         if any("gone" in state or _has_ended(state) for state in found.values()):
-            ACTIVITY.alarms = self._store.add("alarms", 1)
+            self._alarms = self._store.add("alarms", 1)
         texts.sort(key=lambda each: ("ended" not in each[2], each[0], each[1]))
         shown = "; ".join(text for _, _, text in texts[:_MOST_NAMED])
         more = len(texts) - _MOST_NAMED
         return shown + (f"; and {more} more ranks" if more > 0 else "")
 
     def waits_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """By rank, the label of the operation that its host waits for, of those of ``ranks`` that
-        wait. Takes up to some seconds."""
+        """See the base class. Takes up to some seconds."""
         number, found, _ = self._answers(ranks)
         return {
             rank: state["waits"]
@@ -211,15 +230,17 @@ class StallMonitor:
         }
 
     def give_reason(self, ranks: Sequence[int], text: str) -> None:
-        """Leave ``ranks`` a reason: if a wait of theirs fails, it raises a ValueError with
-        ``text``."""
+        """See the base class."""
         for rank in ranks:
             self._store.set(f"reason/{rank}", text)
 
     def reason(self) -> str | None:
-        """The reason that another rank has left for this one, if any."""
+        """See the base class."""
         key = f"reason/{self._rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        with suppress(RuntimeError):  # the store is gone with its rank
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
 
     def _answers(self, ranks: Sequence[int]) -> tuple[int, dict[int, dict[str, Any]], list[int]]:
         """Ask ``ranks``. Returns the number of the question, the latest state of each rank, and the
@@ -243,8 +264,8 @@ class StallMonitor:
     def has_alarm(self) -> bool:
         """Whether a rank has found, since the last call, that another one has ended; or has left
         this one a reason to fail."""
-        before, ACTIVITY.alarms = ACTIVITY.alarms, self._store.add("alarms", 0)
-        return ACTIVITY.alarms > before or self.reason() is not None
+        before, self._alarms = self._alarms, self._store.add("alarms", 0)
+        return self._alarms > before or self.reason() is not None
 
     def _read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         keys = [f"says/{rank}" for rank in ranks]
@@ -309,106 +330,22 @@ class StallMonitor:
         now, waits = time.monotonic(), ACTIVITY.waits
         if waits is not self._seen:
             self._seen, self._seen_at = waits, now
-        elif waits is not None and now - self._seen_at > PATIENCE_SECONDS:
+        elif waits is not None and now - self._seen_at > activity.PATIENCE_SECONDS:
             self._seen_at = float("inf")
             self._log_stall(waits.label, waits.ranks)
-        for lane in list(DEVICE_LANES):
-            if (label := lane.stuck(now, PATIENCE_SECONDS)) is not None:
+        for lane, submitted in list(self.lanes.items()):
+            if (label := submitted.stuck(lane, now, activity.PATIENCE_SECONDS)) is not None:
                 self._log_stall(label, lane.ranks)
 
     def _log_stall(self, label: str, ranks: Sequence[int]) -> None:
-        missing = self.missing_at(label, ranks or range(self._size))
+        missing = self.missing_at(label, ranks)
         _log.error(
             "rank %d has waited %.0f s for %s: %s",
             self._rank,
-            PATIENCE_SECONDS,
+            activity.PATIENCE_SECONDS,
             label,
             missing or "all ranks have reached it",
         )
-
-
-_MONITORS: list[StallMonitor] = []
-
-
-def start() -> None:
-    """Start the monitor of the present default group, unless it runs. Ranks must share a store."""
-    if _present() is not None:
-        return
-    group = dist.group.WORLD
-    assert group is not None
-    if not _MONITORS:
-        atexit.register(_end)
-    _MONITORS[:] = [StallMonitor(group)]
-    ACTIVITY.__init__()  # type: ignore[misc]
-
-
-def _end() -> None:
-    error = getattr(sys, "last_value", None)
-    why = "" if error is None else f" with {type(error).__name__}: {str(error)[:200]}"
-    for monitor in _MONITORS:
-        monitor.end(f"has ended{why}")
-
-
-def _present() -> StallMonitor | None:
-    """The monitor of the present default group, if it runs."""
-    return _MONITORS[0] if _MONITORS and _MONITORS[0].is_present else None
-
-
-def monitor() -> StallMonitor:
-    """The monitor of the present default group, which :func:`start` has started."""
-    found = _present()
-    assert found is not None
-    return found
-
-
-def missing_ranks(what: str, ranks: Sequence[int] = ()) -> str:
-    """Ranks that have not come to ``what``, each with its place; "" where none can be asked. Takes
-    up to some seconds.
-
-    Args:
-        what: the label of the operation that has failed; ranks that wait for it, or failed in it,
-            are not missing.
-        ranks: global ranks; none: all.
-    """
-    ACTIVITY.failed = what
-    found = _present()
-    if found is None:
-        return ""
-    return found.missing_at(what, ranks or range(dist.get_world_size()))
-
-
-def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
-    """The exception for an operation whose wait has failed with ``error``."""
-    reason, found = None, _present()
-    if found is not None:
-        with suppress(RuntimeError):  # the store is gone with its rank
-            reason = found.reason()
-    if reason is not None:
-        ACTIVITY.failed = what
-        return ValueError(f"{what} did not complete: {reason}")
-    missing = missing_ranks(what, ranks)
-    hint = ""
-    if what.startswith("all-gather"):
-        hint = "If ranks use different modules, run the step within engine.together(). "
-    return RuntimeError(
-        f"{what} did not complete: another rank failed, or never came to it"
-        f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
-        f"{hint}({error})"
-    )
-
-
-@contextmanager
-def naming(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Within it, a small collective of ``group``; its error names it and the missing ranks."""
-    ACTIVITY.last = what
-    ACTIVITY.waits = small = GroupCollective(what, group)
-    try:
-        yield
-    except RuntimeError as error:
-        raise failure(what, small.ranks, error) from error
-    finally:
-        ACTIVITY.waits = None
-    ACTIVITY.done = what
 
 
 def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str | None:
@@ -444,12 +381,6 @@ def _user_frame(thread: int) -> str:
         return "its end"
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-
-
-def machine() -> str:
-    """The namespace of process numbers."""
-    space = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {os.readlink(space) if space.is_symlink() else ''}"
 
 
 def _has_ended(state: dict[str, Any]) -> bool:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.adapters import adapter_names, check_is_stored, peft_model
 from fsdp_engine.checkpoint.directory import sync_folder
 from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, whole
 from fsdp_engine.checkpoint.safetensors_folder import INDEX, SINGLE, read_header
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.adapters.peft_names import adapter_names, check_is_stored, peft_model
 
 CARD = "README.md"
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

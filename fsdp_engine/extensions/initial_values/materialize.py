@@ -6,7 +6,7 @@ that, also for modules without ``reset_parameters``. Modules are initialized aft
 as in their constructors: a parent may overwrite values of its children. A parent whose parameters
 are in several units is not initialized, because they are never allocated at the same time.
 
-Layers with PEFT's adapters initialize the adapters (``adapters.py``).
+Layers with PEFT's adapters initialize the adapters (``extensions/adapters``).
 
 A module with parametrized tensors (``nn.utils.parametrize``) cannot be written to. It is
 initialized as a module without parametrizations, and the values are converted to the tensors that
@@ -28,21 +28,22 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from fsdp_engine.accelerator import forked_generators
 from fsdp_engine.buffers.spec import ParamRecord
 from fsdp_engine.codecs.tensor_hooks import has_hooks, marks_of, with_values
+from fsdp_engine.extension_list import find_module
 from fsdp_engine.memory.allocator import empty, empty_like
-from fsdp_engine.units.adapter_layers import AdapterLayers, find_adapter_layers
 
 # Adapters draw other values than the unit that they are in.
 _OF_ADAPTERS = 1 << 20
 
 
-def check_meta(model: nn.Module) -> tuple[bool, str]:
-    """Whether any parameter or buffer is on the meta device, and what cannot give itself values.
+def find_lacking(model: nn.Module) -> str:
+    """Find what cannot give itself values.
 
-    The second is the text of an error, or "": a module with meta tensors that has no
-    ``reset_parameters``, in a model without an ``_init_weights``.
+    Returns:
+        The text of an error, or "": it names a module with meta tensors that has no
+        ``reset_parameters``, in a model without an ``_init_weights``.
     """
-    on_meta, lacks = False, ""
-    knows_modules = callable(getattr(model, "_init_weights", None))
+    if callable(getattr(model, "_init_weights", None)):
+        return ""
     covered: Collection[nn.Module] | None = None
     # Any module that has a buffer may give it its values.
     given = {
@@ -55,23 +56,28 @@ def check_meta(model: nn.Module) -> tuple[bool, str]:
         if isinstance(module, ParametrizationList):
             continue  # the module that has it gives it values
         own = [*module._parameters.items(), *module._buffers.items(), *_originals(module)]
-        found = {attribute: t for attribute, t in own if t is not None and t.is_meta}
-        metas = [attribute for attribute, tensor in found.items() if id(tensor) not in given]
-        on_meta = on_meta or bool(found)
-        if metas:
-            knows_itself = callable(getattr(module, "reset_parameters", None))
-            if knows_modules or knows_itself or lacks:
-                continue
+        metas = [
+            attribute for attribute, t in own if t is not None and t.is_meta and id(t) not in given
+        ]
+        if metas and not callable(getattr(module, "reset_parameters", None)):
             if covered is None:
-                covered = find_adapter_layers(model).covered
+                adapters = _find_adapters(model)
+                covered = () if adapters is None else adapters.covered
             if module not in covered:
-                lacks = (
+                return (
                     f"{name or 'the root module'} ({type(module).__name__}): expected a method "
                     f"reset_parameters() that gives {', '.join(metas)} values; found none, and "
                     "the model is on the meta device on all ranks. With values on rank 0 alone, "
                     "the other ranks get those"
                 )
-    return on_meta, lacks
+    return ""
+
+
+def _find_adapters(model: nn.Module) -> Any:
+    """Returns the layers of ``model`` that give their adapters values; None: the extension for
+    adapters was deleted."""
+    adapters = find_module("adapters.peft_names")
+    return None if adapters is None else adapters.AdapterLayers(model)
 
 
 class ModuleTree:
@@ -81,13 +87,14 @@ class ModuleTree:
         model: before any of its parameters is replaced.
 
     Attributes:
-        adapters: of PEFT in it.
+        adapters: layers that give their adapters values; None: there is no extension for them.
         buffers: those on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.adapters = find_adapter_layers(model)
+        self.adapters = _find_adapters(model)
+        self.covered: Collection[nn.Module] = () if self.adapters is None else self.adapters.covered
         self.buffers = MetaBuffers(model)
         self._modules: dict[int, nn.Module] = {}  # children first, as they were built
         nn.Module.apply(model, self._enter)
@@ -178,9 +185,9 @@ def materialize(
     for module in modules:
         tree.buffers.allocate(module, device)
     own_seeds = _seeds_of_experts(modules, metas, base_seed)
-    others = {module: n for module, n in modules.items() if module not in tree.adapters.covered}
+    others = {module: n for module, n in modules.items() if module not in tree.covered}
     _reset(tree, others, device, seed, own_seeds, is_empty=is_empty)
-    if not is_empty:
+    if not is_empty and tree.adapters is not None:
         _begin_adapters(tree.adapters, metas, device, seed + _OF_ADAPTERS)
     for record, original in zip(metas, originals, strict=True):
         if _is_cut(record):
@@ -201,7 +208,7 @@ def _replace(record: ParamRecord, param: nn.Parameter) -> None:
 
 
 def _begin_adapters(
-    adapters: AdapterLayers, records: Sequence[ParamRecord], device: torch.device, seed: int
+    adapters: Any, records: Sequence[ParamRecord], device: torch.device, seed: int
 ) -> None:
     """Values for those of the records that are an adapter's; all others of a unit have theirs."""
     names = {alias: record for record in records for alias in record.aliases}
@@ -242,35 +249,29 @@ def _valueless(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def materialize_buffers(
-    model: nn.Module,
-    tree: ModuleTree | None,
+    tree: ModuleTree,
     device: torch.device,
     seed: int,
     *,
     values: bool = True,
     is_empty: bool = False,
 ) -> None:
-    """Real values for modules that own meta buffers but no meta parameter, and move the others.
+    """Real values for modules that own meta buffers but no meta parameter.
 
     Args:
-        tree: None: nothing is on the meta device.
+        tree: of the whole model.
+        device: where.
+        seed: the same on all ranks.
         values: False: memory alone, for another rank's values.
         is_empty: buffers that are saved need none.
     """
-    if tree is not None:
-        lonely = {module: names for module in model.modules() if (names := _metas_of(module))}
-        for module in lonely:
-            tree.buffers.allocate(module, device)
-        if values:
-            _reset(tree, lonely, device, seed, is_empty=is_empty)
-        if values and not is_empty:
-            tree.buffers.check_values()
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the key's tensor
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                moved.setdefault(id(buffer), (buffer, buffer.to(device)))
-                module._buffers[name] = moved[id(buffer)][1]
+    lonely = {module: names for module in tree.model.modules() if (names := _metas_of(module))}
+    for module in lonely:
+        tree.buffers.allocate(module, device)
+    if values:
+        _reset(tree, lonely, device, seed, is_empty=is_empty)
+    if values and not is_empty:
+        tree.buffers.check_values()
 
 
 def check_attributes(model: nn.Module) -> None:

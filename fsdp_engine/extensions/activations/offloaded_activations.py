@@ -46,22 +46,26 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_engine import backend
-from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket, make_activation_lanes
+from fsdp_engine.comm.lanes import (
+    ACTIVATION_LANES,
+    GradientStream,
+    Lane,
+    Steps,
+    Ticket,
+    make_copy_lanes,
+)
+from fsdp_engine.extensions.activations.checkpointing import (
+    SELECTIVE,
+    Checkpointing,
+    WrappedForward,
+)
+from fsdp_engine.extensions.activations.host_pool import HostPool
 from fsdp_engine.memory import allocator
-from fsdp_engine.memory.host_memory import HostBlock, HostPool
+from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.scheduler import in_backward
-from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.checkpointing import (
-    SELECTIVE,
-    Checkpointing,
-    WrappedForward,
-    find_blocks,
-    recomputed_by,
-)
 
 OFFLOAD = "offload"
 # The role of the host's memory in ledgers.
@@ -97,27 +101,23 @@ class OffloadActivations:
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ValueError(f"{name}: expected a number of bytes; found {value}")
 
+    @classmethod
+    def of(cls, checkpointing: object) -> OffloadActivations | None:
+        """Returns how activations are offloaded by the argument of ``shard``; None: they are not.
 
-# As `shard` takes it; a string is SELECTIVE or OFFLOAD.
-Activations = bool | str | Checkpointing | OffloadActivations
-
-
-def activations_of(checkpointing: object) -> OffloadActivations | None:
-    """How activations are offloaded by the argument of ``shard``; None: they are not.
-
-    Raises:
-        ValueError: the argument is none of those that ``shard`` takes.
-    """
-    if isinstance(checkpointing, bool) or recomputed_by(checkpointing) is not None:
-        return None
-    if checkpointing == OFFLOAD:
-        return OffloadActivations()
-    if not isinstance(checkpointing, OffloadActivations):
-        raise ValueError(
-            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, fe.Checkpointing or "
-            f"fe.OffloadActivations; found {checkpointing!r}"
-        )
-    return checkpointing
+        Raises:
+            ValueError: the argument is none of those that ``shard`` takes.
+        """
+        if isinstance(checkpointing, bool) or Checkpointing.of(checkpointing) is not None:
+            return None
+        if checkpointing == OFFLOAD:
+            return cls()
+        if not isinstance(checkpointing, cls):
+            raise ValueError(
+                f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, "
+                f"fe.Checkpointing or fe.OffloadActivations; found {checkpointing!r}"
+            )
+        return checkpointing
 
 
 class View(NamedTuple):
@@ -307,7 +307,7 @@ class ActivationOffload:
         self._memory = memory
         self._compute = compute
         self._options = options
-        self.lanes = lanes = make_activation_lanes(memory.device)
+        self.lanes = lanes = make_copy_lanes(memory.device, ACTIVATION_LANES)
         self._into, self._out = lanes
 
         def drain() -> None:
@@ -368,12 +368,14 @@ class ActivationOffload:
             saved.clear()  # autograd keeps `pack`
         return output
 
-    def reset(self) -> None:
-        """Free memory on the device that a forward or backward before an exception holds."""
+    def drain(self) -> list[Exception]:
+        """Free memory on the device that a forward or backward before an exception holds. Returns
+        no errors."""
         self._end_backward()
         while self._leaving:
             self._leave(next(iter(self._leaving)))
         self._last = None
+        return []
 
     # Forward.
 
@@ -549,7 +551,7 @@ class OffloadedForward(WrappedForward):
     """A forward whose activations are moved.
 
     Args:
-        module, own: see :class:`~.units.checkpointing.WrappedForward`.
+        module, own: see :class:`~.checkpointing.WrappedForward`.
         offload: that moves them.
         number, name: of the block.
     """
@@ -570,27 +572,3 @@ class OffloadedForward(WrappedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._offload.run
         return run(self._module, self._number, self._name, self.original, args, kwargs)
-
-
-def offload_activations(
-    model: nn.Module,
-    units: UnitSelector | Iterable[UnitSelector] | None,
-    memory: allocator.Memory,
-    compute: Lane,
-    options: OffloadActivations,
-) -> ActivationOffload | None:
-    """Offload the activations of blocks, those that ``checkpoint_units`` would checkpoint.
-
-    Args:
-        model, units: as for :func:`~fsdp_engine.checkpoint_units`.
-        memory, compute: of the engine.
-        options: how.
-
-    Returns:
-        What moves them; None on a CPU, where nothing is moved.
-    """
-    if not backend.current().runs_ahead(memory.device):
-        return None
-    offload = ActivationOffload(memory, compute, options)
-    offload.install(find_blocks(model, units))
-    return offload

@@ -27,8 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 import fsdp_engine as fe
-from fsdp_engine.comm import stall_monitor
+from fsdp_engine.comm import activity
 from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.extensions.stall_monitor import stall_monitor
+from fsdp_engine.extensions.stall_monitor.stall_monitor import StallMonitor, SubmittedWork
 from fsdp_engine.strategies import LEVELS
 from tests import pool
 from tests.pool import Ranks, on_ranks
@@ -122,11 +124,11 @@ def logged(patience_seconds: float) -> Iterator[list[str]]:
 
     handler.emit = emit
     logging.getLogger("fsdp_engine").addHandler(handler)
-    before, stall_monitor.PATIENCE_SECONDS = stall_monitor.PATIENCE_SECONDS, patience_seconds
+    before, activity.PATIENCE_SECONDS = activity.PATIENCE_SECONDS, patience_seconds
     try:
         yield lines
     finally:
-        stall_monitor.PATIENCE_SECONDS = before
+        activity.PATIENCE_SECONDS = before
         logging.getLogger("fsdp_engine").removeHandler(handler)
 
 
@@ -247,7 +249,7 @@ ENDS_AT_ONCE = """
 import time, torch, fsdp_engine as fe
 import torch.distributed as dist
 from torch import nn
-from fsdp_engine.comm import stall_monitor
+from fsdp_engine.extensions.stall_monitor import stall_monitor
 
 dist.init_process_group("gloo")
 fe.shard(nn.Linear(4, 4), initial_values="rank0")
@@ -260,7 +262,7 @@ def leave_slowly(self, why):
 
 stall_monitor.StallMonitor._publish_end = leave_slowly
 dist.destroy_process_group()
-while not stall_monitor._MONITORS[0]._over.is_set():
+while not stall_monitor._LATEST[0]._over.is_set():
     time.sleep(0.01)
 """
 
@@ -283,22 +285,34 @@ class FakeEvent:
         return self.reached
 
 
+def present_monitor() -> StallMonitor:
+    monitor = activity.monitor()
+    assert isinstance(monitor, StallMonitor)
+    return monitor
+
+
+def watched_lane(stream: Any) -> tuple[DeviceLane, SubmittedWork]:
+    lane, work = DeviceLane(torch.device("cpu"), stream, [0, 1]), SubmittedWork()
+    lane.recent = work.recent
+    return lane, work
+
+
 def test_work_on_a_stream_that_is_not_reached_in_time_is_told_once_by_its_label() -> None:
-    lane = DeviceLane(torch.device("cpu"), None, [0, 1])
+    lane, work = watched_lane(None)
     events = [FakeEvent() for _ in range(4)]
-    assert lane.stuck(0.0, 60.0) is None
+    assert work.stuck(lane, 0.0, 60.0) is None
     for number in range(3):
-        lane._recent.append((f"gather {number}", events[number]))
-        assert lane.stuck(1.0 + number, 60.0) is None
+        lane.recent.append((f"gather {number}", events[number]))
+        assert work.stuck(lane, 1.0 + number, 60.0) is None
     events[0].reached = True
-    assert lane.stuck(62.0, 60.0) is None
+    assert work.stuck(lane, 62.0, 60.0) is None
     assert not any(event.num_queries for event in events)
-    assert lane.stuck(64.0, 60.0) == "gather 1"
-    assert lane.stuck(200.0, 60.0) is None
+    assert work.stuck(lane, 64.0, 60.0) == "gather 1"
+    assert work.stuck(lane, 200.0, 60.0) is None
     events[1].reached = events[2].reached = True
-    lane._recent.append(("gather 3", events[3]))
-    assert lane.stuck(201.0, 60.0) is None
-    assert lane.stuck(262.0, 60.0) == "gather 3"
+    lane.recent.append(("gather 3", events[3]))
+    assert work.stuck(lane, 201.0, 60.0) is None
+    assert work.stuck(lane, 262.0, 60.0) == "gather 3"
 
 
 class Capturing:
@@ -326,17 +340,17 @@ def test_no_event_is_queried_while_a_graph_is_captured(
     module, before, within = Capturing(captured), FakeEvent(), FakeEvent()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     stream: Any = "the lane's"
-    lane = DeviceLane(torch.device("cpu"), stream, [0, 1])
+    lane, work = watched_lane(stream)
     monkeypatch.setattr(lane, "record", lambda: SimpleNamespace(event=within))
-    lane._recent.append(("gather 0", before))
+    lane.recent.append(("gather 0", before))
     if captured == "the lane's":
         with module.stream(stream):
             lane.submit("gather 1", lambda: iter(()))
-    assert lane.stuck(1.0, 60.0) is None
-    assert lane.stuck(100.0, 60.0) is None
+    assert work.stuck(lane, 1.0, 60.0) is None
+    assert work.stuck(lane, 100.0, 60.0) is None
     assert not before.num_queries
     module.captured = None
-    assert lane.stuck(200.0, 60.0) == "gather 0"
+    assert work.stuck(lane, 200.0, 60.0) == "gather 0"
     # An event of the graph is never queried.
     assert not within.num_queries
 
@@ -348,14 +362,12 @@ def test_lanes_on_streams_that_are_stuck_are_logged_by_the_watching_thread(ranks
 def watch_a_fake_lane() -> None:
     fe.shard(make_model())
     lane = DeviceLane(torch.device("cpu"), None, [0, 1])
-    try:
-        with logged(patience_seconds=0.5) as lines:
-            if dist.get_rank() == 0:
-                lane._recent.append(("gather of blocks.1", FakeEvent()))
-                stall_monitor.DEVICE_LANES.add(lane)
-            do_something_else()
-    finally:
-        stall_monitor.DEVICE_LANES.discard(lane)
+    with logged(patience_seconds=0.5) as lines:
+        if dist.get_rank() == 0:
+            present_monitor().watch([lane])
+            lane.recent.append(("gather of blocks.1", FakeEvent()))
+        do_something_else()
+    del lane
     expected = ["gather of blocks.1: rank 1 is at"] if dist.get_rank() == 0 else []
     assert len(lines) == len(expected), lines
     assert all(part in line for part, line in zip(expected, lines, strict=True)), lines
@@ -433,13 +445,13 @@ class CountingStore:
 @on_ranks(2)
 def test_a_rank_that_trains_asks_the_store_nothing() -> None:
     fe.shard(make_model())
-    (monitor,) = stall_monitor._MONITORS
+    monitor = present_monitor()
     store: Any = CountingStore(monitor._store)
     monitor._store = store
     for number in range(200):
         if number == 100:
             store.num_questions = 0  # of before
-        stall_monitor.ACTIVITY.last = f"operation {number}"
+        activity.ACTIVITY.last = f"operation {number}"
         time.sleep(stall_monitor.PERIOD_SECONDS / 50)
     assert store.num_questions == 0
     deadline = time.monotonic() + 60

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,16 +26,20 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.buffers.published_gradients import local_part
 from fsdp_engine.buffers.spec import BufferKind
 from fsdp_engine.codecs import CastCodec, ParamCodec
 from fsdp_engine.comm.groups import timeout_of_group
 from fsdp_engine.comm.rendezvous import meet
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.engine import Engine
+from fsdp_engine.flat_dtensor import clear_gradients, gradients_of
 from fsdp_engine.memory import allocator
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.parameter_guard import Conversions
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.build import EngineCommunicators
-from fsdp_engine.units.installing import holders
+from fsdp_engine.units.installing import hidden
 from fsdp_engine.units.plan import keeps_statistics
 
 _WHAT = (
@@ -55,49 +57,21 @@ class Change(NamedTuple):
     codec: ParamCodec
 
 
-class Conversions:
-    """Of one sharded model.
+class DtypeConversions(Conversions):
+    """Conversions of one sharded model to other dtypes.
 
     Args:
-        units: all of them.
-        communicators: the communicators of its buffers.
-        config: the options it was made with.
-        is_at_rest: whether neither a forward nor a backward runs.
-        wait: on return no communication is pending.
-        are_reduced: whether the published gradients of a unit are reduced; None: some are
-            accumulated that are not.
-        converted: called with each unit that was converted.
+        engine: the engine of the model.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        communicators: EngineCommunicators,
-        config: DistributedDataParallelConfig,
-        is_at_rest: Callable[[], bool],
-        wait: Callable[[], None],
-        are_reduced: Callable[[Unit], bool | None],
-        converted: Callable[[Unit], object],
-    ) -> None:
-        self._units = units
-        self._communicators = communicators
-        self._config = config
-        self._is_at_rest = is_at_rest
-        self._wait = wait
-        self._are_reduced = are_reduced
-        self._converted = converted
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
         self._is_running = False
-
-    def watch(self, model: nn.Module) -> None:
-        """Convert all modules of ``model`` by :meth:`convert`."""
-        for module in model.modules():
-            vars(module)["_apply"] = _Apply(module, self)
 
     def convert(
         self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """Replaces ``nn.Module._apply``; a subclass may have other arguments (metrics do).
-        Collective where a dtype changes.
+        """See the class. Collective where a dtype changes.
 
         Raises:
             RuntimeError: not at rest. ValueError: see :func:`changes_of`, :func:`agree_on_changes`.
@@ -106,18 +80,19 @@ class Conversions:
         if self._is_running:
             apply()
             return
+        engine = self._engine
         recurse = (args[0] if args else kwargs.get("recurse")) is not False
         inside = list(module.modules()) if recurse else [module]
         by_unit = {
             unit: changes
-            for unit in self._units
-            if (changes := list(changes_of(unit, fn, self._config, inside)))
+            for unit in engine.units
+            if (changes := list(changes_of(unit, fn, engine.config, inside)))
         }
         changes = [each for found in by_unit.values() for each in found]
         if changes:
             self._check_rest()
-            self._wait()
-            agree_on_changes(self._communicators, changes)
+            engine.reductions.wait()
+            agree_on_changes(engine.communicators, changes)
         self._is_running = True
         try:
             with hidden([each.buffer for each in changes]):
@@ -126,15 +101,15 @@ class Conversions:
             self._is_running = False
         for unit, found in by_unit.items():
             unit.release()
-            for buffer, kind, codec in found:
-                buffer.convert(kind, codec, are_reduced=bool(self._are_reduced(unit)))
-            self._converted(unit)
+            for each in found:
+                convert_buffer(each, are_reduced=bool(engine.reductions.are_reduced(unit)))
+            engine.offload_state(unit)
 
     def _check_rest(self) -> None:
-        found = ""
-        if not self._is_at_rest():
+        engine, found = self._engine, ""
+        if not engine.scheduler.is_at_rest or engine.guard.paused:
             found = "one in progress (after an exception, call engine.reset()), or unsharded()"
-        for unit in self._units:
+        for unit in engine.units:
             if unit.awaits_backward(None) or unit.num_late:
                 found = f"a forward through {unit.label} whose backward is pending"
         if found:
@@ -143,32 +118,13 @@ class Conversions:
                 f"no graph that leads to its parameters; found {found}. Run the backward, or "
                 "delete the output"
             )
-        for unit in self._units:
-            if self._are_reduced(unit) is None:
+        for unit in engine.units:
+            if engine.reductions.are_reduced(unit) is None:
                 raise RuntimeError(
                     "conversion of a sharded model: expected gradients to be reduced or cleared; "
                     f"found some of {unit.label} that are accumulated under no_sync(). Convert it "
                     "after the backward of the last microbatch"
                 )
-
-
-class _Apply:
-    """``_apply`` of one module of a sharded model. A copied or unpickled module has torch's."""
-
-    def __init__(self, module: nn.Module, conversions: Conversions) -> None:
-        self._module = weakref.ref(module)
-        self._conversions = conversions
-
-    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        module = self._module()
-        assert module is not None
-        self._conversions.convert(module, fn, *args, **kwargs)
-        return module
-
-    def __reduce__(self) -> Any:
-        module = self._module()
-        assert module is not None
-        return partial, (type(module)._apply, module)
 
 
 def changes_of(
@@ -258,6 +214,26 @@ def kind_after(
     return kind, codec
 
 
+def convert_buffer(change: Change, *, are_reduced: bool) -> None:
+    """Convert weights and gradients of a buffer; values are rounded. Full and sharded parameters
+    stay the same objects. No collective may be in flight. Not collective.
+
+    Args:
+        change: the buffer, with its new kind and codec.
+        are_reduced: gradients that users see are reduced.
+    """
+    buffer, kind, codec = change
+    before = gradients_of(buffer.sharded_params)
+    dtype = kind.dtypes.optim_grad
+    grads = [None if each is None else local_part(each).to(dtype) for each in before]
+    clear_gradients(buffer.sharded_params)
+    del before
+    buffer.rebuild(kind, codec)
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            buffer.published.put(index, grad, is_reduced=are_reduced)
+
+
 def agree_on_changes(communicators: EngineCommunicators, changes: Iterable[Change]) -> None:
     """Compare the new dtypes of all ranks of the model, before anything is changed. Collective.
 
@@ -289,25 +265,3 @@ def _described(communicators: EngineCommunicators, changes: Iterable[Change]) ->
         parts.append(f"{dtypes}: units of {', '.join(names[:_MOST_NAMED])}{more}")
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return f"{'; '.join(parts)} ({digest[:8]})"
-
-
-@contextmanager
-def hidden(buffers: Sequence[ParamAndGradBuffer]) -> Iterator[None]:
-    """Within it, modules have no parameters of ``buffers``."""
-    places = [owner for buffer in buffers for record in buffer.records for owner in record.owners]
-    # Not as the user reads them, who would get the full ones.
-    kept = [dict.get(module._parameters, attribute) for module, attribute in places]
-    lists = [
-        (module, module._flat_weights, module._flat_weight_refs)
-        for module in holders(buffers)
-        if isinstance(module, nn.RNNBase)
-    ]
-    for module, attribute in places:
-        module._parameters[attribute] = None
-    try:
-        yield
-    finally:
-        for (module, attribute), param in zip(places, kept, strict=True):
-            module._parameters[attribute] = param
-        for module, weights, references in lists:
-            vars(module).update(_flat_weights=weights, _flat_weight_refs=references)

@@ -9,12 +9,13 @@ written, and so do values that ranks changed differently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -23,10 +24,12 @@ from fsdp_engine.buffers.redistribute import ShardedBuffer
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.fingerprints import fingerprints
+from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory.allocator import begin_together, storage_keys
 from fsdp_engine.runtime.parameter_guard import ParameterGuard
 from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.units.assignment import has_parameters
 from fsdp_engine.units.installing import holders, install_into
 
 _WHAT = "engine.unsharded()"
@@ -126,15 +129,6 @@ class FullMainWeights:
                     {name: present.pop(name) for name in names if name in present}
                 )
                 module._parameters.update(present)
-
-    def full_of(self, sharded: Tensor) -> Tensor | None:
-        """The values that the modules hold in place of a sharded parameter; None: the parameter is
-        of another unit."""
-        for installed in self._installed:
-            for index, param in enumerate(installed.buffer.sharded_params):
-                if param is sharded:
-                    return self._held(installed.buffer, index).detach()
-        return None
 
     @staticmethod
     def _held(buffer: ParamAndGradBuffer, index: int) -> Tensor:
@@ -265,3 +259,97 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
         and type(one) is type(other)
         and begin_together(one, other)
     )
+
+
+class _Contexts:
+    """The contexts of one engine that are entered.
+
+    Args:
+        engine: unused.
+
+    Attributes:
+        entered: what the modules hold, the outermost first.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        del engine
+        self.entered: list[FullMainWeights] = []
+
+
+def _sharded_units(engine: Engine) -> list[Unit]:
+    """Units whose full main weights modules do not hold."""
+    entered = engine.extension(_Contexts).entered
+    full = {unit.index for main in entered for unit in main.units}
+    return [unit for unit in engine.units if unit.index not in full]
+
+
+@contextmanager
+def unsharded(engine: Engine, *modules: nn.Module) -> Iterator[None]:
+    """Context within which modules hold full main weights; edits are written back at its end.
+
+    Collective, and every rank must make the same edits: of values in place, of ``param.data``, or
+    by other tensors that are put into the modules. Parameters are thawed and frozen as they are at
+    the end. Forwards run under ``no_grad`` only. If the block raises, nothing is written back.
+    Modules that an outer context has unsharded are left to it.
+
+    Args:
+        engine: of the model.
+        *modules: whose parameters; none: the whole model.
+
+    Raises:
+        RuntimeError: a forward or backward is running.
+        ValueError: a module is not part of the model. At the end, on all ranks, before anything is
+            written: a parameter was added, removed, tied or untied, has another shape or a wider
+            dtype, or other values on some ranks; names it.
+    """
+    if not engine.scheduler.is_at_rest:
+        raise RuntimeError(
+            "unsharded(): expected no forward or backward in progress; found one (after an "
+            "exception, call engine.reset())"
+        )
+    engine.scheduler.await_ranks()
+    wanted = _units_of(engine, modules)
+    units = [unit for unit in _sharded_units(engine) if unit in wanted]
+    for unit in units:
+        unit.release()
+    main = FullMainWeights(units, engine.guard, engine.ranks.control_group)
+    for unit in units:
+        engine.hooks.pause(unit, paused=True)
+    entered = engine.extension(_Contexts).entered
+    entered.append(main)
+    engine.guard.paused = True
+    try:
+        yield
+        main.write_back()
+    finally:
+        entered.remove(main)
+        engine.guard.paused = bool(entered)
+        main.uninstall()
+        for unit in units:
+            engine.hooks.pause(unit, paused=False)
+
+
+def _is_unsharded(engine: Engine) -> bool:
+    """Whether modules hold the full main weights of all units, within :func:`unsharded`."""
+    return not _sharded_units(engine)
+
+
+is_unsharded = property(_is_unsharded)
+
+
+def _units_of(engine: Engine, modules: tuple[nn.Module, ...]) -> list[Unit]:
+    if not modules:
+        return list(engine.units)
+    wanted = set()
+    for module in modules:
+        if engine_of(module) is not engine and has_parameters(module):
+            raise ValueError(
+                f"unsharded(): expected modules of the sharded model; found a "
+                f"{type(module).__name__} that is not part of it"
+            )
+        wanted |= {id(inner) for inner in module.modules()}
+    return [
+        unit
+        for unit in engine.units
+        if any(id(module) in wanted for module in holders(unit.buffers))
+    ]

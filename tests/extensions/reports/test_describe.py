@@ -1,0 +1,100 @@
+"""``engine.describe()``: bytes and collectives of each unit, and its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_engine as fe
+from fsdp_engine.extensions.reports.reports import Description, UnitRow, count_gathers
+from fsdp_engine.strategies import Strategy
+from tests.messages import GATHERS, REDUCTIONS, expected_collectives
+from tests.models import Block, Stack, Transformer, lora_model
+from tests.pairs import EVERY_PAIR
+from tests.pool import Ranks, on_ranks
+from tests.runtime.habits import Language
+from tests.training import mesh_of
+
+BLOCK = sum(parameter.numel() for parameter in Block().parameters())
+BFLOAT16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def describe_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
+    """(what, described, expected) for one microbatch, for each thing to compare."""
+    levels = Strategy.from_names(strategy, outer)
+    pairs: list[tuple[str, Any, Any]] = []
+    for policy in (None, BFLOAT16):
+        engine = fe.shard(Stack(), mesh_of(2, 2), strategy, outer, mp_policy=policy)
+        counts, _ = expected_collectives(engine, levels, 1)
+        rows = engine.describe().rows
+        for unit, row in zip(engine.units, rows, strict=True):
+            for kind, said in ((GATHERS, row.num_gathers), (REDUCTIONS, row.num_reductions)):
+                expected = sum(
+                    count
+                    for label, count in counts.items()
+                    if label.startswith(kind) and f" of {unit.label} over " in label
+                )
+                pairs.append((f"{policy}: {kind[0]} of {unit.label}", said, expected))
+        held = sum(engine.memory_bytes().get(role, 0) for role in ("main", "model"))
+        pairs.append((f"{policy}: weights", sum(row.weight_bytes for row in rows), held))
+    return pairs
+
+
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
+def test_collectives_of_a_step_follow_from_the_levels(
+    ranks: Ranks, strategy: str, outer: str
+) -> None:
+    for pairs in ranks.run(describe_pair, strategy, outer):
+        for what, found, expected in pairs:
+            assert found == expected, what
+
+
+@on_ranks(2)
+def test_an_axis_of_one_rank_has_no_collectives() -> None:
+    engine = fe.shard(Stack(), mesh_of(2, 1), "optim_grads_params", "optim")
+    levels = Strategy.from_names("optim", "optim")
+    assert [count_gathers(levels, engine.mesh, num_uses) for num_uses in (1, 2)] == [1, 1]
+
+
+@on_ranks(2)
+def test_weights_of_an_embedding_are_gathered_for_forward_alone() -> None:
+    rows = {row.name: row for row in fe.shard(Language()).describe().rows}
+    assert rows["embedding"].num_gathers == 1
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("level", "outer", "axes"), [("optim", "no_shard", 1), ("optim_grads", "optim_grads", 2)]
+)
+def test_frozen_weights_are_not_gathered_again(level: str, outer: str, axes: int) -> None:
+    engine = fe.shard(lora_model(), mesh_of(2, 2), level, outer, mp_policy=BFLOAT16)
+    trainable = sum(len(unit.trainable) for unit in engine.units)
+    assert sum(row.num_gathers for row in engine.describe().rows) == axes * trainable
+
+
+def test_the_table_of_an_engine_shows_long_names_to_their_ends() -> None:
+    names = [
+        f"base_model.model.model.language_model.layers.{n}.mlp.experts.{'x' * 60}.{n}"
+        for n in (1, 2)
+    ]
+    rows = tuple(
+        UnitRow(name, 4, 10**9 + place, 0, 10**9, 10**9, 0, 0, 2, 1)
+        for place, name in enumerate(names)
+    )
+    table = str(Description("", rows))
+    cells = "".join(line.split("│")[1].strip() for line in table.splitlines() if "│" in line)
+    assert all(name in cells for name in names)
+    assert "…" not in table
+
+
+@on_ranks(2)
+def test_joined_units_are_described_by_runs_of_names() -> None:
+    engine = fe.shard(Transformer(num_blocks=6), min_unit_size=2 * BLOCK)
+    rows = {row.name: row for row in engine.describe().rows}
+    names = ["", "embedding + blocks.0-1", "blocks.2-3", "blocks.4-5 + norm + head"]
+    assert list(rows) == names
+    assert [rows[name].num_gathers for name in names[1:]] == [2, 2, 1]
+    assert rows["blocks.2-3"].num_elements == 2 * BLOCK
+    assert "blocks.4-5 + norm + head" in str(engine.describe())
