@@ -295,9 +295,9 @@ def agree_on_plan(
         error = caught
     if len(mine) < len(heads):
         agree(what, error, ranks.control_group)
-    if error is not None or values is None:
-        assert error is not None
+    if error is not None:
         raise error
+    assert values is not None
     return values, max(head[3] for head in mine)
 
 
