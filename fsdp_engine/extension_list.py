@@ -69,7 +69,7 @@ EXTENSIONS = (
     Extension("different_modules", methods=("together", "ranks_can_differ")),
     Extension(
         "initial_values",
-        classes=[("InitialValues", "given_values.GivenValues")],
+        classes=[("InitialValues", "compared_values.ComparedValues")],
         words=("initial_values=", '"initial_values"', 'device("meta")', 'device="meta"'),
     ),
     Extension(

@@ -285,12 +285,11 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    agree_on_plan(values, error, signature, data, ranks, what)
+    values, _ = agree_on_plan(values, error, signature, data, ranks, what)
     if computes_here:
         share_cores()
     assert plan is not None
     assert setup is not None
-    assert values is not None
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None

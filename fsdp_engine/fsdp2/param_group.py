@@ -240,7 +240,7 @@ def make_group(
     except Exception as caught:
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
-    tag = agree_on_plan(values, error, signature, mesh, ranks, WHAT, tag)
+    _, tag = agree_on_plan(values, error, signature, mesh, ranks, WHAT, tag)
     assert plan is not None
     assert settings is not None
     if resources is None:
@@ -290,7 +290,7 @@ class _OwnValues(InitialValues):
 
     def decide(
         self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
-    ) -> None:
+    ) -> InitialValues:
         """See the class. Warn where ranks have built other values.
 
         Raises:
@@ -315,6 +315,7 @@ class _OwnValues(InitialValues):
                 "alike, or give parameters values afterwards",
                 stacklevel=2,
             )
+        return self
 
 
 def _label(modules: Sequence[nn.Module]) -> str:

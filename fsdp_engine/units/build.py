@@ -192,8 +192,8 @@ class InitialValues:
 
     def decide(
         self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
-    ) -> None:
-        """All ranks have agreed on the plan. Collective.
+    ) -> InitialValues:
+        """Returns what gives the model its values, when ranks have agreed on the plan. Collective.
 
         Args:
             notes: of all data-parallel ranks.
@@ -209,6 +209,7 @@ class InitialValues:
                 "model: expected values on all ranks, without the extension for initial values; "
                 "found tensors on the meta device"
             )
+        return self
 
     def give(self, index: int, planned: PlannedUnit, communicators: EngineCommunicators) -> None:
         """On return the parameters of unit ``index``, which is about to be built, have values."""
@@ -236,7 +237,7 @@ def agree_on_plan(
     ranks: Ranks,
     what: str,
     tag: int = FIRST_TAG,
-) -> int:
+) -> tuple[InitialValues, int]:
     """Compare plans over all ranks, and decide about initial values.
 
     Args:
@@ -249,7 +250,7 @@ def agree_on_plan(
         tag: the first that this rank has free for messages.
 
     Returns:
-        The first tag that all data-parallel ranks have free.
+        What gives the model its values; the first tag that all data-parallel ranks have free.
 
     Raises:
         Exception: this rank's own error.
@@ -265,14 +266,16 @@ def agree_on_plan(
         if any(head[1] != digest for head in mine):
             _raise_first_difference(signature, mesh)
         assert values is not None
-        values.decide([head[2] for head in mine], [head[2] for head in heads], ranks, what)
+        notes = [head[2] for head in mine]
+        values = values.decide(notes, [head[2] for head in heads], ranks, what)
     except ValueError as caught:
         error = caught
     if len(mine) < len(heads):
         agree(what, error, ranks.control_group)
     if error is not None:
         raise error
-    return int(max(head[3] for head in mine))
+    assert values is not None
+    return values, max(head[3] for head in mine)
 
 
 def build_units(

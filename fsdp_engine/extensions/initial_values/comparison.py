@@ -1,12 +1,7 @@
-"""Checks that all ranks have built the same initial values.
+"""Compares what ranks have built, by checksums of every parameter and of every persistent buffer.
 
-Each rank keeps its shard of every parameter, so shards are consistent only if all ranks have built
-the same values. If they have, nothing is sent. If not, an error names the first tensor that
-differs, before anything is changed.
-
-Ranks compare checksums of every parameter and of every persistent buffer. Ranks send one digest of
-all checksums, and the checksums themselves only if digests differ. Experts are compared among the
-ranks that share them (their *scope*).
+Ranks send one digest of all checksums, and the checksums themselves only if digests differ. Experts
+are compared among the ranks that share them (their *scope*).
 """
 
 from __future__ import annotations

@@ -8,40 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_engine.extensions.parameter_guard.places import ParamPlace
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import is_replicated, slice_of_distributed
-from fsdp_engine.runtime.unit import Unit
-
-
-@dataclass(frozen=True)
-class ParamPlace:
-    """One place of one parameter: its name, names tied to it, and its two tensors."""
-
-    name: str
-    others: tuple[str, ...]
-    module: nn.Module
-    attribute: str
-    full: Tensor
-    sharded: Tensor
-
-
-def places_of(units: Sequence[Unit]) -> list[ParamPlace]:
-    """Returns every place of every parameter of ``units``."""
-    return [
-        ParamPlace(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
-        for unit in units
-        for buffer in unit.buffers
-        for record, full, sharded in zip(
-            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
-        )
-        for module, attribute in record.owners
-    ]
 
 
 class AssignedValues:

@@ -17,12 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.comm.groups import timeout_of_group
 from fsdp_engine.comm.rendezvous import meet, reporting
-from fsdp_engine.extensions.parameter_guard.assigned_values import (
-    AssignedValues,
-    ParamPlace,
-    places_of,
-)
+from fsdp_engine.extensions.parameter_guard.assigned_values import AssignedValues
 from fsdp_engine.extensions.parameter_guard.parameter_guard import watch
+from fsdp_engine.extensions.parameter_guard.places import ParamPlace, places_of
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.build import (

@@ -17,7 +17,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,14 @@ from torch.nn.modules import module as _torch_module
 
 from fsdp_engine.codecs.param_class import PARAM_CLASSES
 from fsdp_engine.engine import Engine
-from fsdp_engine.extensions.parameter_guard.assigned_values import (
-    AssignedValues,
-    ParamPlace,
-    places_of,
-)
+from fsdp_engine.extensions.parameter_guard.places import ParamPlace, places_of
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.runtime.call_context import call_context
 from fsdp_engine.runtime.parameter_guard import ParameterGuard
 from fsdp_engine.units.installing import list_flat_weights
+
+if TYPE_CHECKING:
+    from fsdp_engine.extensions.parameter_guard.assigned_values import AssignedValues
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -57,7 +56,8 @@ class AssignmentGuard(ParameterGuard):
         self._units = units = tuple(engine.units)
         self._places = places = places_of(units)
         self._names = {id(place.sharded) for place in places}
-        self._values = AssignedValues(places)
+        # None: no value was assigned yet.
+        self._values: AssignedValues | None = None
         self._by_place = {(id(place.module), place.attribute): place for place in places}
         # Parameters of no unit stay the user's.
         self._left_alone = {
@@ -136,19 +136,27 @@ class AssignmentGuard(ParameterGuard):
         Raises:
             ValueError: it cannot; names the parameter.
         """
-        self._values.check_value(self._first_place_of(sharded), value, as_tied=True)
+        self._taken_values().check_value(self._first_place_of(sharded), value, as_tied=True)
 
     def remember(self, sharded: Tensor, value: Tensor) -> None:
         """See :meth:`AssignedValues.remember`."""
-        self._values.remember(self._first_place_of(sharded), value)
+        self._taken_values().remember(self._first_place_of(sharded), value)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`AssignedValues.check_optimizer`."""
-        self._values.check_optimizer(optimizer)
+        if self._values is not None:
+            self._values.check_optimizer(optimizer)
 
     def _first_place_of(self, sharded: Tensor) -> ParamPlace:
         """Returns the first place of a sharded parameter."""
         return next(place for place in self._places if place.sharded is sharded)
+
+    def _taken_values(self) -> AssignedValues:
+        if self._values is None:
+            from fsdp_engine.extensions.parameter_guard.assigned_values import AssignedValues
+
+            self._values = AssignedValues(self._places)
+        return self._values
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
         """Returns the tensor to put into ``module`` when ``value`` is assigned to ``attribute``.
@@ -174,7 +182,7 @@ class AssignmentGuard(ParameterGuard):
             )
         if self.paused and present is not place.sharded:
             return value  # its values are written back when the context ends
-        return self._values.take(place, value)
+        return self._taken_values().take(place, value)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
         """``value`` is about to become a child of ``module``.
@@ -214,7 +222,7 @@ class AssignmentGuard(ParameterGuard):
                     f"{place.name}: expected the parameter that the model had when it was sharded; "
                     "found none. Remove parameters before shard()"
                 )
-            place.module._parameters[place.attribute] = self._values.take(place, present)  # type: ignore[assignment]
+            place.module._parameters[place.attribute] = self._taken_values().take(place, present)  # type: ignore[assignment]
 
 
 def _unknown(name: str) -> ValueError:
