@@ -37,7 +37,7 @@ FLOORS: dict[str, int] = {
     "strategies": 0,
     "accelerator": 0,
     "backend": 1,
-    "offload": 2,
+    "offload": 3,
     "layout": 1,
     "memory": 2,
     "comm": 3,
