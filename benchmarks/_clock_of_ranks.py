@@ -29,8 +29,8 @@ from fsdp_engine.comm import collectives, host_message
 from fsdp_engine.comm.lanes import COMPUTE, COPY_IN, LANES, Lanes, Operation
 from fsdp_engine.extensions.different_modules import gather_rounds
 from fsdp_engine.extensions.different_modules.gather_rounds import GatherRounds
+from fsdp_engine.planner.simulation.clock import Clock, Moment, SimulatedLane, SimulatedTicket
 from fsdp_engine.runtime import step_message
-from fsdp_engine.simulation.clock import Clock, Moment, SimulatedLane, SimulatedTicket
 
 # Operations that a host issues to send a message (a pinned copy, its move, the all-reduce, an
 # event), and to read its answer.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_engine as fe
-from fsdp_engine.simulation.machine import Link, Processor
+from fsdp_engine.planner.simulation.machine import Link, Processor
 from tests.async_device import device as on
 from tests.async_device.build import build
 from tests.models import Mlp

@@ -5,7 +5,7 @@
 One rank. Units are blocks of P parameters of 8 elements, so that a device waits for its host. Of
 each step are known the time, the operations (those that a simulation counts), and the calls of
 lanes. The time beyond that of a plain model's step, less that of the operations that the engine
-adds, is that of its own code; ``fsdp_engine/simulation/clock.py`` has it by call of a lane.
+adds, is that of its own code; ``fsdp_engine/planner/simulation/clock.py`` has it by call of a lane.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_engine as fe
 from fsdp_engine.planner.command_inputs import in_fp8
-from fsdp_engine.simulation.compiled import compile_blocks
+from fsdp_engine.planner.simulation.compiled import compile_blocks
 from gpt import GPT, GPTConfig
 
 Build = Callable[[], nn.Module]

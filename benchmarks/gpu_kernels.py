@@ -4,7 +4,7 @@
 
 Products, attention, elementwise operations and reductions of sizes that transformers have. Their
 operands together mostly exceed the caches. Temporary memory is what an operation has allocated at
-its peak beyond its results. From these figures the model of kernels in ``fsdp_engine.simulation``
+its peak beyond its results. From these figures the model of kernels in ``planner/simulation``
 was made. Without a CUDA device the script runs tiny sizes and writes nothing.
 """
 

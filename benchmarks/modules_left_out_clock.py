@@ -49,15 +49,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import lanes_made_by
-from fsdp_engine.comm.mesh import simulated_ranks
-from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.operations import (
+from fsdp_engine.backend import using
+from fsdp_engine.planner.simulation.calibrate import calibrate
+from fsdp_engine.planner.simulation.operations import (
     OperationCache,
     Operations,
     message_seconds,
 )
-from fsdp_engine.simulation.simulate import build_fake_model, to_fake
+from fsdp_engine.planner.simulation.ranks import SimulatedBackend, simulated_ranks
+from fsdp_engine.planner.simulation.simulate import build_fake_model, to_fake
 from gpt import GPT
 
 MICRO = 1e-6
@@ -178,7 +178,8 @@ class Ranks:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         operations = Operations(clock, _Nothing(), fake, self._known)  # type: ignore[arg-type]
         with fake, operations:
-            with lanes_made_by(clock.make_lanes):
+            on_host = not job.machine.host_runs_ahead
+            with using(SimulatedBackend(on_host, clock)):  # type: ignore[arg-type]
                 model = build_fake_model(job.build)
                 engine = fe.shard(
                     model, mesh, strategy=LEVEL, mp_policy=job.policy, initial_values="rank0"

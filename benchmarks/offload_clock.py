@@ -38,8 +38,8 @@ from simulated import Llama, LlamaShape
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COMPUTE
-from fsdp_engine.planner.plan_request import EVERYTHING
-from fsdp_engine.simulation.machine import TwoWayLink
+from fsdp_engine.planner.plan_options import EVERYTHING
+from fsdp_engine.planner.simulation.machine import TwoWayLink
 
 SHAPES = {
     "Llama-3 8B": LlamaShape(),

@@ -16,7 +16,7 @@ from planner_published import CHECKPOINTING, JOBS, Job
 
 import fsdp_engine as fe
 from fsdp_engine.planner.command_inputs import example_inputs
-from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.planner.simulation.operations import OperationCache
 
 # By ranks: tokens a second of one GPU, and GiB.
 COMPILED = {8: (6667, 77.0), 128: (6514, 62.0)}

@@ -2,7 +2,7 @@
 
     python benchmarks/planner_heldout.py [--models U-Net Qwen3] [--levels optim]
 
-As ``planner_memory.py``, for the models of ``tests/simulation/heldout_models.py``, which were
+As ``planner_memory.py``, for the models of ``heldout_models.py`` in its tests, which were
 written after the planner's memory model.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import planner_memory
 
-from tests.simulation.heldout_models import HELD_OUT
+from tests.planner.simulation.heldout_models import HELD_OUT
 
 if __name__ == "__main__":
     planner_memory.main(models=HELD_OUT, name="planner_heldout")

@@ -9,7 +9,7 @@ Results of other runs stay in the file.
 Ten small models at four levels, with activations kept, with selective checkpointing of units, and
 with all of a unit recomputed: the third step with AdamW. The measured value includes every live
 storage after every operation, by a dispatch mode that is independent of the engine
-(``tests/simulation/live_storages.py``), on the rank with the larger peak. The planned value is from
+(``live_storages.py``), on the rank with the larger peak. The planned value is from
 the same step with fake tensors on a machine whose host computes. Target: at most 3 % too high, and
 not too low, but for tensors of single elements that the process holds beside (0.01 %).
 ``planner_heldout.py`` is the same for ten other models.
@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_engine.strategies import LEVELS
-from tests.simulation.memory_models import MODELS
-from tests.simulation.memory_runs import NUM_RANKS, Run, measured, planned
+from tests.planner.simulation.memory_models import MODELS
+from tests.planner.simulation.memory_runs import NUM_RANKS, Run, measured, planned
 
 TOO_MUCH, TOO_LITTLE = 3.0, -0.01  # per cent
 RECOMPUTED: dict[bool | str, str] = {False: "kept", "selective": "selective", True: "recomputed"}

@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 import fsdp_engine as fe
 from fsdp_engine.planner.command_inputs import example_inputs, in_fp8
-from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.planner.simulation.operations import OperationCache
 
 H100_REPORT = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 # Its tables are text at commit c720cb8.

@@ -49,7 +49,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.planner import job
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.planner.simulation.operations import OperationCache
 from fsdp_engine.strategies import ALL_STRATEGIES
 
 WORLD_SIZE = 1024

@@ -34,7 +34,7 @@ from simulated import PAIRS, rank_correlation
 from torch import Tensor
 
 import fsdp_engine as fe
-from fsdp_engine.simulation.calibrate import calibrate
+from fsdp_engine.planner.simulation.calibrate import calibrate
 from gpt import GPT, GPTConfig
 
 MODELS = {

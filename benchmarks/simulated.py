@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.comm.mesh import init_from_environment
-from fsdp_engine.simulation.calibrate import calibrate
+from fsdp_engine.planner.simulation.calibrate import calibrate
 from fsdp_engine.strategies import ALL_STRATEGIES
 from gpt import GPT, GPTConfig
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import fsdp_engine as fe
 from corpus import BatchPlan, read_corpus
-from fsdp_engine.simulation.calibrate import calibrate
+from fsdp_engine.planner.simulation.calibrate import calibrate
 from gpt import GPT, GPTConfig
 from train_gpt import start_processes
 

@@ -5,8 +5,6 @@ import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
@@ -17,7 +15,6 @@ from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.units.adapter_layers import AdapterLayers, register_adapter_layers
 from fsdp_engine.units.granules import whole_rows, whole_tensors
 
 if TYPE_CHECKING:
@@ -35,18 +32,18 @@ if TYPE_CHECKING:
     from fsdp_engine.megatron.process_groups import ModelParallelGroups
     from fsdp_engine.optim import shard_optimizer
     from fsdp_engine.planner.estimates import Estimate, estimate
+    from fsdp_engine.planner.simulation.causal_lm_stages import CausalLMStages
+    from fsdp_engine.planner.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
+    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation, simulate_pipeline
+    from fsdp_engine.planner.simulation.simulate import Simulation, simulate
+    from fsdp_engine.planner.simulation.simulation_error import SimulationError
+    from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
     from fsdp_engine.planner.strategy_plan import StrategyPlan
     from fsdp_engine.planner.strategy_search import plan
     from fsdp_engine.pretrained.load import load_pretrained
     from fsdp_engine.pretrained.save import save_pretrained
     from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
     from fsdp_engine.pretrained.weight_version import WeightVersion
-    from fsdp_engine.simulation.causal_lm_stages import CausalLMStages
-    from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
-    from fsdp_engine.simulation.pipeline import PipelineSimulation, simulate_pipeline
-    from fsdp_engine.simulation.simulate import Simulation, simulate
-    from fsdp_engine.simulation.simulation_error import SimulationError
-    from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -96,13 +93,6 @@ __all__ = [
 ]
 
 
-def _adapter_layers_of_peft(model: nn.Module) -> AdapterLayers:
-    """Materialization of meta parameters initializes the adapters of PEFT."""
-    from fsdp_engine.adapters import AdapterLayers
-
-    return AdapterLayers(model)
-
-
 def _check_torchao(optimizer: Any) -> None:
     """Refuses a step of torchao's optimizers that would fail half way."""
     if any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__):
@@ -118,7 +108,6 @@ def _rule_of_transformer_engine(config: DistributedDataParallelConfig) -> CodecR
 
 
 register()
-register_adapter_layers(_adapter_layers_of_peft)
 add_step_check(_check_torchao)
 add_class_rule("transformer_engine", _rule_of_transformer_engine)
 
@@ -140,12 +129,12 @@ _LAZY_NAMES = {
     "pretrained.save": ("save_pretrained",),
     "pretrained.weight_stream": ("WeightStream", "weight_stream"),
     "pretrained.weight_version": ("WeightVersion",),
-    "simulation.causal_lm_stages": ("CausalLMStages",),
-    "simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
-    "simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
-    "simulation.simulate": ("Simulation", "simulate"),
-    "simulation.simulation_error": ("SimulationError",),
-    "simulation.tp_plan": ("apply_tp_plan",),
+    "planner.simulation.causal_lm_stages": ("CausalLMStages",),
+    "planner.simulation.machine": ("A100", "B200", "H100", "H200", "Machine", "TwoWayLink"),
+    "planner.simulation.pipeline": ("PipelineSimulation", "simulate_pipeline"),
+    "planner.simulation.simulate": ("Simulation", "simulate"),
+    "planner.simulation.simulation_error": ("SimulationError",),
+    "planner.simulation.tp_plan": ("apply_tp_plan",),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
 _MODULES = {module.name for module in pkgutil.iter_modules(__path__)}

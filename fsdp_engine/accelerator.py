@@ -1,51 +1,19 @@
-"""The accelerator of this process: CUDA, XPU, NPU, HPU, one of another package, or a simulated one.
+"""The accelerator of this process: CUDA, XPU, NPU, HPU, or one of another package.
 
 An accelerator here is a device with streams: submitted work runs later, in the order of its stream.
 The CPU and the meta device are none. The package calls an accelerator by the module that torch
 registers for it. ``memory/cuda.py`` contains everything that only CUDA has, and no other file names
 ``torch.cuda``.
-
-In a simulation tensors are on the CPU, and the backend is torch's "fake" one. A host that computes
-itself, with gloo, and a device with collectives of its own differ in the idle memory that the
-engine keeps, and in the scratch memory of a reduction, so a simulation says which of them it
-simulates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-_ON_HOST: list[bool] = []
-
-
-@contextmanager
-def simulated(*, on_host: bool) -> Iterator[None]:
-    """Within it, this process is taken to compute on the host, or on a device."""
-    _ON_HOST.append(on_host)
-    try:
-        yield
-    finally:
-        _ON_HOST.pop()
-
-
-def is_simulated() -> bool:
-    """Whether this process simulates ranks: tensors have no memory."""
-    return bool(_ON_HOST)
-
-
-def simulates_host() -> bool:
-    """Whether "fake" stands for gloo on CPUs."""
-    return bool(_ON_HOST) and _ON_HOST[-1]
-
-
-def simulates_device() -> bool:
-    """Whether "fake" and the CPU stand for a device and its backend."""
-    return bool(_ON_HOST) and not _ON_HOST[-1]
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import LEVELS, Role, Strategy, level_from_name
 
@@ -260,6 +262,20 @@ class DistributedDataParallelConfig:
                 )
             changes["preserve_fp32_weights"] = False
         return dataclasses.replace(policy, **changes) if changes else policy  # type: ignore[arg-type]
+
+    def to_extensions(self) -> list[EngineExtension]:
+        """Returns the extensions that the fields select."""
+        found: list[EngineExtension] = []
+        if self.fsdp_double_buffer:
+            addresses = find_name("FixedAddresses")
+            symmetric = not self.disable_symmetric_registration
+            found.append(addresses(nccl=self.nccl_ub, symmetric=symmetric))
+        if self.check_for_nan_in_grad or self.check_for_large_grads:
+            checks = find_name("GradientChecks")
+            found.append(checks(nan=self.check_for_nan_in_grad, large=self.check_for_large_grads))
+        if self.delay_wgrad_compute:
+            found.append(find_name("LateGradients")())
+        return found
 
     def _check_bool(self, name: str) -> None:
         value = getattr(self, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -18,32 +18,33 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
-from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
-from fsdp_engine.extension_list import find_method
+from fsdp_engine.extension_list import find_method, implementation
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.assigned_values import MissingValues
-from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.model_hooks import ModelHooks
-from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
+from fsdp_engine.runtime.parameter_guard import (
+    Apply,
+    ParameterGuard,
+    refuse_copies,
+    refuse_replicas,
+)
+from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
-from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.strategies import Role
-from fsdp_engine.units.assignment import UnitSelector, expect, has_parameters
+from fsdp_engine.units.assignment import expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
-from fsdp_engine.units.installing import holders
 from fsdp_engine.units.plan import label_of
 
 if TYPE_CHECKING:
-    from fsdp_engine.runtime.full_main_weights import FullMainWeights
+    from fsdp_engine.runtime.missing_values import MissingValues
 
 T = TypeVar("T")
 
@@ -59,35 +60,10 @@ class EnginePart(Protocol):
     @property
     def lanes(self) -> Sequence[Lane]:
         """Its own lanes."""
-        ...
 
     def drain(self) -> Sequence[Exception]:
         """End everything submitted, and drop what an exception has interrupted; what failed is
         returned, not raised."""
-        ...
-
-
-class EngineExtension:
-    """An object that asks for an extension when an engine is built. All ranks give equal ones."""
-
-    def check(self, mesh: DataMesh) -> None:
-        """Check that the data-parallel ranks can do it.
-
-        Raises:
-            ValueError: they cannot.
-        """
-
-    def memory(self, mesh: DataMesh) -> Memory | None:
-        """Returns the memory of an engine on ``mesh``; None: the plain one will do."""
-        return None
-
-    def prepare(
-        self, model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None
-    ) -> None:
-        """The units of ``model`` are about to be built, which all ranks have agreed on."""
-
-    def start(self, engine: Engine) -> None:
-        """Take part in ``engine``, which has just been built."""
 
 
 class Engine:
@@ -106,10 +82,8 @@ class Engine:
         staging_budget: staging buffers of gradients that can be in flight.
         offload: where its state lies between uses.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
-        scheduler, reductions, lanes: its main objects, for extensions.
+        communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
         parts: objects with lanes of their own: see :class:`EnginePart`.
-        missing_values: the parameters and buffers that have no valid values, because nothing was
-            loaded into them yet or a load failed half way.
     """
 
     def __init__(
@@ -125,12 +99,12 @@ class Engine:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
         self.mesh = mesh
+        self.communicators = communicators
         self.ranks = communicators.ranks
         self.strategy = communicators.axis_plans.data.strategy
         self.config = config
         self.policy = policy
         self._timing = timing
-        self.missing_values = MissingValues(model)
         self.pipeline_stage = ""
         self._memory, self.lanes = resources.memory, resources.lanes
         self.units = list(units)
@@ -140,7 +114,6 @@ class Engine:
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = config.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
-        self._full_main_weights: list[FullMainWeights] = []
         offloading = resources.offloading
         used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
         self._offloadings = list(dict.fromkeys(each for each in used if each is not None))
@@ -162,31 +135,24 @@ class Engine:
             self.reductions,
             timing,
             expected,
-            WrittenWeights(self.units, mesh.device, lambda: communicators.groups),
+            implementation(ModelWatch)(self),
             self._end_gathers,
         )
-        self._guard = ParameterGuard(model, self.units)
-        self._hooks = ModelHooks(self.units, self.scheduler, self._guard.check, self)
-        for module in self._hooks.modules:
+        self.guard = ParameterGuard(model, self.units)
+        self.hooks = ModelHooks(self.units, self.scheduler, self.guard.check, self)
+        for module in self.hooks.modules:
             refuse_copies(module)
         if not all(buffer.is_plain for buffer in self.buffers):
             refuse_replicas(model)
-        Conversions(
-            self.units,
-            communicators,
-            config,
-            lambda: self.scheduler.is_at_rest and not self._guard.paused,
-            self.reductions.wait,
-            self.reductions.are_reduced,
-            self._offload_state,
-        ).watch(model)
+        for module in model.modules():
+            vars(module)["_apply"] = Apply(module, self)
         for unit in self.units:
             hook_recomputation(self.scheduler, unit)
             hook_gradients(self.scheduler, unit)
         self.offload = offload if offload is not None else Offload()
         self._offloading = offloading
         for unit in self.units:
-            self._offload_state(unit)
+            self.offload_state(unit)
         self.parts: list[EnginePart] = [*self._offloadings]
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
@@ -209,7 +175,7 @@ class Engine:
         found: T = self._extensions[kind]
         return found
 
-    def _offload_state(self, unit: Unit) -> None:
+    def offload_state(self, unit: Unit) -> None:
         """Optimizers step ``unit`` from where its state lies now."""
         offloading = self._offloading
         if offloading is not None and not offloading.steps_on_host:
@@ -230,6 +196,14 @@ class Engine:
     def buffers(self) -> list[ParamAndGradBuffer]:
         """All buffers of all units."""
         return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @cached_property
+    def missing_values(self) -> MissingValues:
+        """The parameters and buffers that have no valid values, because nothing was loaded into
+        them yet or a load failed half way."""
+        from fsdp_engine.runtime.missing_values import MissingValues
+
+        return MissingValues(self.model)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -360,67 +334,6 @@ class Engine:
         clip_(shards, norm, max_norm)
         return norm
 
-    @contextmanager
-    def unsharded(self, *modules: nn.Module) -> Iterator[None]:
-        """Context within which modules hold full main weights; edits are written back at its end.
-
-        Collective, and every rank must make the same edits: of values in place, of ``param.data``,
-        or by other tensors that are put into the modules. Parameters are thawed and frozen as they
-        are at the end. Forwards run under ``no_grad`` only. If the block raises, nothing is written
-        back. Modules that an outer context has unsharded are left to it.
-
-        Args:
-            *modules: whose parameters; none: the whole model.
-
-        Raises:
-            RuntimeError: a forward or backward is running.
-            ValueError: a module is not part of the model. At the end, on all ranks, before anything
-                is written: a parameter was added, removed, tied or untied, has another shape or a
-                wider dtype, or other values on some ranks; names it.
-        """
-        if not self.scheduler.is_at_rest:
-            raise RuntimeError(
-                "unsharded(): expected no forward or backward in progress; found one (after an "
-                "exception, call engine.reset())"
-            )
-        self.scheduler.await_ranks()
-        wanted = self._units_of(modules)
-        units = [unit for unit in self._sharded_units if unit in wanted]
-        for unit in units:
-            unit.release()
-        from fsdp_engine.runtime.full_main_weights import FullMainWeights
-
-        main = FullMainWeights(units, self._guard, self.ranks.control_group)
-        for unit in units:
-            self._hooks.pause(unit, paused=True)
-        self._full_main_weights.append(main)
-        self._guard.paused = True
-        try:
-            yield
-            main.write_back()
-        finally:
-            self._full_main_weights.remove(main)
-            self._guard.paused = bool(self._full_main_weights)
-            main.uninstall()
-            for unit in units:
-                self._hooks.pause(unit, paused=False)
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether modules hold the full main weights of all units, within :meth:`unsharded`."""
-        return not self._sharded_units
-
-    @property
-    def _sharded_units(self) -> list[Unit]:
-        """Units whose full main weights modules do not hold."""
-        full = {unit.index for main in self._full_main_weights for unit in main.units}
-        return [unit for unit in self.units if unit.index not in full]
-
-    def _full_main_weight(self, sharded: Tensor) -> Tensor | None:
-        """The full main weight that modules hold in place of a sharded parameter, if they do."""
-        held = (main.full_of(sharded) for main in self._full_main_weights)
-        return next((each for each in held if each is not None), None)
-
     def full_tensor(self, name: str) -> Tensor:
         """The full main weights of one parameter, a copy, on every rank. Collective.
 
@@ -429,11 +342,10 @@ class Engine:
         """
         self.scheduler.await_ranks()
         for buffer in self.buffers:
-            for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
+            for index, record in enumerate(buffer.records):
                 if name in record.aliases:
-                    value = param.detach()
-                    if (full := self._full_main_weight(param)) is not None:
-                        value = full
+                    full = self.guard.full_main(buffer, index)
+                    value = buffer.sharded_params[index].detach() if full is None else full
                     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
         raise KeyError(f"name: expected a parameter of the model; found {name!r}")
 
@@ -455,7 +367,9 @@ class Engine:
         keeps = not rank0_only or self.mesh.rank == 0
         # By the parameter, too: a module around the model may have state without its own prefix.
         gathered: dict[str | int, Tensor] = {}
-        for buffer in (each for unit in self._sharded_units for each in unit.buffers):
+        for buffer in self.buffers:
+            if self.guard.full_main(buffer, 0) is not None:
+                continue
             flat = buffer.gather_main()
             for index, record in enumerate(buffer.records):
                 whole = buffer.whole_main(flat, index)
@@ -484,7 +398,7 @@ class Engine:
             ValueError: a parameter was added, removed or replaced; names it.
         """
         if self.scheduler.is_at_rest:
-            self._guard.check_all()
+            self.guard.check_all()
 
     def reset(self) -> None:
         """Drop the running forward or backward after an exception; weights are not changed.
@@ -496,7 +410,7 @@ class Engine:
         ended = [self.lanes.drain(), *(part.drain() for part in self.parts)]
         for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)
-        self._hooks.reset()
+        self.hooks.reset()
         self.scheduler.reset()
 
     def memory_bytes(self, place: str = DEVICE) -> dict[str, int]:
@@ -565,7 +479,7 @@ class Engine:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer: main weights count as changed."""
-        self._guard.check_optimizer(optimizer)
+        self.guard.check_optimizer(optimizer)
         for buffer in self.buffers:
             if buffer.grads is not None:  # no optimizer changes frozen weights
                 buffer.weights.mark_stale()
@@ -579,23 +493,6 @@ class Engine:
         return any(
             id(param) in own for group in optimizer.param_groups for param in group["params"]
         )
-
-    def _units_of(self, modules: tuple[nn.Module, ...]) -> list[Unit]:
-        if not modules:
-            return list(self.units)
-        wanted = set()
-        for module in modules:
-            if engine_of(module) is not self and has_parameters(module):
-                raise ValueError(
-                    f"unsharded(): expected modules of the sharded model; found a "
-                    f"{type(module).__name__} that is not part of it"
-                )
-            wanted |= {id(inner) for inner in module.modules()}
-        return [
-            unit
-            for unit in self.units
-            if any(id(module) in wanted for module in holders(unit.buffers))
-        ]
 
     def _optim_group(self) -> torch.distributed.ProcessGroup | None:
         """The ranks over which reduced gradients are sharded."""

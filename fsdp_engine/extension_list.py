@@ -14,9 +14,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 _FOLDER = "fsdp_engine.extensions"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Extension:
         names: public names of the package that are imported from the folder.
         methods: attributes of :class:`~.engine.Engine` that are imported from the folder: functions
             whose first argument is the engine, and properties.
+        classes: names of classes of the kernel that extensions can replace, and the module and the
+            name of the subclass in the folder: see :func:`implementation`.
         registers: the folder has a function ``register()``, which is called when the package is
             imported.
         files: modules of the package that are part of it, for names that users import from there.
@@ -37,24 +40,29 @@ class Extension:
     folder: str
     names: Sequence[str] = ()
     methods: Sequence[str] = ()
+    classes: Sequence[tuple[str, str]] = ()
     registers: bool = False
     files: Sequence[str] = ()
     words: Sequence[str] = ()
 
 
 EXTENSIONS = (
+    Extension("adapters"),
+    Extension("assigned_values", classes=[("AssignedValues", "assigned_values.TakenValues")]),
     Extension(
         "activations",
         names=("ActivationSettings", "Checkpointing", "OffloadActivations", "checkpoint_units"),
         words=("checkpointing=",),
     ),
-    Extension("arenas", names=("Arenas",), words=("fsdp_double_buffer", "nccl_ub")),
+    Extension("arenas", names=("FixedAddresses",), words=("fsdp_double_buffer", "nccl_ub")),
     Extension(
         "checks",
         names=("GradientChecks",),
         words=("check_for_nan_in_grad", "check_for_large_grads"),
     ),
+    Extension("conversion", classes=[("Conversions", "dtype_conversion.DtypeConversions")]),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
+    Extension("initial_values", classes=[("InitialValues", "given_values.GivenValues")]),
     Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
@@ -64,11 +72,23 @@ EXTENSIONS = (
     ),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
+    Extension("unsharded", methods=("is_unsharded", "unsharded")),
+    Extension(
+        "written_weights",
+        classes=[
+            ("ModelWatch", "written_weights.WrittenWeights"),
+            ("UnitWatch", "written_weights.UnitWrites"),
+        ],
+    ),
     Extension("stall_monitor", registers=True),
 )
 
 _FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}
 _FOLDER_OF_METHOD = {name: each.folder for each in EXTENSIONS for name in each.methods}
+
+_CLASS_OF_NAME = {
+    name: f"{each.folder}.{path}" for each in EXTENSIONS for name, path in each.classes
+}
 
 
 def public_names() -> Iterator[str]:
@@ -90,6 +110,28 @@ def find_method(name: str) -> Any:
     """Returns the function or property that is an attribute of engines; None: no extension has
     it."""
     return _find(_FOLDER_OF_METHOD, name)
+
+
+def implementation(plain: type[T]) -> type[T]:
+    """Returns the class that stands at a seam: that of an extension, else ``plain``."""
+    module, _, name = _CLASS_OF_NAME.get(plain.__name__, "").rpartition(".")
+    if not module:
+        return plain
+    found: type[T] = getattr(importlib.import_module(f"{_FOLDER}.{module}"), name)
+    return found
+
+
+def find_module(path: str) -> Any:
+    """Returns a module of an extension, for interfaces that use more of it than its names; None:
+    there is no such extension.
+
+    Args:
+        path: such as "conversion.dtype_conversion".
+    """
+    known = {each.folder for each in EXTENSIONS}
+    if path.split(".")[0] not in known:
+        return None
+    return importlib.import_module(f"{_FOLDER}.{path}")
 
 
 def register() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_engine.accelerator import is_accelerator, is_simulated, simulates_device
+from fsdp_engine import backend
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 PLACES = (DEVICE, HOST, DISK)
@@ -96,7 +96,7 @@ class Offload:
         self.check_levels(shards_gradients=shards_gradients)
         if computes_elsewhere(device):
             self.check_pair()
-        if DISK not in self.places.values() or is_simulated():  # of another machine
+        if DISK not in self.places.values() or not backend.current().has_values:
             return
         assert self.folder is not None
         if not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK | os.X_OK)):
@@ -139,4 +139,4 @@ class Offload:
 
 def computes_elsewhere(device: torch.device) -> bool:
     """Whether ``device`` does not compute in host memory."""
-    return is_accelerator(device) or simulates_device()
+    return backend.current().runs_ahead(device)

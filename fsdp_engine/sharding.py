@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import MeshCommunicators
@@ -17,7 +18,8 @@ from fsdp_engine.comm.host_threads import announce_rank, share_cores
 from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
-from fsdp_engine.engine import Engine, EngineExtension, engine_within
+from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_name
 from fsdp_engine.memory import allocator
 from fsdp_engine.offload import Offload
@@ -26,16 +28,20 @@ from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.build import (
+    SAME,
     EngineCommunicators,
+    EngineSetup,
     Resources,
     agree_on_plan,
     build_units,
     check_homes,
+    decide_values,
+    kind_of_values,
     owned_within,
     take_files,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.initial_values import CHOICES, FIRST, SAME, Holdings
+from fsdp_engine.units.initial_values import Holdings
 from fsdp_engine.units.plan import (
     AxisPlan,
     AxisPlans,
@@ -80,6 +86,7 @@ def shard(
     checkpointing: object = False,
     offload: Offload | None = None,
     plan: Chooses | None = None,
+    extensions: Iterable[EngineExtension] = (),
 ) -> Engine:
     """Shard ``model``'s parameters, gradients and optimizer state in place. Collective.
 
@@ -125,6 +132,7 @@ def shard(
             its candidates with as many data-parallel ranks as ``mesh`` are meant.
             It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,
             ``granule``, ``codec_rules`` and ``min_unit_size`` that are not given.
+        extensions: features beside plain training, at most one of each class.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or arguments or initial values differ
@@ -148,6 +156,7 @@ def shard(
                 "initial_values": initial_values,
                 "expert_mesh": expert_mesh,
                 "offload": offload,
+                "extensions": tuple(extensions) or None,
             }
             arguments = chooses.arguments(_sizes_of(mesh), len(ranks), given_here)
         return shard(model, arguments.pop("mesh", mesh), **arguments)
@@ -168,6 +177,9 @@ def shard(
         levels = Strategy.from_names(inner, outer)
         _check_agreement(options, strategy, outer_strategy)
         rules = tuple(codec_rules)
+        selected = check_extensions(
+            [*options.to_extensions(), *_activations(checkpointing), *extensions]
+        )
     return make_engine(
         model,
         mesh if isinstance(mesh, DeviceMesh) else None,
@@ -181,8 +193,8 @@ def shard(
         codec_rules=rules,
         initial_values=initial_values,
         min_unit_size=min_unit_size,
-        checkpointing=checkpointing,
         offload=offload,
+        extensions=selected,
         num_rows=rows,
     )
 
@@ -218,8 +230,8 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    checkpointing: object = False,
     offload: Offload | None = None,
+    extensions: Sequence[EngineExtension] = (),
     num_rows: int = 1,
     broadcast: bool = False,
     what: str = WHAT,
@@ -233,7 +245,7 @@ def make_engine(
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
-            initial_values, min_unit_size, checkpointing, offload: see :func:`shard`.
+            initial_values, min_unit_size, offload, extensions: see :func:`shard`.
     """
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
@@ -247,8 +259,8 @@ def make_engine(
     plan: Plan | None = None
     holdings: Holdings | None = None
     files: dict[str, DiskFile] = {}
-    extensions: list[EngineExtension] = []
     signature: list[str] = []
+    setup: EngineSetup | None = None
     error: Exception | None = None
     ranks: Ranks = data
     try:
@@ -265,90 +277,89 @@ def make_engine(
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
-        extensions = _extensions_of(config, checkpointing)
-        for each in extensions:
-            each.check(data)
         if offload is not None and not isinstance(offload, Offload):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
-        if initial_values not in CHOICES:
-            raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
+        kind = kind_of_values(initial_values)
+        rules = [*codec_rules, *(rule for each in extensions for rule in each.codec_rules)]
         settings = PlanSettings(
-            policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
+            policy, config, axis_plans, granule, rules, min_unit_size=min_unit_size
         )
         plan = make_plan(model, units, settings)
+        setup = EngineSetup(model, units, plan, axis_plans, data, experts)
         if offload is not None:
             check_homes(plan, axis_plans, offload, data.device)
             files = take_files(plan, axis_plans, offload, data, experts)
+        for each in extensions:
+            each.check(setup)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and initial_values != FIRST and not broadcast
+        compare = data.size > 1 and kind.compares(initial_values) and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
-        options += f", checkpointing={checkpointing}"
         if offload is not None:  # folders may differ from node to node
             options += f", offload={offload.places}, step_on={offload.step_on}"
+        options += "".join(f", {each.signature()}" for each in extensions)
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    start = agree_on_plan(plan, holdings, error, signature, initial_values, data, ranks, what)
+    decide = partial(decide_values, choice=initial_values)
+    values, _ = agree_on_plan(plan, holdings, error, signature, data, ranks, what, decide)
     if computes_here:
         share_cores()
-    if broadcast:
-        start = start._replace(from_first=True)
+    values.from_first |= broadcast
     assert plan is not None
-    metas = [name for name, value in _saved(model) if value.is_meta]
+    assert setup is not None
     if experts is not None:
         place_experts(model, plan.records, data, experts)
-    for each in extensions:
-        each.prepare(model, units)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    memories = [each.memory(data) for each in extensions]
+    memories = [extension.memory(setup) for extension in extensions]
     memory = next((each for each in memories if each is not None), None)
     resources = Resources(data, config, offload, files, memory)
-    built = build_units(plan, communicators, resources, start)
+    for extension in extensions:
+        extension.prepare(setup, resources)
+    built = build_units(plan, communicators, resources, values)
     made = [
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
     engine = Engine(model, made, communicators, resources, policy, timing, offload)
-    for each in extensions:
-        each.start(engine)
-    if start.is_empty and metas:
-        engine.missing_values.mark_empty(metas)
+    for extension in extensions:
+        extension.start(engine)
+    values.started(engine)
     return engine
 
 
-def _extensions_of(
-    config: DistributedDataParallelConfig, checkpointing: object
-) -> list[EngineExtension]:
-    """Returns the extensions that fields of ``config`` and other arguments ask for."""
-    made: list[EngineExtension] = []
-    if config.check_for_nan_in_grad or config.check_for_large_grads:
-        kind = find_name("GradientChecks")
-        made.append(kind(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads))
-    if config.delay_wgrad_compute:
-        made.append(find_name("LateGradients")())
-    if config.fsdp_double_buffer:
-        is_symmetric = not config.disable_symmetric_registration
-        made.append(find_name("Arenas")(registered=config.nccl_ub, symmetric=is_symmetric))
-    if checkpointing is not False:
-        made.append(find_name("ActivationSettings")(checkpointing))
-    return made
+def _activations(checkpointing: object) -> list[EngineExtension]:
+    """Returns the extension that the argument of :func:`shard` selects."""
+    return [] if checkpointing is False else [find_name("ActivationSettings")(checkpointing)]
 
 
-def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the model's state dict, whatever its hooks make of it."""
-    for prefix, module in model.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        for name, value in tensors.items():
-            if value is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, value
+def check_extensions(extensions: Iterable[object]) -> tuple[EngineExtension, ...]:
+    """Returns the extensions as a tuple.
+
+    Raises:
+        TypeError: An object is no extension.
+        ValueError: Two are of one class.
+    """
+    found: dict[type, EngineExtension] = {}
+    for each in extensions:
+        if not isinstance(each, EngineExtension):
+            raise TypeError(
+                f"extensions: expected objects such as fe.GradientChecks(); found {each!r}"
+            )
+        if type(each) in found:
+            raise ValueError(
+                f"extensions: expected at most one {type(each).__name__}; found "
+                f"{found[type(each)]!r} and {each!r}"
+            )
+        found[type(each)] = each
+    return tuple(found.values())
 
 
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:

@@ -30,11 +30,13 @@ FLOORS: dict[str, int] = {
     "patterns": 0,
     "precision": 0,
     "config": 0,
+    "engine_extension": 0,
     "extension_list": 0,
     "extras": 0,
     "terminal": 0,
     "strategies": 0,
-    "accelerator": 1,
+    "accelerator": 0,
+    "backend": 1,
     "offload": 2,
     "layout": 1,
     "memory": 2,
@@ -47,14 +49,12 @@ FLOORS: dict[str, int] = {
     "runtime": 7,
     "engine": 8,
     "sharding": 9,
-    "pipelining": 10,
-    "extensions": 9,
-    "adapters": 9,
     "checkpoint": 9,
-    "fsdp2": 10,
-    "megatron": 10,
-    "simulation": 11,
-    "pretrained": 10,
+    "extensions": 10,
+    "pipelining": 11,
+    "fsdp2": 11,
+    "megatron": 11,
+    "pretrained": 11,
     "planner": 12,
     "integrations": 12,
     "__init__": 13,
@@ -63,9 +63,10 @@ FLOORS: dict[str, int] = {
 
 # The core, and the folders of formats and frontends that it does not import.
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
-CORE |= {"accelerator", "extension_list", "offload", "flat_dtensor", "optim", "engine", "sharding"}
-ABOVE_THE_CORE = {"adapters", "checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
-ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
+CORE |= {"accelerator", "backend", "extension_list", "offload", "flat_dtensor", "optim"}
+CORE |= {"engine", "sharding"}
+ABOVE_THE_CORE = {"checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
+ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
 FORMAT_PACKAGES |= {"transformers"}
@@ -415,8 +416,8 @@ def only_collectives_communicates(source: Source) -> Iterator[Finding]:
 
 def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
     """Process groups and device meshes are made in comm/mesh.py and groups.py only, but in
-    annotations."""
-    if source.path in ("comm.mesh", "comm.groups"):
+    annotations. (A simulation makes those of its ranks.)"""
+    if source.path in ("comm.mesh", "comm.groups", "planner.simulation.ranks"):
         return
     for call in source.calls():
         name = source.dotted(call.func)
@@ -766,9 +767,9 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
         "engine",
         "from fsdp_engine.checkpoint.model_state import MODEL",
     ),
-    (the_core_imports_no_format, "units.materialize", "from fsdp_engine import adapters"),
+    (the_core_imports_no_format, "units.build", "from fsdp_engine import extensions"),
     (the_core_imports_no_format, "runtime.hooks", "def f():\n    from ..pretrained import load"),
-    (the_core_imports_no_format, "units.materialize", "import peft"),
+    (the_core_imports_no_format, "units.build", "import peft"),
     (
         the_core_leaves_private_attributes_to_their_objects,
         "runtime.hooks",

@@ -12,7 +12,7 @@ from tools.changed_tests import EVERYTHING, LANES, QUICK_CORE, ROOT, changed_sin
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        (["fsdp_engine/planner/a/b.py"], [*QUICK_CORE, "tests/planner", "tests/simulation"]),
+        (["fsdp_engine/planner/a/b.py"], [*QUICK_CORE, "tests/planner"]),
         (["tests/integrations/test_ray.py"], [*QUICK_CORE, "tests/integrations"]),
         (["README.md", "docs/guide.md"], [*QUICK_CORE, *LANES["docs"][1]]),
         (["fsdp_engine/planner/a.py", "fsdp_engine/engine.py"], EVERYTHING),
@@ -30,7 +30,7 @@ def test_a_change_of_lanes_runs_these_and_the_quick_core(
 def test_paths_are_there_and_no_lane_is_imported_from_elsewhere() -> None:
     for path in [*QUICK_CORE, *(each for _, tests in LANES.values() for each in tests)]:
         assert (ROOT / path).exists(), path
-    lanes = ("planner", "simulation", "integrations", "pretrained")
+    lanes = ("planner", "integrations", "pretrained")
     package = ROOT / "fsdp_engine"
     for path in package.rglob("*.py"):
         inside = path.relative_to(package).parts

@@ -21,7 +21,7 @@ import harness  # noqa: E402
 from checkpoint import TARGETS as CHECKPOINT_TARGETS  # noqa: E402
 from step_time import TARGETS as STEP_TARGETS  # noqa: E402
 
-from fsdp_engine.simulation.time_accuracy import ACCURACIES, accuracy_of  # noqa: E402
+from fsdp_engine.planner.simulation.time_accuracy import ACCURACIES, accuracy_of  # noqa: E402
 from tools import measure_tests, mutants  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -36,10 +36,10 @@ FILE = ROOT / "tools" / "structure.json"
 PAGE = ROOT / "docs" / "design.md"
 TOP = PACKAGE.name
 TOLERANCE = 0.01
-# What is no part of the kernel: extensions, interfaces and formats.
+# Folders that are no part of the kernel: extensions, interfaces and formats.
 BESIDE_THE_KERNEL = {
     *("checkpoint", "extensions", "extension_list", "fsdp2", "integrations", "megatron"),
-    *("pipelining", "planner", "pretrained", "simulation"),
+    *("pipelining", "planner", "pretrained"),
 }
 # Words that only an extension needs.
 WORDS = (

@@ -16,15 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "fsdp_engine" / "simulation" / "time_factors.py"
-
-_HEAD = '''"""Measured over planned step times, by family of machines, in ascending order.
-
-Written by ``tools/time_factors.py`` from ``benchmarks/results``.
-"""
-
-FACTORS: dict[str, tuple[float, ...]] = {
-'''
+TARGET = ROOT / "fsdp_engine" / "planner" / "simulation" / "time_factors.json"
 
 
 def measured() -> dict[str, list[float]]:
@@ -41,14 +33,12 @@ def measured() -> dict[str, list[float]]:
     return {family: sorted(factors) for family, factors in found.items()}
 
 
-def module_text() -> str:
-    """The text of the module of the package."""
-    lines = []
-    for family, factors in measured().items():
-        lines.append(f'    "{family}": (\n')
-        lines += [f"        {factor:.4f},\n" for factor in factors]
-        lines.append("    ),\n")
-    return "".join([_HEAD, *lines, "}\n"])
+def file_text() -> str:
+    """The text of the file of the package."""
+    found = {
+        family: [round(factor, 4) for factor in factors] for family, factors in measured().items()
+    }
+    return json.dumps(found, indent=1) + "\n"
 
 
 def _published(gpu: str) -> list[float]:
@@ -66,10 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="write the module")
+    parser.add_argument("--write", action="store_true", help="write the file")
     if parser.parse_args().write:
-        TARGET.write_text(module_text(), encoding="utf-8")
-    elif TARGET.read_text(encoding="utf-8") != module_text():
+        TARGET.write_text(file_text(), encoding="utf-8")
+    elif TARGET.read_text(encoding="utf-8") != file_text():
         sys.exit(f"{TARGET}: expected the factors of the results files; found others. Run --write")
 
 

@@ -169,7 +169,6 @@ def main() -> None:
                 model,
                 strategy="optim_grads_params",
                 mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-                initial_values="rank0",
                 min_unit_size=0,
             )
             return engine.clip_grad_norm_

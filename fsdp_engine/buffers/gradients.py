@@ -38,8 +38,8 @@ and is written home after. Published gradients are tensors over the home, which 
 good, so that the next step writes over those that the user holds.
 
 The memory stays allocated where nothing is sharded, since ``main_grad`` is a persistent buffer in
-Megatron-Core; where ``main_grad`` was given out; and in a :class:`~.allocator.Memory` that is
-steady.
+Megatron-Core; where ``main_grad`` was given out; and in a :class:`~.allocator.Memory` that uses
+fixed addresses.
 """
 
 from __future__ import annotations
@@ -586,7 +586,7 @@ class GradientMemory:
         if homed is not None:
             return homed.buffer, homed.work
         memory, numel = self._context.memory, self._numel(depth)
-        if memory.is_fixed:
+        if memory.has_pool:
             buffer = self._buffer(depth, memory.persistent(numel, dtype, "grad", sent=sent))
         else:
             storage = memory.lasting(numel, dtype, "grad")
@@ -740,14 +740,14 @@ class Gradients:
             axis for axis in axes if mesh_communicators.comms[axis].reduce is not None
         ]
         self._memory = GradientMemory(
-            spec, context, self._last_axes, pending, is_resident=context.memory.is_steady
+            spec, context, self._last_axes, pending, is_resident=context.memory.uses_fixed_addresses
         )
         # [Note: Reducing again]
         has_comm = self._memory.has_comm_buffer
         self.rounds_again = has_comm or dtypes.optim_grad != dtypes.main_grad
         self.step: StepGradients | None = None
         self.writer: GradientWriter | None = None
-        if context.memory.is_fixed:
+        if context.memory.has_pool:
             self._memory.take(self._scale)
 
     @property

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.gradients import Gradients
@@ -274,30 +273,19 @@ class ParamAndGradBuffer:
     def _num_cut_mesh_axes(self) -> int:
         return min(self.spec.optim_depth, self.mesh.device_mesh.ndim)
 
-    def convert(
-        self,
-        kind: BufferKind,
-        codec: ParamCodec,
-        *,
-        are_reduced: bool,
-        resources: Allocation | None = None,
+    def rebuild(
+        self, kind: BufferKind, codec: ParamCodec, resources: Allocation | None = None
     ) -> None:
-        """Convert weights and gradients to ``kind``; values are rounded. Full and sharded
-        parameters stay the same objects. No collective may be in flight. Not collective.
+        """Allocate weights and gradients of other dtypes. Full and sharded parameters stay the
+        same objects; weights keep their values, rounded. No collective may be in flight. Not
+        collective.
 
         Args:
             kind: differs in dtypes alone.
             codec: of its own.
-            are_reduced: gradients that users see are reduced.
             resources: with which those are allocated that have been on the meta device; they have
                 no values yet.
         """
-        dtypes, before = kind.dtypes, gradients_of(self.sharded_params)
-        grads = [
-            None if each is None else local_part(each).to(dtypes.optim_grad) for each in before
-        ]
-        clear_gradients(self.sharded_params)
-        del before
         self.spec = replace(self.spec, kind=kind)
         if resources is not None:
             self._context = replace(
@@ -327,9 +315,6 @@ class ParamAndGradBuffer:
             self._gradient_hooks.follow(self.published, self.sharded_params)
         if self.reads.main_grad is not None:
             self.attach_main_grads()
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                self.published.put(index, grad, is_reduced=are_reduced)
 
     def hook_gradients(
         self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], object]
@@ -565,39 +550,6 @@ class ParamAndGradBuffer:
         """Take this rank's part of full main weights, as :meth:`gather_main` returned them."""
         if full is not self.weights.main:
             self.weights.main.tensor.copy_(full.narrow(self.spec.optim_depth))
-
-    @property
-    def takes_written(self) -> bool:
-        """Whether full parameters are other tensors than the sharded ones, and plain, so that
-        modules may write them in forward."""
-        if self.is_plain or self.weights.codec.num_encodings > 1:
-            return False
-        plain = (Tensor, nn.Parameter, DTensor)
-        return all(type(param) in plain for param in self.full_params)
-
-    def take_written(self, indices: Sequence[int]) -> None:
-        """Modules have written these full parameters: take the values into the main weights.
-
-        Raises:
-            RuntimeError: they are gathered in an encoding that is not a cast; names a parameter.
-        """
-        if self.weights.codec.decodes:
-            raise RuntimeError(
-                f"{self.records[indices[0]].name}: expected weights that forward does not write, "
-                "since they are decoded from another encoding for it; found some that were "
-                "written. Write the parameter between steps, or exclude it from codec_rules"
-            )
-        for index in indices:
-            param, slot = self.full_params[index], self.weights.params[index]
-            if self._spreads[index] is None and not mem.begin_together(param, slot):
-                raise RuntimeError(
-                    f"{self.records[index].name}: expected a weight that forward writes in place "
-                    "(copy_ under torch.no_grad()); found that it was given other memory "
-                    "(.data = ..., set_)"
-                )
-        if self.reads.on_change is not None:
-            self.reads.on_change()
-        self.weights.take_full()
 
     def _gathered(self, what: str, own: Tensor, into: Tensor | None = None) -> ShardedBuffer:
         """The whole of what each rank has its optimizer's part of; waits."""

@@ -60,7 +60,7 @@ class ShardedBuffer(Protocol):
 
 
 class MissingValues(Protocol):
-    """The part of :class:`~fsdp_engine.runtime.assigned_values.MissingValues` that loads use."""
+    """The part of :class:`~fsdp_engine.runtime.missing_values.MissingValues` that loads use."""
 
     def check(self) -> None:
         """Raise if any entry has no valid value."""

@@ -24,11 +24,12 @@ class CastCodec(ParamCodec):
 
     def __init__(self, main: torch.dtype, compute: torch.dtype, *, copies: bool = False) -> None:
         self.wire_dtype = compute
+        self._copies = copies
         self.is_identity = main == compute and not copies
 
     def converted(self, dtypes: ParamDtypes) -> CastCodec:
         """See :class:`ParamCodec`."""
-        return CastCodec(dtypes.main, dtypes.compute)
+        return CastCodec(dtypes.main, dtypes.compute, copies=self._copies)
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """See :class:`ParamCodec`."""

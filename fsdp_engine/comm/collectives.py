@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from fsdp_engine import backend
 from fsdp_engine.accelerator import (
     current_accelerator,
     default_backend,
     is_accelerator,
-    simulates_host,
 )
 from fsdp_engine.comm.activity import monitor, naming
 from fsdp_engine.comm.groups import name_of_backend
@@ -432,12 +432,12 @@ def _as_reals(tensor: Tensor) -> Tensor:
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     name = name_of_backend(group, device)
-    return name == "gloo" or (name == "fake" and simulates_host())
+    return backend.current().is_gloo(name)
 
 
 def _at_one_place(first: Tensor, second: Tensor) -> bool:
     """Whether they begin at one address; a fake tensor has none."""
-    if simulates_host():
+    if not backend.current().has_values:
         return allocator.begin_together(first, second)
     return first.data_ptr() == second.data_ptr()
 

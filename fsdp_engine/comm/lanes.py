@@ -59,6 +59,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fsdp_engine import backend
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.activity import ACTIVITY, failure, monitor
 from fsdp_engine.strategies import Axis
@@ -265,11 +266,6 @@ class Chain:
 
 _NOTHING = nullcontext()
 
-# Who makes lanes in place of make_lanes and make_step_lane, and those of copies: see lanes_made_by.
-_MAKERS: list[Callable[[torch.device], Any]] = []
-_COPY_MAKERS: list[Callable[[tuple[str, str]], Any]] = []
-_STEP_MAKERS: list[Callable[[torch.device], Any]] = []
-
 
 def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
     """Lanes for ``device``: streams on an accelerator, FIFOs of asynchronous works elsewhere.
@@ -278,9 +274,9 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         device: where the work is done.
         ranks: global ranks that take part, for messages; none: all.
     """
-    if _MAKERS:
-        made: Lanes = _MAKERS[-1](device)
-        return made
+    if (made := backend.current().lanes(device)) is not None:
+        given: Lanes = made
+        return given
     if is_accelerator(device):
         # High priority: a gather that starts late stalls the model, compute that yields does not.
         compute, *others = (*LANES, COPY_IN)
@@ -304,10 +300,10 @@ def make_state_lanes(device: torch.device, *, in_threads: bool = False) -> tuple
 
 
 def make_step_lane(device: torch.device) -> ComputeLane:
-    """A lane of an accelerator, or of a simulated one, beside compute."""
-    if _STEP_MAKERS:
-        made: ComputeLane = _STEP_MAKERS[-1](device)
-        return made
+    """A lane of an accelerator beside compute."""
+    if (made := backend.current().step_lane(device)) is not None:
+        given: ComputeLane = made
+        return given
     return DeviceLane(device, module_of(device).Stream(device=device), name=STEP_LANE)
 
 
@@ -315,39 +311,15 @@ def make_copy_lanes(
     device: torch.device, names: tuple[str, str], kind: type[DeviceLane] | None = None
 ) -> tuple[Lane, Lane]:
     """Lanes of these names, for copies to ``device`` and from it; ``kind``: of an accelerator's."""
-    if _COPY_MAKERS:
-        made: tuple[Lane, Lane] = _COPY_MAKERS[-1](names)
-        return made
+    if (made := backend.current().copy_lanes(names)) is not None:
+        given: tuple[Lane, Lane] = made
+        return given
     if is_accelerator(device):
         stream, kind = module_of(device).Stream, kind or DeviceLane
         into, out = (kind(device, stream(device=device), name=name) for name in names)
         return into, out
     into_host, out_of_host = (HostLane(name=name) for name in names)
     return into_host, out_of_host
-
-
-@contextmanager
-def lanes_made_by(
-    maker: Callable[[torch.device], Lanes],
-    copy_maker: Callable[[tuple[str, str]], tuple[Lane, Lane]] | None = None,
-    step_maker: Callable[[torch.device], ComputeLane] | None = None,
-) -> Iterator[None]:
-    """Within it, engines get the lanes that ``maker`` makes, those of a simulation, those of copies
-    to the device and from it, of these names, from ``copy_maker``, and that of steps beside forward
-    from ``step_maker``."""
-    given: tuple[tuple[list[Any], Any], ...] = (
-        (_MAKERS, maker),
-        (_COPY_MAKERS, copy_maker),
-        (_STEP_MAKERS, step_maker),
-    )
-    used = [(makers, each) for makers, each in given if each is not None]
-    for makers, each in used:
-        makers.append(each)
-    try:
-        yield
-    finally:
-        for makers, _ in used:
-            makers.pop()
 
 
 class SideStream:

@@ -6,12 +6,9 @@ everything that is issued on it. An axis of one rank has no groups, and nothing 
 
 from __future__ import annotations
 
-import math
 import os
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +25,6 @@ from fsdp_engine.accelerator import (
     device_type_of,
     is_accelerator,
     module_of,
-    simulated,
 )
 from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.comm.groups import (
@@ -199,84 +195,6 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
     if device_mesh is None:
         init_from_environment()
     return list(range(dist.get_world_size())) if dist.is_initialized() else []
-
-
-@contextmanager
-def simulated_ranks(
-    sizes: Sequence[int],
-    *,
-    on_host: bool = False,
-    context_parallel: int = 1,
-    tensor_parallel: int = 1,
-    pipeline: int = 1,
-    pipeline_rank: int = 0,
-) -> Iterator[DeviceMesh]:
-    """Within it, this process is a rank of a mesh of ``sizes`` whose other ranks do not exist:
-    what it sends goes nowhere, what it receives is whatever was there.
-
-    Args:
-        sizes: of each data-parallel axis.
-        on_host: messages go as they do over gloo, between CPUs, and not as between devices.
-        context_parallel, tensor_parallel, pipeline: see :func:`data_mesh_beside`.
-        pipeline_rank: this process' coordinate on "pp"; its others are 0.
-
-    Raises:
-        RuntimeError: torch.distributed is initialised already.
-    """
-    if dist.is_initialized():
-        raise RuntimeError(
-            "simulate: expected a process without process groups; found torch.distributed "
-            "initialised. Simulate before init_process_group, or in a process of its own"
-        )
-    # Registers the backend "fake", too.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    num_ranks = math.prod(sizes) * tensor_parallel
-    hook = sys.excepthook  # torch prefixes the rank to the lines of errors, and leaves it so
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=pipeline_rank * num_ranks, world_size=pipeline * num_ranks
-    )
-    try:
-        with simulated(on_host=on_host):
-            yield data_mesh_beside("cpu", sizes, context_parallel, tensor_parallel, pipeline)
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = hook
-
-
-def data_mesh_beside(
-    device_type: str,
-    sizes: Sequence[int],
-    context_parallel: int = 1,
-    tensor_parallel: int = 1,
-    pipeline: int = 1,
-) -> DeviceMesh:
-    """The axes that parameters are sharded over, of a root mesh of all ranks.
-
-    Args:
-        device_type: of the mesh.
-        sizes: of these axes, (inner,) or (outer, inner).
-        context_parallel: consecutive ranks of the inner axis that share sequences: the dimension
-            "cp" of the root mesh, if it is more than 1.
-        tensor_parallel: consecutive ranks at each place of these axes: the innermost dimension,
-            "tp", of the root mesh, if it is more than 1.
-        pipeline: such meshes side by side: the outermost dimension, "pp", of the root mesh, if it
-            is more than 1.
-    """
-    names = ["outer", "inner"][-len(sizes) :]
-    shape = {"pp": pipeline, **dict(zip(names, sizes, strict=True))}
-    if context_parallel > 1:
-        shape = {**shape, "dp": shape["inner"] // context_parallel, "cp": context_parallel}
-        del shape["inner"]
-    shape["tp"] = tensor_parallel
-    for name in ("pp", "tp"):
-        if shape[name] == 1:
-            del shape[name]
-    root = init_device_mesh(device_type, (*shape.values(),), mesh_dim_names=(*shape,))
-    if context_parallel > 1:
-        inner = root["dp", "cp"]._flatten("inner")
-        return inner if len(sizes) == 1 else joint_mesh(root["outer"], inner)
-    return root if list(shape) == names else root[(*names,)]
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fsdp_engine.accelerator import is_simulated
+from fsdp_engine import backend
 from fsdp_engine.comm.lanes import Lane, make_state_lanes, make_step_lane, mark
 from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
 from fsdp_engine.memory.allocator import Memory
@@ -88,7 +88,7 @@ class Offloading:
         def book(home: Home) -> None:
             memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
 
-        if place != DISK or is_simulated():
+        if place != DISK or not backend.current().has_values:
             return Homes(book, partial(HostHome, pinned=self._offload.pin_memory))
         assert self._offload.folder is not None
         file = self._files.pop(role, None) or DiskFile(Path(self._offload.folder))

@@ -11,6 +11,7 @@ parameters have been assigned; then the unit's memory is allocated.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,12 +31,11 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.extension_list import find_module, implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.assigned_values import AssignedValues, Owner
-from fsdp_engine.runtime.conversion import kind_after
-from fsdp_engine.runtime.parameter_guard import watch
+from fsdp_engine.runtime.parameter_guard import AssignedValues, Owner, owners_of, watch
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
@@ -47,7 +47,7 @@ from fsdp_engine.units.build import (
     check_homes,
 )
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
-from fsdp_engine.units.initial_values import OWN, Holdings, Start
+from fsdp_engine.units.initial_values import Built, Holdings
 from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
 
 
@@ -79,16 +79,17 @@ class AssignedBeforeEngine:
     ) -> None:
         self._communicators = communicators
         self._give_memory = give_memory
-        self._values = AssignedValues([unit])
-        self._owners = {(id(each.module), each.attribute): each for each in self._values.owners}
+        self._places = owners_of([unit])
+        self._values = implementation(AssignedValues)(self._places)
+        self._owners = {(id(each.module), each.attribute): each for each in self._places}
         self._pending: dict[int, _Pending] = {}  # by id of the sharded parameter
-        for owner in self._values.owners:
+        for owner in self._places:
             watch(owner.module, self)
 
     @property
     def assigned(self) -> list[tuple[str, Tensor]]:
         """(name, parameter) of users' parameters whose values were copied and that still exist."""
-        names = {each.name: _current_name(each) for each in self._values.owners}
+        names = {each.name: _current_name(each) for each in self._places}
         found = ((names[name], reference()) for name, reference in self._values.assigned)
         return [(name, param) for name, param in found if param is not None]
 
@@ -118,7 +119,7 @@ class AssignedBeforeEngine:
         if owner.others:
             self._check_tied(owner, value, owner.sharded)
             return owner.sharded
-        return self._values.take(owner, value, owner.sharded)
+        return self._values.take(owner, value)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
         """Does nothing: modules may be added and removed until the first forward."""
@@ -129,7 +130,7 @@ class AssignedBeforeEngine:
         Raises:
             ValueError: a value is not valid for its parameter; names it.
         """
-        for owner in self._values.owners:
+        for owner in self._places:
             present = dict.get(owner.module._parameters, owner.attribute)
             if present is not None and present is not owner.full:
                 taken = self.parameter_assigned(owner.module, owner.attribute, present)
@@ -145,12 +146,12 @@ class AssignedBeforeEngine:
             places |= known.places
         self._pending[key] = _Pending(value.detach(), places)
         self._values.remember(owner, value)
-        if len(self._pending) == len(self._values.names):
+        if len(self._pending) == len({id(each.sharded) for each in self._places}):
             pending = dict(self._pending)
             self.drop_pending()
             self._give_memory()
             with torch.no_grad():
-                for each in self._values.owners:
+                for each in self._places:
                     each.sharded.copy_(pending[id(each.sharded)].value)
 
     def _check_tied(self, owner: Owner, value: Tensor, present: Tensor) -> None:
@@ -286,10 +287,21 @@ class ParamGroup:
         resources = self.resources.with_offload(self.offload)
         resources.memory.begin_unit()
         for buffer in self.unit.buffers:
-            dtype = buffer.kind.dtypes.main
-            dtype = dtype if dtype_of is None else dtype_of(dtype)
-            kind, codec = kind_after(buffer, dtype, self.settings.policy, resources.config)
-            buffer.convert(kind, codec, are_reduced=False, resources=resources)
+            kind, main = buffer.kind, buffer.kind.dtypes.main
+            dtype = main if dtype_of is None else dtype_of(main)
+            if dtype == main:
+                codec = buffer.weights.codec.converted(kind.dtypes)
+            elif (conversion := find_module("conversion.dtype_conversion")) is not None:
+                kind, codec = conversion.kind_after(
+                    buffer, dtype, self.settings.policy, resources.config
+                )
+            else:
+                raise ValueError(
+                    f"{buffer.records[0].name}: expected {main} to stay, without the extension for "
+                    f"conversions; found a conversion to {dtype}. Convert the model before "
+                    "fully_shard()"
+                )
+            buffer.rebuild(kind, codec, resources)
 
     def divide_gradients(self) -> None:
         """Set the divisor of the unit's buffers, if there is one."""
@@ -359,28 +371,22 @@ def make_group(
     except Exception as caught:
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
-    start = agree_on_plan(plan, holdings, error, signature, OWN, mesh, ranks, WHAT, tag)
-    if start.whole:
-        raise ValueError(
-            "module: expected parameters on the meta device on all ranks, or on none; found that "
-            "ranks differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
-            "full_state_dict=True, broadcast_from_rank0=True)) sends the first rank's values"
-        )
+    _, tag = agree_on_plan(plan, holdings, error, signature, mesh, ranks, WHAT, _check_values, tag)
     assert plan is not None
     assert settings is not None
     if resources is None:
         resources = shared[mesh.device] = Resources(mesh, config)
-    resources.next_tag = start.tag
+    resources.next_tag = tag
     communicators = EngineCommunicators(axis_plans, ranks, MeshCommunicators(mesh))
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = []
     for record in plan.records:
         _REPLACED[id(record.param)] = record.param
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
-    planned = dataclasses.replace(planned, name=f"{planned.name} ({start.tag})")
+    planned = dataclasses.replace(planned, name=f"{planned.name} ({tag})")
     own = resources.with_offload(offload)
     where = own.on(torch.device("meta")) if plan.on_meta else own
-    buffers = build_unit(planned, communicators, where, Start())
+    buffers = build_unit(planned, communicators, where)
     resources.next_tag = where.next_tag
     policy = settings.policy
     unit = Unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
@@ -393,6 +399,26 @@ def make_group(
         registry = vars(module).setdefault(REGISTRY_KEY, OrderedDict())
         registry["fully_shard"] = RegistryItem()
     return group
+
+
+def _check_values(built: Built) -> None:
+    """Warn where ranks have built other values.
+
+    Raises:
+        ValueError: some ranks have values where others are on the meta device.
+    """
+    if built.metas_differ:
+        raise ValueError(
+            "module: expected parameters on the meta device on all ranks, or on none; found that "
+            "ranks differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
+            "full_state_dict=True, broadcast_from_rank0=True)) sends the first rank's values"
+        )
+    if found := built.other_value():
+        warnings.warn(
+            f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks alike, "
+            "or give parameters values afterwards",
+            stacklevel=2,
+        )
 
 
 def _label(modules: Sequence[nn.Module]) -> str:

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
+from fsdp_engine.extension_list import find_module
 from fsdp_engine.fsdp2.param_group import ParamGroup, group_of, groups_within
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.step_listeners import find_optimizers
 from fsdp_engine.patterns import joined_names
-from fsdp_engine.runtime.conversion import agree_on_changes, changes_of, hidden
 from fsdp_engine.runtime.hooks import hooks_of, not_compiled
 from fsdp_engine.runtime.inputs import iter_tensors, map_tensors
+from fsdp_engine.runtime.parameter_guard import check_same
 from fsdp_engine.units.assignment import collect_records
+from fsdp_engine.units.installing import hidden
 
 # New dtypes by old ones, for a unit whose memory is allocated.
 _DtypeMap = dict[torch.dtype, torch.dtype]
@@ -41,9 +43,8 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
         apply: ``_apply`` of the module itself, for buffers, parameters of no unit, inner modules.
 
     Raises:
-        RuntimeError: a forward or backward of a unit is in progress; see also :func:`changes_of`.
-        ValueError: the device would change; see also :func:`changes_of`,
-            :func:`agree_on_changes`.
+        RuntimeError: a forward or backward of a unit is in progress.
+        ValueError: the device would change; or see the extension for conversions.
     """
     if getattr(_thread, "is_converting", False):
         apply()
@@ -56,12 +57,16 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
                 "progress; found one"
             )
     allocations = [(group, _new_dtypes(group, fn)) for group in groups]
+    conversion = find_module("conversion.dtype_conversion")
     changes: list[Any] = []
     by_ranks: dict[tuple[int, ...], Any] = {}
     for group, dtypes in allocations:
         if not dtypes:
             inside = [each for outer in group.modules for each in outer.modules()]
-            found = list(changes_of(group.unit, fn, group.resources.config, inside))
+            if conversion is None:
+                check_same(group.unit.buffers, inside, fn)
+                continue
+            found = list(conversion.changes_of(group.unit, fn, group.resources.config, inside))
             changes += found
             known = by_ranks.setdefault(
                 tuple(group.communicators.ranks.ranks), (group.communicators, [])
@@ -69,18 +74,18 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
             known[1].extend(found)
     for communicators, found in by_ranks.values():
         if found:
-            agree_on_changes(communicators, found)
+            conversion.agree_on_changes(communicators, found)
     for group in groups:
         group.unit.release()
     _thread.is_converting = True
     try:
         allocated = [b for group, dtypes in allocations if dtypes for b in group.unit.buffers]
-        with hidden([*allocated, *(buffer for buffer, _, _ in changes)]):
+        with hidden([*allocated, *(each.buffer for each in changes)]):
             apply()
     finally:
         _thread.is_converting = False
-    for buffer, kind, codec in changes:
-        buffer.convert(kind, codec, are_reduced=False)
+    for each in changes:
+        conversion.convert_buffer(each, are_reduced=False)
     for group, dtypes in allocations:
         if dtypes:
             group.values.drop_pending()

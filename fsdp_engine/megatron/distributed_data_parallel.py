@@ -173,6 +173,7 @@ class DistributedDataParallel(WrapperAttributes):
             Timing.of(config),
             units=units,
             expert_mesh=call.expert_mesh,
+            extensions=config.to_extensions(),
             broadcast=True,
             what=what,
         )

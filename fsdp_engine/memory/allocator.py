@@ -55,7 +55,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_engine.accelerator import simulates_device
+from fsdp_engine import backend
 
 # Swaps the memory of two storages; called as it is, since a unit's step does so ten times.
 _swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
@@ -212,21 +212,6 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
-# Called with memory at other places than the device: see watching_elsewhere.
-_WATCHING_ELSEWHERE: list[Callable[[torch.Tensor, str], None]] = []
-
-
-@contextmanager
-def watching_elsewhere(watch: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
-    """Within it, ``watch`` is called with each tensor that is booked at another place than the
-    device, and the place."""
-    _WATCHING_ELSEWHERE.append(watch)
-    try:
-        yield
-    finally:
-        _WATCHING_ELSEWHERE.remove(watch)
-
-
 class Memory:
     """What one engine allocates on one device.
 
@@ -238,13 +223,13 @@ class Memory:
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
         elsewhere: bytes of offloaded state by place ("host", "disk") and role, not on ``device``.
-        is_steady: gradients stay allocated, so that steady steps allocate nothing.
-        is_fixed: tensors that collectives use are allocated while the engine is made.
+        uses_fixed_addresses: gradients stay allocated, so that steady steps allocate nothing.
+        has_pool: tensors that collectives use are allocated while the engine is made.
         transients: its transient storages, by their keys.
     """
 
-    is_steady = False
-    is_fixed = False
+    uses_fixed_addresses = False
+    has_pool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -253,13 +238,14 @@ class Memory:
         self.ledger = Ledger()
         self.elsewhere: dict[str, Counter[str]] = {}
         # A device's own allocator keeps idle memory.
-        self._swaps = CAN_SWAP and device.type == "cpu" and not simulates_device()
+        runs_ahead = backend.current().runs_ahead(device)
+        self._swaps = CAN_SWAP and device.type == "cpu" and not runs_ahead
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         # See [Note: Unread memory].
         self.can_withhold = (
             CAN_SWAP
-            and not simulates_device()
+            and backend.current().has_values
             and type(empty(0, torch.uint8, device)) is torch.Tensor
         )
         # Storage objects that have given their memory away, to take some again.
@@ -305,8 +291,7 @@ class Memory:
         held = self.elsewhere.setdefault(place, Counter())
         held[role] += tensor.nbytes
         weakref.finalize(owner, held.subtract, {role: tensor.nbytes}).atexit = False
-        for watch in _WATCHING_ELSEWHERE:
-            watch(tensor, place)
+        backend.current().booked_elsewhere(tensor, place)
 
     def transient(
         self, numel: int, dtype: torch.dtype, role: str, *, read_error: str | None = None

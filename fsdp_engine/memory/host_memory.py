@@ -6,7 +6,8 @@ import warnings
 
 import torch
 
-from fsdp_engine.accelerator import current_accelerator, is_simulated
+from fsdp_engine import backend
+from fsdp_engine.accelerator import current_accelerator
 from fsdp_engine.memory import allocator, cuda
 
 
@@ -22,7 +23,7 @@ class HostBlock:
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        pinned = pinned and not is_simulated()
+        pinned = pinned and backend.current().has_values
         device = current_accelerator()
         is_torchs = pinned and device is not None and device.type != "cuda"
         self.bytes = allocator.empty(num_bytes, torch.uint8, "cpu", pinned=is_torchs)

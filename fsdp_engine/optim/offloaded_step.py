@@ -589,7 +589,7 @@ class OffloadedStep(StepHook):
         may be changed before it has read them.
         """
         memory = self._offload.memory
-        if not self._offload.overlaps_forward or memory.is_fixed:
+        if not self._offload.overlaps_forward or memory.has_pool:
             return False
         groups = (
             value

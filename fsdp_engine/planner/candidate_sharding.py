@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from fsdp_engine.comm.groups import default_group, timeout_of_group
-from fsdp_engine.comm.mesh import data_mesh_beside, device_of, ranks_that_meet
+from fsdp_engine.comm.mesh import device_of, ranks_that_meet
 from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.engine import Engine
 from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.simulation.ranks import data_mesh_beside
+from fsdp_engine.planner.simulation.step_options import Parallelize
+from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan, check_tp_plan
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.simulate import Parallelize
-from fsdp_engine.simulation.tp_plan import apply_tp_plan, check_tp_plan
 
 Select = Callable[[int], tuple[Candidate, Mapping[str, Any]]]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import HOST, ROLES, Offload
-from fsdp_engine.simulation.simulation_error import check_sizes, listed
+from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 
 Mesh = tuple[int, ...]

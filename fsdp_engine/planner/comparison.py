@@ -1,24 +1,23 @@
-"""A job planned for several machines, changes of a machine, or numbers of ranks."""
+"""A job planned for several machines or numbers of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.planner.candidates import Candidate
-from fsdp_engine.planner.outcome import Outcome, Setting, is_faster
+from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.planner.questions import TrainingRun, format_large
-from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.planner.simulation.machine import Machine
+from fsdp_engine.planner.simulation.simulation_error import listed
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _UNKNOWN = "-"
-# The heading of plans for changes of a machine.
-WHAT_IF = "what if"
 
 
 @dataclass(frozen=True)
@@ -26,21 +25,14 @@ class ComparedRow:
     """One plan.
 
     Attributes:
-        label: the machine, the change, or the number of ranks.
+        label: the machine, or the number of ranks.
         setting: the job.
         chosen: the fastest candidate that fits. None: none fits.
-        outcomes: of all candidates that were tried.
     """
 
     label: str
     setting: Setting
     chosen: Outcome | None
-    outcomes: tuple[Outcome, ...] = ()
-
-    def outcome_of(self, candidate: Candidate) -> Outcome | None:
-        """The outcome of a candidate. None: it was not tried, or does not fit."""
-        fitting = (each for each in self.outcomes if each.fits)
-        return next((each for each in fitting if each.candidate == candidate), None)
 
     def run(self, items: float, price: float | None = None) -> TrainingRun:
         """A training run of ``items`` tokens or samples.
@@ -58,14 +50,12 @@ class Comparison:
     """Plans of one job; ``print`` shows a table.
 
     Attributes:
-        heading: heading of the labels: "machine", "what if" or "ranks".
+        heading: heading of the labels: "machine" or "ranks".
         rows: the plans. Rates are compared with the first one that fits.
-        note: a sentence about rows for captions, or empty.
     """
 
     heading: str
     rows: tuple[ComparedRow, ...]
-    note: str = ""
 
     @property
     def base(self) -> ComparedRow | None:
@@ -85,75 +75,41 @@ class Comparison:
             return None
         return speedup * self.base.setting.world_size / row.setting.world_size
 
-    def kept_speedup(self, row: ComparedRow) -> float | None:
-        """As :meth:`speedup`, if the strategy of the base is kept. None: that was not tried, or
-        does not fit."""
-        kept = self._kept(row)
-        if kept is None or self.base is None or self.base.chosen is None:
-            return None
-        return kept.rate / self.base.chosen.rate
-
-    def is_changed(self, row: ComparedRow) -> bool:
-        """Whether another strategy than that of the base is the fastest, by more than the
-        tolerance of rates."""
-        if row.chosen is None:
-            return False
-        kept = self._kept(row)
-        return kept is None or is_faster(row.chosen, kept)
-
-    def _kept(self, row: ComparedRow) -> Outcome | None:
-        if self.base is None or self.base.chosen is None:
-            return None
-        return row.outcome_of(self.base.chosen.candidate)
-
     def __str__(self) -> str:
-        return table_text(comparison_table(comparison_texts(self)))
+        return table_text(comparison_table(self))
 
 
-class ComparisonTexts(NamedTuple):
-    """A comparison as texts.
+def named_machines(machines: Any) -> Iterator[tuple[str, Machine]]:
+    """Machines with short labels: the names of presets and files, or those of the machines.
 
-    Attributes:
-        title: the model.
-        columns: headings of the numbers, after that of the labels.
-        labels: one for each row, and its strategy.
-        cells: numbers of each row, or "-".
-        caption: what the numbers are.
-        found: the comparison.
+    Raises:
+        TypeError, ValueError: see :meth:`~.simulation.machine.Machine.named`.
     """
-
-    title: str
-    columns: list[str]
-    labels: list[tuple[str, str]]
-    cells: list[list[str]]
-    caption: str
-    found: Comparison
+    for each in listed("machines", machines, "machines, or names of presets, in a tuple"):
+        if isinstance(each, Machine):
+            yield each.name, each
+        else:
+            yield str(each), Machine.named(each)
 
 
-class Answers(NamedTuple):
-    """Answers to questions about a plan: sentences, and tables that compare plans."""
-
-    sentences: tuple[str, ...] = ()
-    tables: tuple[ComparisonTexts, ...] = ()
-
-
-def comparison_texts(
+def comparison_table(
     found: Comparison, items: float | None = None, prices: Sequence[float | None] = (None,)
-) -> ComparisonTexts:
-    """A row for each plan.
+) -> Table:
+    """Returns a table for a terminal with a row for each plan; labels and strategies wrap in a
+    narrow one.
 
     Args:
         found: the plans.
         items: tokens or samples of a training run, for columns with its days and GPU hours.
         prices: dollars per GPU hour, one for all rows or one for each, for a column with its cost.
     """
+    with naming_extra():
+        from rich.table import Table
+
     setting = found.rows[0].setting
     scales = len({each.setting.world_size for each in found.rows}) > 1
     has_cost = items is not None and any(price is not None for price in prices)
-    per_rank = "Efficiency: rate of one rank" if scales else "Speed: rate"
-    has_kept = found.heading == WHAT_IF
-    columns = [f"{setting.item}/s", "efficiency" if scales else "speed"]
-    columns += ["if kept"] * has_kept + ["MFU"]
+    columns = [f"{setting.item}/s", "efficiency" if scales else "speed", "MFU"]
     if items is None:
         columns = ["step", *columns, "at most"]
         last = "at most: memory of one rank"
@@ -162,47 +118,25 @@ def comparison_texts(
         last = f"days, GPU hours{' and cost' * has_cost} of {format_large(items)} {setting.item}"
     each = [accuracy_of(row.setting.machine_family) for row in found.rows]
     accuracies = ", ".join(dict.fromkeys(f"{one.where} {one.mark}" for one in each))
-    kept = "; if kept: the same, with the strategy of the first row" * has_kept
-    every = list(prices) * len(found.rows) if len(prices) == 1 else list(prices)
-    cells = [
-        _cells(found, row, items, price, scales=scales, has_cost=has_cost)
-        or [_UNKNOWN] * len(columns)
-        for row, price in zip(found.rows, every, strict=True)
-    ]
-    return ComparisonTexts(
-        f"{setting.model}, {format_count(setting.num_elements)} parameters",
-        columns,
-        [
-            (row.label, _strategy(row) + ", another choice" * (has_kept and found.is_changed(row)))
-            for row in found.rows
-        ],
-        cells,
-        f"The fastest strategy that fits. {per_rank}, over that of the first row{kept}; "
-        f"MFU: model flops utilization; {last}. {found.note}{' ' * bool(found.note)}"
-        f"Accuracy of times: {accuracies}.",
-        found,
-    )
-
-
-def comparison_table(texts: ComparisonTexts) -> Table:
-    """The table for a terminal; labels and strategies wrap in a narrow one."""
-    with naming_extra():
-        from rich.table import Table
-
     table = Table(
-        title=texts.title,
-        caption=texts.caption,
+        title=f"{setting.model}, {format_count(setting.num_elements)} parameters",
+        caption=f"The fastest strategy that fits. "
+        f"{'Efficiency: rate of one rank' if scales else 'Speed: rate'}, over that of the first "
+        f"row; MFU: model flops utilization; {last}. Accuracy of times: {accuracies}.",
         title_justify="left",
         caption_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
         pad_edge=False,
     )
-    table.add_column(texts.found.heading, overflow="fold")
-    for column in texts.columns:
+    table.add_column(found.heading, overflow="fold")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for (label, strategy), cells in zip(texts.labels, texts.cells, strict=True):
-        table.add_row(f"[bold]{label}[/bold]\n{strategy}", *cells)
+    every = list(prices) * len(found.rows) if len(prices) == 1 else list(prices)
+    for row, price in zip(found.rows, every, strict=True):
+        cells = _cells(found, row, items, price, scales=scales, has_cost=has_cost)
+        cells = cells or [_UNKNOWN] * len(columns)
+        table.add_row(f"[bold]{row.label}[/bold]\n{_strategy(row)}", *cells)
     return table
 
 
@@ -220,11 +154,7 @@ def _cells(
     if chosen is None or chosen.times is None:
         return []
     ratio = found.efficiency(row) if scales else found.speedup(row)
-    cells = [format_count(chosen.rate), f"{ratio:.2f}"]
-    if found.heading == WHAT_IF:
-        kept = found.kept_speedup(row)
-        cells.append(_UNKNOWN if kept is None else f"{kept:.2f}")
-    cells.append(f"{chosen.times.mfu:.1%}")
+    cells = [format_count(chosen.rate), f"{ratio:.2f}", f"{chosen.times.mfu:.1%}"]
     if items is None:
         return [format_seconds(chosen.times.step), *cells, format_bytes(chosen.peak_bytes)]
     run = row.run(items, price)

@@ -45,9 +45,14 @@ from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import DEVICE, DISK, HOST, Offload
+from fsdp_engine.planner.simulation.simulation_error import (
+    check_callable,
+    check_count,
+    check_type,
+    listed,
+)
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
-from fsdp_engine.simulation.simulation_error import check_callable, check_count, check_type, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, AXIS_BELOW_DEPTH, NO_SHARD, Axis, Role, Strategy
 from fsdp_engine.units.assignment import Expected, UnitSelector, collect_records, expect
 from fsdp_engine.units.dtensors import set_spreads
@@ -341,6 +346,31 @@ class Estimate:
         return self.rest_bytes + self.full_bytes + self.staging_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class _UnitOptions:
+    """The options of ``shard`` that change bytes and traffic."""
+
+    units: UnitSelector | Iterable[UnitSelector] | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    config: DistributedDataParallelConfig | None = None
+    granule: Granule | None = None
+    codec_rules: Sequence[CodecRule] = ()
+    min_unit_size: int | None = None
+    offload: Offload | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, kind in (
+            ("mp_policy", self.mp_policy, MixedPrecisionPolicy),
+            ("config", self.config, DistributedDataParallelConfig),
+            ("offload", self.offload, Offload),
+        ):
+            if value is not None:
+                check_type(name, value, kind, f"a {kind.__name__}")
+        listed("codec_rules", self.codec_rules, "a sequence of rules")
+        if self.granule is not None:
+            check_callable("granule", self.granule, "a function of a name and a parameter, or None")
+
+
 def estimate(
     model: nn.Module | float,
     *,
@@ -348,18 +378,12 @@ def estimate(
     outer_size: int = 1,
     strategy: str = "optim_grads_params",
     outer_strategy: str = "no_shard",
-    units: UnitSelector | Iterable[UnitSelector] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    config: DistributedDataParallelConfig | None = None,
-    granule: Granule | None = None,
-    codec_rules: Sequence[CodecRule] = (),
-    min_unit_size: int | None = None,
     optimizer_bytes_per_element: float = 8,
     num_microbatches: int = 1,
     num_units: int = 32,
     dtype: torch.dtype = torch.float32,
-    offload: Offload | None = None,
     on_cpu: bool = False,
+    **options: Any,
 ) -> Estimate:
     """Estimate the memory and traffic of one rank.
 
@@ -368,15 +392,15 @@ def estimate(
             For parameters that are DTensors, this rank's shards are counted.
         world_size: number of data-parallel ranks.
         outer_size: number of ranks on the outer axis.
-        strategy, outer_strategy, units, mp_policy, config, granule, codec_rules, min_unit_size: as
-            for :func:`~fsdp_engine.sharding.shard`.
+        strategy, outer_strategy: as for :func:`~fsdp_engine.sharding.shard`.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
         num_microbatches: microbatches per step.
         num_units: for a number of elements: the number of equal units.
         dtype: for a number of elements: the parameters' own dtype.
-        offload: as for :func:`~fsdp_engine.sharding.shard`.
         on_cpu: the model is on a CPU, which takes main weights or gradients on a disk alone, at
             all levels, and needs no staging.
+        **options: ``units``, ``mp_policy``, ``config``, ``granule``, ``codec_rules``,
+            ``min_unit_size`` and ``offload``, as for :func:`~fsdp_engine.sharding.shard`.
 
     Raises:
         OffloadLevelError: the levels do not allow ``offload``; a ``ValueError``.
@@ -389,26 +413,21 @@ def estimate(
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
     if outer_size == 1:
         levels = Strategy(levels.inner, NO_SHARD)  # as in the engine
-    for name, value, kind in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("config", config, DistributedDataParallelConfig),
-        ("dtype", dtype, torch.dtype),
-        ("offload", offload, Offload),
-    ):
-        if value is not None:
-            check_type(name, value, kind, f"a {kind.__name__}")
+    asked = _UnitOptions(**options)
+    check_type("dtype", dtype, torch.dtype, "a dtype")
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     check_count("num_microbatches", num_microbatches, "1 or more")
-    listed("codec_rules", codec_rules, "a sequence of rules")
-    if granule is not None:
-        check_callable("granule", granule, "a function of a name and a parameter, or None")
-    policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
-    axes = AxisPlan(sizes, levels)
+    config = asked.config or DistributedDataParallelConfig()
     settings = PlanSettings(
-        options.applied_to(policy), options, AxisPlans(axes), granule, codec_rules, min_unit_size
+        config.applied_to(asked.mp_policy or MixedPrecisionPolicy()),
+        config,
+        AxisPlans(AxisPlan(sizes, levels)),
+        asked.granule,
+        asked.codec_rules,
+        asked.min_unit_size,
     )
     if isinstance(model, nn.Module):
-        planned, expected = _units_of(model, units, settings)
+        planned, expected = _units_of(model, asked.units, settings)
     elif isinstance(model, int | float) and not isinstance(model, bool):
         check_count("num_units", num_units, "1 or more")
         _check_at_least("model", model, 1)
@@ -417,7 +436,7 @@ def estimate(
         expected = Expected(order, order[::-1], [set() for _ in planned])
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
-    where = offload or Offload()
+    where = asked.offload or Offload()
     if not on_cpu:
         where.check_pair()
     _check_levels(where, levels, planned, on_cpu=on_cpu)
@@ -430,7 +449,7 @@ def estimate(
     ]
     blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
     others = [unit.numel for unit in footprints if unit.buffers]
-    prefetched, staged = options.budgets(blocks, others)
+    prefetched, staged = config.budgets(blocks, others)
     every = [each for unit in footprints for each in unit.buffers]
     states = [
         math.ceil(

@@ -28,9 +28,9 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.simulation.alike import is_alike
-from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.simulate import Simulation
+from fsdp_engine.planner.simulation.alike import is_alike
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.simulate import Simulation
 
 # Alike blocks of the first simulation, at least, and of its beginning: units are gathered ahead
 # from block to block.

@@ -17,8 +17,8 @@ from fsdp_engine.planner.plan_view import (
     table_unit,
     time_label,
 )
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_count
 
 if TYPE_CHECKING:

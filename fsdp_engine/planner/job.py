@@ -25,12 +25,13 @@ from fsdp_engine.planner.outcome import Outcome, Trial
 from fsdp_engine.planner.plan_cache import JobCache, cache_of, compiler_settings, digest
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress
-from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.simulate import Simulation, simulate
-from fsdp_engine.simulation.simulation_error import SimulationError
+from fsdp_engine.planner.simulation.operations import OperationCache
+from fsdp_engine.planner.simulation.simulate import Simulation, simulate
+from fsdp_engine.planner.simulation.simulation_error import SimulationError
+from fsdp_engine.planner.simulation.step_options import StepOptions
 
 if TYPE_CHECKING:  # it loads torch's compiler
-    from fsdp_engine.simulation.pipeline import PipelineSimulation
+    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
 
 # Microbatches of a step that are simulated; see [Note: Steps of many microbatches] in
 # ``batch_search.py``.
@@ -75,11 +76,11 @@ class Job:
 
     def use_cache(self, model: nn.Module) -> None:
         """Take outcomes from disk, and keep them there."""
-        request = self.request
-        names = ["loss", "optimizer", "options", "machine", "world_size", "compile", "parallelize"]
+        options = self.request.options
+        names = ["loss", "optimizer", "shard", "machine", "world_size", "compile", "parallelize"]
         names += ["stages", "stage_loss"]
-        parts = {name: getattr(request, name) for name in names}
-        parts["compiler"] = compiler_settings(model, request.compile)
+        parts = {name: getattr(options, name) for name in names}
+        parts["compiler"] = compiler_settings(model, options.compile)
         self.cache = cache_of({"model": model, **parts})
 
     def inputs(self, candidate: Candidate) -> Any:
@@ -118,63 +119,58 @@ class Job:
 
         return simulate(
             build,
-            request.world_size,
+            request.options.world_size,
             batch=self.inputs(candidate) if inputs is None else inputs,
-            context_parallel=candidate.context_parallel,
-            loss=request.loss,
-            **self._shared(candidate),
-            **self._options(candidate),
+            loss=request.options.loss,
+            options=self._step(candidate),
         )
 
     def simulate_pipeline(self, candidate: Candidate, inputs: Any = None) -> PipelineSimulation:
         """Simulate a step of a candidate with a pipeline."""
-        from fsdp_engine.simulation.pipeline import simulate_pipeline
+        from fsdp_engine.planner.simulation.pipeline import simulate_pipeline
 
         request = self.request
         given = self.inputs(candidate) if inputs is None else inputs
         batch, target = inputs_and_targets(given)
         return simulate_pipeline(
             request.make_stage,
-            request.world_size,
+            request.options.world_size,
             pipeline=candidate.pipeline,
             batch=batch,
             target=target,
-            context_parallel=candidate.context_parallel,
             schedule=candidate.schedule or "",
-            loss=request.stage_loss,
+            loss=request.options.stage_loss,
             quick=True,
-            **self._shared(candidate),
-            **self._options(candidate),
+            options=self._step(candidate),
         )
 
-    def _shared(self, candidate: Candidate) -> dict[str, Any]:
-        """Arguments of all simulations, but for options of ``shard``."""
-        request = self.request
-        return {
-            "mesh": candidate.mesh,
-            "tensor_parallel": candidate.tensor_parallel,
-            "parallelize": request.parallelize,
-            "machine": request.where,
-            "optimizer": request.optimizer,
-            "microbatches": candidate.microbatches or self.microbatches,
-            "known": self.known.operations,
-            "compile": request.compile,
-        }
-
-    def _options(self, candidate: Candidate) -> dict[str, Any]:
-        """Options of ``shard``."""
-        return {
-            **self.request.options,
-            "strategy": candidate.strategy,
-            "outer_strategy": candidate.outer_strategy,
-            "checkpointing": candidate.checkpointing,
-            "offload": candidate.offload,
-        }
+    def _step(self, candidate: Candidate) -> StepOptions:
+        """The options of the candidate's simulations."""
+        options = self.request.options
+        return StepOptions(
+            mesh=candidate.mesh,
+            context_parallel=candidate.context_parallel,
+            tensor_parallel=candidate.tensor_parallel,
+            parallelize=options.parallelize,
+            machine=options.where,
+            optimizer=options.optimizer,
+            microbatches=candidate.microbatches or self.microbatches,
+            known=self.known.operations,
+            compile=options.compile,
+            shard={
+                **options.shard,
+                "strategy": candidate.strategy,
+                "outer_strategy": candidate.outer_strategy,
+                "checkpointing": candidate.checkpointing,
+                "offload": candidate.offload,
+            },
+        )
 
     def outcome(self, candidate: Candidate, limit: float, factor: int = 1) -> Outcome:
         """The result of ``candidate``, with ``factor`` times its batch."""
-        machine, ranks = repr(self.request.where), self.request.world_size
-        key = machine, ranks, candidate, self.microbatches, factor, self.request.compile
+        options = self.request.options
+        machine, ranks = repr(options.where), options.world_size
+        key = machine, ranks, candidate, self.microbatches, factor, options.compile
         found = self.known.rows.get(key)
         if found is None:
             found = self.known.rows[key] = self._stored(candidate, factor)
@@ -252,7 +248,7 @@ class Job:
         offload = candidate.offload
         if offload is not None and offload.places == {"optimizer_state": HOST}:
             beside = replace(candidate, offload=replace(offload, overlap_forward=True))
-            if self.request.where.host_runs_ahead and beside != candidate:
+            if self.request.options.where.host_runs_ahead and beside != candidate:
                 tries["steps beside forward (`overlap_forward=True`)"] = lambda: self.outcome(
                     beside, limit
                 )
@@ -298,10 +294,10 @@ class BatchSearch:
         Raises:
             ValueError: none of ``microbatch_sizes`` divides the rows of a rank.
         """
-        rows, given = self._rows(candidate), self.job.request.microbatch_sizes
+        rows, given = self._rows(candidate), self.job.request.options.microbatch_sizes
         found = [each for each in divisors(rows) if rows // each % candidate.pipeline == 0]
         if candidate.schedule is not None:
-            from fsdp_engine.simulation.pipeline import takes_microbatches
+            from fsdp_engine.planner.simulation.pipeline import takes_microbatches
 
             taken = partial(takes_microbatches, candidate.schedule, candidate.pipeline)
             found = [each for each in found if taken(rows // each)]
@@ -317,7 +313,11 @@ class BatchSearch:
     def sized(self, candidate: Candidate) -> Candidate:
         """The candidate with the largest microbatch that fits; of a pipeline, in which smaller ones
         shorten the waits for other stages, the fastest that fits."""
-        rows, limit, sizes = self._rows(candidate), self.job.request.limit, self.sizes(candidate)
+        rows, limit, sizes = (
+            self._rows(candidate),
+            self.job.request.options.limit,
+            self.sizes(candidate),
+        )
 
         def outcome_of(tried: Candidate) -> Outcome:
             return self.job.outcome(tried, limit)

@@ -12,14 +12,14 @@ from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
-from fsdp_engine.simulation.clock import StepPart, axis_of
-from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.simulate import Simulation
-from fsdp_engine.simulation.stage_messages import is_stage_lane
+from fsdp_engine.planner.simulation.clock import StepPart, axis_of
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.simulate import Simulation
+from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
 from fsdp_engine.strategies import Strategy
 
 if TYPE_CHECKING:  # it loads torch's compiler
-    from fsdp_engine.simulation.pipeline import PipelineSimulation
+    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
 
 # Kinds of memory that are taken off the device, by role of an offload.
 KIND_OF_OFFLOADED = {
@@ -100,7 +100,7 @@ class Setting:
             unknown. Empty: they are known.
         machine_memory: memory of a rank's device in bytes; 0: unknown.
         machine_family: whose accuracy of times is stated
-            (:func:`~fsdp_engine.simulation.time_accuracy.accuracy_of`); empty: unknown.
+            (:func:`~fsdp_engine.planner.simulation.time_accuracy.accuracy_of`); empty: unknown.
         global_batch: tokens or samples of a step on all ranks, if microbatches were searched for
             it, else 0.
         is_quick: only the candidates of a quick plan were tried.
@@ -374,9 +374,9 @@ class Trial:
 
 
 # Rates that differ by less than the fastest over this are considered equal.
-RATE_STEPS = 1000
+_RATE_STEPS = 1000
 # Rates whose ratio differs by at most this are therefore considered equal wherever they are.
-TOLERANCE = 2 / RATE_STEPS
+TOLERANCE = 2 / _RATE_STEPS
 
 
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
@@ -384,24 +384,10 @@ def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
     memory; then the others by the bytes that exceed the limit."""
     found = list(outcomes)
     fastest = max(found, key=lambda each: each.rate)
-    step = abs(fastest.rate) / RATE_STEPS or 1.0
+    step = abs(fastest.rate) / _RATE_STEPS or 1.0
     return tuple(
         sorted(found, key=lambda each: (each.lacking, -round(each.rate / step), each.peak_bytes))
     )
-
-
-def fastest_outcomes(outcomes: Iterable[Outcome], count: int) -> list[Outcome]:
-    """Returns the fastest outcomes that fit, of those with equal rates the first.
-
-    Args:
-        outcomes: sorted.
-        count: at most.
-    """
-    found: list[Outcome] = []
-    for each in outcomes:
-        if len(found) < count and each.fits and (not found or is_faster(found[-1], each)):
-            found.append(each)
-    return found
 
 
 def is_faster(outcome: Outcome, other: Outcome) -> bool:

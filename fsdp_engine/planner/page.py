@@ -1,8 +1,8 @@
 """The page of a plan: one HTML file without network access.
 
 The table, the recommendation, and the timeline and memory of one step are HTML and SVG that need no
-script. Scripts (``page_files``) sort the table, choose for another memory limit, and answer
-questions about a selected row (``page_selection.py``). All texts are escaped.
+script. A script (``page_files/page.js``) sorts the table and zooms the timeline. All texts are
+escaped.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from pathlib import Path
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.candidates import Candidate
-from fsdp_engine.planner.comparison import Answers, ComparisonTexts
-from fsdp_engine.planner.outcome import Outcome, Times, part_waiting_for
-from fsdp_engine.planner.page_assets import script, style
-from fsdp_engine.planner.page_selection import script_numbers, selection
+from fsdp_engine.planner.outcome import Outcome, part_waiting_for
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, table_unit, time_label
 from fsdp_engine.planner.planner_tables import (
     DETAILS,
@@ -28,12 +25,11 @@ from fsdp_engine.planner.planner_tables import (
     plan_columns,
     plan_title,
 )
-from fsdp_engine.planner.question_output import Questions
+from fsdp_engine.planner.simulation.clock import Span
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.module_names import parents_of
+from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
-from fsdp_engine.simulation.clock import Span
-from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.module_names import parents_of
-from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.terminal import Column
 
 with naming_extra():
@@ -44,36 +40,22 @@ _ROW, _GAP, _MEMORY_HEIGHT, _POINTS = 20, 4, 180, 600
 # Intervals of a row at most, and the coordinates of charts across.
 _MAX_SPANS, _ACROSS = 1500, 1000.0
 _WAITS = "compute waits for"
-_COMPARED = {"machine": "Machines", "what if": "What if", "ranks": "Numbers of ranks"}
+_FILES = Path(__file__).with_name("page_files")
 
 
-def save_page(
-    planning: StrategyPlan,
-    path: str | Path,
-    step: Simulation | None = None,
-    answers: Answers | None = None,
-    questions: Questions | None = None,
-) -> None:
+def save_page(planning: StrategyPlan, path: str | Path, step: Simulation | None = None) -> None:
     """Write the page.
 
     Args:
         planning: the plan.
         path: of the HTML file.
         step: the simulation of the first outcome. None: the page has no timeline.
-        answers: to questions about the plan.
-        questions: these, whose numbers are the first values of the page's fields.
     """
-    Path(path).write_text(page_of(planning, step, answers, questions), encoding="utf-8")
+    Path(path).write_text(page_of(planning, step), encoding="utf-8")
 
 
-def page_of(
-    planning: StrategyPlan,
-    step: Simulation | None = None,
-    answers: Answers | None = None,
-    questions: Questions | None = None,
-) -> str:
+def page_of(planning: StrategyPlan, step: Simulation | None = None) -> str:
     """The text of the page; see :func:`save_page`."""
-    answers = answers or Answers()
     setting = planning.setting
     title = plan_title(setting)
     heading = f"Plan of {setting.model} on {setting.world_size:,} ranks"
@@ -87,21 +69,18 @@ def page_of(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         f"<title>{escape(heading)}</title>",
-        f"<style>{style()}</style>",
+        f"<style>{_text_of('style.css')}</style>",
         "</head>",
         "<body>",
         f"<h1>{escape(heading)}</h1>",
         f'<p class="soft">{escape(title)}</p>',
         '<section class="advice">',
         "<h2>Recommendation</h2>",
-        *(f"<p>{escape(line)}</p>" for line in [*lines, *answers.sentences]),
+        *(f"<p>{escape(line)}</p>" for line in lines),
         "</section>",
         *_candidates(planning),
-        *selection(planning, questions or Questions()),
-        *(line for texts in answers.tables for line in _comparison(texts)),
         *([] if step is None else _step(planning, step)),
-        script_numbers(planning, answers),
-        f"<script>{script()}</script>",
+        f"<script>{_text_of('page.js')}</script>",
         "</body>",
         "</html>",
     ]
@@ -109,24 +88,11 @@ def page_of(
 
 
 def _candidates(planning: StrategyPlan) -> Iterator[str]:
-    """The table with bars, and the slider of the memory limit."""
+    """The table with bars."""
     setting, outcomes = planning.setting, planning.outcomes
-    unit, _ = table_unit(outcomes)
     columns = _ordered(plan_columns(setting, outcomes))
     longest = max(each.peak_bytes for each in outcomes)
     yield "<section>\n<h2>Candidates</h2>"
-    if all(each.times is not None for each in outcomes):
-        most = 1.1 * max(longest, setting.memory) / unit
-        limit = setting.memory / unit
-        yield (
-            '<div class="what-if" id="what-if" hidden>'
-            '<label for="limit">What if the memory limit of a rank were</label>'
-            f'<input type="range" id="limit" min="0" max="{most:.6g}" step="any" '
-            f'value="{limit!r}">'
-            '<output id="limit-text" for="limit"></output>'
-            '<button type="button" id="reset">as planned</button>'
-            '<p id="verdict" aria-live="polite"></p></div>'
-        )
     yield _legend(KIND_COLOURS)
     yield '<div class="scroll rows">\n<table id="plan" aria-describedby="units">'
     heads = [_head(each.name, is_number=each.is_number) for each in columns]
@@ -139,34 +105,8 @@ def _candidates(planning: StrategyPlan) -> Iterator[str]:
     yield f'<p class="soft" id="units">{escape(plan_caption(setting, outcomes))}</p>\n</section>'
 
 
-def _comparison(texts: ComparisonTexts) -> Iterator[str]:
-    """The table of a comparison, with bars of steps' times."""
-    heading, rows = texts.found.heading, texts.found.rows
-    times = [None if each.chosen is None else each.chosen.times for each in rows]
-    longest = max((each.step for each in times if each is not None), default=0.0)
-    yield f"<section>\n<h2>{escape(_COMPARED[heading])}</h2>"
-    shares = [each.shares() for each in times if each is not None]
-    used = {name for parts in shares for name, part in parts.items() if part}
-    yield _legend({time_label(n): colour for n, colour in TIME_COLOURS.items() if n in used})
-    heads = [_head(heading, is_number=False), _head("strategy", is_number=False)]
-    heads += [_head(each, is_number=True) for each in texts.columns]
-    heads.append('<th scope="col">time of a step</th>')
-    yield f'<div class="scroll">\n<table>\n<thead><tr>{"".join(heads)}</tr></thead>\n<tbody>'
-    for (label, strategy), cells, each in zip(texts.labels, texts.cells, times, strict=True):
-        found = [f'<th scope="row">{escape(label)}</th>', f"<td>{escape(strategy)}</td>"]
-        found += [f'<td class="number">{escape(cell)}</td>' for cell in cells]
-        found.append(f"<td>{'' if each is None else _time_bar(each, longest)}</td>")
-        yield f"<tr>{''.join(found)}</tr>"
-    yield f'</tbody>\n</table>\n</div>\n<p class="soft">{escape(texts.caption)}</p>\n</section>'
-
-
-def _time_bar(times: Times, longest: float) -> str:
-    parts = []
-    for name, share in times.shares().items():
-        text = f"{time_label(name)}: {1e3 * share * times.step:,.1f} ms"
-        width = f"width:{100 * share * times.step / longest:.3g}%;background:{TIME_COLOURS[name]}"
-        parts.append(f'<i style="{width}" title="{escape(text)}"></i>')
-    return f'<div class="bar">{"".join(parts)}</div>'
+def _text_of(name: str) -> str:
+    return (_FILES / name).read_text(encoding="utf-8")
 
 
 def _ordered(columns: Sequence[Column]) -> list[Column]:
@@ -253,7 +193,7 @@ def _step(planning: StrategyPlan, step: Simulation) -> Iterator[str]:
     yield f'<p class="soft">{escape(text)}</p>'
     yield _legend({**times, "busy lanes": "var(--busy)"})
     yield (
-        '<div class="what-if" id="zooming" hidden><label for="zoom">Zoom</label>'
+        '<div class="zoom" id="zooming" hidden><label for="zoom">Zoom</label>'
         '<input type="range" id="zoom" min="1" max="40" step="0.5" value="1"></div>'
     )
     yield '<figure class="chart" id="step">\n<div class="names">'

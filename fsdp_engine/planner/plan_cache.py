@@ -216,8 +216,8 @@ def _code_parts(code: types.CodeType) -> tuple[Any, ...]:
 
 def loaded_sources() -> dict[str, list[int]]:
     """Sizes and times of the source files of loaded modules, without the standard library and
-    torch, whose versions are known, and of all files of this package."""
-    files = {str(path) for path in _PACKAGE.rglob("*.py")}
+    torch, whose versions are known, and of all files of this package, with tables of figures."""
+    files = {str(path) for kind in ("*.py", "*.toml") for path in _PACKAGE.rglob(kind)}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and not _is_known(file):

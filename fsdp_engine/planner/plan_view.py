@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
 
 # Okabe and Ito's palette for colour-blind readers, for kinds of memory; other colours for times.
 KIND_COLOURS = dict(

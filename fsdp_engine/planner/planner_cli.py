@@ -14,9 +14,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +27,8 @@ from torch import nn
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.offload import Offload
-from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Activations
 from fsdp_engine.planner.command_inputs import (
+    AUTO,
     batch_shape,
     default_loss,
     example_inputs,
@@ -35,22 +36,26 @@ from fsdp_engine.planner.command_inputs import (
     in_fp8,
     model_builder,
 )
-from fsdp_engine.planner.comparison import Answers
+from fsdp_engine.planner.command_options import (
+    Needs,
+    flag,
+    option,
+    options_of,
+    parameters_of,
+    parsed,
+)
 from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.machine_changes import changed_machine, named_machines, parsed_changes
 from fsdp_engine.planner.page import save_page
-from fsdp_engine.planner.plan_request import AUTO, EVERYTHING
+from fsdp_engine.planner.plan_options import EVERYTHING, PlanOptions, Where
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
-from fsdp_engine.planner.questions import GPU, NODE, parsed_count
+from fsdp_engine.planner.simulation.calibrate import calibrate
+from fsdp_engine.planner.simulation.simulate import build_meta_module
+from fsdp_engine.planner.simulation.simulation_error import SimulationError
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.machine import PRESETS, Machine
-from fsdp_engine.simulation.simulate import build_meta_module
-from fsdp_engine.simulation.simulation_error import SimulationError, check_positive
 from fsdp_engine.terminal import print_whole, terminal_width, wrapped
 
 with naming_extra():
@@ -71,415 +76,186 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.add_typer(checkpoint_app, name="checkpoint")
 
 
-class Where(StrEnum):
-    """The place of optimizer state between steps; everything: also of main weights and gradients,
-    on the host."""
-
-    auto = "auto"
-    none = "none"
-    host = "host"
-    everything = "everything"
-    disk = "disk"
-
-
-class Recompute(StrEnum):
-    """The candidates' activation checkpointing, of whole blocks or selective; offload: their
-    activations are on the host; auto: off, selective and on, and offload where that may be the
-    fastest."""
-
-    auto = "auto"
-    both = "both"
-    on = "on"
-    selective = "selective"
-    off = "off"
-    offload = "offload"
-
-
-_CHECKPOINTING: dict[Recompute, tuple[Activations, ...] | None] = {
-    Recompute.auto: None,
-    Recompute.both: (False, True),
-    Recompute.on: (True,),
-    Recompute.selective: (SELECTIVE,),
-    Recompute.off: (False,),
-    Recompute.offload: (OFFLOAD,),
-}
-
-
-class FailureUnit(StrEnum):
-    """The part of a machine whose failures ``--mtbf`` counts."""
-
-    gpu = GPU
-    node = NODE
-
-
 @app.callback()
 def _root() -> None:
     """A sharded training engine for PyTorch."""
 
 
-# Options that are only valid with, or without, others.
-_OUTPUTS = ("figure", "html", "trace", "save")
-_QUESTIONS = (
-    *("tokens", "price", "compare", "what_if", "scaling", "scaling_figure"),
-    *("checkpoint_bandwidth", "mtbf", "mtbf_of"),
-)
-_SEARCHES = ("global_batch", "sequence", "quick", "quick_only", "no_cache")
-_WITH_BATCH = (
-    *("machine", "recompute", "compile", "fp8", "microbatch_sizes", "optimizer", "loss"),
-    "formulas",
-    *("context_parallel", "tensor_parallel", "pipeline", "schedules"),
-    *(*_OUTPUTS, *_QUESTIONS, *_SEARCHES),
-)
-_WITHOUT_BATCH = ("optimizer_bytes", "num_units")
-_OF_A_MODEL = ("units", "min_unit_size")
-_OF_A_SIMULATION = (
-    *("recompute", "compile", "fp8", "microbatch_sizes", "optimizer", "loss", "trace"),
-    *("context_parallel", "tensor_parallel", "pipeline", "schedules"),
-    *(*_QUESTIONS, *_SEARCHES),
-)
-
-
-@app.command()
-def plan(
-    context: typer.Context,
-    world: Annotated[int, typer.Option(help="ranks in all")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="module:function that returns the model, or a config.json of transformers"
-        ),
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            help="module:function that returns one rank's inputs, or for a model of transformers "
-            "their sizes, such as 4x4096; without it activations and times are unknown"
-        ),
-    ] = None,
-    elements: Annotated[
-        float | None,
-        typer.Option(help="instead of a model: its parameter elements, such as 8e9; formulas only"),
-    ] = None,
-    machine: Annotated[
-        str, typer.Option(help=f"{', '.join(PRESETS)}, or a file written by calibrate")
-    ] = "h100",
-    memory: Annotated[
-        float | None,
-        typer.Option(help="memory limit of a rank in GiB; default: 0.9 of the machine's memory"),
-    ] = None,
-    outer: Annotated[
-        int | None,
-        typer.Option(
-            help="ranks on the outer axis; default: one axis, and with --batch also nodes x ranks"
-        ),
-    ] = None,
-    context_parallel: Annotated[
-        str,
-        typer.Option(
-            help="ranks that share each sequence, by torch's context_parallel; several to try, "
-            "such as 1,8; auto: all that fit a node, for sequences of 32,768 tokens or more"
-        ),
-    ] = "1",
-    tensor_parallel: Annotated[
-        str,
-        typer.Option(
-            help="ranks that share each matrix, by the plan that a model of transformers has; "
-            "several to try, such as 1,8; auto: all that fit a node"
-        ),
-    ] = "1",
-    pipeline: Annotated[
-        str,
-        typer.Option(
-            help="ranks of a pipeline of stages; several to try, such as 1,4; auto: powers of two "
-            "up to the number of nodes"
-        ),
-    ] = "1",
-    schedules: Annotated[
-        str,
-        typer.Option(help="of pipelines, by torch's names, such as 1F1B,ZBVZeroBubble"),
-    ] = "1F1B",
-    recompute: Annotated[
-        Recompute,
-        typer.Option(
-            help="candidates with activation checkpointing of each block, or without; selective: "
-            "but for attention and every second product; offload: with their activations on the "
-            "host; auto: off, selective and on, and offload where it may be the fastest, but with "
-            "--offload none"
-        ),
-    ] = Recompute.auto,
-    microbatch_sizes: Annotated[
-        str | None, typer.Option(help="sizes to try, such as 1,2,4; --batch is called with each")
-    ] = None,
-    microbatches: Annotated[int, typer.Option(help="microbatches per step")] = 1,
-    global_batch: Annotated[
-        str | None,
-        typer.Option(
-            help="tokens or samples of a step on all ranks, such as 4M (k: 2^10, M: 2^20); finds "
-            "the largest microbatch that fits, and the number of microbatches"
-        ),
-    ] = None,
-    sequence: Annotated[
-        str | None,
-        typer.Option(help="sequence lengths to try, such as 4096,8192"),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="print the plan of the likeliest candidates first, then the full plan"
-        ),
-    ] = False,
-    quick_only: Annotated[
-        bool, typer.Option("--quick-only", help="print only that of the likeliest candidates")
-    ] = False,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="blocks are compiled by torch.compile (block.compile() on each)"
-        ),
-    ] = False,
-    fp8: Annotated[
-        bool,
-        typer.Option("--fp8", help="linears multiply in fp8, as torchao converts them"),
-    ] = False,
-    no_cache: Annotated[
-        bool,
-        typer.Option(
-            "--no-cache", help="simulate rows that are in the cache folder, and keep none there"
-        ),
-    ] = False,
-    tokens: Annotated[
-        float | None,
-        typer.Option(help="of a training run, such as 15e12: its days, GPU hours and MFU"),
-    ] = None,
-    price: Annotated[
-        str | None,
-        typer.Option(
-            help="with --tokens: dollars per GPU hour; one, or one for each of --compare, such as "
-            "2.5,3.2"
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None, typer.Option(help="machines to plan for, too, such as h100,h200")
-    ] = None,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="plan for the machine with other figures, such as outer_bandwidth=0.5x; several "
-            "together by commas, several rows by several options; auto: half and twice the compute "
-            "and links, for the fastest strategies"
-        ),
-    ] = None,
-    scaling: Annotated[
-        bool, typer.Option("--scaling", help="how the time grows from 8 to 4,096 ranks")
-    ] = False,
-    scaling_figure: Annotated[
-        Path | None, typer.Option(help="with --scaling: save a figure of it to this file")
-    ] = None,
-    checkpoint_bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            help="GB/s to storage of all ranks together: the time of a save, and with --mtbf the "
-            "best interval"
-        ),
-    ] = None,
-    mtbf: Annotated[
-        float | None,
-        typer.Option(help="with --checkpoint-bandwidth: mean hours between failures of one GPU"),
-    ] = None,
-    mtbf_of: Annotated[
-        FailureUnit, typer.Option(help="with --mtbf: the part that fails, gpu or node")
-    ] = FailureUnit.gpu,
-    dtype: Annotated[str, typer.Option(help="of weights in forward and backward")] = "fp32",
-    main_dtype: Annotated[str, typer.Option(help="of the optimizer's weights")] = "fp32",
-    grad_dtype: Annotated[str, typer.Option(help="of gradients between microbatches")] = "fp32",
-    reduce_dtype: Annotated[
-        str | None, typer.Option(help="of gradient reductions; default: --grad-dtype")
-    ] = None,
-    optimizer_bytes: Annotated[
-        float, typer.Option(help="without --batch: bytes of optimizer state per element; AdamW: 8")
-    ] = 8,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(help="with --batch: module:function of the parameters; default: AdamW"),
-    ] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="with --batch: module:function of the model's output")
-    ] = None,
-    formulas: Annotated[
-        bool,
-        typer.Option(
-            "--formulas",
-            help="with --batch: do not run the model; activations, times and whether it fits are "
-            "unknown",
-        ),
-    ] = False,
-    units: Annotated[
-        list[str] | None,
-        typer.Option(help="with --model: name patterns of units, such as layers.*"),
-    ] = None,
-    min_unit_size: Annotated[
-        int | None,
-        typer.Option(help="with --model: default units with fewer elements are joined; 0: none"),
-    ] = None,
-    num_units: Annotated[int, typer.Option(help="with --elements: number of equal units")] = 32,
-    offload: Annotated[
-        Where,
-        typer.Option(
-            help="optimizer state on the host or on a disk; everything: also main weights and "
-            "gradients on the host; auto: with --batch, the first of none, host and everything "
-            "with which something fits"
-        ),
-    ] = Where.auto,
-    offload_folder: Annotated[
-        Path | None, typer.Option(help="with --offload disk: a folder of a local disk")
-    ] = None,
-    figure: Annotated[Path | None, typer.Option(help="save a figure to this file")] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="save a page for a browser, one file, to this file")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="write the chosen step's timeline, for ui.perfetto.dev")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option(help="save the plan as JSON, for fe.StrategyPlan.load")
-    ] = None,
-) -> None:
-    """Recommend a strategy: time and memory of each one; only bytes without --batch."""
-    if (elements is None) == (model is None):
-        raise typer.BadParameter("expected one of --elements and --model; found both or neither")
-    if batch is not None and model is None:
-        raise typer.BadParameter("--batch: expected with --model; found with --elements")
-    given = _given(context)
-    if batch is None:
-        _refuse(given, _WITH_BATCH, "expected with --batch; found without")
-    else:
-        _refuse(given, _WITHOUT_BATCH, "expected without --batch; found with it")
-    if model is None:
-        _refuse(given, _OF_A_MODEL, "expected with --model; found with --elements")
-    else:
-        _refuse(given, ("num_units",), "expected with --elements; found with --model")
-    if formulas:
-        _refuse(given, _OF_A_SIMULATION, "expected without --formulas; found with it")
-    _check_outputs(
-        {"figure": figure, "scaling-figure": scaling_figure},
-        {"html": html, "trace": trace, "save": save},
-    )
-    if (offload is Where.disk) != (offload_folder is not None):
-        raise typer.BadParameter(
-            "--offload-folder: expected with --offload disk; found "
-            f"--offload {offload} {'with' if offload_folder else 'without'} it"
-        )
-    if quick and quick_only:
-        raise typer.BadParameter("--quick, --quick-only: expected one of them; found both")
-    if global_batch is not None:
-        _refuse(given, ("microbatches",), "expected without --global-batch; found with it")
-    questions = _questions(
-        machine,
-        tokens,
-        price,
-        compare,
-        what_if,
-        scaling,
-        scaling_figure,
-        checkpoint_bandwidth,
-        mtbf,
-        mtbf_of,
-        given,
-    )
-    if memory is not None and not 0 < memory < float("inf"):
-        raise typer.BadParameter(f"--memory: expected GiB, more than 0; found {memory}")
-    policy = MixedPrecisionPolicy(
-        param_dtype=_dtype(dtype, "--dtype"),
-        main_params_dtype=_dtype(main_dtype, "--main-dtype"),
-        main_grads_dtype=_dtype(grad_dtype, "--grad-dtype"),
-        reduce_dtype=None if reduce_dtype is None else _dtype(reduce_dtype, "--reduce-dtype"),
-    )
-    options: dict[str, Any] = {
-        "world_size": world,
-        "units": units or None,
-        "min_unit_size": min_unit_size,
-        "mp_policy": policy,
-    }
+def _dtype(name: str, option: str) -> torch.dtype:
     try:
-        if batch is None:
-            subject: Any = elements if model is None else build_on_meta(model)
-            estimates = compare_estimates(
-                subject,
-                outer_size=outer or 1,
-                optimizer_bytes_per_element=optimizer_bytes,
-                num_microbatches=microbatches,
-                num_units=num_units,
-                offload=_offload(offload, offload_folder),
-                **options,
-            )
-            print_whole(estimates_table(estimates, memory, terminal_width()))
-            limit = float("inf") if memory is None else memory * 2**30
-            raise typer.Exit(
-                0 if any(each.peak_bytes <= limit for each in estimates) else NOTHING_FITS
-            )
-        assert model is not None
-        build = model_builder(model, "--model")
-        if fp8:
-            build = in_fp8(build, "--fp8")
-        built = build_on_meta(model)  # converts errors to messages without a traceback
-        sizes = None
-        if microbatch_sizes is not None:
-            sizes = _sizes(microbatch_sizes, "--microbatch-sizes")
-        lengths = None if sequence is None else _sizes(sequence, "--sequence")
-        contexts: Any = AUTO
-        if context_parallel != AUTO:
-            contexts = _sizes(context_parallel, "--context-parallel")
-        pipelines: Any = AUTO
-        if pipeline != AUTO:
-            pipelines = _sizes(pipeline, "--pipeline")
-        degrees: Any = AUTO
-        if tensor_parallel != AUTO:
-            degrees = _sizes(tensor_parallel, "--tensor-parallel")
-        if outer is not None and AUTO in (pipelines, degrees):
-            raise typer.BadParameter(
-                "--outer: expected numbers for --tensor-parallel and --pipeline with it; found auto"
-            )
-        planning = plan_job(
-            build,
-            _batch(
-                batch,
-                built,
-                has_sizes=sizes is not None or global_batch is not None,
-                has_lengths=lengths is not None,
+        return DTYPES[name]
+    except KeyError:
+        raise ValueError(f"{option}: expected one of {', '.join(DTYPES)}; found {name!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    """Options of ``plan`` that name the model and the batch."""
+
+    model: str | None = option(
+        "module:function that returns the model, or a config.json of transformers", None
+    )
+    batch: str | None = option(
+        "module:function that returns one rank's inputs, or for a model of transformers their "
+        "sizes, such as 4x4096; without it activations and times are unknown",
+        None,
+    )
+    elements: float | None = option(
+        "instead of a model: its parameter elements, such as 8e9; formulas only", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Details:
+    """Options of ``plan`` that have another form in ``fe.plan``, or none."""
+
+    outer: int | None = option(
+        "ranks on the outer axis; default: one axis, and with --batch also nodes x ranks", None
+    )
+    fp8: bool = option(
+        "linears multiply in fp8, as torchao converts them", False, needs=Needs.simulation
+    )
+    quick_only: bool = option(
+        "print only that of the likeliest candidates", False, needs=Needs.simulation
+    )
+    dtype: torch.dtype = option(
+        "of weights in forward and backward", "fp32", type=str, parse=_dtype
+    )
+    main_dtype: torch.dtype = option("of the optimizer's weights", "fp32", type=str, parse=_dtype)
+    grad_dtype: torch.dtype = option(
+        "of gradients between microbatches", "fp32", type=str, parse=_dtype
+    )
+    reduce_dtype: torch.dtype | None = option(
+        "of gradient reductions; default: --grad-dtype", None, type=str | None, parse=_dtype
+    )
+    optimizer_bytes: float = option(
+        "without --batch: bytes of optimizer state per element; AdamW: 8",
+        8,
+        needs=Needs.no_batch,
+    )
+    units: list[str] | None = option(
+        "with --model: name patterns of units, such as layers.*", None, needs=Needs.model
+    )
+    min_unit_size: int | None = option(
+        "with --model: default units with fewer elements are joined; 0: none",
+        None,
+        needs=Needs.model,
+    )
+    num_units: int = option("with --elements: number of equal units", 32, needs=Needs.elements)
+    offload_folder: Path | None = option("with --offload disk: a folder of a local disk", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outputs:
+    """Files that ``plan`` writes."""
+
+    figure: Path | None = option("save a figure to this file", None, needs=Needs.batch)
+    html: Path | None = option(
+        "save a page for a browser, one file, to this file", None, needs=Needs.batch
+    )
+    trace: Path | None = option(
+        "write the chosen step's timeline, for ui.perfetto.dev", None, needs=Needs.simulation
+    )
+    save: Path | None = option(
+        "save the plan as JSON, for fe.StrategyPlan.load", None, needs=Needs.batch
+    )
+
+
+_GROUPS = (_Inputs, PlanOptions, _Details, Questions, _Outputs)
+
+
+def plan(context: typer.Context, **values: Any) -> None:
+    """Recommend a strategy: time and memory of each one; only bytes without --batch."""
+    try:
+        _check_together(_given(context), values)
+        inputs, outputs = _Inputs(**parsed(_Inputs, values)), _Outputs(**parsed(_Outputs, values))
+        details = _Details(**parsed(_Details, values))
+        questions = Questions(**parsed(Questions, values))
+        options = parsed(PlanOptions, values)
+        options["offload"] = _offload(values["offload"], details.offload_folder)
+        options["shard"] = {
+            "units": details.units or None,
+            "min_unit_size": details.min_unit_size,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=details.dtype,
+                main_params_dtype=details.main_dtype,
+                main_grads_dtype=details.grad_dtype,
+                reduce_dtype=details.reduce_dtype,
             ),
-            machine=machine,
-            memory=None if memory is None else memory * 2**30,
-            meshes=None if outer is None else _meshes(world, degrees, pipelines, outer),
-            checkpointing=_CHECKPOINTING[recompute],
-            microbatch_sizes=sizes,
-            microbatches=microbatches,
-            loss=default_loss if loss is None else import_function(loss, "--loss"),
-            optimizer=None if optimizer is None else import_function(optimizer, "--optimizer"),
-            formulas=formulas,
-            progress=True,
-            offload=AUTO if offload is Where.auto else _offload(offload, offload_folder),
-            global_batch=None if global_batch is None else parsed_count(global_batch),
-            sequences=lengths,
-            quick=quick or quick_only,
-            cache=not no_cache,
-            compile=compile,
-            context_parallel=contexts,
-            tensor_parallel=degrees,
-            pipeline=pipelines,
-            schedules=schedules.split(","),
-            **options,
-        )
-        if quick:
-            _print(planning)
-            print("\nFull plan:")
-            planning = planning.full()
-        _print(planning)
-        answers = None if planning.chosen is None else questions.answer(planning)
+        }
+        if inputs.batch is None:
+            _print_estimates(inputs, options, details)
+        planning = _plan(inputs, options, details)
+        if planning.chosen is not None:
+            questions.answer(planning)
     except SimulationError as error:
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _save(planning, questions, answers, figure, html, trace, save)
+    _save(planning, outputs)
+
+
+# typer makes the options of the function's signature.
+_CONTEXT = inspect.signature(plan).parameters["context"]
+_PARAMETERS = [_CONTEXT, *parameters_of(typer.Option, *_GROUPS)]
+plan.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
+app.command()(plan)
+
+
+def _print_estimates(inputs: _Inputs, options: Mapping[str, Any], details: _Details) -> None:
+    """Print the results of formulas, and exit."""
+    subject: Any = inputs.elements if inputs.model is None else build_on_meta(inputs.model)
+    offload = options["offload"]
+    estimates = compare_estimates(
+        subject,
+        world_size=options["world_size"],
+        outer_size=details.outer or 1,
+        optimizer_bytes_per_element=details.optimizer_bytes,
+        num_microbatches=options["microbatches"],
+        num_units=details.num_units,
+        offload=None if offload == AUTO else offload,
+        **options["shard"],
+    )
+    memory = options["memory"]
+    print_whole(
+        estimates_table(estimates, None if memory is None else memory / 2**30, terminal_width())
+    )
+    limit = float("inf") if memory is None else memory
+    raise typer.Exit(0 if any(each.peak_bytes <= limit for each in estimates) else NOTHING_FITS)
+
+
+def _plan(inputs: _Inputs, options: dict[str, Any], details: _Details) -> StrategyPlan:
+    """Plan with a batch, print the plan, and return it."""
+    assert inputs.model is not None
+    assert inputs.batch is not None
+    build = model_builder(inputs.model, "--model")
+    if details.fp8:
+        build = in_fp8(build, "--fp8")
+    built = build_on_meta(inputs.model)  # converts errors to messages without a traceback
+    degrees, pipelines = options["tensor_parallel"], options["pipeline"]
+    if details.outer is not None:
+        if AUTO in (degrees, pipelines):
+            raise ValueError(
+                "--outer: expected numbers for --tensor-parallel and --pipeline with it; found auto"
+            )
+        options["meshes"] = _meshes(options["world_size"], degrees, pipelines, details.outer)
+    options["loss"] = options["loss"] or default_loss
+    is_quick_first = options["quick"]
+    options["quick"] = is_quick_first or details.quick_only
+    asked = PlanOptions(**options, progress=True)
+    batch = _batch(
+        inputs.batch,
+        built,
+        has_sizes=asked.microbatch_sizes is not None or asked.global_batch is not None,
+        has_lengths=asked.sequences is not None,
+    )
+    planning = plan_job(build, batch, asked)
+    if is_quick_first:
+        _print(planning)
+        print("\nFull plan:")
+        planning = planning.full()
+    _print(planning)
+    return planning
 
 
 @app.command("calibrate")
@@ -535,27 +311,19 @@ def _print(planning: StrategyPlan) -> None:
     print(wrapped(advice(planning.setting, planning.outcomes, planning.trials), width))
 
 
-def _save(
-    planning: StrategyPlan,
-    questions: Questions,
-    answers: Answers | None,
-    figure: Path | None,
-    html: Path | None,
-    trace: Path | None,
-    save: Path | None,
-) -> None:
+def _save(planning: StrategyPlan, outputs: _Outputs) -> None:
     """Write the requested files, and exit with a status for whether any candidate fits."""
-    if save is not None:
-        planning.save(save)
-    if figure is not None:
-        save_figure(planning, figure)
+    if outputs.save is not None:
+        planning.save(outputs.save)
+    if outputs.figure is not None:
+        save_figure(planning, outputs.figure)
     step = None
-    if planning.simulate is not None and (html is not None or trace is not None):
+    if planning.simulate is not None and (outputs.html or outputs.trace) is not None:
         step = planning.simulate(planning.outcomes[0].candidate)
-    if html is not None:
-        save_page(planning, html, step, answers, questions)
-    if trace is not None and step is not None:
-        step.save_trace(trace)
+    if outputs.html is not None:
+        save_page(planning, outputs.html, step)
+    if outputs.trace is not None and step is not None:
+        step.save_trace(outputs.trace)
     raise typer.Exit(_status(planning))
 
 
@@ -583,79 +351,15 @@ def _batch(spec: str, model: nn.Module, *, has_sizes: bool, has_lengths: bool) -
     return inputs
 
 
-def _questions(
-    machine: str,
-    tokens: float | None,
-    price: str | None,
-    compare: str | None,
-    what_if: list[str] | None,
-    scaling: bool,
-    scaling_figure: Path | None,
-    checkpoint_bandwidth: float | None,
-    mtbf: float | None,
-    mtbf_of: FailureUnit,
-    given: set[str],
-) -> Questions:
-    """The questions about the plan, checked before it is made."""
-    if tokens is None:
-        _refuse(given, ("price",), "expected with --tokens; found without")
-    if checkpoint_bandwidth is None:
-        _refuse(given, ("mtbf",), "expected with --checkpoint-bandwidth; found without")
-    if not scaling:
-        _refuse(given, ("scaling_figure",), "expected with --scaling; found without")
-    if mtbf is None:
-        _refuse(given, ("mtbf_of",), "expected with --mtbf; found without")
-    numbers = {"tokens": tokens, "checkpoint-bandwidth": checkpoint_bandwidth, "mtbf": mtbf}
-    try:
-        for name, number in numbers.items():
-            if number is not None:
-                check_positive(f"--{name}", number, "a number")
-        machines = () if compare is None else tuple(compare.split(","))
-        prices: list[float | None] = [None]
-        if price is not None:
-            prices = [float(each) for each in price.split(",")]
-            for each in prices:
-                check_positive("--price", each, "dollars per GPU hour")
-        if len(prices) not in (1, len(machines)):
-            raise ValueError(
-                f"--price: expected one price, or {len(machines)} for --compare; found {price}"
-            )
-        changes = tuple(AUTO if each == AUTO else parsed_changes(each) for each in what_if or ())
-        for change in changes:
-            if not isinstance(change, str):
-                changed_machine(Machine.named(machine), change)
-        return Questions(
-            tokens,
-            tuple(prices),
-            tuple(name for name, _ in named_machines(machines)),
-            changes,
-            scaling,
-            scaling_figure,
-            None if checkpoint_bandwidth is None else 1e9 * checkpoint_bandwidth,
-            mtbf,
-            mtbf_of.value,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _offload(where: Where, folder: Path | None) -> Offload | None:
-    """The ``offload`` argument of ``fe.shard``."""
-    if where in (Where.auto, Where.none):
+def _offload(where: Where, folder: Path | None) -> Offload | str | None:
+    """The ``offload`` argument of ``fe.plan``."""
+    if where is Where.auto:
+        return AUTO
+    if where is Where.none:
         return None
     if where is Where.everything:
         return EVERYTHING
     return Offload(optimizer_state=where.value, folder=None if folder is None else str(folder))
-
-
-def _sizes(text: str, option: str) -> list[int]:
-    try:
-        sizes = [int(each) for each in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise typer.BadParameter(f"{option}: expected such as 1,2,4; found {text!r}")
-    return sizes
 
 
 def _meshes(
@@ -681,21 +385,61 @@ def _given(context: typer.Context) -> set[str]:
     }
 
 
-def _refuse(given: set[str], names: Sequence[str], why: str) -> None:
+def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
+    """Check that each option has an effect, and that files can be written, before minutes of
+    planning.
+
+    Args:
+        given: names of the options on the command line.
+        values: of all options.
+
+    Raises:
+        ValueError: an option has none.
+    """
+    model, batch = values["model"], values["batch"]
+    if (values["elements"] is None) == (model is None):
+        raise ValueError("expected one of --elements and --model; found both or neither")
+    if batch is not None and model is None:
+        raise ValueError("--batch: expected with --model; found with --elements")
+    forms = {name: form for _, name, form in options_of(*_GROUPS)}
+
+    def refuse(why: str, *needs: Needs) -> None:
+        _refuse([name for name in forms if name in given and forms[name].needs in needs], why)
+
+    if batch is None:
+        refuse("expected with --batch; found without", Needs.batch, Needs.simulation)
+    else:
+        refuse("expected without --batch; found with it", Needs.no_batch, Needs.elements)
+    if model is None:
+        refuse("expected with --model; found with --elements", Needs.model)
+    else:
+        refuse("expected with --elements; found with --model", Needs.elements)
+    if values["formulas"]:
+        refuse("expected without --formulas; found with it", Needs.simulation)
+    for name, form in forms.items():
+        if name in given and form.requires and not values[form.requires]:
+            _refuse([name], f"expected with {flag(form.requires)}; found without")
+        if isinstance(values[name], Path) and name != "offload_folder":
+            _check_writable(values[name], flag(name))
+    for name in ("figure", "scaling_figure"):
+        if values[name] is not None:
+            _check_figure(values[name], flag(name))
+    offload, folder = values["offload"], values["offload_folder"]
+    if (offload is Where.disk) != (folder is not None):
+        raise ValueError(
+            "--offload-folder: expected with --offload disk; found "
+            f"--offload {offload} {'with' if folder else 'without'} it"
+        )
+    if values["quick"] and values["quick_only"]:
+        raise ValueError("--quick, --quick-only: expected one of them; found both")
+    if values["global_batch"] is not None and "microbatches" in given:
+        _refuse(["microbatches"], "expected without --global-batch; found with it")
+
+
+def _refuse(names: Sequence[str], why: str) -> None:
     """Raise an error for options that would have no effect."""
-    found = [f"--{name.replace('_', '-')}" for name in names if name in given]
-    if found:
-        raise typer.BadParameter(f"{', '.join(found)}: {why}")
-
-
-def _check_outputs(figures: Mapping[str, Path | None], others: Mapping[str, Path | None]) -> None:
-    """Check that files can be written, before minutes of planning. Keys are options' names."""
-    for name, path in {**figures, **others}.items():
-        if path is not None:
-            _check_writable(path, f"--{name}")
-    for name, path in figures.items():
-        if path is not None:
-            _check_figure(path, f"--{name}")
+    if names:
+        raise ValueError(f"{', '.join(map(flag, names))}: {why}")
 
 
 def _check_writable(path: Path, option: str) -> None:
@@ -724,15 +468,6 @@ def _check_figure(path: Path, option: str) -> None:
         raise typer.BadParameter(
             f"{option}: expected a file that ends with one of {', '.join(known)}; found {path}"
         )
-
-
-def _dtype(name: str, option: str) -> torch.dtype:
-    try:
-        return DTYPES[name]
-    except KeyError:
-        raise typer.BadParameter(
-            f"{option}: expected one of {', '.join(DTYPES)}; found {name!r}"
-        ) from None
 
 
 def main() -> None:

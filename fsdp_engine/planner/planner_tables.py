@@ -8,8 +8,8 @@ from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
 from fsdp_engine.planner.outcome import AXES, CONTEXT, TENSOR, Outcome, Setting
 from fsdp_engine.planner.plan_view import in_units, table_unit
-from fsdp_engine.simulation.memory_tracker import KINDS
-from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.strategies import LEVELS
 from fsdp_engine.terminal import (
     Column,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.comparison import ComparedRow, Comparison
 from fsdp_engine.planner.plan_view import TIME_COLOURS, row_label, time_label
-from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_count
 
 if TYPE_CHECKING:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from torch import nn
 
 from fsdp_engine.comm.groups import default_group, timeout_of_group
-from fsdp_engine.comm.mesh import data_mesh_beside, ranks_that_meet
+from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.candidate_sharding import Select, agreed_candidate
 from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
+from fsdp_engine.planner.simulation.pipeline import schedule_class, stages_of_ranks
+from fsdp_engine.planner.simulation.ranks import data_mesh_beside
+from fsdp_engine.planner.simulation.step_options import Parallelize
+from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.causal_lm_stages import Stages, with_tp_plan
-from fsdp_engine.simulation.pipeline import schedule_class, stages_of_ranks
-from fsdp_engine.simulation.simulate import Parallelize
-from fsdp_engine.simulation.tp_plan import apply_tp_plan
 
 _WHAT = "StrategyPlan.shard_stages"
 

@@ -20,13 +20,7 @@ from torch import nn
 from fsdp_engine.engine import Engine
 from fsdp_engine.planner.candidate_sharding import shard_as
 from fsdp_engine.planner.candidates import SELECTIVE, Candidate, Mesh
-from fsdp_engine.planner.comparison import WHAT_IF, ComparedRow, Comparison
-from fsdp_engine.planner.machine_changes import (
-    changed_machine,
-    halved_and_doubled,
-    named_machines,
-    parsed_changes,
-)
+from fsdp_engine.planner.comparison import ComparedRow, Comparison, named_machines
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     KIND_OF_OFFLOADED,
@@ -36,17 +30,21 @@ from fsdp_engine.planner.outcome import (
     Setting,
     Times,
     Trial,
-    fastest_outcomes,
     is_faster,
     sorted_outcomes,
 )
-from fsdp_engine.planner.plan_request import AUTO
-from fsdp_engine.planner.questions import GPU, CheckpointInterval, TrainingRun
-from fsdp_engine.simulation.causal_lm_stages import Stages
-from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.simulation.simulate import Parallelize, Simulation
-from fsdp_engine.simulation.simulation_error import check_count, check_positive, listed, read_json
-from fsdp_engine.simulation.time_accuracy import accuracy_of
+from fsdp_engine.planner.questions import TrainingRun
+from fsdp_engine.planner.simulation.causal_lm_stages import Stages
+from fsdp_engine.planner.simulation.machine import Machine
+from fsdp_engine.planner.simulation.simulate import Simulation
+from fsdp_engine.planner.simulation.simulation_error import (
+    check_count,
+    check_positive,
+    listed,
+    read_json,
+)
+from fsdp_engine.planner.simulation.step_options import Parallelize
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 if TYPE_CHECKING:  # it loads torch's compiler
@@ -54,9 +52,6 @@ if TYPE_CHECKING:  # it loads torch's compiler
 
 # Numbers of ranks of `scaling`: one node of eight, and more.
 RANKS = tuple(2**power for power in range(3, 13))
-
-# Rows that `what_if("auto")` simulates.
-_NUM_FASTEST = 5
 
 # Waits below this fraction of a step are not mentioned.
 _MIN_SHARE = 0.05
@@ -481,29 +476,6 @@ class StrategyPlan:
         """
         return TrainingRun.of(self.setting, self._fitting(), items, price)
 
-    def checkpoints(
-        self,
-        bandwidth: float,
-        mtbf_hours: float,
-        of: str = GPU,
-        restart_seconds: float | None = None,
-    ) -> CheckpointInterval:
-        """Returns the time of a save, and how often to save.
-
-        Args:
-            bandwidth: bytes per second to storage, of all ranks together.
-            mtbf_hours: mean hours between failures of one GPU or node.
-            of: "gpu" or "node".
-            restart_seconds: from a failure until training continues. None: the time to read the
-                checkpoint, at ``bandwidth``.
-
-        Raises:
-            ValueError: no candidate fits, it is unknown, or an argument is invalid.
-        """
-        return CheckpointInterval.of(
-            self.setting, self._fitting(), bandwidth, mtbf_hours, of, restart_seconds
-        )
-
     def compare(self, machines: Sequence[Machine | str]) -> Comparison:
         """Plan the job for several machines, presets or files of ``calibrate``.
 
@@ -513,43 +485,6 @@ class StrategyPlan:
         named = list(named_machines(machines))
         rows = [self._row(label, machine=each) for label, each in named]
         return Comparison("machine", tuple(rows))
-
-    def what_if(self, *changes: Mapping[str, object] | str) -> Comparison:
-        """Plan the job for its machine with other figures.
-
-        Args:
-            changes: of each row, by name: values, or factors such as "0.5x"; or a text such as
-                "outer_bandwidth=0.5x". Names are those of fields of ``fe.Machine``
-                (``machine_changes.py``). "auto": rows with half and twice the compute, and the
-                bandwidth of each link, for which only the five fastest candidates of different
-                rates are simulated.
-
-        Raises:
-            ValueError: the plan was loaded, a change is invalid, or no candidate fits for "auto".
-        """
-        if self.machine is None:
-            self._again()  # raises
-        assert self.machine is not None
-        machine = self.machine
-        given: list[tuple[Mapping[str, object], tuple[Candidate, ...]]] = []
-        note = ""
-        for each in changes:
-            if each == AUTO:
-                self._fitting()  # raises if none fits
-                only = tuple(
-                    found.candidate for found in fastest_outcomes(self.outcomes, _NUM_FASTEST)
-                )
-                every = halved_and_doubled(machine, self.setting.world_size)
-                given += [(change, only) for change in every]
-                note = f"By auto, the {len(only)} fastest of different rates were simulated."
-            else:
-                given.append((parsed_changes(each) if isinstance(each, str) else each, ()))
-        machines = [changed_machine(machine, change) for change, _ in given]
-        rows = [self._row("as planned")]
-        for (change, only), changed in zip(given, machines, strict=True):
-            label = ", ".join(f"{name}={value}" for name, value in change.items())
-            rows.append(self._row(label, machine=changed, only=only))
-        return Comparison(WHAT_IF, tuple(rows), note)
 
     def scaling(self, ranks: Iterable[int] = RANKS) -> Comparison:
         """Plan the job for other numbers of ranks, with the candidates of a quick plan: with the
@@ -576,7 +511,7 @@ class StrategyPlan:
 
     def _row(self, label: str, **changes: Any) -> ComparedRow:
         plan = self._again(is_compared=True, **{"quick": self.setting.is_quick, **changes})
-        return ComparedRow(label, plan.setting, plan.chosen, plan.outcomes)
+        return ComparedRow(label, plan.setting, plan.chosen)
 
     def _again(self, **changes: Any) -> StrategyPlan:
         if self.replan is None:

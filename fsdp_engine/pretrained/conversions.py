@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_engine.adapters import base_names
 from fsdp_engine.checkpoint.pieces import Pieces
+from fsdp_engine.pretrained.adapters import base_names
 
 Stored = dict[str, list[Pieces]]
 

@@ -17,14 +17,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fsdp_engine.adapters import AdapterLayers, Place
 from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, read, replace_weights, whole
 from fsdp_engine.checkpoint.safetensors_folder import read_folder
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.pretrained.adapter_folder import holds_adapter, match_adapter
+from fsdp_engine.pretrained.adapters import Place, adapter_layers, holds_adapter, match_adapter
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
 
 
@@ -61,7 +60,7 @@ def plan_initialization(
     """
     model = engine.model
     without = {name for name in missing if name in engine.missing_values}
-    layers = AdapterLayers(model)
+    layers = adapter_layers(model)
     found, kept = [], []
     for prefix, module in reversed(list(model.named_modules())):
         own = {
@@ -98,7 +97,7 @@ def initialize(model: nn.Module, own: Initialization) -> None:
                 init_weights(module)
         for tensor, value in zip(own.kept, before, strict=True):
             tensor.copy_(value)
-        layers = AdapterLayers(model) if own.adapters else None
+        layers = adapter_layers(model) if own.adapters else None
         for place in own.adapters:
             assert layers is not None
             layers.draw(place)
@@ -106,7 +105,7 @@ def initialize(model: nn.Module, own: Initialization) -> None:
 
 def initialize_from_base(engine: Engine, following: Iterable[Place]) -> None:
     """Compute tensors of adapters from base weights. Collective; unshards one unit at a time."""
-    layers, left = AdapterLayers(engine.model), list(following)
+    layers, left = adapter_layers(engine.model), list(following)
     for unit in engine.units if left else ():
         owners = {module for each in unit.buffers for r in each.records for module, _ in r.owners}
         here = [p for p in left if not owners.isdisjoint(layers.layer(p).modules())]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_engine.adapters import peft_model
 from fsdp_engine.checkpoint.export_source import Source, engine_sources
 from fsdp_engine.checkpoint.hugging_face import export_sources
 from fsdp_engine.checkpoint.pieces import Pieces
@@ -20,7 +19,7 @@ from fsdp_engine.checkpoint.safetensors_folder import DIFFUSERS_STEM, STEM
 from fsdp_engine.checkpoint.writing_pieces import source_of
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
-from fsdp_engine.pretrained.adapter_folder import save_adapters
+from fsdp_engine.pretrained.adapters import adapters_only, save_adapters
 from fsdp_engine.pretrained.conversions import as_on_disk
 from fsdp_engine.pretrained.load import engine_of_model
 
@@ -70,7 +69,7 @@ def save_pretrained(
     engine = engine_of_model(model_or_engine)
     model: Any = engine.model
     directory = Path(folder)
-    if peft_model(model)[0] is model:
+    if adapters_only(model):
         save_adapters(engine, directory, dtype, tokenizer)
         return
     group, is_first = engine.ranks.control_group, engine.ranks.rank == 0

@@ -1,7 +1,7 @@
 """Guards the parameters of a sharded model against assignments.
 
-    module.weight = nn.Parameter(values)    the values are taken, the sharded parameter stays; also
-                                            load_state_dict(assign=True)
+    module.weight = nn.Parameter(values)    the sharded parameter stays; an extension copies the
+                                            values into it: :class:`AssignedValues`
     head.weight = embedding.weight          raises: tied after shard()
     module.new = nn.Linear(...)             raises: a parameter of no unit
 
@@ -9,6 +9,9 @@ Assignments are seen by torch's registration hooks, at once and at no cost in a 
 bypass the hooks (``module._parameters[...] = ...``) are found by the root's next forward, which
 compares all places in one pass, and by every save. So are FSDP2's all-gather hooks that were set on
 a parameter or on its slice.
+
+torch's conversions of modules (``.to()``, ``.half()``) are seen by ``nn.Module._apply``. An
+extension converts parameters; without it, their dtypes and their device stay.
 """
 
 from __future__ import annotations
@@ -17,15 +20,18 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.runtime.assigned_values import AssignedValues
+from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.call_context import call_context
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.installing import list_flat_weights
@@ -39,6 +45,82 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn
 _GUARDS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
+@dataclass(frozen=True)
+class Owner:
+    """One place of one parameter: its name, names tied to it, and its two tensors."""
+
+    name: str
+    others: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    full: Tensor
+    sharded: Tensor
+
+
+def owners_of(units: Sequence[Unit]) -> list[Owner]:
+    """Returns every place of every parameter of ``units``."""
+    return [
+        Owner(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
+        for unit in units
+        for buffer in unit.buffers
+        for record, full, sharded in zip(
+            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
+        )
+        for module, attribute in record.owners
+    ]
+
+
+class AssignedValues:
+    """A seam: values that are assigned to sharded parameters. Here they are refused.
+
+    Args:
+        owners: every place of every parameter.
+
+    Attributes:
+        assigned: parameters of users' own whose values were taken, with their names.
+    """
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        del owners
+        self.assigned: list[tuple[str, weakref.ref[Tensor]]] = []
+
+    def check_value(self, owner: Owner, value: Tensor, *, as_tied: bool = False) -> None:
+        """Check that a parameter can take ``value``.
+
+        Args:
+            owner: the place that it is assigned to.
+            value: the tensor.
+            as_tied: the caller sees to it that all names of a tied parameter get one value.
+
+        Raises:
+            ValueError: it cannot; names the parameter.
+        """
+        raise ValueError(
+            f"{owner.name}: expected values to be copied into the parameter (copy_ under "
+            "torch.no_grad()), without the extension for assigned values; found an assignment"
+        )
+
+    def take(self, owner: Owner, value: Tensor) -> Tensor:
+        """Returns the sharded parameter, with the values of ``value``.
+
+        Raises:
+            ValueError: see :meth:`check_value`.
+        """
+        self.check_value(owner, value)
+        return owner.sharded
+
+    def remember(self, owner: Owner, value: Tensor) -> None:
+        """``value`` was taken: an optimizer that holds it would step nothing."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer steps no tensor that was assigned to a parameter, instead of the
+        parameter.
+
+        Raises:
+            RuntimeError: it does; names the parameter.
+        """
+
+
 class ParameterGuard:
     """See the module docstring.
 
@@ -47,15 +129,17 @@ class ParameterGuard:
         units: all of its units.
 
     Attributes:
-        paused: modules hold full main weights (``engine.unsharded()``).
+        paused: modules hold full main weights, which users may edit.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.paused = False
         self._model = model
         self._units = tuple(units)
-        self._values = AssignedValues(units)
-        owners = self._values.owners
+        self._places = owners = owners_of(units)
+        self._names = {id(owner.sharded) for owner in owners}
+        # None: no value was assigned yet.
+        self._values: AssignedValues | None = None
         self._owners = {(id(owner.module), owner.attribute): owner for owner in owners}
         # Parameters of no unit stay the user's.
         self._left_alone = {
@@ -88,7 +172,7 @@ class ParameterGuard:
             self._take_all()
         if any_patched(self._hookless) or any_patched(map(_slice_of, self._slices)):
             hookless = set(map(id, self._hookless))
-            for owner in self._values.owners:
+            for owner in self._places:
                 if id(owner.sharded) in hookless:
                     refuse_patched(owner.name, owner.sharded)
 
@@ -101,12 +185,12 @@ class ParameterGuard:
         if self.paused:
             return
         self.check()
-        full = {id(owner.full) for owner in self._values.owners}
+        full = {id(owner.full) for owner in self._places}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for attribute, param in module._parameters.items():
                 if param is None or (id(module), attribute) in self._left_alone:
                     continue
-                if id(param) not in self._values.names and id(param) not in full:
+                if id(param) not in self._names and id(param) not in full:
                     raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
 
     def check_places(self) -> None:
@@ -122,21 +206,40 @@ class ParameterGuard:
                     continue
                 raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
 
+    def full_main(self, buffer: ParamAndGradBuffer, index: int) -> Tensor | None:
+        """Returns the full main weight that modules hold in place of a sharded parameter, while
+        the guard is paused; None: they hold none."""
+        module, attribute = buffer.records[index].owners[0]
+        held = dict.get(module._parameters, attribute) if self.paused else None
+        if held is None or held is buffer.sharded_params[index]:
+            return None
+        return None if held is buffer.full_params[index] else held.detach()
+
     def check_value(self, sharded: Tensor, value: Tensor) -> None:
         """Check that a sharded parameter can take ``value`` at all of its names.
 
         Raises:
             ValueError: it cannot; names the parameter.
         """
-        self._values.check_value(self._values.owner_of(sharded), value, as_tied=True)
+        self._taken_values().check_value(self._owner_of(sharded), value, as_tied=True)
 
     def remember(self, sharded: Tensor, value: Tensor) -> None:
         """See :meth:`AssignedValues.remember`."""
-        self._values.remember(self._values.owner_of(sharded), value)
+        self._taken_values().remember(self._owner_of(sharded), value)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`AssignedValues.check_optimizer`."""
-        self._values.check_optimizer(optimizer)
+        if self._values is not None:
+            self._values.check_optimizer(optimizer)
+
+    def _owner_of(self, sharded: Tensor) -> Owner:
+        """Returns the first place of a sharded parameter."""
+        return next(owner for owner in self._places if owner.sharded is sharded)
+
+    def _taken_values(self) -> AssignedValues:
+        if self._values is None:
+            self._values = implementation(AssignedValues)(self._places)
+        return self._values
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
         """Returns the tensor to put into ``module`` when ``value`` is assigned to ``attribute``.
@@ -162,7 +265,7 @@ class ParameterGuard:
             )
         if self.paused and present is not owner.sharded:
             return value  # its values are written back when the context ends
-        return self._values.take(owner, value, owner.sharded)
+        return self._taken_values().take(owner, value)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
         """``value`` is about to become a child of ``module``.
@@ -193,7 +296,7 @@ class ParameterGuard:
             for unit in self._units:
                 unit.check_not_swapped()
             return  # never sharded parameters: the call computes with those it is given
-        for owner in self._values.owners:
+        for owner in self._places:
             present = owner.module._parameters.get(owner.attribute)
             if present is owner.sharded or present is owner.full:
                 continue  # full: its weight gradient is pending (delay_wgrad_compute)
@@ -202,9 +305,7 @@ class ParameterGuard:
                     f"{owner.name}: expected the parameter that the model had when it was sharded; "
                     "found none. Remove parameters before shard()"
                 )
-            owner.module._parameters[owner.attribute] = self._values.take(  # type: ignore[assignment]
-                owner, present, owner.sharded
-            )
+            owner.module._parameters[owner.attribute] = self._taken_values().take(owner, present)  # type: ignore[assignment]
 
 
 def _unknown(name: str) -> ValueError:
@@ -242,6 +343,78 @@ def _register_hooks() -> None:
 
     _torch_module.register_module_parameter_registration_hook(parameter_assigned)
     _torch_module.register_module_module_registration_hook(module_assigned)
+
+
+class Conversions:
+    """A seam: torch's conversions of the modules of one model. Here sharded parameters keep their
+    dtypes and device.
+
+    Args:
+        engine: the engine of the model.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def convert(
+        self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes the place of ``nn.Module._apply``; a subclass may have other arguments than torch's
+        (metrics do).
+
+        Raises:
+            ValueError: see :func:`check_same`.
+        """
+        check_same(self._engine.buffers, list(module.modules()), fn)
+        type(module)._apply(module, fn, *args, **kwargs)
+
+
+def check_same(
+    buffers: Sequence[ParamAndGradBuffer],
+    modules: Sequence[nn.Module],
+    fn: Callable[[Tensor], Tensor],
+) -> None:
+    """Check that ``fn`` keeps dtypes and device of the parameters of ``modules``.
+
+    Raises:
+        ValueError: it does not; names a parameter.
+    """
+    for buffer in buffers:
+        for record in buffer.records:
+            if any(module in modules for module, _ in record.owners):
+                main = buffer.weights.main.tensor
+                found = fn(allocator.empty(0, main.dtype, main.device))
+                if (found.dtype, found.device.type) != (main.dtype, main.device.type):
+                    raise ValueError(
+                        f"conversion of {record.name}: expected {main.dtype} on {main.device} to "
+                        f"stay, without the extension for conversions; found {found.dtype} on "
+                        f"{found.device}. Convert the model before shard()"
+                    )
+
+
+class Apply:
+    """``_apply`` of one module of a sharded model. A copied or unpickled module has torch's.
+
+    Args:
+        module: the module.
+        engine: of the model.
+    """
+
+    def __init__(self, module: nn.Module, engine: Any) -> None:
+        self._module = weakref.ref(module)
+        self._engine = engine
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        conversions = self._engine.extension(implementation(Conversions))
+        conversions.convert(module, fn, *args, **kwargs)
+        return module
+
+    def __reduce__(self) -> Any:
+        module = self._module()
+        assert module is not None
+        return functools.partial, (type(module)._apply, module)
 
 
 def refuse_copies(module: nn.Module) -> None:

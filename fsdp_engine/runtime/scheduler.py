@@ -44,10 +44,10 @@ from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
 from fsdp_engine.runtime.gather_order import GatherOrder, Place
+from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
-from fsdp_engine.runtime.written_weights import WrittenWeights
 from fsdp_engine.units.assignment import Expected
 
 # Whether the running backward reaches a node.
@@ -233,7 +233,7 @@ class Scheduler:
         reductions: called when the gradients of a unit are complete.
         timing: when changed weights are gathered.
         expected: the order in which units are expected to be used first.
-        written: compares weights that modules write in forward.
+        watch: sees forwards and backwards.
         end_gathers: called after a forward without autograd, behind which weights may be changed;
             None: nothing has to be done.
 
@@ -251,12 +251,12 @@ class Scheduler:
         reductions: Reductions,
         timing: Timing,
         expected: Expected,
-        written: WrittenWeights,
+        watch: ModelWatch,
         end_gathers: Callable[[], object] | None = None,
     ) -> None:
         self.units = tuple(units)
         self._end_gathers = end_gathers
-        self._written = written
+        self._watch = watch
         self.reductions = reductions
         self.microbatch: Hashable | None = None
         self.inputs_only = False
@@ -418,7 +418,7 @@ class Scheduler:
             if unit.is_gathering and not unit.is_current:
                 unit.wait()  # gathered before the forward, and changed since: to be gathered again
         self._record.begin_forward()
-        self._written.begin_forward()
+        self._watch.begin_forward()
         self.gather_order.begin_forward()
         self.outer_run = None if outer is None else outer[0].run
         forward = self._forward = Forward(outer)
@@ -443,11 +443,11 @@ class Scheduler:
             if not self.ranks_differ:
                 order = self._record.units_in_forward
                 self.reductions.order_seen(first_use_order(order, len(self.units)))
-        self._written.end_forward()
+        self._watch.end_forward()
         if forward.outer is not None:
             self._backward, self._record = forward.outer
         if not self._has_nested:
-            self._written.check(ranks_differ=self.ranks_differ)
+            self._watch.check(ranks_differ=self.ranks_differ)
 
     def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
         """Issue the gathers that the next forward would begin with: those of units that are never
@@ -693,7 +693,7 @@ class Scheduler:
     def _finish_backward(self) -> None:
         """No backward runs any more, and its reductions are submitted."""
         self._memory.end_backward(step_is_over=self.reductions.are_final)
-        self._written.check(ranks_differ=self.ranks_differ)
+        self._watch.check(ranks_differ=self.ranks_differ)
         self.reductions.run_hooks()
 
     def _forget_uncounted(self, backward: Backward) -> None:
@@ -827,7 +827,7 @@ class Scheduler:
         self._reserved.clear()
         self._uncounted.clear()
         self.gather_order.reset()
-        self._written.reset()
+        self._watch.reset()
         self.reductions.reset()
         for unit in self.units:
             unit.reset()

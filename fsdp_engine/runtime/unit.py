@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,10 +25,11 @@ import torch
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.base import BACKWARD, BOTH
-from fsdp_engine.comm.fingerprints import checksums
-from fsdp_engine.comm.lanes import Lanes, Ticket, is_capturing
-from fsdp_engine.flat_dtensor import any_requires_grad, versions_of
+from fsdp_engine.comm.lanes import Lanes, Ticket
+from fsdp_engine.extension_list import implementation
+from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.parameter_watch import UnitWatch
 from fsdp_engine.units.installing import Installation
 from fsdp_engine.units.plan import PlannedUnit, label_of
 
@@ -80,44 +81,6 @@ class Kept(enum.Enum):
 
     RECORDED = "a backward with create_graph recorded functions that read them"
     UNSEEN = "the start of the unit's backward could not be observed"
-
-
-class Comparisons:
-    """The uses of a unit in which values are compared, of those with and without gradients: the
-    1st, 2nd, 4th, 8th and so on, or the 1st alone. Once a write was found, all uses.
-
-    Args:
-        repeats: not only in the 1st. On an accelerator the host waits for the values.
-    """
-
-    __slots__ = ("_always", "_gaps", "_left", "_repeats")
-
-    def __init__(self, *, repeats: bool) -> None:
-        self._repeats = repeats
-        self._gaps = [1, 1]
-        self._left = [1, 1]
-        self._always = False
-
-    def is_due(self) -> bool:
-        """A use begins: whether values are compared in it."""
-        if self._always:
-            return True
-        kind = int(torch.is_grad_enabled())
-        self._left[kind] -= 1
-        if self._left[kind]:
-            return False
-        if not self._repeats:
-            return True  # the number left is negative from the next use on
-        self._left[kind] = self._gaps[kind]
-        self._gaps[kind] *= 2
-        return True
-
-    def compare_always(self) -> int:
-        """A write was found. Returns the number of uses since the comparison before, in which
-        writes were not looked for."""
-        num_unseen = 0 if self._always else max(self._gaps) // 4 - 1
-        self._always = True
-        return max(num_unseen, 0)
 
 
 class UnshardedParams:
@@ -262,8 +225,7 @@ class Unit:
         num_calls: number of calls whose graph is alive, also of those whose backward has run.
         num_late: weight gradients that modules postponed in this backward.
         kept: reasons not to free the full parameters.
-        on_written: called with a buffer and the indices of its full parameters that modules have
-            written; the values are in the main weights.
+        watch: sees full parameters before and after modules compute with them.
     """
 
     def __init__(
@@ -300,15 +262,9 @@ class Unit:
         self.num_calls = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
-        self.on_written: Callable[[ParamAndGradBuffer, Sequence[int]], object] | None = None
+        self.watch = implementation(UnitWatch)(buffers)
         self._lanes = lanes
         self._installation = Installation(buffers, self.label)
-        # Full parameters that forward may write, and their versions as far as that was seen.
-        self._writable = [buffer for buffer in buffers if buffer.takes_written]
-        self._watched = [param for buffer in self._writable for param in buffer.full_params]
-        self._versions = versions_of(self._watched)
-        self._comparisons: Comparisons | None = None
-        self._prints: list[int] = []
 
     def rename(self, name: str) -> None:
         """Its modules are known by other names from now on."""
@@ -508,70 +464,16 @@ class Unit:
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
-        if self._comparisons is not None and not self._installation.is_full:
-            self._begin_comparison(self._comparisons)
+        if not self._installation.is_full:
+            self.watch.begin()
         self._installation.install()
-
-    def _begin_comparison(self, comparisons: Comparisons) -> None:
-        if comparisons.is_due() and not is_capturing(self._watched[0].device, [None]):
-            self._prints = checksums(self._watched)
-
-    def compare_values(self, *, repeats: bool) -> None:
-        """In some uses, compare the values of full parameters before and after them: versions do
-        not count writes through ``param.data``. See :class:`Comparisons`."""
-        self._comparisons = Comparisons(repeats=repeats) if self._watched else None
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
-        if not self._installation.is_full:
-            return
-        if self._prints or versions_of(self._watched) != self._versions:
-            # Also while gradients are late: full parameters may be freed before these come.
-            prints, self._prints = self._prints, []
-            self._take_written(prints)
-        if not self.num_late:
-            self._installation.uninstall()
-
-    def _take_written(self, prints: Sequence[int]) -> None:
-        """Modules may have written full parameters: take the values into the main weights.
-
-        Args:
-            prints: checksums of the values before; empty: they are not compared.
-        """
-        versions = versions_of(self._watched)
-        pairs = zip(versions, self._versions, strict=True)
-        changed = [after != before for after, before in pairs]
-        self._versions = versions
-        if prints:
-            now = checksums(self._watched)
-            unseen = [one != other for one, other in zip(prints, now, strict=True)]
-            hidden = [each and not seen for each, seen in zip(unseen, changed, strict=True)]
-            if any(hidden):
-                self._note_hidden_writes(hidden)
-            changed = [one or other for one, other in zip(unseen, changed, strict=True)]
-        each = iter(changed)
-        for buffer in self._writable:
-            indices = [index for index, _ in enumerate(buffer.full_params) if next(each)]
-            if indices:
-                buffer.take_written(indices)
-                if self.on_written is not None:
-                    self.on_written(buffer, indices)
-
-    def _note_hidden_writes(self, hidden: Sequence[bool]) -> None:
-        """Modules wrote these full parameters in a way that changes no version."""
-        assert self._comparisons is not None
-        num_unseen = self._comparisons.compare_always()
-        if not num_unseen:
-            return
-        records = [record for buffer in self._writable for record in buffer.records]
-        name = records[hidden.index(True)].name
-        warnings.warn(
-            f"{name}: expected forward to write weights in a way that autograd counts; found that "
-            "it wrote this one through .data or a NumPy array. What it wrote in the last "
-            f"{num_unseen} uses of unit {self.label} may be lost; from now on it is kept. Write by "
-            "operations in place under torch.no_grad()",
-            stacklevel=2,
-        )
+        if self._installation.is_full:
+            self.watch.end()  # while gradients are late, full parameters may be freed before them
+            if not self.num_late:
+                self._installation.uninstall()
 
     def note_access(self) -> None:
         """Report to the compute lane that the model reads the full parameters from here on."""
@@ -610,7 +512,7 @@ class Unit:
         self.uses = self.num_unrecorded = self.num_late = 0
         self.pending_calls.clear()
         self.kept.clear()
-        self._versions, self._prints = versions_of(self._watched), []  # written values are dropped
+        self.watch.reset()
         self.uninstall()
         self.unsharded = None if self.reshards else UnshardedParams(BOTH)
         for buffer in self.buffers:

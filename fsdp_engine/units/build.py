@@ -6,26 +6,23 @@ collectives), so they can be built one call at a time, and an engine can be crea
 Every rank checks its arguments, and all ranks agree, before anything is changed: an error on one
 rank is raised on all ranks, and no rank waits for another.
 
-Errors of a module's own initialization (``materialize.py``) are raised while units are built. A
-rank with such an error continues with the values in its memory, so that all ranks issue the same
-collectives; when all units are built, all ranks raise.
+Parameters have values on each rank, unless an extension gives them: :class:`InitialValues`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.accelerator import is_simulated
+from fsdp_engine import backend
 from fsdp_engine.buffers.gradients import homed_shards
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
@@ -37,29 +34,21 @@ from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
-from fsdp_engine.units.initial_values import (
-    EMPTY,
-    Holdings,
-    Start,
-    broadcast_buffers,
-    decide,
-)
+from fsdp_engine.units.assignment import UnitSelector
+from fsdp_engine.units.initial_values import Built, Holdings, digest_of
 from fsdp_engine.units.installing import install_where_complete, watch_reads
-from fsdp_engine.units.materialize import (
-    ModuleTree,
-    check_attributes,
-    materialize,
-    materialize_buffers,
-)
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
 
 if TYPE_CHECKING:
     from fsdp_engine.comm.offloading import Offloading
     from fsdp_engine.memory.disk_memory import DiskFile
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,6 +80,27 @@ class EngineCommunicators:
         control = self.ranks.control_group
         found = [group for mesh in meshes for group in mesh.groups]
         return found if control is None else list(dict.fromkeys((*found, control)))
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The plan and the arguments of an engine, before its buffers are built.
+
+    Attributes:
+        model: The user's module, unsharded.
+        units: The argument of :func:`~fsdp_engine.sharding.shard`.
+        plan: The units and buffers to build.
+        axis_plans: The mesh axes and levels of each kind of buffer.
+        data: All data-parallel ranks.
+        experts: The data-parallel ranks of this rank's experts, if they are others.
+    """
+
+    model: nn.Module
+    units: UnitSelector | Iterable[UnitSelector] | None
+    plan: Plan
+    axis_plans: AxisPlans
+    data: DataMesh
+    experts: DataMesh | None = None
 
 
 # Modules whose parameters units have.
@@ -161,58 +171,130 @@ class Resources:
         return self.next_tag - 2
 
 
+SAME = "same"
+
+
+class InitialValues:
+    """A seam: the values that parameters and buffers of a model start with. Here all ranks have
+    built the same ones, which is checked.
+
+    Args:
+        built: what ranks have built.
+        choice: ``initial_values`` of :func:`~fsdp_engine.sharding.shard`.
+
+    Attributes:
+        choices: legal values of ``choice``.
+        from_first: the first rank's parameters are broadcast when their unit is built.
+
+    Raises:
+        ValueError: on all ranks: values differ, or there are none.
+    """
+
+    choices: Sequence[str] = (SAME,)
+    from_first = False
+
+    def __init__(self, built: Built, choice: str) -> None:
+        if built.has_meta:
+            raise ValueError(
+                "model: expected values on all ranks, without the extension for initial values; "
+                "found tensors on the meta device"
+            )
+        built.check_values()
+
+    @classmethod
+    def compares(cls, choice: str) -> bool:
+        """Whether checksums of the values are needed."""
+        return True
+
+    def give(self, index: int, planned: PlannedUnit, communicators: EngineCommunicators) -> None:
+        """On return the parameters of unit ``index``, which is about to be built, have values."""
+
+    def finish(self, model: nn.Module, communicators: EngineCommunicators, num_units: int) -> None:
+        """All units are built: on return the buffers of the modules are on the device, with
+        values."""
+        device = communicators.data.mesh.device
+        moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the key's tensor
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    moved.setdefault(id(buffer), (buffer, buffer.to(device)))
+                    module._buffers[name] = moved[id(buffer)][1]
+
+    def started(self, engine: Any) -> None:
+        """The engine of the model is made."""
+
+
+def kind_of_values(choice: str, *, has_meta: bool = False) -> type[InitialValues]:
+    """Returns the class that gives a model its values.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
+    if choice == SAME and not has_meta:
+        return InitialValues
+    kind = implementation(InitialValues)
+    if choice not in kind.choices:
+        raise ValueError(f"initial_values: expected one of {kind.choices}; found {choice!r}")
+    return kind
+
+
+def decide_values(built: Built, choice: str) -> InitialValues:
+    """Returns what gives a model its values. Collective where ranks differ."""
+    return kind_of_values(choice, has_meta=built.has_meta)(built, choice)
+
+
 def agree_on_plan(
     plan: Plan | None,
     holdings: Holdings | None,
     error: Exception | None,
     signature: list[str],
-    initial_values: str,
     mesh: DataMesh,
     ranks: Ranks,
     what: str,
+    decide: Callable[[Built], T],
     tag: int = FIRST_TAG,
-) -> Start:
-    """Compare plans and initial values over all ranks; returns what all start from.
+) -> tuple[T, int]:
+    """Compare plans over all ranks, and decide about initial values.
 
     Args:
         plan, holdings: None where there is an ``error``.
         error: of this rank.
         signature: everything that must be the same, in lines.
-        initial_values: see :func:`~fsdp_engine.sharding.shard`.
         mesh: all data-parallel ranks.
         ranks: all ranks of the model.
         what: who asks, in messages.
+        decide: called with what all ranks have built, on all ranks; it may raise ValueError on all
+            data-parallel ranks.
         tag: the first that this rank has free for messages.
+
+    Returns:
+        What ``decide`` returns; the first tag that all data-parallel ranks have free.
 
     Raises:
         Exception: this rank's own error.
         ValueError: the first parameter that differs. Or another rank's error, of its kind; of a
             kind that is not known everywhere, RuntimeError.
     """
-    digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
-    seed = int(torch.randint(2**31, (), device="cpu")) if plan is not None and plan.on_meta else 0
+    digest = digest_of(signature)
+    has_meta = plan is not None and plan.on_meta
     values = holdings.digests if holdings is not None else {}
     first = mesh.ranks[0]
-    heads = agree(what, error, ranks.control_group, (first, digest, seed, values, tag))
+    heads = agree(what, error, ranks.control_group, (first, digest, has_meta, values, tag))
     mine = [head for head in heads if head[0] == first]  # others hold other shards of DTensors
-    start: Start | None = None
     try:
         if any(head[1] != digest for head in mine):
             _raise_first_difference(signature, mesh)
         assert plan is not None
         assert holdings is not None
-        all_values = [head[3] for head in mine]
-        decided = decide(plan, holdings, all_values, initial_values, mesh)
-        tag, is_empty = max(head[4] for head in mine), initial_values == EMPTY
-        start = Start(int(heads[0][2]), *decided, tag=tag, is_empty=is_empty)
+        digests, is_any = [head[3] for head in mine], any(head[2] for head in heads)
+        decided = decide(Built(plan, holdings, digests, is_any, mesh, ranks, what))
     except ValueError as caught:
-        error = caught
+        if len(mine) < len(heads):
+            agree(what, caught, ranks.control_group)
+        raise
     if len(mine) < len(heads):
-        agree(what, error, ranks.control_group)
-    if start is None:
-        assert error is not None
-        raise error
-    return start
+        agree(what, None, ranks.control_group)
+    return decided, max(head[4] for head in mine)
 
 
 def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: torch.device) -> None:
@@ -244,7 +326,7 @@ def take_files(
     sizes: dict[str, list[int]] = {
         role: [] for role in ("main_weights", "gradients") if offload.places.get(role) == DISK
     }
-    if not sizes or is_simulated():
+    if not sizes or not backend.current().has_values:
         return {}
     for part in (part for unit in plan.units for part in unit.buffers):
         strategy = axis_plans.of(part.kind).strategy
@@ -268,7 +350,7 @@ def build_units(
     plan: Plan,
     communicators: EngineCommunicators,
     resources: Resources,
-    start: Start,
+    values: InitialValues,
 ) -> list[list[ParamAndGradBuffer]]:
     """Make the buffers and put sharded parameters into the model, unit by unit.
 
@@ -276,59 +358,22 @@ def build_units(
         plan: of the model.
         communicators: where buffers are built.
         resources: with which.
-        start: whose values they begin with; where they are not the first rank's, each rank's
+        values: what parameters begin with; where they are not the first rank's, each rank's
             slices are its own, and only those that several ranks hold are made the same.
 
     Returns:
         The buffers of each unit.
-
-    Raises:
-        Exception: a module on the meta device could not give itself values, on some rank; the
-            model is of no use any more.
     """
-    error: Exception | None = None
-    device = communicators.data.mesh.device
     units: list[list[ParamAndGradBuffer]] = []
-    tree = ModuleTree(plan.root) if plan.on_meta else None
     built: dict[tuple[int, str], Tensor] = {}
     for index, planned in enumerate(plan.units):
-        if tree is not None:
-            records = [
-                record
-                for part in planned.buffers
-                # The others' values come from there, so they need none.
-                if not start.whole or communicators.of(part.kind)[1].mesh.is_first
-                for record in part.records
-            ]
-            try:
-                seeds = (start.seed + index, start.seed)
-                materialize(tree, records, device, *seeds, is_empty=start.is_empty)
-            except Exception as caught:
-                error = error or caught
-        units.append(build_unit(planned, communicators, resources, start))
+        values.give(index, planned, communicators)
+        units.append(build_unit(planned, communicators, resources, values.from_first))
         install_where_complete(units[-1], built)
-    root = plan.root
-    has_values = not start.whole or communicators.data.mesh.is_first
-    try:
-        seed = start.seed + len(units)
-        materialize_buffers(root, tree, device, seed, values=has_values, is_empty=start.is_empty)
-        if (plan.on_meta or start.whole) and device.type != "meta" and not is_simulated():
-            check_attributes(root)
-    except Exception as caught:
-        error = error or caught
-    if plan.on_meta or start.whole:
-        what = "giving values to modules on the meta device"
-        try:
-            agree(what, error, communicators.ranks.control_group)
-        except Exception as raised:
-            raised.add_note("The model is half built: make a new one before the next shard()")
-            raise
+    values.finish(plan.root, communicators, len(units))
     for planned, buffers in zip(plan.units, units, strict=True):
         if planned.loose:
             watch_reads(buffers)
-    if start.whole:
-        experts = communicators.expert.mesh if communicators.expert is not None else None
-        broadcast_buffers(root, communicators.data.mesh, experts)
     return units
 
 
@@ -336,13 +381,14 @@ def build_unit(
     planned: PlannedUnit,
     communicators: EngineCommunicators,
     resources: Resources,
-    start: Start,
+    from_first: bool = False,
 ) -> list[ParamAndGradBuffer]:
     """Make one unit's buffers and put its sharded parameters into its modules.
 
     Args:
         planned: what it is to be; its parameters have values, or get the first rank's.
-        communicators, resources, start: see :func:`build_units`.
+        communicators, resources: see :func:`build_units`.
+        from_first: its parameters get the first rank's values.
     """
     resources.memory.begin_unit()
     buffers: list[ParamAndGradBuffer] = []
@@ -359,7 +405,7 @@ def build_unit(
             part.records,
             part.make_codec(),
             resources.config,
-            broadcast=start.from_first,
+            broadcast=from_first,
         )
         buffers.append(buffer)
         if part.kind.requires_grad:
@@ -372,7 +418,7 @@ def build_unit(
                 weakref.ref(resources.memory),
             )
             add_site(site, buffer.sharded_params)
-        if not (start.from_first or buffer.weights.main.tensor.is_meta):
+        if not (from_first or buffer.weights.main.tensor.is_meta):
             same_on_replicas(buffer)
     for buffer in buffers:
         for record in buffer.records:

@@ -1,14 +1,9 @@
-"""Determines the initial values of sharded parameters, and whether all ranks have the same ones.
+"""Checks that all ranks have built the same initial values.
 
 Each rank keeps its shard of every parameter, so shards are consistent only if all ranks have built
-the same values. Three cases are distinguished before anything is changed:
-
-    values of the ranks                          initial values of the sharded parameters
-    ==========================================   ==========================================
-    equal on all ranks                           these; nothing is sent
-    values on the first rank, meta on others     the first rank's, broadcast unit by unit
-    different on some rank                       an error names the first different tensor;
-                                                 with ``initial_values="rank0"`` the first rank's
+the same values. If they have, nothing is sent. If not, an error names the first tensor that
+differs, before anything is changed. An extension gives ranks other values than those that they have
+built: see :class:`~.build.InitialValues`.
 
 Ranks compare checksums of every parameter and of every persistent buffer. Ranks send one digest of
 all checksums, and the checksums themselves only if digests differ. Experts are compared among the
@@ -18,43 +13,21 @@ ranks that share them (their *scope*).
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.comm.collectives import broadcast_together_, gather_objects
+from fsdp_engine.comm.collectives import gather_objects
+from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.units.plan import Plan, is_expert
-
-SAME, FIRST, EMPTY, OWN = "same", "rank0", "empty", "own"
-CHOICES = (SAME, FIRST, EMPTY)  # of shard(); FSDP2 lets each rank keep slices of its own values
 
 # Words of a row: sums of rows and sums of columns tell apart two words that changed places.
 _ROW = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Start(NamedTuple):
-    """The agreement of all ranks.
-
-    Attributes:
-        seed: of the values of tensors that are on the meta device on all ranks.
-        from_first: parameters are those of the first rank.
-        whole: so are buffers, and only the first rank needs to have values.
-        tag: the first that all ranks have free for messages.
-        is_empty: tensors that are on the meta device on all ranks get memory, and their values
-            later.
-    """
-
-    seed: int = 0
-    from_first: bool = False
-    whole: bool = False
-    tag: int = 0
-    is_empty: bool = False
 
 
 @dataclass
@@ -95,7 +68,7 @@ class Holdings:
     def digests(self) -> dict[str, tuple[str, str]]:
         """For each scope, of the names on the meta device and of the checksums."""
         return {
-            scope: (_digest(holding.metas), _digest(holding.sums.items()))
+            scope: (digest_of(holding.metas), digest_of(holding.sums.items()))
             for scope, holding in self._scopes.items()
         }
 
@@ -115,78 +88,70 @@ class Holdings:
                     yield scope, record.name, value, True
         for name, module, attribute, buffer in named_buffers(plan.root):
             saved = attribute not in module._non_persistent_buffers_set
-            yield self._scope(_has_experts(module)), name, buffer, saved
+            yield self._scope(has_experts(module)), name, buffer, saved
 
     def _scope(self, is_of_experts: bool) -> str:
         return self._expert_scope if is_of_experts else ""
 
 
-def decide(
-    plan: Plan,
-    holdings: Holdings,
-    digests: Sequence[dict[str, tuple[str, str]]],
-    choice: str,
-    mesh: DataMesh,
-) -> tuple[bool, bool]:
-    """``from_first`` and ``whole`` of a :class:`Start`. Collective where ranks differ.
+@dataclass(frozen=True)
+class Built:
+    """What the ranks of a model have built, as far as they have told each other.
 
-    Args:
-        digests: of all ranks.
-        choice: what the user says, one of ``CHOICES``; or ``OWN``: values that differ are no error,
-            but a warning.
-
-    Raises:
-        ValueError: on all ranks: values differ, the first rank has not got one that others have,
-            or a module on the meta device cannot make its own.
+    Attributes:
+        plan: of this rank's model.
+        holdings: of this rank.
+        digests: :attr:`Holdings.digests` of all data-parallel ranks.
+        has_meta: some rank of the model has a tensor on the meta device.
+        mesh: all data-parallel ranks.
+        ranks: all ranks of the model.
+        what: who shards, in messages.
     """
-    firsts: dict[str, tuple[str, str]] = {}
-    for each in digests:
-        for scope, pair in each.items():
-            firsts.setdefault(scope, pair)
-    pairs = [(firsts[scope], pair) for each in digests for scope, pair in each.items()]
-    if any(first[0] != pair[0] for first, pair in pairs):
-        _check_first_has_all(plan, holdings, mesh)
-        return True, True
-    if plan.lacks and choice != EMPTY:
-        raise ValueError(plan.lacks)
-    if choice != FIRST and any(first[1] != pair[1] for first, pair in pairs):
-        name, rank, other = _first_other_value(holdings, mesh)
-        found = f"{name}: expected the same initial values on all ranks; found others on "
-        found += f"data-parallel rank {rank} than on rank {other}"
-        if choice != OWN:
+
+    plan: Plan
+    holdings: Holdings
+    digests: Sequence[Mapping[str, tuple[str, str]]]
+    has_meta: bool
+    mesh: DataMesh
+    ranks: Ranks
+    what: str
+
+    @property
+    def metas_differ(self) -> bool:
+        """Whether other tensors are on the meta device on some ranks than on others."""
+        return self._differ(0)
+
+    def other_value(self) -> str:
+        """Returns a text that names the first tensor whose values differ; "": all are equal.
+        Collective where they differ."""
+        if not self._differ(1):
+            return ""
+        name, rank, other = _first_other_value(self.holdings, self.mesh)
+        return (
+            f"{name}: expected the same initial values on all ranks; found others on "
+            f"data-parallel rank {rank} than on rank {other}"
+        )
+
+    def check_values(self) -> None:
+        """Check that all ranks have built the same values. Collective where they have not.
+
+        Raises:
+            ValueError: they have not; on all ranks.
+        """
+        if found := self.other_value():
             raise ValueError(
                 f"{found}. Build the model from one seed (torch.manual_seed) or load one "
                 'checkpoint on all ranks before shard(), or give initial_values="rank0" to start '
                 "from the first rank's; what ranks shall have of their own they can set afterwards"
             )
-        warnings.warn(
-            f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks alike, "
-            "or give parameters values afterwards",
-            stacklevel=2,
+
+    def _differ(self, place: int) -> bool:
+        firsts: dict[str, str] = {}
+        return any(
+            firsts.setdefault(scope, pair[place]) != pair[place]
+            for each in self.digests
+            for scope, pair in each.items()
         )
-    return choice == FIRST, choice == FIRST
-
-
-def _check_first_has_all(plan: Plan, holdings: Holdings, mesh: DataMesh) -> None:
-    """Some ranks have values where others are on the meta device: the first must have them."""
-    found: list[Any] = gather_objects((holdings.details, plan.lacks), mesh.control_group)
-    firsts: dict[str, tuple[int, set[str]]] = {}
-    for rank, (details, lacks) in enumerate(found):
-        for scope, (metas, _) in details.items():
-            if scope not in firsts:
-                if lacks and metas:
-                    raise ValueError(lacks)
-                firsts[scope] = rank, set(metas)
-            first, first_metas = firsts[scope]
-            held = first_metas.difference(metas)
-            if held:
-                name = next(each for each in found[first][0][scope][0] if each in held)
-                raise ValueError(
-                    f"{name}: expected values on data-parallel rank {first}, the first, from which "
-                    f"others on the meta device get them; found it on the meta device there, and "
-                    f"values on rank {rank}. Build the model with values on rank {first} (and on "
-                    "the meta device on the others, if you like), or on the meta device on all"
-                )
 
 
 def _first_other_value(holdings: Holdings, mesh: DataMesh) -> tuple[str, int, int]:
@@ -257,83 +222,8 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tenso
                 yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer
 
 
-def broadcast_buffers(model: nn.Module, mesh: DataMesh, experts: DataMesh | None) -> None:
-    """Give all ranks the first one's buffers; experts, the first of theirs. Collective.
-
-    A buffer that several modules have on the first rank becomes one buffer on all ranks. On ranks
-    that were moved to the meta device, torch has made a tensor for each module.
-
-    Raises:
-        ValueError: ranks have buffers of other names, shapes or dtypes; on all ranks.
-    """
-    places: dict[bool, dict[str, tuple[nn.Module, str]]] = {False: {}, True: {}}
-    for prefix, module in model.named_modules():
-        is_expert_module = experts is not None and _has_experts(module)
-        for attribute, buffer in module._buffers.items():
-            if type(buffer) is Tensor and buffer.layout == torch.strided:
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                places[is_expert_module][name] = module, attribute
-    for of_experts, own in places.items():
-        ranks = experts if of_experts and experts is not None else mesh
-        if ranks is mesh or experts is not None:
-            _broadcast(own, ranks)
-
-
-def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> None:
-    """Give ``ranks`` the buffers of the first of them.
-
-    Args:
-        places: module and attribute of each buffer, by name.
-        ranks: of the same buffers.
-    """
-    buffers = {name: module._buffers[attribute] for name, (module, attribute) in places.items()}
-    first_names: dict[int, str] = {}
-    owners = {name: first_names.setdefault(id(buffer), name) for name, buffer in buffers.items()}
-    mine = [f"{n}: shape {tuple(b.shape)}, {b.dtype}" for n, b in buffers.items() if b is not None]
-    told: list[Any] = gather_objects(
-        (_digest(mine), owners if ranks.is_first else None), ranks.control_group
-    )
-    if any(digest != told[0][0] for digest, _ in told):
-        _raise_first_other_buffer(mine, ranks)
-    sent: list[Tensor] = []
-    for name, owner in told[0][1].items():
-        module, attribute = places[name]
-        if owner != name:
-            other, of_other = places[owner]
-            module._buffers[attribute] = other._buffers[of_other]
-            continue
-        buffer = module._buffers[attribute]
-        assert buffer is not None
-        if not buffer.numel():
-            continue
-        # Two modules may have one buffer here and two on the first rank. An expanded tensor
-        # cannot be written to.
-        if owners[name] != name or 0 in buffer.stride():
-            buffer = module._buffers[attribute] = buffer.clone(
-                memory_format=torch.contiguous_format
-            )
-        sent.append(buffer.detach())
-    values = [buffer.reshape(-1).view(torch.uint8) for buffer in sent]
-    broadcast_together_(values, ranks.control_group)
-    for value, buffer in zip(values, sent, strict=True):
-        buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
-
-
-def _raise_first_other_buffer(mine: list[str], ranks: DataMesh) -> None:
-    found: list[Any] = gather_objects(mine, ranks.control_group)
-    for rank, other in enumerate(found):
-        for one, two, has, lacks in ((found[0], other, 0, rank), (other, found[0], rank, 0)):
-            for line in one:
-                if line not in two:
-                    raise ValueError(
-                        f"{line.partition(': ')[0]}: expected the same buffers on all ranks, which "
-                        f"get the first rank's values; found [{line}] on data-parallel rank {has} "
-                        f"and not on rank {lacks}. Build the same model on all ranks"
-                    )
-    raise ValueError("buffers: expected the same order on all ranks; found others")
-
-
-def _has_experts(module: nn.Module) -> bool:
+def has_experts(module: nn.Module) -> bool:
+    """Whether parameters of ``module`` are experts'."""
     return any(param is not None and is_expert(param) for param in module._parameters.values())
 
 
@@ -342,5 +232,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return known and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _digest(lines: Any) -> str:
+def digest_of(lines: Any) -> str:
+    """Returns the digest of some objects, by their texts."""
     return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()

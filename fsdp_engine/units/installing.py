@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import setitem
 from typing import Any
 
@@ -42,6 +43,28 @@ def install_into(
                 module._parameters[attribute] = tensor  # type: ignore[assignment]
     for module in _modules_with_flat_weights(buffers):
         list_flat_weights(module)
+
+
+@contextmanager
+def hidden(buffers: Sequence[ParamAndGradBuffer]) -> Iterator[None]:
+    """Context within which modules have no parameters of ``buffers``."""
+    places = [owner for buffer in buffers for record in buffer.records for owner in record.owners]
+    # Not as the user reads them, who would get the full ones.
+    kept = [dict.get(module._parameters, attribute) for module, attribute in places]
+    lists = [
+        (module, module._flat_weights, module._flat_weight_refs)
+        for module in holders(buffers)
+        if isinstance(module, nn.RNNBase)
+    ]
+    for module, attribute in places:
+        module._parameters[attribute] = None
+    try:
+        yield
+    finally:
+        for (module, attribute), param in zip(places, kept, strict=True):
+            module._parameters[attribute] = param
+        for module, weights, references in lists:
+            vars(module).update(_flat_weights=weights, _flat_weight_refs=references)
 
 
 def install_where_complete(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +55,6 @@ from fsdp_engine.units.assignment import (
     split_by_size,
 )
 from fsdp_engine.units.dtensors import set_spreads
-from fsdp_engine.units.materialize import check_meta
 
 Granule = Callable[[str, nn.Parameter], int]
 
@@ -162,13 +162,11 @@ class Plan:
         units: units to be, the root first.
         records: its parameters.
         on_meta: some parameter or buffer is on the meta device.
-        lacks: what cannot give itself values there; "" if all can.
     """
 
     units: list[PlannedUnit]
     records: list[ParamRecord]
     on_meta: bool
-    lacks: str = ""
 
     @property
     def root(self) -> nn.Module:
@@ -213,10 +211,10 @@ def make_plan(
         check_record(record, settings)
     check_memory(model, records)
     _check_no_optimizer(records)
-    on_meta, lacks = check_meta(model)
+    on_meta = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
     planned = plan_units(model, records, units, settings)
     _check_fp8_fields(planned, settings)
-    return Plan(planned, records, on_meta, lacks)
+    return Plan(planned, records, on_meta)
 
 
 def plan_units(

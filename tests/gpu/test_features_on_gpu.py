@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
-from fsdp_engine.simulation.calibrate import calibrate
+from fsdp_engine.planner.simulation.calibrate import calibrate
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,

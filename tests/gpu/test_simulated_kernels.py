@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fsdp_engine as fe
 from tests.gpu.scene import requested_bytes
-from tests.simulation.applied import Applied, attention, simulated_activations
+from tests.planner.simulation.applied import Applied, attention, simulated_activations
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ import fsdp_engine as fe
 from fsdp_engine.planner import strategy_search
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import Outcome, Setting, Times, sorted_outcomes
-from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.strategies import ALL_STRATEGIES
 
 SETTING = Setting(

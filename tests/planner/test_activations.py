@@ -14,9 +14,9 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import ACTIVATION_LANES
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.plan_request import EVERYTHING
+from fsdp_engine.planner.plan_options import EVERYTHING
 from tests.planner.made_plans import simulated
-from tests.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
+from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
 
 BLOCKS = 5
 PLENTY = 2.0**40

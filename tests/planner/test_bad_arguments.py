@@ -17,7 +17,7 @@ import fsdp_engine as fe
 from fsdp_engine.planner.estimates import estimate
 from tests.composition.tensor_parallel import cut
 from tests.planner.made_plans import llama_batch, small_llama
-from tests.simulation.memory_runs import HOST
+from tests.planner.simulation.memory_runs import HOST
 
 
 class Small(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import math
 import sys
@@ -21,9 +20,10 @@ from torch.distributed.tensor import DTensor
 import fsdp_engine as fe
 from fsdp_engine.planner.candidates import Candidate, is_quick
 from fsdp_engine.planner.page import page_of
+from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.plan_view import TIME_COLOURS
-from fsdp_engine.simulation.tp_plan import fitting_degrees
+from fsdp_engine.planner.simulation.tp_plan import fitting_degrees
 from tests.composition.tensor_parallel import Model, cut
 from tests.planner.made_plans import llama_batch, quick_plan, small_llama
 from tests.planner.made_plans import simulated as one_step
@@ -73,10 +73,7 @@ def linears(**options: Any) -> fe.StrategyPlan:
 
 def request(**changes: Any) -> PlanRequest:
     """Of a plan whose candidates are not simulated."""
-    names = inspect.signature(fe.plan).parameters
-    defaults = {name: each.default for name, each in names.items() if name != "options"}
-    given = {"build": llama, "batch": llama_batch, "world_size": 16, "machine": fe.H100, **changes}
-    return PlanRequest(**{**defaults, **given})
+    return PlanRequest(llama, llama_batch, PlanOptions(world_size=16, **changes))
 
 
 def test_degrees_are_those_that_fit_a_node_and_the_models_heads(simulated: list[Any]) -> None:

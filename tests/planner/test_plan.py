@@ -24,7 +24,7 @@ from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import KINDS, Outcome, is_faster
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, row_label
-from fsdp_engine.simulation.simulate import Simulation
+from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.strategies import ALL_STRATEGIES
 from fsdp_engine.terminal import format_count
 from tests.planner.made_plans import LENGTH, SETTING, Words, quick_plan, rows, simulated, words

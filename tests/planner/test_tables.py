@@ -14,7 +14,7 @@ from rich.table import Table
 import fsdp_engine as fe
 from fsdp_engine.planner.estimates import compare
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
-from fsdp_engine.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.strategies import LEVELS
 from fsdp_engine.terminal import Column, fitted, table_text, terminal_width
 from tests.planner.made_plans import SETTING, rows

@@ -37,7 +37,7 @@ catalogue.elsewhere(
     "outputs that are views, written in place",
 )
 catalogue.elsewhere(
-    "tests/promises/test_written_weights.py",
+    "tests/extensions/written_weights/test_written_weights.py",
     "forced weight normalisation in forward",
     "a forward pre-hook that clamps weights",
     "a pre-hook of the model that clamps all weights",
@@ -48,7 +48,8 @@ catalogue.elsewhere(
     "one expert of a stacked weight is set by torch._foreach_zero_",
 )
 catalogue.elsewhere(
-    "tests/promises/test_unsharded.py", "weights within engine.unsharded(): weight.data = merged"
+    "tests/extensions/unsharded/test_unsharded.py",
+    "weights within engine.unsharded(): weight.data = merged",
 )
 catalogue.elsewhere(
     "tests/promises/test_dtensor_face.py",

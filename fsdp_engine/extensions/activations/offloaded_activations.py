@@ -70,7 +70,7 @@ from fsdp_engine.runtime.scheduler import in_backward
 OFFLOAD = "offload"
 # The role of the host's memory in ledgers.
 _ROLE = "activations"
-# Tensors that are moved: not those of other classes. Those of simulations are fake.
+# Tensors that are moved: not those of other classes. They may be fake.
 _PLAIN = (Tensor, FakeTensor)
 # Copied ranges begin at multiples of so many bytes, as memory of allocators does: tensors stay as
 # aligned as they were, by which kernels are chosen.

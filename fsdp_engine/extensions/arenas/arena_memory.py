@@ -21,14 +21,9 @@ from typing import Protocol
 
 import torch
 
-from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.engine import Engine, EngineExtension
-from fsdp_engine.extensions.arenas import nccl_pool
 from fsdp_engine.extensions.arenas.arena import Arena
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import Memory, TransientStorage
-from fsdp_engine.runtime.rehearsal import predict_concurrent_units
-from fsdp_engine.units.assignment import expect
 
 ROLES = ("full", "staging")
 
@@ -60,15 +55,16 @@ class ArenaMemory(Memory):
             special.
 
     Attributes:
+        pool: see the argument.
         arenas: by role.
     """
 
-    is_steady = True
+    uses_fixed_addresses = True
 
     def __init__(self, device: torch.device, pool: Pool | None = None) -> None:
         super().__init__(device)
-        self._pool = pool
-        self.is_fixed = pool is not None
+        self.pool = pool
+        self.has_pool = pool is not None
         self.arenas: dict[str, Arena] = {}
         is_real = type(allocator.empty(0, torch.uint8, device)) is torch.Tensor
         if allocator.CAN_SWAP and is_real:
@@ -105,8 +101,8 @@ class ArenaMemory(Memory):
         """
         for role, arena in self.arenas.items():
             arena.expect(moments[role])
-        if self._pool is not None:
-            self._pool.register()
+        if self.pool is not None:
+            self.pool.register()
 
     def end_backward(self, *, step_is_over: bool = False) -> None:
         """See the base class. Arenas may grow."""
@@ -132,7 +128,7 @@ class ArenaMemory(Memory):
             super().drain(storage, num_bytes, role)
 
     def _allocating(self, sent: bool) -> AbstractContextManager[None]:
-        return self._pool.allocating() if self._pool is not None and sent else nullcontext()
+        return self.pool.allocating() if self.pool is not None and sent else nullcontext()
 
     def _allocate_arena(self, num_bytes: int) -> torch.Tensor:
         # Idle memory has served what the arena will serve.
@@ -140,36 +136,3 @@ class ArenaMemory(Memory):
         self._most_in_use = self._in_use
         with self._allocating(sent=True):
             return allocator.empty(num_bytes, torch.uint8, self.device)
-
-
-class Arenas(EngineExtension):
-    """Gives an engine arenas.
-
-    Args:
-        registered: they lie in memory that is registered with NCCL.
-        symmetric: by windows, instead of plainly.
-    """
-
-    def __init__(self, *, registered: bool, symmetric: bool) -> None:
-        self._registered, self._symmetric = registered, symmetric
-
-    def check(self, mesh: DataMesh) -> None:
-        """See the base class, and :func:`~.nccl_pool.check_nccl`."""
-        if self._registered:
-            nccl_pool.check_nccl(mesh, symmetric=self._symmetric)
-
-    def memory(self, mesh: DataMesh) -> Memory:
-        """See the base class."""
-        pool = None
-        if self._registered:
-            pool = nccl_pool.NcclPool(mesh, symmetric=self._symmetric)
-        return ArenaMemory(mesh.device, pool)
-
-    def start(self, engine: Engine) -> None:
-        """See the base class."""
-        memory, units = engine.memory, engine.units
-        if self._registered:
-            assert isinstance(memory, ArenaMemory)
-            expected = expect(engine.model, [unit.modules for unit in units])
-            budgets = engine.budget, engine.staging_budget
-            memory.expect(predict_concurrent_units(units, expected, *budgets))

@@ -533,7 +533,8 @@ def together(engine: Engine) -> Iterator[None]:
 def _ranks_can_differ(engine: Engine) -> bool:
     """Whether ranks may now run different numbers of forwards without gradients: within
     :func:`together`, or where forwards do not communicate."""
-    if engine.scheduler.ranks_differ or engine.is_unsharded:
+    full_main = engine.guard.full_main
+    if engine.scheduler.ranks_differ or all(full_main(b, 0) is not None for b in engine.buffers):
         return True
     return not any(unit.reshards or unit.needs_refresh for unit in engine.units)
 

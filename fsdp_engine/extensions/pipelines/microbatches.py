@@ -49,6 +49,7 @@ from torch import Tensor, nn
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.base import BACKWARD
 from fsdp_engine.engine import Engine
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.runtime.inputs import iter_tensors
 from fsdp_engine.runtime.scheduler import Backward, Scheduler
 from fsdp_engine.runtime.unit import Call, Unit
@@ -240,7 +241,7 @@ _REGISTER = "register_wgrad_accumulation_and_reduce_hooks"
 
 
 @dataclass(frozen=True)
-class LateGradients:
+class LateGradients(EngineExtension):
     """Modules may compute weight gradients after backward; see [Note: Late weight gradients]."""
 
     def start(self, engine: Engine) -> None:

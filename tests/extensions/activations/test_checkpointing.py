@@ -24,9 +24,9 @@ from tests.extensions.activations.checkpointed import (
     scenario_at,
 )
 from tests.models import VOCABULARY, Block, Transformer, token_batch
+from tests.planner.simulation.live_storages import LiveStorages
 from tests.pool import on_ranks
 from tests.scenario import assert_same_bits
-from tests.simulation.live_storages import LiveStorages
 
 ALL_BLOCKS = tuple(f"blocks.{number}" for number in range(BLOCKS))
 EVERY_SECOND = fe.Checkpointing(every=2)

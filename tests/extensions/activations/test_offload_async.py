@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.activations.offloaded_activations import ActivationOffload
-from fsdp_engine.simulation import operations
+from fsdp_engine.planner.simulation import operations
 from fsdp_engine.terminal import format_bytes
 from tests.async_device import device as on
 from tests.async_device import ranks as device

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fsdp_engine as fe
 from fsdp_engine.optim import offloaded_step
-from fsdp_engine.simulation import state_links
+from fsdp_engine.planner.simulation import state_links
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import (

@@ -1,0 +1,226 @@
+"""Folders of PEFT's adapters: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Adapters are small, so they are gathered on the first rank, and PEFT writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.checkpoint.directory import sync_folder
+from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
+from fsdp_engine.checkpoint.reading_weights import Match, match, whole
+from fsdp_engine.checkpoint.safetensors_folder import INDEX, SINGLE, read_header
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.adapters.peft_names import adapter_names, check_is_stored, peft_model
+
+CARD = "README.md"
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+# The config of an older adapter, while it is being replaced.
+BEFORE = "adapter_config.json.before"
+STAGING = ".exporting-"
+# Fields of the config that determine the output of an adapter, in addition to its tensors.
+_COMPUTES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether a folder contains an adapter, and no model."""
+    is_model = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    return (folder / CONFIG).is_file() and not is_model
+
+
+def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Match, set[str]]:
+    """Match an adapter's folder with a model.
+
+    Args:
+        engine: of a model of PEFT.
+        folder: of the adapter.
+        adapter: its name in the model; None: the only one, or "default".
+
+    Returns:
+        The match, and the names in the model of all tensors of the adapter.
+
+    Raises:
+        ValueError: the model is not of PEFT, has no such adapter, or one with another
+            computation; or the weights are a pickle.
+        OSError: a file is missing.
+    """
+    found, _ = peft_model(engine.model)
+    if found is None:
+        raise ValueError(
+            f"{folder}: expected a base model's folder, since the model is not one of PEFT "
+            f"(peft.get_peft_model before fe.shard); found {CONFIG}"
+        )
+    adapter = _chosen(found, adapter)
+    _check_config(folder, found.peft_config[adapter], adapter)
+    if not (folder / WEIGHTS).is_file() and (folder / PICKLE).is_file():
+        raise ValueError(f"{folder}: expected {WEIGHTS}; found {PICKLE}, a pickle")
+    check_is_stored(engine.model, adapter)
+    stored = {each.name: each for each in read_header(folder / WEIGHTS)}
+    own = adapter_names(engine.model, adapter)
+    if not stored.keys() <= own.keys():
+        # PEFT saves embeddings with an adapter where it trains them, and where they were resized.
+        more = adapter_names(engine.model, adapter, embeddings=True)
+        own |= {name: place for name, place in more.items() if name in stored}
+    pieces = {own.get(name, name): [whole(each)] for name, each in stored.items()}
+    return match(engine, pieces, wanted=set(own.values())), set(own.values())
+
+
+def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    """Write every adapter as ``PeftModel.save_pretrained`` would: "default" into ``folder``, others
+    into subfolders. Collective.
+
+    ``adapter_config.json`` is removed first and written last, because without it the folder is not
+    an adapter.
+
+    Args:
+        engine: of a model of PEFT.
+        folder: on storage of the first rank; created if it does not exist.
+        dtype: of floating-point tensors; None: that of the main weights.
+        tokenizer: object with ``save_pretrained(folder)``.
+
+    Raises:
+        ValueError, RuntimeError, OSError: see :func:`~fsdp_engine.pretrained.save.save_pretrained`.
+    """
+    what, group, is_first = "save_pretrained", engine.ranks.control_group, engine.ranks.rank == 0
+    found, prefix = peft_model(engine.model)
+    prompts = any(each.is_prompt_learning for each in found.peft_config.values())
+    names: dict[str, dict[str, str]] = {}
+    staging: Path | None = None
+    error: Exception | None = None
+    try:
+        check_at_rest(engine)
+        engine.missing_values.check()
+        check_shared(what, engine)
+        if prompts and dtype is not None:
+            raise ValueError(f"dtype: expected None for prompts, which PEFT makes; found {dtype}")
+        if is_first:  # PEFT may ask the hub whether a vocabulary was resized
+            names = {
+                each: adapter_names(engine.model, each, embeddings="auto")
+                for each in found.peft_config
+            }
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(f"{STAGING}*"):  # of jobs that were killed
+                shutil.rmtree(left, ignore_errors=True)
+            staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
+    except Exception as caught:
+        error = caught
+    try:
+        names = agree(what, error, group, names)[0]
+        wanted = dict.fromkeys(name for each in names.values() for name in each.values())
+        tensors = _gathered(engine, list(wanted), dtype, keeps=is_first)
+        # PEFT runs the module that computes prompts.
+        whole_prompts = engine.unsharded(found.prompt_encoder) if prompts else nullcontext()
+        with whole_prompts, torch.no_grad():
+            try:
+                if staging is not None:
+                    state = {name.removeprefix(prefix): value for name, value in tensors.items()}
+                    _write(engine, found, folder, staging, names, state)
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(str(folder))
+            except Exception as caught:
+                error = caught
+    except Exception as caught:  # on all ranks
+        error = caught
+    if staging is not None:
+        shutil.rmtree(staging, ignore_errors=True)
+    # All ranks return or raise after the folder has its final content.
+    agree(what, error, group)
+
+
+def _chosen(model: Any, adapter: str | None) -> str:
+    known = list(model.peft_config)
+    if adapter is None:
+        adapter = known[0] if len(known) == 1 else "default"
+    if adapter not in known:
+        raise ValueError(f"adapter: expected one of {', '.join(known)}; found {adapter!r}")
+    return adapter
+
+
+def _check_config(folder: Path, own: Any, adapter: str) -> None:
+    """Check that the adapters of folder and model have the same computation."""
+    path = folder / CONFIG
+    try:
+        stored = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: expected a JSON object; found {error}") from error
+    values = own.to_dict()
+    for key in _COMPUTES:
+        expected = getattr(values.get(key), "value", values.get(key))
+        if key in stored and key in values and stored[key] != expected:
+            raise ValueError(
+                f"{path}: expected {key} of the model's adapter {adapter!r}, {expected!r}; found "
+                f"{stored[key]!r}"
+            )
+
+
+def _gathered(
+    engine: Engine, names: list[str], dtype: torch.dtype | None, *, keeps: bool
+) -> dict[str, Tensor]:
+    """Gather tensors to host memory. Collective.
+
+    Args:
+        engine: of the model.
+        names: of the tensors.
+        dtype: of floating-point tensors; None: that of each tensor.
+        keeps: whether this rank returns the tensors; otherwise an empty dict.
+    """
+    found: dict[str, Tensor] = {}
+    params = {alias for b in engine.buffers for record in b.records for alias in record.aliases}
+    state = engine.model.state_dict()
+    for name in names:
+        value = engine.full_tensor(name) if name in params else state[name]
+        if keeps:
+            cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            found[name] = value.detach().to("cpu", cast, copy=True)
+    return found
+
+
+def _write(
+    engine: Engine,
+    model: Any,
+    folder: Path,
+    staging: Path,
+    names: Mapping[str, Mapping[str, str]],
+    state: dict[str, Tensor],
+) -> None:
+    """Let PEFT write adapters with gathered tensors into ``staging``, then rename the files."""
+    if (folder / CARD).is_file():
+        shutil.copyfile(folder / CARD, staging / CARD)  # PEFT adds to it
+    for adapter, stored in names.items():
+        has_embeddings = len(stored) > len(adapter_names(engine.model, adapter))
+        model.save_pretrained(
+            str(staging),
+            selected_adapters=[adapter],
+            save_embedding_layers=has_embeddings,
+            state_dict=dict(state),
+        )
+    if (staging / CARD).is_file():
+        os.replace(staging / CARD, folder / CARD)
+    for adapter in names:
+        name = "" if adapter == "default" else adapter
+        _publish(staging / name, folder / name)
+
+
+def _publish(new: Path, old: Path) -> None:
+    """Replace the files of an older adapter."""
+    old.mkdir(exist_ok=True)
+    if (old / CONFIG).is_file():
+        os.replace(old / CONFIG, old / BEFORE)
+    for name in (WEIGHTS, CONFIG):
+        with open(new / name, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(new / name, old / name)
+    sync_folder(old)
+    (old / BEFORE).unlink(missing_ok=True)

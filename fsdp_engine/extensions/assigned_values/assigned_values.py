@@ -1,0 +1,136 @@
+"""Values that users assign to sharded parameters.
+
+Assigned values are checked and copied into the sharded parameter, because optimizers and units
+reference it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor.elementwise import is_replicated, slice_of_distributed
+from fsdp_engine.runtime.parameter_guard import AssignedValues, Owner
+
+
+class TakenValues(AssignedValues):
+    """Copies assigned values into the sharded parameters.
+
+    Args:
+        owners: every place of every parameter.
+
+    Attributes:
+        assigned: parameters of users' own whose values were taken, with their names.
+    """
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        super().__init__(owners)
+        self._owners = owners
+        self._names = {id(owner.sharded): owner.name for owner in owners}
+        self._storages: set[int] | None = None
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See the class."""
+        if not self.assigned:
+            return
+        self.assigned = [each for each in self.assigned if each[1]() is not None]
+        names = {id(reference()): name for name, reference in self.assigned}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in names:
+                    raise RuntimeError(
+                        f"{names[id(param)]}: expected an optimizer of the model's parameters; "
+                        f"found one of the tensor that was assigned to it, whose values the "
+                        "sharded parameter has taken. Build the optimizer from "
+                        "model.parameters() after the assignment"
+                    )
+
+    def _is_of_another(self, value: Tensor, sharded: Tensor) -> bool:
+        if self._storages is None:
+            self._storages = {_address(owner.sharded)[0] for owner in self._owners}
+        storage, first = _address(value)
+        return storage > 0 < first and storage in self._storages and first != _address(sharded)[1]
+
+    def take(self, owner: Owner, value: Tensor) -> Tensor:
+        """See the class."""
+        self.check_value(owner, value)
+        target = owner.sharded
+        with torch.no_grad():
+            if not isinstance(value, DTensor):
+                target.copy_(value.detach())
+            elif isinstance(target, FlatDTensor):
+                target.copy_(value)
+            else:
+                target.copy_(value.to_local())  # each rank holds all elements of both
+        if target.requires_grad is not value.requires_grad:
+            target.requires_grad_(value.requires_grad)
+        target.grad = None
+        self.remember(owner, value)
+        return target
+
+    def remember(self, owner: Owner, value: Tensor) -> None:
+        """See the class."""
+        if isinstance(value, nn.Parameter):
+            self.assigned.append((owner.name, weakref.ref(value)))
+
+    def check_value(self, owner: Owner, value: Tensor, *, as_tied: bool = False) -> None:
+        """See the class."""
+        sharded = owner.sharded
+        tied = self._names.get(id(value))
+        problem = ""
+        if tied is not None:
+            problem = f"{tied}, which would tie them. Tie parameters before shard()"
+        elif owner.others and not as_tied:
+            others = ", ".join(owner.others)
+            problem = (
+                f"an assignment to one name of a parameter that is tied ({others})."
+                " Copy values into it, under torch.no_grad(), or untie before shard()"
+            )
+        elif self._is_of_another(value, sharded):
+            problem = "memory of another of its parameters. Tie parameters before shard()"
+        elif isinstance(value, FlatDTensor):
+            mine = sharded.flat_placement if isinstance(sharded, FlatDTensor) else None
+            given = value.flat_placement
+            # By name, too: on one rank the slices of two parameters can both be empty.
+            if mine is None or given != mine or given.name != mine.name:
+                problem = f"another slice, {given}. Assign value.full_tensor()"
+        elif isinstance(value, DTensor):
+            if not _has_elements_of(value, sharded):
+                problem = f"a DTensor over {value.device_mesh}. Assign value.full_tensor()"
+        elif type(value) not in (Tensor, nn.Parameter):
+            problem = f"a {type(value).__name__}. Assign a plain tensor"
+        elif value.is_meta:
+            problem = "a tensor on the meta device, which has none"
+        if not problem and value.shape != sharded.shape:
+            problem = f"shape {tuple(value.shape)}. Change shapes before shard()"
+        if not problem and torch.promote_types(value.dtype, sharded.dtype) != sharded.dtype:
+            problem = f"{value.dtype}. Cast it, to round on purpose"
+        if problem:
+            raise ValueError(
+                f"{owner.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
+                f"for a parameter of a sharded model; found {problem}"
+            )
+
+
+def _has_elements_of(value: DTensor, sharded: Tensor) -> bool:
+    """Whether this rank holds the elements of ``sharded`` in ``value``: ``distribute_tensor`` made
+    it by the parameter's placements or over the mesh of tensor parallelism, or it is replicated."""
+    if not isinstance(sharded, FlatDTensor):
+        return is_replicated(value)
+    flat = sharded.flat_placement
+    if flat.spread is not None:
+        return value.device_mesh in (flat.spread.mesh, flat.device_mesh)
+    return slice_of_distributed(value, flat) is not None
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of its memory, and of its first element in it; zeros if it has none."""
+    local = tensor.local if isinstance(tensor, FlatDTensor) else tensor
+    if isinstance(local, DTensor) or type(local) not in (Tensor, nn.Parameter) or local.is_meta:
+        return 0, 0
+    return local.untyped_storage().data_ptr(), local.data_ptr() if local.numel() else 0

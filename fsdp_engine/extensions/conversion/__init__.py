@@ -1,0 +1,1 @@
+"""Conversions of sharded models to other dtypes: ``model.to(dtype)``, ``model.half()``."""

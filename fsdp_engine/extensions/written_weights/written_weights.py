@@ -1,0 +1,289 @@
+"""Weights that modules write in forward: forced weight normalization, clamps in hooks, and so on.
+
+Modules write full compute weights. When a unit's full parameters leave the modules, their version
+counters are compared, and written values are taken into this rank's main weights. So the gather for
+backward and the next forward use them, and the optimizer steps from them. Each rank takes its own
+slice, which is right if all ranks wrote the same values: that is checked when the forward or
+backward ends.
+
+A write through ``param.data`` changes no version counter. So values themselves are compared
+in some uses of each unit, and in all uses of one that was found to write so: see
+:class:`Comparisons`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from fsdp_engine import backend
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.comm.fingerprints import checksums, fingerprint
+from fsdp_engine.comm.groups import timeout_of_group
+from fsdp_engine.comm.lanes import is_capturing
+from fsdp_engine.comm.rendezvous import meet
+from fsdp_engine.engine import Engine
+from fsdp_engine.flat_dtensor import versions_of
+from fsdp_engine.memory import allocator
+from fsdp_engine.runtime.parameter_watch import ModelWatch, UnitWatch
+
+_WHAT = "weights that a module wrote in forward, on every rank the same"
+
+
+class Comparisons:
+    """The uses of a unit in which values are compared, of those with and without gradients: the
+    1st, 2nd, 4th, 8th and so on, or the 1st alone. Once a write was found, all uses.
+
+    Args:
+        repeats: not only in the 1st. On an accelerator the host waits for the values.
+    """
+
+    __slots__ = ("_always", "_gaps", "_left", "_repeats")
+
+    def __init__(self, *, repeats: bool) -> None:
+        self._repeats = repeats
+        self._gaps = [1, 1]
+        self._left = [1, 1]
+        self._always = False
+
+    def is_due(self) -> bool:
+        """A use begins: whether values are compared in it."""
+        if self._always:
+            return True
+        kind = int(torch.is_grad_enabled())
+        self._left[kind] -= 1
+        if self._left[kind]:
+            return False
+        if not self._repeats:
+            return True  # the number left is negative from the next use on
+        self._left[kind] = self._gaps[kind]
+        self._gaps[kind] *= 2
+        return True
+
+    def compare_always(self) -> int:
+        """A write was found. Returns the number of uses since the comparison before, in which
+        writes were not looked for."""
+        num_unseen = 0 if self._always else max(self._gaps) // 4 - 1
+        self._always = True
+        return max(num_unseen, 0)
+
+
+class UnitWrites(UnitWatch):
+    """Finds the full parameters of one unit that modules write.
+
+    Args:
+        buffers: of the unit.
+    """
+
+    def __init__(self, buffers: Sequence[ParamAndGradBuffer]) -> None:
+        # Full parameters that forward may write, and their versions as far as that was seen.
+        self._writable = [buffer for buffer in buffers if _can_write(buffer)]
+        self._watched = [param for buffer in self._writable for param in buffer.full_params]
+        self._versions = versions_of(self._watched)
+        self._comparisons: Comparisons | None = None
+        self._prints: list[int] = []
+        self._label = ""
+        self._on_written: Callable[[ParamAndGradBuffer, Sequence[int]], object] | None = None
+
+    def tell(
+        self, on_written: Callable[[ParamAndGradBuffer, Sequence[int]], object], label: str
+    ) -> None:
+        """Call a function with a buffer and the indices of its full parameters that modules have
+        written, when the values are in the main weights.
+
+        Args:
+            on_written: the function.
+            label: name of the unit in messages.
+        """
+        self._on_written, self._label = on_written, label
+
+    def compare_values(self, *, repeats: bool) -> None:
+        """In some uses, compare the values of full parameters before and after them: versions do
+        not count writes through ``param.data``. See :class:`Comparisons`."""
+        self._comparisons = Comparisons(repeats=repeats) if self._watched else None
+
+    def begin(self) -> None:
+        """See the class."""
+        if self._comparisons is None or not self._comparisons.is_due():
+            return
+        if not is_capturing(self._watched[0].device, [None]):
+            self._prints = checksums(self._watched)
+
+    def end(self) -> None:
+        """See the class: take what modules have written into the main weights."""
+        versions = versions_of(self._watched)
+        if not self._prints and versions == self._versions:
+            return
+        prints, self._prints = self._prints, []
+        pairs = zip(versions, self._versions, strict=True)
+        changed = [after != before for after, before in pairs]
+        self._versions = versions
+        if prints:
+            now = checksums(self._watched)
+            unseen = [one != other for one, other in zip(prints, now, strict=True)]
+            hidden = [each and not seen for each, seen in zip(unseen, changed, strict=True)]
+            if any(hidden):
+                self._note_hidden_writes(hidden)
+            changed = [one or other for one, other in zip(unseen, changed, strict=True)]
+        each = iter(changed)
+        for buffer in self._writable:
+            indices = [index for index, _ in enumerate(buffer.full_params) if next(each)]
+            if indices:
+                _take_written(buffer, indices)
+                if self._on_written is not None:
+                    self._on_written(buffer, indices)
+
+    def reset(self) -> None:
+        """See the class."""
+        self._versions, self._prints = versions_of(self._watched), []
+
+    def _note_hidden_writes(self, hidden: Sequence[bool]) -> None:
+        """Modules wrote these full parameters in a way that changes no version."""
+        assert self._comparisons is not None
+        num_unseen = self._comparisons.compare_always()
+        if not num_unseen:
+            return
+        records = [record for buffer in self._writable for record in buffer.records]
+        name = records[hidden.index(True)].name
+        warnings.warn(
+            f"{name}: expected forward to write weights in a way that autograd counts; found that "
+            "it wrote this one through .data or a NumPy array. What it wrote in the last "
+            f"{num_unseen} uses of unit {self._label} may be lost; from now on it is kept. Write "
+            "by operations in place under torch.no_grad()",
+            stacklevel=2,
+        )
+
+
+def _can_write(buffer: ParamAndGradBuffer) -> bool:
+    """Whether full parameters are other tensors than the sharded ones, and plain, so that modules
+    may write them in forward."""
+    if buffer.is_plain or buffer.weights.codec.num_encodings > 1:
+        return False
+    plain = (Tensor, nn.Parameter, DTensor)
+    return all(type(param) in plain for param in buffer.full_params)
+
+
+def _take_written(buffer: ParamAndGradBuffer, indices: Sequence[int]) -> None:
+    """Modules have written these full parameters: take the values into the main weights.
+
+    Raises:
+        RuntimeError: they are gathered in an encoding that is not a cast; names a parameter.
+    """
+    names = [record.name for record in buffer.records]
+    if buffer.weights.codec.decodes:
+        raise RuntimeError(
+            f"{names[indices[0]]}: expected weights that forward does not write, "
+            "since they are decoded from another encoding for it; found some that were "
+            "written. Write the parameter between steps, or exclude it from codec_rules"
+        )
+    for index in indices:
+        param, slot = buffer.full_params[index], buffer.weights.params[index]
+        if buffer.placement(index).spread is None and not allocator.begin_together(param, slot):
+            raise RuntimeError(
+                f"{names[index]}: expected a weight that forward writes in place "
+                "(copy_ under torch.no_grad()); found that it was given other memory "
+                "(.data = ..., set_)"
+            )
+    if buffer.reads.on_change is not None:
+        buffer.reads.on_change()
+    buffer.weights.take_full()
+
+
+class WrittenWeights(ModelWatch):
+    """See the module docstring.
+
+    Args:
+        engine: whose model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._device = engine.mesh.device
+        self._communicators = engine.communicators
+        # Fingerprints of values to compare, by name, for each set of ranks that share them.
+        self._written: dict[ProcessGroup, dict[str, Tensor]] = {}
+        self._ranks: dict[ProcessGroup, list[int]] = {}
+        # Full parameters that are the sharded ones, too, with their versions as forward began.
+        self._plain = [each for each in engine.buffers if each.is_plain]
+        self._plain_params = [param for each in self._plain for param in each.full_params]
+        self._plain_versions: list[int] = []
+        is_plain = type(allocator.empty(0, torch.uint8, self._device)) is Tensor
+        has_values = is_plain and backend.current().has_values
+        for unit in engine.units:
+            assert isinstance(unit.watch, UnitWrites)
+            unit.watch.tell(self.add, unit.label)
+            groups_of = [each.control_group for each in unit.buffers]
+            if has_values and not any(map(_is_fake, groups_of)):
+                unit.watch.compare_values(repeats=self._device.type == "cpu")
+
+    def begin_forward(self) -> None:
+        """See the class."""
+        self._plain_versions = versions_of(self._plain_params)
+
+    def end_forward(self) -> None:
+        """A forward is over: find the parameters that it wrote and that are not gathered."""
+        versions = versions_of(self._plain_params)
+        if versions != self._plain_versions:
+            before = iter(self._plain_versions)
+            for buffer in self._plain:
+                indices = [
+                    index
+                    for index, param in enumerate(buffer.full_params)
+                    if param._version != next(before)
+                ]
+                self.add(buffer, indices)
+
+    def add(self, buffer: ParamAndGradBuffer, indices: Sequence[int]) -> None:
+        """A module wrote full parameters of ``buffer``."""
+        group = buffer.control_group
+        if group is None or _is_fake(group):
+            return
+        self._ranks[group] = buffer.mesh.ranks
+        written = self._written.setdefault(group, {})
+        for index in indices:
+            written[buffer.records[index].name] = fingerprint(buffer.full_params[index])
+
+    def check(self, *, ranks_differ: bool) -> None:
+        """Check that ranks wrote the same values. Collective, if a rank wrote any. Ranks within
+        nested backwards may differ, so it is called after the outermost one.
+
+        Raises:
+            ValueError, RuntimeError: they did not, or some ranks wrote none; on all ranks. Or it
+                cannot be checked, since ranks use different modules (``ranks_differ``).
+        """
+        written, self._written = self._written, {}
+        for group, prints in written.items():
+            names = ", ".join(list(prints)[:8])
+            if ranks_differ:
+                raise RuntimeError(
+                    f"{names}: expected weights that forward does not write within "
+                    "engine.together(), where ranks use different modules; found some that were "
+                    "written. Write them between steps"
+                )
+            values = torch.stack(list(prints.values())).tolist()
+            found = [
+                f"{name}: {value & 0xFFFFFFFF:08x}"
+                for name, value in zip(prints, values, strict=True)
+            ]
+            timeout = timeout_of_group(group, self._device)
+            meet(
+                f"{_WHAT} ({names})",
+                self._ranks[group],
+                timeout,
+                note=", ".join(found),
+                groups=self._communicators.groups,
+            )
+
+    def reset(self) -> None:
+        """See the class: drop fingerprints that are not compared yet."""
+        self._written.clear()
+
+
+def _is_fake(group: ProcessGroup | None) -> bool:
+    """Whether collectives of ``group`` send nothing."""
+    return group is not None and dist.get_backend(group) == "fake"

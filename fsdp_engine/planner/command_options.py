@@ -1,0 +1,117 @@
+"""Options of a command, which are fields of dataclasses.
+
+``option`` adds the form of a field on the command line: a help text, and a name, type, default and
+conversion where they differ from the field's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from enum import StrEnum
+from typing import Annotated, Any, get_type_hints
+
+
+class Needs(StrEnum):
+    """The kind of plan in which an option has an effect."""
+
+    any = "any"
+    batch = "batch"  # formulas or simulations for a batch
+    simulation = "simulation"
+    no_batch = "no batch"  # bytes only
+    model = "model"
+    elements = "elements"
+
+
+@dataclass(frozen=True)
+class _Option:
+    """The form of a field on the command line; see :func:`option`."""
+
+    help: str
+    name: str
+    type: Any
+    default: Any
+    parse: Callable[[Any, str], Any] | None
+    needs: Needs
+    requires: str
+
+
+_OPTION = "option"
+
+
+def option(
+    help: str,
+    default: Any = MISSING,
+    *,
+    name: str = "",
+    type: Any = None,
+    shown: Any = MISSING,
+    parse: Callable[[Any, str], Any] | None = None,
+    needs: Needs = Needs.any,
+    requires: str = "",
+) -> Any:
+    """Returns a field of a dataclass that is an option of the command line.
+
+    Args:
+        help: text of ``--help``.
+        default: of the field.
+        name: of the option. Empty: the field's.
+        type: of the option's value. None: the field's.
+        shown: default of the option, before ``parse``. Without it: that of the field.
+        parse: returns the field's value for the option's value, which is not None, and its name.
+        needs: the plans in which it has an effect.
+        requires: name of an option without which it has no effect. Empty: there is none.
+    """
+    first = default if shown is MISSING else shown
+    form = _Option(help, name, type, first, parse, needs, requires)
+    return field(default=default, metadata={_OPTION: form})
+
+
+def options_of(*groups: type) -> Iterator[tuple[str, str, _Option]]:
+    """Yields the name of each field that is an option, the name of the option, and its form."""
+    for group in groups:
+        for each in dataclasses.fields(group):
+            if (form := each.metadata.get(_OPTION)) is not None:
+                yield each.name, form.name or each.name, form
+
+
+def flag(name: str) -> str:
+    """Returns an option as it is written: "--global-batch"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def parameters_of(make: Callable[..., object], *groups: Any) -> Iterator[inspect.Parameter]:
+    """Yields the parameters of a command.
+
+    Args:
+        make: ``typer.Option``.
+        groups: dataclasses.
+    """
+    for group in groups:
+        hints = get_type_hints(group)
+        for field_name, name, form in options_of(group):
+            kind = hints[field_name] if form.type is None else form.type
+            names = [flag(name)] if kind is bool else []
+            yield inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if form.default is MISSING else form.default,
+                annotation=Annotated[kind, make(*names, help=form.help)],
+            )
+
+
+def parsed(group: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a dataclass for the values of a command's options.
+
+    Raises:
+        ValueError: a text is none that the option takes.
+    """
+    found = {}
+    for field_name, name, form in options_of(group):
+        value = values[name]
+        if form.parse is not None and value is not None:
+            value = form.parse(value, flag(name))
+        found[field_name] = value
+    return found

@@ -1,0 +1,386 @@
+"""The options of a plan, for ``fe.plan`` and for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_engine.offload import HOST, Offload
+from fsdp_engine.planner.candidates import (
+    OFFLOAD,
+    SELECTIVE,
+    Activations,
+    check_checkpointing,
+)
+from fsdp_engine.planner.command_inputs import (
+    AUTO,
+    import_function,
+    parsed_bytes,
+    parsed_count,
+    parsed_degrees,
+    parsed_sizes,
+)
+from fsdp_engine.planner.command_options import Needs, option
+from fsdp_engine.planner.outcome import USABLE
+from fsdp_engine.planner.simulation.causal_lm_stages import Stages
+from fsdp_engine.planner.simulation.machine import PRESETS, Machine
+from fsdp_engine.planner.simulation.simulation_error import (
+    check_callable,
+    check_count,
+    check_positive,
+    check_type,
+    listed,
+)
+from fsdp_engine.planner.simulation.step_options import GivenOptions, MakeOptimizer, Parallelize
+
+# Everything that can be on the host.
+EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
+# The offloads that are tried, until some fit.
+_AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
+
+
+class Where(StrEnum):
+    """The place of optimizer state between steps; everything: also of main weights and gradients,
+    on the host."""
+
+    auto = "auto"
+    none = "none"
+    host = "host"
+    everything = "everything"
+    disk = "disk"
+
+
+class Recompute(StrEnum):
+    """The candidates' activation checkpointing, of whole blocks or selective; offload: their
+    activations are on the host; auto: off, selective and on, and offload where that may be the
+    fastest."""
+
+    auto = "auto"
+    both = "both"
+    on = "on"
+    selective = "selective"
+    off = "off"
+    offload = "offload"
+
+
+_CHECKPOINTING: dict[Recompute, tuple[Activations, ...] | None] = {
+    Recompute.auto: None,
+    Recompute.both: (False, True),
+    Recompute.on: (True,),
+    Recompute.selective: (SELECTIVE,),
+    Recompute.off: (False,),
+    Recompute.offload: (OFFLOAD,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(GivenOptions):
+    """Options of :func:`~.strategy_search.plan`, which the command line has, too.
+
+    Attributes:
+        world_size: all ranks.
+        machine: a machine, the name of a preset, or a file of ``calibrate``.
+        memory: memory limit of a rank in bytes. None: 0.9 of the machine's memory.
+        meshes: sizes of the data-parallel axes to try, (inner,) or (outer, inner). None: one axis,
+            and nodes x ranks per node.
+        context_parallel: consecutive ranks that share each sequence, by ``context_parallel`` of
+            torch around forward and backward (:func:`~.simulation.simulate`); several numbers to
+            try all of them. "auto": 1, and for sequences of 32,768 tokens or more the powers of two
+            that fit a node and divide the inner axis, and half of a sequence. With more than 1,
+            candidates have the levels of a quick plan; all levels are tried with the degrees of the
+            fastest.
+        tensor_parallel: consecutive ranks that share the model's matrices; several numbers to try
+            all of them. "auto": 1 and the powers of two that fit a node, divide the ranks, and for
+            which a model of transformers has a plan (``tp_plan``). The others of the
+            ``world_size`` ranks are data-parallel. Levels are those of ``context_parallel``, and
+            candidates whose weights and optimizer state cannot fit are left out.
+            Numbers that leave more data-parallel ranks than the global batch has rows are left out.
+        parallelize: applies tensor parallelism to the model, see :func:`~.simulation.simulate`.
+        pipeline: ranks of a pipeline of stages; several numbers to try all of them. "auto": 1, and
+            the powers of two up to the number of nodes, or 16, for which the model has stages. With
+            more than 1, levels are those of ``context_parallel``; a step needs at least so many
+            microbatches. They are simulated from the
+            costs of their stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
+        schedules: of pipelines, those that split backwards included; see
+            :func:`~.simulation.pipeline.simulate_pipeline`.
+        stages: builds a stage, ``stages(index, num_stages)``. None:
+            :class:`~fsdp_engine.CausalLMStages` of the model. The batch is then a dict with
+            ``input_ids`` and ``labels``, or a tuple of the first stage's input and the targets.
+        stage_loss: of the last stage's output and the targets. None: the cross-entropy of logits.
+        checkpointing: values to try for what becomes of blocks' activations: they are kept
+            (False), recomputed in backward (True), partly kept ("selective", or a
+            :class:`~fsdp_engine.Checkpointing`), or on the host until then ("offload"). None:
+            False, "selective" and True; and "offload", unless ``offload`` is None, for candidates
+            whose activations do not fit and that would be the fastest if copies took no time.
+            "selective" is left out, with a warning, for a model that it does not work with.
+        microbatch_sizes: sizes to try. None: only that of the batch.
+        microbatches: forwards and backwards per step.
+        global_batch: tokens or samples of a step on all ranks. The largest microbatch that fits is
+            searched for each candidate, with the number of microbatches that gives this batch;
+            among ``microbatch_sizes``, if they are given. None: the batch and ``microbatches``.
+        sequences: lengths of sequences to try. None: only that of the batch.
+        quick: try the candidates that are the best most often, level 3 and HSDP first, until one
+            fits and a few seconds are over. :meth:`~.strategy_plan.StrategyPlan.full` tries the
+            others.
+        compile: blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
+            not do.
+        cache: keep the results of candidates on disk, in the user's cache folder, and take those
+            that are there; see [Note: What a cached row depends on] in ``plan_cache.py``.
+        progress: show a progress bar on stderr.
+        optimizer, loss: see :func:`~.simulation.simulate`.
+        formulas: do not run the model; use formulas, without activations and times. Whether
+            candidates fit is then unknown.
+        offload: of all candidates, without those whose levels do not allow it; None: all state is
+            on the device. "auto": if no candidate fits, those that might are tried again with
+            optimizer state on the host; and if none fits then, with main weights and gradients
+            there, too.
+
+    Raises:
+        TypeError, ValueError: an option is invalid.
+    """
+
+    world_size: int = option("ranks in all", name="world")
+    machine: Machine | str = option(
+        f"{', '.join(PRESETS)}, or a file written by calibrate",
+        "h100",
+        type=str,
+        needs=Needs.batch,
+    )
+    memory: float | None = option(
+        "memory limit of a rank in GiB; default: 0.9 of the machine's memory",
+        None,
+        parse=parsed_bytes,
+    )
+    meshes: Iterable[Sequence[int]] | None = None
+    context_parallel: int | Sequence[int] | str = option(
+        "ranks that share each sequence, by torch's context_parallel; several to try, such as "
+        "1,8; auto: all that fit a node, for sequences of 32,768 tokens or more",
+        1,
+        type=str,
+        shown="1",
+        parse=parsed_degrees,
+        needs=Needs.simulation,
+    )
+    tensor_parallel: int | Sequence[int] | str = option(
+        "ranks that share each matrix, by the plan that a model of transformers has; several to "
+        "try, such as 1,8; auto: all that fit a node",
+        1,
+        type=str,
+        shown="1",
+        parse=parsed_degrees,
+        needs=Needs.simulation,
+    )
+    parallelize: Parallelize | None = None
+    pipeline: int | Sequence[int] | str = option(
+        "ranks of a pipeline of stages; several to try, such as 1,4; auto: powers of two up to the "
+        "number of nodes",
+        1,
+        type=str,
+        shown="1",
+        parse=parsed_degrees,
+        needs=Needs.simulation,
+    )
+    schedules: str | Sequence[str] = option(
+        "of pipelines, by torch's names, such as 1F1B,ZBVZeroBubble",
+        "1F1B",
+        type=str,
+        parse=lambda text, _: text.split(","),
+        needs=Needs.simulation,
+    )
+    stages: Stages | None = None
+    stage_loss: Callable[[Any, Any], Tensor] | None = None
+    checkpointing: Iterable[Activations] | None = option(
+        "candidates with activation checkpointing of each block, or without; selective: but for "
+        "attention and every second product; offload: with their activations on the host; auto: "
+        "off, selective and on, and offload where it may be the fastest, but with --offload none",
+        None,
+        name="recompute",
+        type=Recompute,
+        shown=Recompute.auto,
+        parse=lambda value, _: _CHECKPOINTING[value],
+        needs=Needs.simulation,
+    )
+    microbatch_sizes: Sequence[int] | None = option(
+        "sizes to try, such as 1,2,4; --batch is called with each",
+        None,
+        type=str | None,
+        parse=parsed_sizes,
+        needs=Needs.simulation,
+    )
+    microbatches: int = option("microbatches per step", 1)
+    global_batch: float | None = option(
+        "tokens or samples of a step on all ranks, such as 4M (k: 2^10, M: 2^20); finds the "
+        "largest microbatch that fits, and the number of microbatches",
+        None,
+        type=str | None,
+        parse=parsed_count,
+        needs=Needs.simulation,
+    )
+    sequences: Sequence[int] | None = option(
+        "sequence lengths to try, such as 4096,8192",
+        None,
+        name="sequence",
+        type=str | None,
+        parse=parsed_sizes,
+        needs=Needs.simulation,
+    )
+    quick: bool = option(
+        "print the plan of the likeliest candidates first, then the full plan",
+        False,
+        needs=Needs.simulation,
+    )
+    compile: bool = option(
+        "blocks are compiled by torch.compile (block.compile() on each)",
+        False,
+        needs=Needs.simulation,
+    )
+    cache: bool = option(
+        "simulate rows that are in the cache folder, and keep none there",
+        False,
+        name="no_cache",
+        parse=lambda is_off, _: not is_off,
+        needs=Needs.simulation,
+    )
+    progress: bool = False
+    optimizer: MakeOptimizer | None = option(
+        "with --batch: module:function of the parameters; default: AdamW",
+        None,
+        type=str | None,
+        parse=import_function,
+        needs=Needs.simulation,
+    )
+    loss: Callable[[Any], Tensor] | None = option(
+        "with --batch: module:function of the model's output",
+        None,
+        type=str | None,
+        parse=import_function,
+        needs=Needs.simulation,
+    )
+    formulas: bool = option(
+        "with --batch: do not run the model; activations, times and whether it fits are unknown",
+        False,
+        needs=Needs.batch,
+    )
+    offload: Offload | str | None = option(
+        "optimizer state on the host or on a disk; everything: also main weights and gradients on "
+        "the host; auto: with --batch, the first of none, host and everything with which something "
+        "fits",
+        AUTO,
+        type=Where,
+        shown=Where.auto,
+    )
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("meshes", "checkpointing", "microbatch_sizes", "sequences"),
+            *("context_parallel", "tensor_parallel", "pipeline", "schedules"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, Iterator):  # the options are used again for other plans
+                object.__setattr__(self, name, list(value))
+        if not isinstance(self.machine, Machine):
+            object.__setattr__(self, "machine", Machine.named(self.machine))
+        check_count("world_size", self.world_size, "1 rank or more")
+        check_count("microbatches", self.microbatches, "at least 1")
+        if self.memory is not None:
+            check_positive("memory", self.memory, "a number of bytes, such as 80e9")
+        if self.offload is not None and self.offload != AUTO:
+            check_type("offload", self.offload, Offload, "an fe.Offload, 'auto' or None")
+        for name in ("loss", "optimizer", "parallelize", "stages", "stage_loss"):
+            if (function := getattr(self, name)) is not None:
+                check_callable(name, function, "a function, or None")
+        for each in self.activations:
+            check_checkpointing(each)
+        for each in self.sizes:
+            if each is not None:
+                check_count("microbatch_sizes", each, "sizes of 1 or more")
+        for each in self.lengths:
+            if each is not None:
+                check_count("sequences", each, "lengths of 1 or more")
+        self._check_global_batch()
+        if self.tensor_parallel == AUTO and self.parallelize is not None:
+            raise ValueError(
+                "tensor_parallel: expected numbers of ranks with parallelize, since 'auto' asks "
+                "the plan that a model of transformers has; found 'auto'"
+            )
+        for name in ("formulas", "progress", "quick", "cache", "compile"):
+            check_type(name, getattr(self, name), bool, "True or False")
+
+    def _check_global_batch(self) -> None:
+        if self.global_batch is None:
+            return
+        check_positive("global_batch", self.global_batch, "tokens or samples of a step")
+        if self.formulas:
+            raise ValueError(
+                "global_batch: expected a plan that runs the model, since formulas do not know the "
+                "memory of a microbatch; found formulas"
+            )
+        if self.microbatches != 1:
+            raise ValueError(
+                "microbatches: expected none with global_batch, from which their number follows; "
+                f"found {self.microbatches}"
+            )
+
+    @property
+    def where(self) -> Machine:
+        """The machine."""
+        assert isinstance(self.machine, Machine)
+        return self.machine
+
+    @property
+    def limit(self) -> float:
+        """Memory of a rank, in bytes."""
+        return USABLE * self.where.processor.memory_bytes if self.memory is None else self.memory
+
+    @property
+    def activations(self) -> list[Any]:
+        """Values of ``checkpointing`` to try."""
+        if self.checkpointing is None:
+            return [False, SELECTIVE, True]
+        kinds = "True, False, 'selective' ..., in a tuple"
+        return listed("checkpointing", self.checkpointing, kinds)
+
+    @property
+    def sizes(self) -> list[Any]:
+        """Microbatch sizes to try; None: that of the batch."""
+        if self.microbatch_sizes is None:
+            return [None]
+        return listed("microbatch_sizes", self.microbatch_sizes, "sizes, such as (1, 2)")
+
+    @property
+    def lengths(self) -> list[Any]:
+        """Lengths of sequences to try; None: that of the batch."""
+        if self.sequences is None:
+            return [None]
+        return listed("sequences", self.sequences, "lengths, such as (4096, 8192)")
+
+    @property
+    def schedule_names(self) -> list[Any]:
+        """Schedules of pipelines to try."""
+        if isinstance(self.schedules, str):
+            return [self.schedules]
+        return listed("schedules", self.schedules, "names, such as '1F1B' and 'Interleaved1F1B'")
+
+    @property
+    def tries_offloads(self) -> bool:
+        """Whether candidates may be tried with more on the host than ``offload`` says."""
+        has_host = self.where.host_runs_ahead and self.where.host_link is not None
+        return has_host and not self.quick
+
+    @property
+    def tries_offloaded_activations(self) -> bool:
+        """Whether candidates may be tried with activations on the host."""
+        return self.tries_offloads and self.checkpointing is None and self.offload is not None
+
+    @property
+    def more_offloads(self) -> tuple[Offload, ...]:
+        """Offloads that are tried where nothing fits."""
+        if self.offload != AUTO or not self.tries_offloads:
+            return ()
+        if self.where.host_memory_bandwidth is None:  # which the host needs to cast main weights
+            return tuple(each for each in _AUTO_OFFLOADS if each.main_weights != HOST)
+        return _AUTO_OFFLOADS

@@ -1,0 +1,122 @@
+"""What kernels read and write: bytes, elements that they do not stream through, and temporary
+memory.
+
+[Note: Irregular elements]
+On a GPU, kernels that read equal tensors element by element reach nearly the memory's bandwidth.
+Others take a time per element in addition: pointwise operations whose operands have different
+strides (rows that are broadcast, transposed heads) or dtypes, concatenations, norms, softmax,
+dropout, sums. ``benchmarks/gpu_kernels.py`` measured them on an H100 and an H200, where an element
+takes 1.0 to 2.2 ps more than the bytes take; some kernels take several such times: four where rows
+of one tensor are columns of another. Casts to a narrower dtype have a fast kernel. A factor that is
+a tensor of one element is broadcast.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+# Operations that read only the rows that they return.
+LOOKUPS = {"embedding", "index", "index_select", "gather"}
+# Operations that allocate or view memory without accessing it.
+_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
+_COPIES = {"copy_", "_to_copy", "clone"}
+_TRANSPOSED = 4
+# Times per element, by operation; see [Note: Irregular elements].
+_IRREGULAR: dict[str, float] = tomllib.loads(
+    Path(__file__).with_name("kernels.toml").read_text(encoding="utf-8")
+)["irregular"]
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of nested arguments or results."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.itemsize
+
+
+def accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """Bytes that an operation reads and writes; None if it only takes host time."""
+    name = func._overloadpacket.__name__
+    if func.is_view or name in _NOTHING:
+        return None
+    operands = [] if name in LOOKUPS else tensors_of((args, kwargs))
+    num_bytes = sum(num_bytes_of(each) for each in (*operands, *tensors_of(out)))
+    num_bytes += _written_bytes(func, args, kwargs)
+    return 2 * num_bytes if name in LOOKUPS else num_bytes
+
+
+def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that an operation writes into arguments that it does not return: those of fused and
+    ``foreach`` steps of optimizers. Without a gradient scaler they only read gradients."""
+    schema = func._schema
+    if schema.returns or not schema.is_mutable:
+        return 0
+    named = zip((each.name for each in schema.arguments), args, strict=False)
+    given = {**dict(named), **kwargs}
+    return sum(
+        num_bytes_of(tensor)
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write and each.name != "grads"
+        for tensor in tensors_of(given.get(each.name))
+    )
+
+
+def irregular_elements(func: Any, args: Any, out: Any) -> float:
+    """Elements that a kernel does not stream through, times their number of times; see
+    [Note: Irregular elements]."""
+    name = func._overloadpacket.__name__
+    if name in _IRREGULAR:
+        return _IRREGULAR[name] * max(each.numel() for each in tensors_of((args, out)))
+    if name not in _COPIES and torch.Tag.pointwise not in func.tags:
+        return 0
+    result = next(iter(tensors_of(out)), None)
+    if result is None:
+        return 0
+    operands = tensors_of(args)
+    if any(_is_transposed(each, result) for each in operands):
+        return _TRANSPOSED * result.numel()
+    if name in _COPIES and operands and operands[-1].itemsize > result.itemsize:
+        operands = operands[:-1] if operands[-1].stride() == result.stride() else operands
+    kinds = {(each.dtype, each.shape, each.stride()) for each in (*operands, result)}
+    return result.numel() if len(kinds) > 1 else 0
+
+
+def _is_transposed(one: Tensor, other: Tensor) -> bool:
+    """Whether the last dimension is contiguous in one of two tensors of a shape only."""
+    if one.shape != other.shape or not one.ndim or one.shape[-1] == 1:
+        return False
+    return one.stride(-1) != other.stride(-1) and 1 in (one.stride(-1), other.stride(-1))
+
+
+def scratch_bytes(func: Any, args: Any, out: Any) -> int:
+    """Temporary memory of a GPU's kernel. ``benchmarks/gpu_kernels.py`` measured it.
+
+    Attention's backward sums the gradients of queries in fp32. A sum over rows, as that of a bias'
+    gradients, has partial sums in fp32 of all its thread blocks: 1 MiB for each multiprocessor, or
+    less for few elements and more for many (``ATen/native/cuda/Reduce.cuh``).
+    """
+    name = func._overloadpacket.__name__
+    if name.startswith("_scaled_dot_product") and name.endswith("_backward"):
+        return int(args[1].numel() * torch.float32.itemsize)
+    if name != "sum" or not args[0].ndim or args[0].stride(-1) != 1:
+        return 0
+    (result,) = tensors_of(out)
+    if result.shape[-1:] != args[0].shape[-1:] or args[0].numel() < _FEWEST_ROWS * result.numel():
+        return 0
+    numel = args[0].numel()
+    return int(max(min(_MULTIPROCESSORS * 2**20, 8 * numel), numel // 2))
+
+
+# Most of any GPU of the presets: a B200 has 148, an H100 132.
+_MULTIPROCESSORS = 148
+_FEWEST_ROWS = 256

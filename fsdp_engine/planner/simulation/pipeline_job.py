@@ -1,0 +1,719 @@
+"""The stages of a simulated pipeline: the arguments of a job, and the ranks that run its stages."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_engine.comm.groups import members_of
+from fsdp_engine.engine import Engine
+from fsdp_engine.memory.allocator import empty
+from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.planner.simulation.alike import is_alike
+from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
+from fsdp_engine.planner.simulation.clock import Clock
+from fsdp_engine.planner.simulation.compiled import compile_blocks, compiled_modules
+from fsdp_engine.planner.simulation.context_parallel import ContextParallel, sequence_length
+from fsdp_engine.planner.simulation.device_kernels import device_kernels
+from fsdp_engine.planner.simulation.machine import Link
+from fsdp_engine.planner.simulation.packed_sequences import masks_of_rows
+from fsdp_engine.planner.simulation.simulate import (
+    Simulation,
+    build_fake_model,
+    build_meta_module,
+    checkpoint_bytes_of,
+    held_bytes,
+    make_adamw,
+    parallelize_model,
+    shard_optimizer_of,
+    simulation_of,
+    to_fake,
+)
+from fsdp_engine.planner.simulation.simulated_process import SimulatedProcess, simulated_process
+from fsdp_engine.planner.simulation.simulation_error import SimulationError, as_simulation_error
+from fsdp_engine.planner.simulation.stage_messages import Message
+from fsdp_engine.planner.simulation.step_options import StepOptions
+from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
+from fsdp_engine.sharding import shard
+
+CPU = torch.device("cpu")
+
+# The first step records the order of units, and ranks begin the second one as far apart as they end
+# the first. A third step is like the second: `test_a_third_step_is_like_the_second`.
+STEPS = 2
+
+# Kinds of actions.
+FORWARD, BACKWARD = "forward", "backward"
+BACKWARD_OF_INPUTS, BACKWARD_OF_WEIGHTS = "backward of inputs", "backward of weights"
+# torch's letters for them.
+LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_OF_INPUTS: "I", BACKWARD_OF_WEIGHTS: "W"}
+
+
+@dataclass(frozen=True)
+class Action:
+    """A forward or a backward of one microbatch.
+
+    Attributes:
+        kind: ``FORWARD``, ``BACKWARD``, or, of a split backward, ``BACKWARD_OF_INPUTS`` and
+            ``BACKWARD_OF_WEIGHTS``.
+        stage: its index.
+        microbatch: its number.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The steps of one rank.
+
+    Attributes:
+        tape: its clock.
+        result: returns the record of the last step, with the times of a replay of ``tape``, whose
+            start and seconds are given.
+        actions: of a step.
+        num_targets: elements of the rank's targets in a step.
+    """
+
+    tape: RecordingClock
+    result: Callable[[Replay, float, float], Simulation]
+    actions: tuple[Action, ...]
+    num_targets: int
+
+
+@dataclass(frozen=True)
+class PipelineJob:
+    """The arguments of :func:`~.simulation.pipeline.simulate_pipeline`, checked.
+
+    Attributes:
+        stages_of: indices of the stages of each rank.
+        sizes: of the data-parallel axes.
+        step: the other options.
+    """
+
+    stages: Stages
+    schedule: type[Any]
+    stages_of: tuple[tuple[int, ...], ...]
+    batch: Any
+    target: Any
+    loss: Callable[[Any, Any], Tensor]
+    sizes: tuple[int, ...]
+    step: StepOptions
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks of a pipeline."""
+        return len(self.stages_of)
+
+    @property
+    def has_one_stage_per_rank(self) -> bool:
+        """Whether it is a schedule of torch for one stage per rank."""
+        return issubclass(self.schedule, schedules.PipelineScheduleSingle)
+
+    @property
+    def num_stages(self) -> int:
+        """All stages."""
+        return sum(map(len, self.stages_of))
+
+    @property
+    def data_size(self) -> int:
+        """Data-parallel ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches at a time: one for each group of context-parallel ranks."""
+        return self.data_size // self.step.context_parallel
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.pipeline * self.data_size * self.step.tensor_parallel
+
+    def process(self, clock: Clock, rank: int = 0) -> AbstractContextManager[SimulatedProcess]:
+        """The process of a rank of the pipeline."""
+        return simulated_process(
+            clock,
+            self.sizes,
+            known=self.step.known,
+            context_parallel=self.step.context_parallel,
+            tensor_parallel=self.step.tensor_parallel,
+            pipeline=self.pipeline,
+            pipeline_rank=rank,
+        )
+
+    def context(self, process: SimulatedProcess) -> ContextParallel | None:
+        """The context-parallel ranks of a rank; None: sequences are not sharded."""
+        if self.step.context_parallel == 1:
+            return None
+        mesh = process.device_mesh._get_root_mesh()["cp"]
+        process.operations.context_ranks = members_of(mesh)
+        return ContextParallel(mesh, process.operations)
+
+    def module(self, index: int, mesh: DeviceMesh) -> nn.Module:
+        """Returns the fake module of a stage, with its tensor parallelism."""
+        module = build_fake_model(partial(self.stages, index, self.num_stages))
+        if self.step.tensor_parallel > 1:
+            model = with_tp_plan(module) if self.step.parallelize is None else module
+            parallelize_model(model, self.step.parallelize, mesh._get_root_mesh()["tp"])
+        return module
+
+    def action_kinds(self) -> tuple[str, ...]:
+        """Returns the kinds of the actions of the schedule, in the order of ``LETTERS``.
+
+        Raises:
+            ValueError: the schedule does not take the number of microbatches or of stages.
+        """
+        with self.process(Clock(self.step.machine)) as process:
+            group = process.device_mesh._get_root_mesh().get_group("pp")
+            stages = [
+                PipelineStage(nn.Identity(), index, self.num_stages, CPU, group=group)
+                for index in self.stages_of[0]
+            ]
+            schedule = self.make_schedule(stages)
+        if self.has_one_stage_per_rank:
+            return FORWARD, BACKWARD
+        letters = {
+            action.computation_type.value
+            for actions in schedule.pipeline_order.values()
+            for action in _single_actions(actions)
+        }
+        return tuple(kind for kind, letter in LETTERS.items() if letter in letters)
+
+    def make_schedule(
+        self,
+        stages: Sequence[PipelineStage],
+        loss: Callable[[Any, Any], Tensor] | None = None,
+    ) -> Any:
+        """Returns torch's schedule of a rank's stages.
+
+        Args:
+            stages: of the rank.
+            loss: None: :meth:`loss_of`.
+
+        Raises:
+            ValueError: it does not take the number of microbatches or of stages.
+        """
+        return make_schedule(
+            self.schedule, stages, self.pipeline, self.step.microbatches, loss or self.loss_of
+        )
+
+    def loss_of(self, output: Any, target: Any) -> Tensor:
+        """The loss of a microbatch.
+
+        Raises:
+            SimulationError: the user's function raised an exception.
+            ValueError: it returns no tensor of one element that requires grad.
+        """
+        with as_simulation_error("the loss"):
+            found = self.loss(output, target)
+        if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+            raise ValueError(
+                "loss: expected a function that returns a tensor of one element that requires "
+                f"grad; found {found!r}"
+            )
+        return found
+
+    def infer_arguments(self) -> tuple[list[tuple[Tensor, ...]], list[int]]:
+        """Returns the arguments of each stage, and the output of the last one, on the meta device,
+        as torch's stages infer them in their first step; and for each stage the first one that does
+        the same with the same arguments."""
+        alike, first = self._find_alike(), list[int]()
+        with self.process(Clock(self.step.machine)) as process, ExitStack() as stack:
+            context = self.context(process)
+            if self.step.machine.host_runs_ahead:
+                stack.enter_context(device_kernels())
+            inputs = self.made("batch", process.fake)
+            if context is not None:
+                context.check_batch(inputs)
+                stack.enter_context(context.shards(inputs))
+            found = [tuple(map(_on_meta, inputs))]
+            for index in range(self.num_stages):
+                # The first one receives nothing, and the last one has the loss.
+                ends = [(n == 0, n == self.num_stages - 1) for n in range(len(found))]
+                kinds = list(zip(alike, ends, map(_kinds, found), strict=False))
+                first.append(kinds.index(kinds[index]))
+                if first[index] < index:
+                    found.append(found[first[index] + 1])
+                    continue
+                outputs = self._outputs(index, to_fake(found[index], process.fake), process)
+                found.append(tuple(map(_on_meta, outputs)))
+        return found, first
+
+    def _find_alike(self) -> list[int]:
+        """For each stage the first one with the same modules, as far as stages can be built on the
+        meta device."""
+        first: list[int] = []
+        modules: list[nn.Module] = []
+        try:
+            for index in range(self.num_stages):
+                module = build_meta_module(partial(self.stages, index, self.num_stages))
+                modules.append(module)
+                first.append(next(n for n, each in enumerate(modules) if is_alike(each, module)))
+        except SimulationError:
+            return list(range(self.num_stages))
+        return first
+
+    def _outputs(
+        self, index: int, inputs: tuple[Tensor, ...], process: SimulatedProcess
+    ) -> tuple[Tensor, ...]:
+        """The outputs of a stage."""
+        module = self.module(index, process.device_mesh)
+        # Fake tensors have no values to compare between ranks.
+        engine = shard(module, process.device_mesh, **self.step.shard, initial_values="rank0")
+        with (
+            masks_of_rows(),
+            _compiling_nothing(),  # the process' hooks would be traced
+            as_simulation_error(f"forward of stage {index}"),
+        ):
+            output = engine.model(*inputs)
+        outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+        is_last = index == self.num_stages - 1
+        if not (is_last or all(map(_is_plain, outputs))):
+            raise TypeError(
+                f"stages: expected a stage {index} that returns a tensor or a tuple of "
+                f"tensors, no DTensors; found {output!r}"
+            )
+        # Those of the last stage may be DTensors, such as logits for ``loss_parallel``.
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in outputs]
+        return tuple(_detached(each) for each in local if isinstance(each, Tensor))
+
+    def made(self, name: str, fake: Any) -> tuple[Tensor, ...]:
+        """The fake tensors of "batch" or "target", of one microbatch.
+
+        Raises:
+            SimulationError: the user's function raised an exception.
+            TypeError: there are other values than tensors.
+        """
+        given = getattr(self, name)
+        with as_simulation_error(f"making the {name}"):
+            found = to_fake(given() if callable(given) else given, fake)
+        found = found if isinstance(found, tuple) else (found,)
+        if not all(isinstance(each, Tensor) for each in found) or (
+            name == "target" and len(found) != 1
+        ):
+            expected = "a tensor" if name == "target" else "a tensor or a tuple of tensors"
+            raise TypeError(f"{name}: expected {expected}; found {given!r}")
+        return found
+
+    def of_step(self, name: str, fake: Any) -> tuple[Tensor, ...]:
+        """The fake tensors of "batch" or "target", of all microbatches."""
+        return tuple(torch.cat([each] * self.step.microbatches) for each in self.made(name, fake))
+
+    def link(self, first: int, second: int) -> Link:
+        """The link between two ranks of the pipeline: that between nodes if it is for any of the
+        ranks of their stages."""
+        machine, size = self.step.machine, self.data_size * self.step.tensor_parallel
+        nodes = [
+            {(rank * size + each) // machine.ranks_per_node for rank in (first, second)}
+            for each in range(size)
+        ]
+        is_far = any(len(each) > 1 for each in nodes)
+        return machine.between_nodes if is_far else machine.within_node
+
+    @contextmanager
+    def rank(
+        self,
+        rank: int,
+        arguments: Sequence[tuple[Tensor, ...]],
+        clock: RecordingClock,
+        keep: Callable[[Tensor], object] | None = None,
+    ) -> Iterator[PipelineRank]:
+        """A rank of the pipeline, with its sharded stages.
+
+        Args:
+            rank: its number.
+            arguments: see :meth:`infer_arguments`.
+            clock: of the rank, at which messages of other ranks arrive at once.
+            keep: see :func:`messages_recorded`.
+        """
+        indices = self.stages_of[rank]
+        with self.process(clock, rank) as process, ExitStack() as stack:
+            mesh, memory, names = process.device_mesh, process.memory, process.names
+            modules = [self.module(index, mesh) for index in indices]
+            of_rank = nn.ModuleDict(
+                {f"stage {i}": each for i, each in zip(indices, modules, strict=True)}
+            )
+            names.set_model(of_rank)
+            if self.step.compile:
+                for module in modules:
+                    compile_blocks(module, self.step.shard.get("units"))
+            on_device = self.step.machine.host_runs_ahead
+            stack.enter_context(compiled_modules(of_rank, names, on_device=on_device))
+            if self.step.machine.host_runs_ahead:
+                stack.enter_context(device_kernels())
+            stack.enter_context(masks_of_rows())
+            engines = [
+                shard(module, mesh, **self.step.shard, initial_values="rank0") for module in modules
+            ]
+            process.operations.data_ranks = frozenset(members_of(mesh))
+            memory.watch(lambda: sums([held_bytes(engine) for engine in engines]))
+            with as_simulation_error("making the optimizer"):
+                optimizer = (self.step.optimizer or make_adamw)(of_rank.parameters())
+            shard_optimizer_of(optimizer)
+            memory.settle("optimizer")
+            inputs = self.of_step("batch", process.fake) if 0 in indices else ()
+            last = self.num_stages - 1
+            targets = self.of_step("target", process.fake) if last in indices else ()
+            memory.made([*inputs, *targets])
+            context = self.context(process)
+            sequences = (*inputs, *targets)
+            if context is not None and not sequences:
+                # torch's context manager takes the length of sequences from a tensor.
+                length = sequence_length(self.made("batch", process.fake))
+                sequences = (empty((1, length or 0), torch.uint8, CPU),)
+            group = mesh._get_root_mesh().get_group("pp")
+            stages = []
+            for module, index in zip(modules, indices, strict=True):
+                made = SimulatedStage(
+                    module,
+                    index,
+                    self.num_stages,
+                    CPU,
+                    input_args=arguments[index],
+                    output_args=arguments[index + 1],
+                    group=group,
+                )
+                made.clock = clock
+                stages.append(made)
+            stack.enter_context(messages_recorded(clock, rank, keep))
+            yield PipelineRank(
+                self,
+                rank,
+                clock,
+                process,
+                of_rank,
+                engines,
+                optimizer,
+                stages,
+                inputs,
+                targets,
+                context,
+                sequences,
+            )
+
+    def record(self, rank: int, arguments: Sequence[tuple[Tensor, ...]]) -> Recorded:
+        """Simulate the steps of a rank of the pipeline alone."""
+        clock = RecordingClock(self.step.machine, self.world_size)
+        actions: list[Action] = []
+        with self.rank(rank, arguments, clock) as found:
+            memory = found.process.memory
+            memory.now = clock.sample_number
+            schedule = self.make_schedule(found.stages)
+            for stage in found.stages:
+                stage.begins = actions.append
+            for _ in range(STEPS + found.overlaps_forward):
+                clock.finish()
+                found.process.restart()
+                actions.clear()
+                found.step(schedule)
+            clock.finish()
+
+        def result(replay: Replay, start: float, seconds: float) -> Simulation:
+            replay.clock.model_flops = clock.model_flops
+            replay.clock.seconds_at_peak = clock.seconds_at_peak
+            memory.series = [(replay.samples[int(number)], n) for number, n in memory.series]
+            return found.result(replay.clock, start, seconds)
+
+        return Recorded(clock, result, tuple(actions), found.num_targets)
+
+
+@dataclass(frozen=True)
+class PipelineRank:
+    """A rank of a simulated pipeline.
+
+    Attributes:
+        job: the job.
+        number: of the rank.
+        clock: of the rank.
+        process: of the rank.
+        modules: of its stages, by name.
+        engines: of these.
+        optimizer: of all of them.
+        stages: the same modules, for a schedule.
+        inputs: of a step, if the rank has the first stage.
+        targets: of a step, if it has the last stage.
+        context: its context-parallel ranks; None: sequences are not sharded.
+        sequences: inputs and targets, or if it has none a tensor of their length.
+    """
+
+    job: PipelineJob
+    number: int
+    clock: RecordingClock
+    process: SimulatedProcess
+    modules: nn.ModuleDict
+    engines: list[Engine]
+    optimizer: Optimizer
+    stages: list[SimulatedStage]
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    context: ContextParallel | None
+    sequences: tuple[Tensor, ...]
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether the optimizer steps beside the next forward."""
+        return any(engine.offload.overlap_forward for engine in self.engines)
+
+    @property
+    def num_targets(self) -> int:
+        """Elements of the targets of a step."""
+        return sum(each.numel() for each in self.targets)
+
+    def step(self, schedule: Any) -> None:
+        """Run a step of torch's ``schedule``."""
+        self.run(schedule)
+        self.process.step(self.optimizer)
+
+    def run(self, schedule: Any) -> None:
+        """Run the forwards and backwards of a step."""
+        target, context = next(iter(self.targets), None), self.context
+        shards: AbstractContextManager[None] = nullcontext()
+        if context is not None:  # stages without attention may be beside others
+            shards = context.shards(self.sequences, needs_attention=False)
+        with shards:
+            schedule.step(*self.inputs, target=target, return_outputs=False)
+
+    def result(self, clock: Clock, start: float, seconds: float) -> Simulation:
+        """The record of the last step, on this clock; see :func:`~.simulate.simulation_of`."""
+        title = f"pipeline rank {self.number}, {self.engines[0].strategy}"
+        num_bytes = checkpoint_bytes_of(self.modules, self.optimizer)
+        memory = self.process.memory
+        return simulation_of(title, clock, memory, self.engines, start, seconds, num_bytes)
+
+
+def make_schedule(
+    schedule: type[Any],
+    stages: Sequence[PipelineStage],
+    pipeline: int,
+    microbatches: int,
+    loss: Callable[[Any, Any], Tensor],
+) -> Any:
+    """Returns torch's schedule of a rank's stages.
+
+    Args:
+        schedule, pipeline, microbatches, loss: see
+            :func:`~.simulation.pipeline.simulate_pipeline`.
+        stages: of the rank.
+
+    Raises:
+        ValueError: it does not take the number of microbatches or of stages.
+    """
+    is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
+    try:
+        return schedule(stages[0] if is_single else list(stages), microbatches, loss_fn=loss)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(
+            f"microbatches: expected a number that {schedule.__name__} takes with "
+            f"{stages[0].num_stages} stages on {pipeline} ranks; found {microbatches}: {error}"
+        ) from error
+
+
+def _single_actions(actions: Iterable[Any]) -> Iterator[Any]:
+    """torch's actions without idle ones, and the parts of those that overlap."""
+    for action in actions:
+        if action is not None and action.sub_actions:
+            yield from _single_actions(action.sub_actions)
+        elif action is not None:
+            yield action
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _compiling_nothing() -> AbstractContextManager[object]:
+    """Context in which compiled modules run eagerly."""
+    is_loaded = "torch._dynamo" in sys.modules  # as it is where a module was compiled
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
+    return [(each.shape, each.dtype, each.requires_grad) for each in tensors]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    found = torch.empty_strided(
+        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta"
+    )
+    return found.requires_grad_(tensor.requires_grad)
+
+
+def sums(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums by name; what lacks a name has 0."""
+    found: dict[str, Any] = {}
+    for each in counts:
+        for name, count in each.items():
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def cross_entropy(logits: Any, target: Any) -> Tensor:
+    """The loss of a language model: of logits ``[..., vocab]`` and targets ``[...]``."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
+
+
+class SimulatedStage(PipelineStage):
+    """A stage that sets the phase of the clock, and whose messages have labels.
+
+    Attributes:
+        clock: of the rank.
+        begins: called with each forward and backward when it begins.
+    """
+
+    clock: RecordingClock
+    begins: Callable[[Action], object] = staticmethod(lambda action: None)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See torch's stage.
+
+        Raises:
+            SimulationError: the forward raised an exception.
+        """
+        self.begin(FORWARD, "forward", fwd_chunk_id)
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:  # torch's, from the error of the forward
+            if isinstance(error.__cause__, SimulationError):
+                raise error.__cause__ from error.__cause__.__cause__
+            raise
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's stage."""
+        with as_simulation_error(f"forward of stage {self.stage_index}"):
+            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """See torch's stage."""
+        is_full = kwargs.get("full_backward", True)
+        self.begin(BACKWARD if is_full else BACKWARD_OF_INPUTS, "backward", bwd_chunk_id)
+        with as_simulation_error(f"backward of stage {self.stage_index}"):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """See torch's stage."""
+        self.begin(BACKWARD_OF_WEIGHTS, "backward", bwd_chunk_id)
+        with as_simulation_error(f"backward of stage {self.stage_index}"):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """See torch's stage."""
+        label = _label("activations", self.stage_index - 1, fwd_chunk_id)
+        return _labelled(super().get_fwd_recv_ops(fwd_chunk_id), label)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """See torch's stage."""
+        label = _label("activations", self.stage_index, fwd_chunk_id)
+        return _labelled(super().get_fwd_send_ops(fwd_chunk_id), label)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """See torch's stage."""
+        label = _label("gradients", self.stage_index, bwd_chunk_id)
+        return _labelled(super().get_bwd_recv_ops(bwd_chunk_id), label)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """See torch's stage."""
+        label = _label("gradients", self.stage_index - 1, bwd_chunk_id)
+        return _labelled(super().get_bwd_send_ops(bwd_chunk_id), label)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []  # torch 2.11 opens connections by messages without contents
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
+        # All stages know the shapes of their arguments.
+        return SimpleNamespace(item=lambda: 1)
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+        return SimpleNamespace(item=lambda: 1)
+
+    def begin(self, kind: str, phase: str, microbatch: int) -> None:
+        """Begin a forward or backward."""
+        self.clock.phase = phase
+        self.begins(Action(kind, self.stage_index, microbatch))
+
+
+def _label(what: str, stage: int, microbatch: int) -> str:
+    return f"{what} of stage {stage}, microbatch {microbatch}"
+
+
+def _labelled(operations: list[Any], label: str) -> list[Any]:
+    for each in operations:
+        each.label = label
+    return operations
+
+
+class _Work:
+    """A message in flight, in place of torch's ``Work``, which keeps the tensor: that of NCCL until
+    compute waits for it, that of gloo as long as it exists."""
+
+    def __init__(self, clock: RecordingClock, number: int, tensor: Tensor | None) -> None:
+        self._clock, self._number, self._tensor = clock, number, tensor
+
+    def wait(self) -> bool:
+        """Make compute wait for it."""
+        if self._clock.machine.host_runs_ahead:
+            self._tensor = None
+        self._clock.wait_for_message(self._number)
+        return True
+
+
+@contextmanager
+def messages_recorded(
+    clock: RecordingClock, rank: int, keep: Callable[[Tensor], object] | None = None
+) -> Iterator[None]:
+    """Within it, messages of torch's schedules are recorded by the clock of a pipeline's rank.
+
+    Args:
+        clock: of the rank.
+        rank: its number.
+        keep: called with each sent tensor, which messages do not keep then. None: they keep it.
+    """
+
+    def post(operations: Sequence[Any], desc: str | None = None) -> list[_Work]:
+        del desc
+        messages = [
+            Message(
+                rank,
+                each.group_peer,
+                each.op.__name__ == "isend",
+                each.label,
+                each.tensor.numel() * each.tensor.itemsize,
+            )
+            for each in operations
+        ]
+        numbers = clock.post(messages)
+        works = []
+        for number, message, each in zip(numbers, messages, operations, strict=True):
+            is_given = keep is not None and message.is_send
+            works.append(_Work(clock, number, None if is_given else each.tensor))
+            if keep is not None and message.is_send:
+                keep(each.tensor)
+        return works
+
+    replaced: Any = schedules
+    original = replaced._batch_p2p
+    replaced._batch_p2p = post
+    try:
+        yield
+    finally:
+        replaced._batch_p2p = original

@@ -1,0 +1,153 @@
+"""The ranks of a simulation, and its backend.
+
+Tensors are on the CPU, and torch's backend is "fake". A host that computes itself, with gloo, and a
+device with collectives of its own differ in the idle memory that an engine keeps, and in the
+scratch memory of a reduction.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_engine.backend import Backend, using
+from fsdp_engine.comm.mesh import joint_mesh
+
+if TYPE_CHECKING:
+    from fsdp_engine.comm.lanes import ComputeLane, Lanes
+    from fsdp_engine.planner.simulation.clock import Clock, SimulatedLane
+
+
+class SimulatedBackend(Backend):
+    """The backend of a simulation.
+
+    Args:
+        on_host, clock, moved: see :func:`simulated_ranks`.
+    """
+
+    has_values = False
+
+    def __init__(
+        self,
+        on_host: bool,
+        clock: Clock | None = None,
+        moved: Callable[[Tensor, str], None] | None = None,
+    ) -> None:
+        self._on_host = on_host
+        self._clock = clock
+        self._moved = moved
+
+    def runs_ahead(self, device: torch.device) -> bool:
+        """See :meth:`Backend.runs_ahead`."""
+        return not self._on_host
+
+    def is_gloo(self, name: str) -> bool:
+        """See :meth:`Backend.is_gloo`."""
+        return self._on_host
+
+    def lanes(self, device: torch.device) -> Lanes | None:
+        """See :meth:`Backend.lanes`."""
+        return None if self._clock is None else self._clock.make_lanes(device)
+
+    def copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane] | None:
+        """See :meth:`Backend.copy_lanes`."""
+        return None if self._clock is None else self._clock.make_copy_lanes(names)
+
+    def step_lane(self, device: torch.device) -> ComputeLane | None:
+        """See :meth:`Backend.step_lane`."""
+        return None if self._clock is None else self._clock.make_step_lane(device)
+
+    def booked_elsewhere(self, tensor: Tensor, place: str) -> None:
+        """See :meth:`Backend.booked_elsewhere`."""
+        if self._moved is not None:
+            self._moved(tensor, place)
+
+
+@contextmanager
+def simulated_ranks(
+    sizes: Sequence[int],
+    *,
+    on_host: bool = False,
+    clock: Clock | None = None,
+    moved: Callable[[Tensor, str], None] | None = None,
+    context_parallel: int = 1,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+    pipeline_rank: int = 0,
+) -> Iterator[DeviceMesh]:
+    """Within it, this process is a rank of a mesh of ``sizes`` whose other ranks do not exist:
+    what it sends goes nowhere, what it receives is whatever was there.
+
+    Args:
+        sizes: of each data-parallel axis.
+        on_host: messages go as they do over gloo, between CPUs, and not as between devices.
+        clock: makes the lanes of engines. None: they have those of CPUs.
+        moved: called with memory that is booked on the host or on a disk.
+        context_parallel, tensor_parallel, pipeline: see :func:`data_mesh_beside`.
+        pipeline_rank: this process' coordinate on "pp"; its others are 0.
+
+    Raises:
+        RuntimeError: torch.distributed is initialised already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "simulate: expected a process without process groups; found torch.distributed "
+            "initialised. Simulate before init_process_group, or in a process of its own"
+        )
+    # Registers the backend "fake", too.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    num_ranks = math.prod(sizes) * tensor_parallel
+    hook = sys.excepthook  # torch prefixes the rank to the lines of errors, and leaves it so
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=pipeline_rank * num_ranks, world_size=pipeline * num_ranks
+    )
+    try:
+        with using(SimulatedBackend(on_host, clock, moved)):
+            yield data_mesh_beside("cpu", sizes, context_parallel, tensor_parallel, pipeline)
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def data_mesh_beside(
+    device_type: str,
+    sizes: Sequence[int],
+    context_parallel: int = 1,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+) -> DeviceMesh:
+    """The axes that parameters are sharded over, of a root mesh of all ranks.
+
+    Args:
+        device_type: of the mesh.
+        sizes: of these axes, (inner,) or (outer, inner).
+        context_parallel: consecutive ranks of the inner axis that share sequences: the dimension
+            "cp" of the root mesh, if it is more than 1.
+        tensor_parallel: consecutive ranks at each place of these axes: the innermost dimension,
+            "tp", of the root mesh, if it is more than 1.
+        pipeline: such meshes side by side: the outermost dimension, "pp", of the root mesh, if it
+            is more than 1.
+    """
+    names = ["outer", "inner"][-len(sizes) :]
+    shape = {"pp": pipeline, **dict(zip(names, sizes, strict=True))}
+    if context_parallel > 1:
+        shape = {**shape, "dp": shape["inner"] // context_parallel, "cp": context_parallel}
+        del shape["inner"]
+    shape["tp"] = tensor_parallel
+    for name in ("pp", "tp"):
+        if shape[name] == 1:
+            del shape[name]
+    root = init_device_mesh(device_type, (*shape.values(),), mesh_dim_names=(*shape,))
+    if context_parallel > 1:
+        inner = root["dp", "cp"]._flatten("inner")
+        return inner if len(sizes) == 1 else joint_mesh(root["outer"], inner)
+    return root if list(shape) == names else root[(*names,)]

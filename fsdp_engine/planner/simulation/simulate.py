@@ -1,0 +1,869 @@
+"""``simulate``: runs the engine on a simulated machine.
+
+The model is built (``build_fake_model``), sharded and trained for two steps in this process, with
+fake tensors (``FakeTensorMode``: shapes and dtypes without memory) over simulated ranks. Lanes
+advance a clock instead of running work, and the machine's figures determine the time of every
+operation. Since the engine itself runs, the simulation follows its implementation. The result has
+times, exposed communication, memory, and a timeline.
+
+A simulation does not need initial values. Functions of ``torch.nn.init`` that read the values that
+they have drawn get False or 0, so that they do not draw again. Models also read numbers from
+generated ranges (``[x.item() for x in torch.linspace(0, rate, depth)]``); the values of such
+ranges are computed and kept in addition to the fake tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fsdp_engine.comm.groups import members_of
+from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
+from fsdp_engine.config import StagingBudget
+from fsdp_engine.engine import Engine
+from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
+from fsdp_engine.optim import shard_optimizer
+from fsdp_engine.planner.simulation.clock import Clock, Exposed, Mark, Span, StepPart
+from fsdp_engine.planner.simulation.compiled import (
+    compile_blocks,
+    compiled_modules,
+)
+from fsdp_engine.planner.simulation.context_parallel import ContextParallel
+from fsdp_engine.planner.simulation.device_kernels import device_kernels
+from fsdp_engine.planner.simulation.machine import Machine
+from fsdp_engine.planner.simulation.memory_tracker import KINDS, MemoryTracker
+from fsdp_engine.planner.simulation.meshes import data_mesh_beside
+from fsdp_engine.planner.simulation.module_names import parents_of
+from fsdp_engine.planner.simulation.packed_sequences import masks_of_rows
+from fsdp_engine.planner.simulation.simulated_process import SimulatedProcess, simulated_process
+from fsdp_engine.planner.simulation.simulation_error import (
+    NEEDS_VALUES,
+    as_simulation_error,
+    check_callable,
+    check_count,
+)
+from fsdp_engine.planner.simulation.step_options import Parallelize, StepOptions
+from fsdp_engine.planner.simulation.time_accuracy import accuracy_of, family_of
+from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
+from fsdp_engine.sharding import shard
+
+_aten = torch.ops.aten
+_ROWS = (_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step)
+_READ = _aten._local_scalar_dense.default
+_CPU = torch.device("cpu")
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def build_fake_model(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model, with its tensors on the meta device replaced by fake tensors on the CPU.
+
+    Raises:
+        SimulationError: ``build`` raised an exception.
+        TypeError: ``build`` does not return a module.
+        ValueError: no parameter of the model requires grad.
+    """
+    model = build_module(build)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "build: expected a model with parameters that require grad; found none among "
+            f"{sum(1 for _ in model.parameters())} of {type(model).__name__}"
+        )
+    replaced: dict[int, Tensor] = {}
+    for module in model.modules():
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in both:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    tensors[name] = replaced.setdefault(id(tensor), _to_fake_cpu(tensor))
+    return model
+
+
+def build_module(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model under the caller's fake mode and default device.
+
+    Raises:
+        SimulationError: ``build`` raised an exception.
+        TypeError: ``build`` does not return a module.
+    """
+    with as_simulation_error("building the model"):
+        model = _built_outside_of_modes(build)
+        if model is None:
+            with _DeepCopies(), _FirstValues():
+                model = build()
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "build: expected a function that returns a torch.nn.Module; found "
+            f"{type(model).__name__}"
+        )
+    return model
+
+
+def build_meta_module(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model on the meta device.
+
+    Raises:
+        SimulationError: ``build`` raised an exception.
+        TypeError: ``build`` does not return a module.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
+        return build_module(build)
+
+
+def to_fake(batch: Any, fake: FakeTensorMode) -> Any:
+    """The batch with fake tensors on the CPU instead of tensors on any device."""
+
+    def converted(tensor: Tensor) -> Tensor:
+        if tensor.is_meta or tensor.device.type != "cpu":
+            twin = empty_like(tensor.detach(), _CPU)
+            return twin.requires_grad_(tensor.requires_grad)
+        return tensor if _is_fake(tensor) else fake.from_tensor(tensor)
+
+    return tree_map_only(Tensor, converted, batch)
+
+
+def _built_outside_of_modes(build: Callable[[], nn.Module]) -> Any:
+    """Build a model on the meta device without the modes of the simulation, which take most of the
+    time.
+
+    Returns:
+        The model; None if ``build`` uses other tensors than plain ones on the meta device, reads
+        values, raises an exception, or makes tensors that the model keeps elsewhere than in
+        parameters and buffers: the simulation counts their memory.
+    """
+    try:
+        with _disable_current_modes(), _OnlyMeta() as mode:
+            model = build()
+    except Exception:
+        return None
+    if mode.has_refused or not isinstance(model, nn.Module):
+        return None
+    kept = {key for each in _tensors_of(model) for key in storage_keys(each)}
+    return model if kept.issuperset(mode.storages) else None
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+class _OnlyMeta(TorchDispatchMode):
+    """Mode that refuses operations on other tensors than plain ones on the meta device, and those
+    that read values.
+
+    Attributes:
+        has_refused: it has refused one, whose exception ``build`` may have caught.
+        storages: those of results by their address, until they are freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_refused = False
+        self.storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, or raise a RuntimeError."""
+        kwargs = kwargs or {}
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
+        device = kwargs.get("device", None if tensors else _CPU)
+        is_elsewhere = device is not None and torch.device(device).type != "meta"
+        is_plain = all(each.is_meta and type(each) in _PLAIN for each in tensors)
+        if func is _READ or is_elsewhere or not is_plain:
+            self.has_refused = True
+            raise RuntimeError(f"{func}: expected plain tensors on the meta device")
+        out = func(*args, **kwargs)
+        for each in _tensors_in((out,)):
+            storage = each.untyped_storage()
+            self.storages[storage._cdata] = storage
+        return out
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors of an operation's arguments or results; faster than by ``tree_leaves``."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors_in(each)
+
+
+class _DeepCopies(TorchFunctionMode):
+    """Mode in which ``copy.deepcopy`` works for fake tensors, for ``nn.TransformerEncoder``, which
+    copies its layer. torch's implementation (2.11, 2.13) reads the address of the data, which fake
+    tensors do not have, and copies their mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Copy fake leaves; call any other function."""
+        is_copy = func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor)
+        if is_copy and args[0].is_leaf:
+            return _deepcopied(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _deepcopied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) in memo:
+        copied: Tensor = memo[id(tensor)]
+        return copied
+    twin = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin)
+    twin.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = twin
+    if tensor.grad is not None:
+        twin.grad = copy.deepcopy(tensor.grad, memo)
+    twin.__dict__.update(copy.deepcopy(_user_attributes(tensor, twin), memo))
+    return twin
+
+
+class _FirstValues(TorchDispatchMode):
+    """Mode for building a model; see the module docstring."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rows: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Return values of ranges and of initializers; run any other operation."""
+        kwargs = kwargs or {}
+        if func is _READ:
+            row = self._rows.get(args[0].untyped_storage()._cdata)
+            if row is not None:
+                with _disable_current_modes():
+                    return row[args[0].storage_offset()].item()
+            if _is_in_init():
+                return False if args[0].dtype == torch.bool else 0
+        out = func(*args, **kwargs)
+        if func in _ROWS:
+            with _disable_current_modes():
+                row = func(*args, **{**kwargs, "device": _CPU})
+            storage = out.untyped_storage()
+            self._rows[storage._cdata] = row
+            weakref.finalize(storage, self._rows.pop, storage._cdata, None).atexit = False
+        elif func._schema.is_mutable:
+            for each in args[:1]:  # the first argument is the one that is modified
+                if isinstance(each, Tensor):
+                    self._rows.pop(each.untyped_storage()._cdata, None)
+        return out
+
+
+def _is_in_init() -> bool:
+    """Whether a function of ``torch.nn.init`` is on the call stack."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.init":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _to_fake_cpu(tensor: Tensor) -> Tensor:
+    twin: Tensor
+    source = tensor if type(tensor) in _PLAIN else tensor.detach()
+    if type(source) in _PLAIN and source.layout is torch.strided:  # without a fake one on meta
+        twin = empty_strided_like(source, _CPU)
+    elif isinstance(source, DTensor):
+        local = empty_like(source._local_tensor, _CPU)
+        twin = DTensor(local, source._spec, requires_grad=False)
+    else:
+        twin = empty_like(source, _CPU)
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    twin.__dict__.update(_user_attributes(tensor, twin))
+    return twin
+
+
+def _user_attributes(tensor: Tensor, twin: Tensor) -> dict[str, Any]:
+    """The user's attributes of ``tensor``, without those of fake tensors (such as the device in
+    torch 2.11)."""
+    marks = {key: mark for key, mark in vars(tensor).items() if key not in vars(twin)}
+    return {key: mark for key, mark in marks.items() if key[0] != "_"}
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return hasattr(tensor, "fake_mode")
+
+
+_WAITS = "compute waits for"
+# The row of modules in the timeline.
+MODULES = "modules"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The last simulated training step. Times are in seconds since its start, memory in bytes.
+
+    Attributes:
+        title: strategy and ranks.
+        machine: the simulated machine.
+        seconds: from the end of the previous step to the end of this one.
+        spans: operations of each lane.
+        exposed: waits of compute for communication, and for copies of offloaded state and
+            activations.
+        memory: by kind, at the peak.
+        sent_bytes: bytes that a rank sends, by axis ("inner", "outer",
+            "context", "tensor").
+        budget: elements in the engine's prefetch window.
+        staging_budget: the engine's limit on gradients in flight.
+        elsewhere: bytes of offloaded state and activations by place ("host", "disk"), beside
+            ``memory``.
+        copied_bytes: bytes of them that a rank copies, by lane.
+        memory_series: memory over time: seconds, and bytes by kind in the order of ``KINDS``. The
+            time is that at which compute runs the operations that are issued then.
+        memory_by_place: the largest memory by kind, in the order of ``KINDS``, at each place: a
+            phase, and the name of the last module that ran.
+        model_flops: floating-point operations of the model on one rank, without recomputation.
+        seconds_at_peak: the time that they take at the machine's peak.
+        checkpoint_bytes: of parameters and optimizer state in full.
+        further: what each further microbatch would add to a step of three or more; None: the step
+            has fewer. See [Note: Steps of many microbatches] in ``planner/batch_search.py``.
+    """
+
+    title: str
+    machine: Machine
+    seconds: float
+    spans: tuple[Span, ...]
+    exposed: tuple[Exposed, ...]
+    memory: dict[str, int]
+    sent_bytes: dict[str, float]
+    budget: int
+    staging_budget: StagingBudget
+    elsewhere: dict[str, int] = field(default_factory=dict)
+    copied_bytes: dict[str, float] = field(default_factory=dict)
+    memory_series: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    memory_by_place: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    model_flops: float = 0.0
+    seconds_at_peak: float = 0.0
+    checkpoint_bytes: int = 0
+    further: StepPart | None = None
+
+    @property
+    def mfu(self) -> float:
+        """Model flops utilization: ``seconds_at_peak`` over ``seconds``; see
+        [Note: Model flops] in ``operations.py``."""
+        return self.seconds_at_peak / self.seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Busy time of the compute lane."""
+        return _busy(self.spans, COMPUTE)
+
+    @property
+    def message_seconds(self) -> dict[str, float]:
+        """Busy time of each of the other lanes."""
+        names = sorted({span.lane for span in self.spans} - {COMPUTE})
+        return {name: _busy(self.spans, name) for name in names}
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Total time in which compute waited for communication and copies."""
+        return sum(each.seconds for each in self.exposed)
+
+    @property
+    def exposed_by_lane(self) -> dict[str, float]:
+        """The same by lane."""
+        return _by_lane(self.exposed)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory in bytes."""
+        return sum(self.memory.values())
+
+    def trace(self) -> dict[str, Any]:
+        """The timeline in Chrome's trace event format: a row for each lane, one for the modules
+        whose operations compute runs, one for waits, and a counter of bytes by kind."""
+        rows = [MODULES, COMPUTE, _WAITS, *self.message_seconds]
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
+        ]
+        for row, name in enumerate(rows):
+            place: dict[str, Any] = {"ph": "M", "pid": 0, "tid": row}
+            events.append({**place, "name": "thread_name", "args": {"name": name}})
+            events.append({**place, "name": "thread_sort_index", "args": {"sort_index": row}})
+        for span in self.module_spans():
+            event = self._event(rows.index(MODULES), span.module, span.start, span.end)
+            events.append({**event, "args": {"phase": span.phase}})
+        for span in self.spans:
+            event = self._event(rows.index(span.lane), span.label, span.start, span.end)
+            module = {"module": span.module} if span.module else {}
+            events.append({**event, "args": {"phase": span.phase, **module}})
+        for each in self.exposed:
+            name = name_of_wait(each.lane, each.unit)
+            event = self._event(rows.index(_WAITS), name, each.start, each.start + each.seconds)
+            events.append({**event, "args": {"phase": each.phase}})
+        for time, sizes in self.memory_series:
+            named = dict(zip(KINDS, sizes, strict=True))
+            counter = {"ph": "C", "pid": 0, "name": "memory (bytes)", "ts": time * 1e6}
+            events.append({**counter, "args": named})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def module_spans(self) -> list[Span]:
+        """The time intervals of modules on the compute lane: from the first of successive
+        operations of a module and the modules in it to the last. Those of outer modules are before
+        those of inner ones. The lane of each is "modules"."""
+        found: list[Span] = []
+        running: list[int] = []  # numbers of the last spans, the outermost module first
+        for span in self.spans:
+            if span.lane != COMPUTE or not span.module:  # the engine's own, between others
+                continue
+            names = parents_of(span.module)
+            depth = 0
+            for number, name in zip(running, names, strict=False):
+                if (found[number].module, found[number].phase) != (name, span.phase):
+                    break
+                depth += 1
+            del running[depth:]
+            for number in running:
+                found[number] = replace(found[number], end=span.end)
+            for name in names[depth:]:
+                running.append(len(found))
+                found.append(Span(MODULES, name, span.phase, span.start, span.end, name))
+        return found
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write :meth:`trace` as JSON, for Perfetto (ui.perfetto.dev)."""
+        Path(path).write_text(json.dumps(self.trace()))
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}, {self.machine.name}", f"step        {_ms(self.seconds)}"]
+        lines.append(f"compute     {_ms(self.compute_seconds)}")
+        lines += [f"{name:<12}{_ms(busy)}" for name, busy in self.message_seconds.items()]
+        lines.append(f"exposed     {_ms(self.exposed_seconds)}{self._worst()}")
+        kinds = ", ".join(f"{kind} {_gib(n)}" for kind, n in self.memory.items() if n)
+        size = _gib(self.machine.processor.memory_bytes)
+        lines.append(f"memory      {_gib(self.peak_bytes)} of {size} at most: {kinds}")
+        lines += [f"{place:<12}{_gib(n)}" for place, n in self.elsewhere.items()]
+        lines.append(accuracy_of(family_of(self.machine)).sentence(self.seconds))
+        return "\n".join(lines)
+
+    def _worst(self) -> str:
+        sums: dict[tuple[str, str, str], float] = {}
+        for each in self.exposed:
+            key = (each.unit, each.phase, each.lane)
+            sums[key] = sums.get(key, 0.0) + each.seconds
+        worst = sorted(sums.items(), key=lambda item: -item[1])[:3]
+        return "".join(
+            f"\n  {unit}, {phase}, {lane}: {_ms(seconds).strip()}"
+            for (unit, phase, lane), seconds in worst
+        )
+
+    def _event(self, row: int, name: str, start: float, end: float) -> dict[str, Any]:
+        micro = 1e6
+        return {
+            "ph": "X",
+            "pid": 0,
+            "tid": row,
+            "name": name,
+            "ts": start * micro,
+            "dur": (end - start) * micro,
+        }
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3f} GiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:10.3f} ms"
+
+
+# Microbatches of the steps before the one that is returned. The first step records the order of
+# units, and the second prefetches in that order. A third step, and more microbatches in the first,
+# would change nothing: `test_more_first_steps_add_nothing`. (The optimizer's first step has no
+# state to copy. Where the next forward overlaps steps, a third one overlaps the second's.)
+FIRST_STEPS = (1,)
+
+
+def simulate(
+    build: Callable[[], nn.Module],
+    world_size: int,
+    *,
+    batch: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    options: StepOptions | None = None,
+    **given: Any,
+) -> Simulation:
+    """Simulate a training step: its time, exposed communication and memory.
+
+    Runs in one process, without process groups, allocation or communication.
+
+    Args:
+        build: returns the model, on any device.
+        world_size: all ranks. Parameters may be DTensors, over a mesh that ``build`` creates by
+            ``init_device_mesh``; its other dimensions are the data-parallel ones.
+        batch: the model's inputs on one rank, or on one group of context-parallel ranks: a tuple of
+            arguments, a dict of keyword arguments, a single argument, or a function that returns
+            one of these. Only the shapes and dtypes of tensors are used.
+        loss: returns the loss for the model's output. None: the output, or its attribute ``loss``,
+            summed if it has several elements.
+        options: the other options. None: they are keyword arguments.
+        **given: fields of :class:`~.step_options.StepOptions`: ``mesh``, ``machine``,
+            ``optimizer``, ``microbatches``, ...; and options of
+            :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``, ``units``,
+            ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
+
+    Raises:
+        SimulationError: the model, the loss or the optimizer cannot run with fake tensors (for
+            example, they read values), or raised an exception; names the line.
+        RuntimeError: torch.distributed is initialized in this process.
+        TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
+            argument has another type.
+        ValueError: ``mesh`` does not have the data-parallel ranks, ``tensor_parallel`` does not
+            divide ``world_size`` or the model's heads, ``context_parallel`` does not divide the
+            inner axis, or half of a sequence, or the model's attention cannot be ring attention on
+            this machine, there is no microbatch, the config enables
+            checks of gradients' values, there are no blocks to compile, the machine's link to
+            offloaded tensors is unknown, no parameter requires grad, or there is no loss that
+            requires grad.
+    """
+    check_count("world_size", world_size, "1 rank or more")
+    check_callable("build", build, "a function that returns a torch.nn.Module")
+    if loss is not None:
+        check_callable("loss", loss, "a function, or None")
+    asked = StepOptions.of(options, given)
+    machine, tensor_parallel = asked.machine, asked.tensor_parallel
+    context_parallel = asked.context_parallel
+    sizes = asked.sizes(world_size)
+    is_one_axis = asked.mesh is None
+    asked.check_shard(world_size)
+    clock = Clock(machine, world_size)
+    with (
+        simulated_process(
+            clock,
+            sizes,
+            known=asked.known,
+            context_parallel=context_parallel,
+            tensor_parallel=tensor_parallel,
+        ) as process,
+        ExitStack() as stack,
+    ):
+        device_mesh, names, memory = process.device_mesh, process.names, process.memory
+        model = build_fake_model(build)
+        signature = _signature(model)
+        if tensor_parallel > 1:
+            parallelize_model(model, asked.parallelize, device_mesh._get_root_mesh()["tp"])
+        elif is_one_axis and context_parallel == 1:
+            device_mesh = data_mesh_beside(model, device_mesh)
+            sizes = tuple(device_mesh.shape)
+        names.set_model(model)
+        if asked.compile:
+            compile_blocks(model, asked.shard.get("units"))
+        on_device = machine.host_runs_ahead
+        stack.enter_context(compiled_modules(model, names, on_device=on_device))
+        if on_device:
+            stack.enter_context(device_kernels())
+        # Fake tensors have no values to compare between ranks.
+        engine = shard(model, device_mesh, **asked.shard, initial_values="rank0")
+        process.operations.data_ranks = frozenset(members_of(device_mesh))
+        memory.watch(lambda: held_bytes(engine))
+        with as_simulation_error("making the optimizer"):
+            trained = (asked.optimizer or make_adamw)(model.parameters())
+        shard_optimizer_of(trained)
+        memory.settle("optimizer")
+        with as_simulation_error("making the batch"):
+            inputs = to_fake(batch() if callable(batch) else batch, process.fake)
+        memory.made([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)])
+        _check_call(signature, inputs, model)
+        stack.enter_context(masks_of_rows(inputs))
+        context = None
+        if context_parallel > 1:
+            context_mesh = device_mesh._get_root_mesh()["cp"]
+            process.operations.context_ranks = members_of(context_mesh)
+            context = ContextParallel(context_mesh, process.operations)
+            context.check_batch(inputs)
+        step = _Step(process, engine, trained, inputs, loss, context)
+        for count in FIRST_STEPS + (1,) * engine.offload.overlap_forward:
+            step.run(count)
+        start = clock.finish()
+        process.restart()
+        marks = step.run(asked.microbatches)
+        seconds = clock.finish() - start
+        checkpoint_bytes = checkpoint_bytes_of(model, trained)
+    title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
+    beside = []
+    if context_parallel > 1:
+        beside.append(f" in context-parallel groups of {context_parallel}")
+    if math.prod(sizes) < world_size:
+        beside.append(f" of {world_size // math.prod(sizes)} tensor-parallel ranks each")
+    title += ",".join(beside)
+    found = simulation_of(title, clock, memory, [engine], start, seconds, checkpoint_bytes)
+    return replace(
+        found, further=part_between(clock, *marks[-3:-1]) if asked.microbatches > 2 else None
+    )
+
+
+def simulation_of(
+    title: str,
+    clock: Clock,
+    memory: MemoryTracker,
+    engines: Sequence[Engine],
+    start: float,
+    seconds: float,
+    checkpoint_bytes: int,
+) -> Simulation:
+    """Returns the record of a step.
+
+    Args:
+        title: of the simulation.
+        clock, memory: of the rank, with the record of the step.
+        engines: of the rank's models; their prefetch windows are added up.
+        start, seconds: of the step.
+        checkpoint_bytes: see :class:`Simulation`.
+    """
+    spans, exposed = since(start, clock)
+    series = [(time - start, sizes) for time, sizes in memory.series]
+    series.append((seconds, series[-1][1]))
+    return Simulation(
+        title,
+        clock.machine,
+        seconds,
+        spans,
+        exposed,
+        dict(memory.peak),
+        dict(clock.sent_bytes),
+        sum(engine.budget for engine in engines),
+        engines[0].staging_budget,
+        {place: n for place, n in memory.elsewhere.items() if n},
+        dict(clock.copied_bytes),
+        tuple(series),
+        dict(memory.by_place),
+        clock.model_flops,
+        clock.seconds_at_peak,
+        checkpoint_bytes,
+    )
+
+
+def since(start: float, clock: Clock) -> tuple[tuple[Span, ...], tuple[Exposed, ...]]:
+    """The operations and waits of a clock, with times since ``start``."""
+    return (
+        tuple(
+            replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
+        ),
+        tuple(replace(each, start=each.start - start) for each in clock.exposed),
+    )
+
+
+def part_between(clock: Clock, start: Mark, end: Mark) -> StepPart:
+    """The part of a step that the clock has recorded between two marks."""
+    spans = clock.spans[start.num_spans : end.num_spans]
+    return StepPart(
+        end.time - start.time,
+        _busy(spans, COMPUTE),
+        _by_lane(clock.exposed[start.num_exposed : end.num_exposed]),
+        _grown(start.sent_bytes, end.sent_bytes),
+        _grown(start.copied_bytes, end.copied_bytes),
+        end.model_flops - start.model_flops,
+        end.seconds_at_peak - start.seconds_at_peak,
+    )
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: count - before.get(name, 0.0) for name, count in after.items()}
+
+
+def _busy(spans: Iterable[Span], lane: str) -> float:
+    return sum(each.end - each.start for each in spans if each.lane == lane)
+
+
+def _by_lane(exposed: Iterable[Exposed]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for each in exposed:
+        sums[each.lane] = sums.get(each.lane, 0.0) + each.seconds
+    return sums
+
+
+def parallelize_model(
+    model: nn.Module, parallelize: Parallelize | None, tp_mesh: DeviceMesh
+) -> None:
+    """Apply tensor parallelism, by the user's function or by the model's own plan.
+
+    Raises:
+        SimulationError: the function raised an exception.
+        ValueError: no parameter became a DTensor; see also :func:`apply_tp_plan`.
+    """
+    if parallelize is None:
+        apply_tp_plan(model, tp_mesh)
+        return
+    with as_simulation_error("parallelizing the model"):
+        parallelize(model, tp_mesh)
+    if not any(isinstance(param, DTensor) for param in model.parameters()):
+        raise ValueError(
+            "parallelize: expected a function that makes parameters DTensors, in place, as "
+            "parallelize_module does; found none"
+        )
+
+
+def checkpoint_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the parameters and of their optimizer state, with the shapes that all ranks' shards
+    have together."""
+    tensors: list[Tensor] = [*model.parameters()]
+    for state in optimizer.state.values():
+        tensors += [each for each in tree_leaves(state) if isinstance(each, Tensor)]
+    return sum(each.numel() * each.itemsize for each in tensors)
+
+
+def shard_optimizer_of(optimizer: torch.optim.Optimizer) -> None:
+    """Call ``shard_optimizer``, whose trial steps for offloaded state may read values.
+
+    Raises:
+        SimulationError: they do.
+        ValueError: see :func:`~fsdp_engine.optim.shard_optimizer`.
+    """
+    try:
+        shard_optimizer(optimizer)
+    except ValueError as error:
+        if isinstance(error.__cause__, NEEDS_VALUES):
+            with as_simulation_error("the optimizer's step"):
+                raise error.__cause__ from None
+        raise
+
+
+class _Step:
+    """One step of training.
+
+    Args:
+        process: of the rank.
+        engine: of the sharded model.
+        optimizer, inputs, loss: see :func:`simulate`.
+        context: the context-parallel ranks, if sequences are sharded.
+    """
+
+    def __init__(
+        self,
+        process: SimulatedProcess,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        inputs: Any,
+        loss: Callable[[Any], Tensor] | None,
+        context: ContextParallel | None = None,
+    ) -> None:
+        self._process = process
+        self._engine = engine
+        self._optimizer = optimizer
+        self._inputs = inputs
+        self._loss = loss
+        self._context = context
+
+    def run(self, microbatches: int) -> list[Mark]:
+        """Run all microbatches, then the optimizer's step; returns the end of each microbatch."""
+        ends = []
+        context, clock = self._context, self._process.clock
+        for number in range(microbatches):
+            is_last = number == microbatches - 1
+            clock.phase = "forward"
+            sync = nullcontext() if is_last else self._engine.no_sync()
+            with sync, nullcontext() if context is None else context.shards(self._inputs):
+                with as_simulation_error("forward"):
+                    output = _call(self._engine.model, self._inputs)
+                loss = self._loss_of(output)
+                del output
+                clock.phase = "backward"
+                with as_simulation_error("backward"):
+                    loss.backward()
+                del loss
+            ends.append(clock.mark())
+        self._process.step(self._optimizer)
+        return ends
+
+    def _loss_of(self, output: Any) -> Tensor:
+        """The loss of the model's ``output``.
+
+        Raises:
+            ValueError: there is no loss, or it does not require grad.
+            SimulationError: the user's function raised an exception.
+        """
+        if self._loss is None:
+            found = _loss_of_output(output)
+        else:
+            with as_simulation_error("the loss"):
+                found = self._loss(output)
+            if not isinstance(found, Tensor) or found.numel() != 1:
+                raise ValueError(
+                    "loss: expected a function that returns a tensor of one element; found "
+                    f"{_describe(found)}"
+                )
+        if not found.requires_grad:
+            raise ValueError(
+                "loss: expected one that requires grad; found one that does not depend on "
+                f"trainable parameters of {type(self._engine.model).__name__} (detached, within "
+                "no_grad(), or all parameters frozen)"
+            )
+        return found
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def held_bytes(engine: Engine) -> dict[str, int]:
+    """The engine's bytes by role, with its idle memory for transient storages."""
+    return {**engine.memory_bytes(), "idle": engine.idle_memory_bytes}
+
+
+def _signature(model: nn.Module) -> inspect.Signature | None:
+    """The signature of the forward; None if the user's pre-hooks may change the arguments."""
+    return inspect.signature(model.forward) if not model._forward_pre_hooks else None
+
+
+def _check_call(signature: inspect.Signature | None, inputs: Any, model: nn.Module) -> None:
+    if signature is None:
+        return
+    named = inputs if isinstance(inputs, dict) else {}
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    try:
+        signature.bind(*(() if isinstance(inputs, dict) else given), **named)
+    except TypeError as error:
+        found = ", ".join(map(str, named)) if named else f"{len(given)} positional ones"
+        raise TypeError(
+            f"batch: expected arguments of {type(model).__name__}.forward("
+            f"{', '.join(signature.parameters)}); found {found}: {error}"
+        ) from None
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _loss_of_output(output: Any) -> Tensor:
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise ValueError(
+            "loss: expected a function that returns the loss, or a model that returns a tensor or "
+            f"an object with a tensor `loss`; found a {type(output).__name__}"
+        )
+    return found if found.ndim == 0 else found.sum()
+
+
+def make_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """DTensors have a group of their own: torch's fused step takes no others beside them."""
+    every = list(parameters)
+    groups = [
+        [each for each in every if isinstance(each, DTensor) is kind] for kind in (False, True)
+    ]
+    return torch.optim.AdamW([{"params": each} for each in groups if each], fused=True)

@@ -1,0 +1,170 @@
+"""Measures the places of offloaded tensors for ``calibrate``: links to pinned host memory and to a
+disk, and the host's memory itself.
+
+Copies are those of the engine (``HostHome``, ``DiskBlock``), of all ranks at once: each direction
+alone, then both. With rates a >= b of the two directions alone, copies of N bytes each that begin
+together take
+
+    T = N / (a f) + (N - N b / a) / b
+
+if both rates are multiplied by f while both run, and the slower one continues alone. The figure
+``both`` is f (a + b).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fsdp_engine.comm.lanes import device_seconds, make_lanes, make_state_lanes
+from fsdp_engine.memory import allocator
+from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
+from fsdp_engine.memory.home import HostHome
+from fsdp_engine.planner.simulation.machine import TwoWayLink
+
+Agree = Callable[[float], float]
+Action = Callable[[], object]
+
+_LARGE_ON_DEVICE, _LARGE_ON_DISK = 2**28, 2**26  # bytes of a copy
+_LARGE_ON_HOST = 2**28  # bytes of a rank, more than its share of caches
+_SMALL = 2**12
+_LEAST, _MOST = 5, 50  # repetitions
+
+
+def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> TwoWayLink:
+    """Measure copies between a device and pinned host memory.
+
+    Args:
+        device: an accelerator.
+        seconds: measurement time.
+        agree: combines the ranks' values by the maximum.
+    """
+    compute = make_lanes(device).compute
+    state_in, state_out = make_state_lanes(device)
+    num_bytes = _LARGE_ON_DEVICE
+    homes = [HostHome(num_bytes, pinned=True) for _ in range(2)]
+    hosts = [home.bytes for home in homes]
+    there = [allocator.zeros(num_bytes, torch.uint8, device) for _ in range(2)]
+
+    def both() -> None:
+        begin = [compute.record()]
+        into, out = partial(homes[0].bring, there[0]), partial(homes[1].take, there[1])
+        compute.wait(
+            state_in.submit("bring", into, after=begin),
+            state_out.submit("return", out, after=begin),
+        )
+
+    actions: dict[str, Action] = {
+        "small": lambda: there[0][:_SMALL].copy_(hosts[0][:_SMALL], non_blocking=True),
+        "into": lambda: there[0].copy_(hosts[0], non_blocking=True),
+        "out": lambda: hosts[1].copy_(there[1], non_blocking=True),
+        "both": both,
+    }
+    return _link(actions, num_bytes, partial(device_seconds, device), seconds, agree)
+
+
+def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: Agree) -> float:
+    """Measure the memory of a node, in bytes per second, reads and writes together: all ranks
+    multiply in place, as optimizers step, which reads and writes each byte once.
+
+    Args:
+        num_ranks: of the node.
+        num_cores: of the node, of which each rank uses its share.
+        seconds: measurement time.
+        agree: combines the ranks' values by the maximum.
+    """
+    memory = allocator.zeros(_LARGE_ON_HOST // 4, torch.float32, "cpu")
+    action = partial(memory.mul_, 1.0)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(num_cores // num_ranks, 1))
+    try:
+        taken = _medians({"step": action}, _wall_seconds, seconds, agree)["step"]
+    finally:
+        torch.set_num_threads(num_threads)
+    return num_ranks * 2 * memory.nbytes / taken
+
+
+def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
+    """Measure reads and writes of files in a folder.
+
+    Args:
+        folder: of a local disk.
+        seconds: measurement time.
+        agree: combines the ranks' values by the maximum.
+
+    Raises:
+        OSError: the folder cannot be written, or has too little space.
+    """
+    num_bytes = _LARGE_ON_DISK
+    file = DiskFile(folder)
+    small = DiskBlock(_SMALL, file)
+    blocks = [DiskBlock(num_bytes, file) for _ in range(2)]
+    memory = [allocator.zeros(num_bytes, torch.uint8, "cpu") for _ in range(2)]
+    target = allocator.zeros(_SMALL, torch.uint8, "cpu")
+    threads = DiskThreads()
+    for block in blocks:
+        block.write(memory[1])
+
+    def both() -> None:
+        pending = [
+            threads.read(partial(blocks[0].read, memory[0])),
+            threads.write(partial(blocks[1].write, memory[1])),
+        ]
+        for each in pending:
+            each.wait()
+
+    actions: dict[str, Action] = {
+        "small": partial(small.read, target),
+        "into": partial(blocks[0].read, memory[0]),
+        "out": partial(blocks[1].write, memory[1]),
+        "both": both,
+    }
+    return _link(actions, num_bytes, _wall_seconds, seconds, agree)
+
+
+def _wall_seconds(action: Action) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _link(
+    actions: dict[str, Action],
+    num_bytes: int,
+    timed: Callable[[Action], float],
+    seconds: float,
+    agree: Agree,
+) -> TwoWayLink:
+    """Time copies of ``num_bytes``."""
+    taken = _medians(actions, timed, seconds, agree)
+    latency = min(taken["small"], min(taken["into"], taken["out"]) / 2)
+    into, out, both = (taken[name] - latency for name in ("into", "out", "both"))
+    return link_of(num_bytes, into, out, both, latency)
+
+
+def _medians(
+    actions: dict[str, Action], timed: Callable[[Action], float], seconds: float, agree: Agree
+) -> dict[str, float]:
+    """Time the actions in turns, on all ranks at once."""
+    for action in actions.values():
+        timed(action)
+    once = agree(sum(timed(action) for action in actions.values()))
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(min(max(round(seconds / once), _LEAST), _MOST)):
+        for name, action in actions.items():
+            agree(0.0)  # a barrier
+            found[name].append(timed(action))
+    return {name: agree(statistics.median(each)) for name, each in found.items()}
+
+
+def link_of(num_bytes: int, into: float, out: float, both: float, latency: float) -> TwoWayLink:
+    """The link on which copies of ``num_bytes`` take so many seconds; see the module."""
+    fast, slow = min(into, out), max(into, out)
+    share = min(fast / max(both - slow + fast, fast), 1.0)
+    rates = num_bytes / into, num_bytes / out
+    return TwoWayLink(*rates, both=share * sum(rates), latency=latency)

@@ -1,0 +1,169 @@
+"""The options that simulations of a step share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.extension_list import find_name
+from fsdp_engine.offload import DISK, HOST, Offload
+from fsdp_engine.planner.simulation.context_parallel import check_context_parallel
+from fsdp_engine.planner.simulation.machine import H100, Machine
+from fsdp_engine.planner.simulation.operations import OperationCache
+from fsdp_engine.planner.simulation.simulation_error import (
+    check_callable,
+    check_count,
+    check_sizes,
+    check_type,
+    listed,
+)
+
+# Applies tensor parallelism to a model over a mesh of one axis.
+Parallelize = Callable[[nn.Module, DeviceMesh], object]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenOptions:
+    """Options with those of :func:`~fsdp_engine.shard` beside them.
+
+    Attributes:
+        shard: options of :func:`~fsdp_engine.shard`: ``strategy``, ``outer_strategy``, ``units``,
+            ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
+    """
+
+    shard: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Self | None, given: Mapping[str, Any]) -> Self:
+        """Returns the options of a function that takes the object or keyword arguments.
+
+        Args:
+            options: the object. None: there are keyword arguments.
+            given: keyword arguments. Names that are no fields are options of ``shard``.
+
+        Raises:
+            TypeError: both are given, ``options`` has another type, or a required one is missing.
+        """
+        if options is not None:
+            check_type("options", options, cls, f"a {cls.__name__}, or None")
+            if given:
+                raise TypeError(
+                    "options: expected no keyword arguments beside it; found "
+                    f"{', '.join(map(str, given))}"
+                )
+            return options
+        names = {each.name for each in dataclasses.fields(cls)} - {"shard"}
+        own = {name: value for name, value in given.items() if name in names}
+        return cls(**own, shard={name: given[name] for name in given if name not in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(GivenOptions):
+    """Options of :func:`~fsdp_engine.simulate` and :func:`~fsdp_engine.simulate_pipeline`.
+
+    Attributes:
+        mesh: ranks that parameters are sharded over on each axis, (inner,) or (outer, inner): the
+            data-parallel ranks (of a stage), context-parallel ones included. None: one axis.
+        context_parallel: consecutive ranks of the inner axis that share each sequence, by torch's
+            ``context_parallel`` around forward and backward, or around the step of the schedule. It
+            shards all tensors of the batch whose dimension 1 is the sequence.
+        tensor_parallel: ranks of the tensor-parallel axis, which are consecutive. The others are
+            data-parallel.
+        parallelize: applies tensor parallelism to the model or stage in place,
+            ``parallelize(model, tp_mesh)``. None: :func:`~fsdp_engine.apply_tp_plan`.
+        machine: the simulated machine.
+        optimizer: returns the optimizer for the sharded parameters of a rank. None: AdamW.
+        microbatches: forwards and backwards per step, all but the last under ``no_sync``.
+        known: a cache of operations, which this simulation extends. Sharing one saves time if there
+            are many simulations. None: a new one.
+        compile: call ``compile()`` of each block first, as ``torch.compile`` is used with
+            ``shard``. Blocks that are compiled when the model is built are compiled in any case.
+
+    Raises:
+        TypeError, ValueError: an option is invalid.
+    """
+
+    mesh: Sequence[int] | None = None
+    context_parallel: int = 1
+    tensor_parallel: int = 1
+    parallelize: Parallelize | None = None
+    machine: Machine = H100
+    optimizer: MakeOptimizer | None = None
+    microbatches: int = 1
+    known: OperationCache | None = None
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("microbatches", self.microbatches, "at least 1")
+        check_count("tensor_parallel", self.tensor_parallel, "1 rank or more")
+        check_type("machine", self.machine, Machine, "a Machine, such as fe.H100")
+        check_type("compile", self.compile, bool, "True or False")
+        if self.known is not None:
+            check_type("known", self.known, OperationCache, "an OperationCache, or None")
+        for name in ("optimizer", "parallelize"):
+            if (function := getattr(self, name)) is not None:
+                check_callable(name, function, "a function, or None")
+
+    def sizes(self, num_ranks: int) -> tuple[int, ...]:
+        """Returns the sizes of the data-parallel axes.
+
+        Args:
+            num_ranks: ranks of the model, or of a stage.
+
+        Raises:
+            TypeError, ValueError: ``tensor_parallel`` does not divide them, ``mesh`` does not have
+                the data-parallel ranks, or the inner axis cannot be context-parallel.
+        """
+        if num_ranks % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel: expected a divisor of the {num_ranks} ranks; "
+                f"found {self.tensor_parallel}"
+            )
+        count = num_ranks // self.tensor_parallel
+        expected = f"one or two sizes of {count} ranks"
+        sizes = (count,) if self.mesh is None else tuple(listed("mesh", self.mesh, expected))
+        check_sizes("mesh", sizes, expected)
+        if math.prod(sizes) != count or len(sizes) not in (1, 2) or min(sizes) < 1:
+            raise ValueError(f"mesh: expected {expected}; found {sizes}")
+        check_context_parallel(self.context_parallel, sizes[-1], self.machine)
+        return sizes
+
+    def check_shard(self, world_size: int) -> None:
+        """Check options of ``shard`` that simulations restrict.
+
+        Raises:
+            TypeError: ``config`` is none.
+            ValueError: the config enables checks of gradients' values, or the machine's link to
+                offloaded tensors is unknown.
+        """
+        config = self.shard.get("config")
+        if config is not None:
+            check_type(
+                "config", config, DistributedDataParallelConfig, "a DistributedDataParallelConfig"
+            )
+        if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
+            raise ValueError(
+                "config: expected no checks of gradients, since they have no values; found "
+                "check_for_nan_in_grad or check_for_large_grads"
+            )
+        machine, offload = self.machine, self.shard.get("offload")
+        settings = find_name("ActivationSettings")
+        asked = self.shard.get("checkpointing", False)
+        activations = None if settings is None else settings(asked).offload
+        if activations is not None and machine.host_runs_ahead:
+            machine.link_to_state(HOST, world_size)
+        if isinstance(offload, Offload):
+            for place in sorted(set(offload.places.values())):
+                if machine.host_runs_ahead or place == DISK:
+                    machine.link_to_state(place, world_size)
+            if machine.host_runs_ahead and offload.main_weights == HOST:
+                machine.host_rate(world_size)

@@ -1,0 +1,72 @@
+"""Adapters in models that are loaded and saved: those of an extension, or none.
+
+Each function is that of the extension's module, or what it returns for a model without adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp_engine.engine import Engine
+from fsdp_engine.extension_list import find_module
+
+# Name of a layer in the model, and name of one of its adapters.
+Place = tuple[str, str]
+
+_NAMES, _FOLDER = "adapters.peft_names", "adapters.adapter_folder"
+
+
+class _NoLayers:
+    covered: Collection[nn.Module] = ()
+
+    def places(self, names: Iterable[str]) -> list[Place]:
+        return []
+
+    def all_following(self) -> list[Place]:
+        return []
+
+
+def adapter_layers(model: nn.Module) -> Any:
+    """Returns the layers of ``model`` that initialize their adapters."""
+    names = find_module(_NAMES)
+    return _NoLayers() if names is None else names.AdapterLayers(model)
+
+
+def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
+    """Returns the base model; for each name in it, the names in ``model``."""
+    if (names := find_module(_NAMES)) is None:
+        return model, {name: (name,) for name in model.state_dict(keep_vars=True)}
+    found: tuple[nn.Module, dict[str, tuple[str, ...]]] = names.base_names(model)
+    return found
+
+
+def adapters_only(model: nn.Module) -> bool:
+    """Whether a save of ``model`` writes its adapters alone."""
+    names = find_module(_NAMES)
+    return names is not None and names.peft_model(model)[0] is model
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether a folder contains an adapter, and no model."""
+    found = find_module(_FOLDER)
+    return found is not None and bool(found.holds_adapter(folder))
+
+
+def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> Any:
+    """Match an adapter's folder with a model.
+
+    Raises:
+        ValueError: see the extension; or there is none.
+    """
+    if (found := find_module(_FOLDER)) is None:
+        raise ValueError(f"adapter: expected None, without the extension for it; found {adapter!r}")
+    return found.match_adapter(engine, folder, adapter)
+
+
+def save_adapters(engine: Engine, folder: Path, dtype: Any, tokenizer: Any) -> None:
+    """Write every adapter, if :func:`adapters_only`. Collective."""
+    find_module(_FOLDER).save_adapters(engine, folder, dtype, tokenizer)

@@ -1,0 +1,103 @@
+"""A model's third step, planned and measured; see ``live_storages.py`` and ``memory_models.py``."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
+from tests.planner.simulation.heldout_models import HELD_OUT
+from tests.planner.simulation.live_storages import LiveStorages
+from tests.planner.simulation.memory_models import MODELS
+from tests.planner.simulation.weight_bound_models import WEIGHT_BOUND
+
+ALL_MODELS = MODELS | HELD_OUT | WEIGHT_BOUND
+NUM_RANKS = 2
+# One whose host computes, as two gloo ranks do.
+_LINK = Link(1e9, 1e-4, processor_share=0.5)
+_SPEED = {torch.float32: 1e11, torch.bfloat16: 1e11}
+HOST = Machine("a host", Processor(_SPEED, 1e10, 1e10), _LINK, _LINK, NUM_RANKS, 1e-5, False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The configuration of a run.
+
+    Attributes:
+        name: of the model.
+        level: of the strategy.
+        checkpointing: of ``fe.checkpoint_units``; False: it is not called.
+        in_bf16: compute and communication in bf16.
+        microbatches: per step.
+    """
+
+    name: str
+    level: str
+    checkpointing: bool | str = False
+    in_bf16: bool = False
+    microbatches: int = 1
+
+    def build(self) -> nn.Module:
+        """The model."""
+        model = ALL_MODELS[self.name].build()
+        if self.checkpointing:
+            fe.checkpoint_units(model, None, self.checkpointing)
+        return model
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of ``fe.shard``."""
+        policy = None
+        if self.in_bf16:
+            policy = fe.MixedPrecisionPolicy(torch.bfloat16, grad_comm_dtype=torch.bfloat16)
+        return {"strategy": self.level, "min_unit_size": 0, "mp_policy": policy}
+
+
+def planned(run: Run, machine: Machine = HOST) -> fe.Simulation:
+    """Memory by ``fe.simulate``."""
+    return fe.simulate(
+        run.build,
+        NUM_RANKS,
+        batch=ALL_MODELS[run.name].batch,
+        machine=machine,
+        microbatches=run.microbatches,
+        **run.options,
+    )
+
+
+def measured(run: Run, num_steps: int = 2) -> int:
+    """Most bytes that this rank held in the last step; to be called on all ranks."""
+    gc.collect()  # of models before
+    torch.manual_seed(0)
+    with LiveStorages() as watch:
+        model = run.build()
+        engine = fe.shard(model, **run.options)
+        optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        batch = ALL_MODELS[run.name].batch()
+        for step in range(num_steps):
+            if step == num_steps - 1:
+                watch.restart()
+            for number in range(run.microbatches):
+                is_last = number == run.microbatches - 1
+                with nullcontext() if is_last else engine.no_sync():
+                    output = model(**batch)
+                    loss = output if isinstance(output, torch.Tensor) else output.loss
+                    del output
+                    loss.backward()
+                    del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    return watch.peak
+
+
+def measured_all(runs: list[Run]) -> list[int]:
+    """Each of them, one after another."""
+    return [measured(run) for run in runs]

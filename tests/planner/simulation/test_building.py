@@ -1,0 +1,147 @@
+"""Models that are built on the meta device are built outside of a simulation's modes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import fsdp_engine as fe
+from fsdp_engine.planner.simulation import simulate as simulation
+from tests.models import Transformer, token_batch
+from tests.planner.simulation.scene import WIDTH, on_meta
+from tests.planner.simulation.small_llama import llama
+
+BATCH = torch.zeros(4, WIDTH)
+TOKENS = torch.zeros(1, 16, dtype=torch.long)
+
+
+class Scaled(nn.Module):
+    """A linear layer, and a table: a buffer, an attribute, or in a function alone."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        keep(self, torch.ones(50, WIDTH))
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.table.to(x.device)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.linear(x)).sum()
+
+
+def keep_in_closure(model: Any, table: Tensor) -> None:
+    model.scale = lambda x: x * table.to(x.device)[0]
+
+
+class Tied(nn.Module):
+    """Two names of one parameter, which has an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+        self.first.weight.is_special = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.second.weight is self.first.weight
+        return self.second(self.first(x)).sum()
+
+
+class Reading(nn.Module):
+    """Reads a range's values, and does without where it cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            width = int(torch.linspace(WIDTH, 4 * WIDTH, 4)[3].item())
+        except RuntimeError:
+            width = WIDTH
+        self.linear = nn.Linear(WIDTH, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum()
+
+
+class Transposed(nn.Module):
+    """Has a weight whose rows are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(7, WIDTH).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.shape == (WIDTH, 7)
+        return (x @ self.weight).sum()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, bool]] = {
+    "transformer": (lambda: Transformer(2), token_batch(4, 0), True),
+    "tied": (Tied, BATCH, True),
+    "buffer": (
+        lambda: Scaled(lambda model, table: model.register_buffer("table", table)),
+        *(BATCH, True),
+    ),
+    "strides": (Transposed, BATCH, True),
+    "llama": (llama, {"input_ids": TOKENS, "labels": TOKENS}, True),
+    "attribute": (
+        lambda: Scaled(lambda model, table: setattr(model, "table", table)),
+        *(BATCH, False),
+    ),
+    "closure": (lambda: Scaled(keep_in_closure), BATCH, False),
+    "values": (Reading, BATCH, False),
+}
+
+
+def simulated(build: Callable[[], nn.Module], *args: Any, **options: Any) -> tuple[Any, bool]:
+    """A simulation, and whether the model was built without the modes."""
+    original, built = simulation._built_outside_of_modes, []
+
+    def noted(build: Callable[[], nn.Module]) -> Any:
+        built.append(original(build))
+        return built[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "_built_outside_of_modes", noted)
+        found = fe.simulate(build, 4, *args, **options)
+    (outside,) = built
+    return found, outside is not None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_the_same_step_if_it_is_built_without_the_modes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, batch, is_outside = MODELS[name]
+    found, was_outside = simulated(on_meta(make), batch=batch)
+    assert was_outside == is_outside
+    monkeypatch.setattr(simulation, "_built_outside_of_modes", lambda build: None)
+    expected = fe.simulate(on_meta(make), 4, batch=batch)
+    assert found.memory == expected.memory
+    assert found.memory_by_place == expected.memory_by_place
+    assert found.sent_bytes == expected.sent_bytes
+    assert found.model_flops == expected.model_flops
+    assert math.isclose(found.seconds, expected.seconds, rel_tol=1e-9)
+    assert [(each.lane, each.label) for each in found.spans] == [
+        (each.lane, each.label) for each in expected.spans
+    ]
+
+
+def test_a_model_on_the_cpu_is_built_under_the_modes_and_gets_no_memory() -> None:
+    modes: list[object] = []
+
+    def build() -> nn.Module:
+        modes.append(_get_current_dispatch_mode())
+        return nn.Linear(1 << 24, 1 << 24)  # a petabyte
+
+    batch = torch.zeros(2, 1 << 24)
+    _, was_outside = simulated(build, batch=batch, loss=lambda out: out.sum())
+    assert not was_outside
+    assert len(modes) == 2

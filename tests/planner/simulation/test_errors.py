@@ -1,0 +1,219 @@
+"""Errors of models and arguments that cannot be simulated: line and reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.models import Transformer, token_batch
+from tests.planner.simulation.scene import on_meta
+
+WIDTH = 8
+
+
+class Body(nn.Module):
+    """A linear, and then whatever ``then`` does."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.linear(x)).sum()
+
+
+def loops(x: Tensor) -> Tensor:
+    for index in (x > 0).nonzero():  # here
+        x = x + index.sum()
+    return x
+
+
+class Reading(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * grad.max().item()  # here
+
+
+READS, DEPENDS = "it reads a value", "depends on values"
+
+
+@pytest.mark.parametrize(
+    ("then", "phase", "reason"),
+    [
+        (lambda x: x * x.max().item(), "forward", READS),  # here
+        (lambda x: x if x.sum() > 0 else -x, "forward", READS),  # here
+        (loops, "forward", DEPENDS),
+        (lambda x: x[x > 0], "forward", DEPENDS),  # here
+        (lambda x: x @ torch.zeros(3, 3), "forward", "RuntimeError: "),  # here
+        (Reading.apply, "backward", READS),
+    ],
+)
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+def test_the_error_names_the_line_and_the_reason(
+    then: Callable[[Tensor], Tensor],
+    phase: str,
+    reason: str,
+    level: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    with pytest.raises(fe.SimulationError) as caught:
+        fe.simulate(lambda: Body(then), 2, batch=torch.zeros(2, WIDTH), strategy=level)
+    log.removeHandler(caplog.handler)
+    assert not caplog.records  # torch does not log a traceback
+    assert not log.disabled
+    error = caught.value
+    assert error.phase == phase
+    assert error.file == __file__
+    assert error.code is not None
+    assert error.code.endswith("# here")
+    assert reason in error.reason
+    assert error.needs_values == (reason in (READS, DEPENDS))
+    assert f"{__file__}:{error.line}" in str(error)
+    # And nothing is left of it.
+    assert not dist.is_initialized()
+    assert fe.simulate(lambda: Transformer(2), 2, batch=token_batch(2, 0)).seconds > 0
+
+
+def test_errors_of_loss_build_batch_and_optimizer_are_converted() -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError("mine")
+
+    for phase, argument in (
+        ("the loss", "loss"),
+        ("building the model", "build"),
+        ("making the batch", "batch"),
+        ("making the optimizer", "optimizer"),
+    ):
+        options = {"build": lambda: Body(torch.relu), "batch": torch.zeros(2, WIDTH)}
+        with pytest.raises(fe.SimulationError, match="KeyError: 'mine'") as caught:
+            fe.simulate(world_size=2, **{**options, argument: fails})
+        assert caught.value.phase == phase
+        assert caught.value.code == 'raise KeyError("mine")'
+        assert not dist.is_initialized()
+
+
+def transformer() -> nn.Module:
+    return Transformer(2)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def frozen() -> nn.Module:
+    return linear().requires_grad_(False)
+
+
+X, TOKENS = torch.zeros(2, WIDTH), {"batch": token_batch(4, 0), "mesh": (2, 4)}
+NO_WORDS = r"batch: expected arguments of Transformer.forward\(tokens, targets\); found words: "
+CHECKED = fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "error", "message"),
+    [
+        (transformer, {"batch": {"words": torch.zeros(2, 3)}}, TypeError, NO_WORDS),
+        (
+            transformer,
+            {"batch": (X, X, 3)},
+            TypeError,
+            "found 3 positional ones: too many positional arguments",
+        ),
+        (
+            linear,
+            {"batch": X, "loss": lambda out: out.detach().sum()},
+            ValueError,
+            "loss: expected one that requires grad",
+        ),
+        (nn.Identity, {"batch": X}, ValueError, "require grad; found none among 0 of Ident"),
+        (frozen, {"batch": X}, ValueError, "found none among 2 of Linear"),
+        (lambda: 3, {"batch": X}, TypeError, "build: expected a function that returns a torch.nn"),
+        (
+            lambda: nn.LSTM(WIDTH, WIDTH),
+            {"batch": X},
+            ValueError,
+            "loss: expected a function that returns the loss",
+        ),
+        (
+            linear,
+            {"batch": X, "loss": lambda out: out},
+            ValueError,
+            r"of one element; found a tensor of shape \(2, 8\)",
+        ),
+        (transformer, {**TOKENS, "mesh": (3, 4)}, ValueError, "one or two sizes of 8 ranks"),
+        (transformer, {**TOKENS, "microbatches": 0}, ValueError, "microbatches: expected at least"),
+        (transformer, {**TOKENS, "strategy": "zero"}, ValueError, "strategy: expected one of"),
+        (transformer, {**TOKENS, "config": CHECKED}, ValueError, "no checks of"),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    build: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fe.simulate(build, 8, **options)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("made_by", ["caller", "function"])
+def test_a_batch_on_the_meta_device(made_by: str) -> None:
+    def batch() -> tuple[Tensor, ...]:
+        return tuple(each.to("meta") for each in token_batch(4, 0))
+
+    expected = fe.simulate(lambda: Transformer(2), 2, batch=token_batch(4, 0))
+    found = fe.simulate(
+        lambda: Transformer(2), 2, batch=batch if made_by == "function" else batch()
+    )
+    assert found.memory == expected.memory
+    assert found.seconds == pytest.approx(expected.seconds)
+
+
+class Initialised(nn.Module):
+    """Reads values while it is built, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        nn.init.trunc_normal_(self.linear.weight, std=0.02)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.2, 3)]
+        self.depths = torch.arange(4)[1:].tolist()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.rates == pytest.approx([0.0, 0.1, 0.2])
+        assert self.depths == [1, 2, 3]
+        return self.linear(x).sum()
+
+
+def test_a_model_may_read_rows_of_numbers_and_draw_its_weights_while_it_is_built() -> None:
+    assert fe.simulate(Initialised, 2, batch=torch.zeros(2, WIDTH)).seconds > 0
+
+
+def width_from_drawn_values() -> nn.Module:
+    return nn.Linear(2, int(torch.rand(()) * 8) + 1)  # here
+
+
+def row_that_was_written_to() -> nn.Module:
+    row = torch.linspace(0, 1, 4)
+    row.uniform_()
+    row[0].item()  # here
+    return nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("where", [lambda build: build, on_meta], ids=["cpu", "meta"])
+@pytest.mark.parametrize("build", [width_from_drawn_values, row_that_was_written_to])
+def test_a_model_that_reads_drawn_values_while_it_is_built(build: Any, where: Any) -> None:
+    with pytest.raises(fe.SimulationError, match=r"building the model failed at .*# here`"):
+        fe.simulate(where(build), 2, batch=torch.zeros(2, 2))

@@ -1,0 +1,239 @@
+"""Files of machines: every mistake is found, with its line, its unit and an example."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_engine as fe
+from fsdp_engine.planner.simulation.json_lines import lines_of
+from fsdp_engine.planner.simulation.machine import Link, Machine, Processor, TwoWayLink
+from fsdp_engine.planner.simulation.machine_fields import Figure, figures_of
+
+LINK_PARTS = ("within_node", "between_nodes")
+TWO_WAY_PARTS = ("host_link", "disk")
+# Every field of a file, by its place.
+FIGURES: dict[tuple[str, ...], Figure] = {
+    **{(name,): figure for name, figure in figures_of(Machine).items()},
+    **{("processor", name): figure for name, figure in figures_of(Processor).items()},
+    **{(part, name): figure for part in LINK_PARTS for name, figure in figures_of(Link).items()},
+    **{
+        (part, name): figure
+        for part in TWO_WAY_PARTS
+        for name, figure in figures_of(TwoWayLink).items()
+    },
+}
+
+
+# Of the values that are tried on every field, those that are right.
+VALID = (
+    ("name", "fast"),
+    ("host_runs_ahead", True),
+    ("host_memory_bandwidth", None),
+    ("attention_backward_share", None),
+    ("causal_block", None),
+    ("fused_function_seconds", None),
+)
+FROM_ZERO = ("0 or", "a fraction from 0")
+INFINITE = ("bandwidth", "memory_bandwidth", "host_memory_bandwidth", "into", "out")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The file of a preset, which has every field."""
+    fe.H100.save(tmp_path / "machine.json")
+    return tmp_path / "machine.json"
+
+
+def changed(path: Path, place: tuple[str, ...], value: Any) -> int:
+    """Set a field of the file, and return its line there."""
+    content = json.loads(path.read_text())
+    part = content
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = value
+    path.write_text(json.dumps(content, indent=2))
+    return lines_of(path.read_text()).by_place[place]
+
+
+def mistakes(path: Path) -> list[str]:
+    """The mistakes of the file, one a line of the error."""
+    with pytest.raises(ValueError, match=r"machine\.json: expected a machine as written") as caught:
+        Machine.load(path)
+    first, *found = str(caught.value).splitlines()
+    assert first.endswith(f"found {len(found)} mistake{'s' * (len(found) > 1)}:")
+    return [each.strip() for each in found]
+
+
+def test_files_of_earlier_versions_are_read(path: Path) -> None:
+    """They lack fields that have a default, and links to places of state."""
+    content = json.loads(path.read_text())
+    for (part, *names), figure in FIGURES.items():
+        if figure.has_default:
+            del (content[part] if names else content)[names[0] if names else part]
+    del content["host_link"], content["disk"]
+    path.write_text(json.dumps(content))
+    preset, given = fe.H100, fe.H100.processor
+    processor = Processor(given.matrix_flops, given.memory_bandwidth, given.memory_bytes)
+    near, far = (
+        Link(each.bandwidth, each.latency) for each in (preset.within_node, preset.between_nodes)
+    )
+    assert Machine.load(path) == Machine(preset.name, processor, near, far, preset.ranks_per_node)
+
+
+def test_the_fields_are_those_of_the_classes(path: Path) -> None:
+    content = json.loads(path.read_text())
+    parts = {"processor", *LINK_PARTS, *TWO_WAY_PARTS}
+    assert {place[0] for place in FIGURES} == content.keys()
+    for part in parts:
+        fields = {place[1] for place in FIGURES if place[0] == part}
+        assert fields == content[part].keys() - {"matrix_flops"}, part
+
+
+@pytest.mark.parametrize("place", FIGURES, ids=".".join)
+def test_a_value_that_cannot_be_is_found_with_line_unit_and_example(
+    place: tuple[str, ...], path: Path
+) -> None:
+    """In a file, and in a program."""
+    figure, name = FIGURES[place], place[-1]
+    assert figure.mistake_in_file(json.loads(figure.example)) is None
+    part: Any = fe.H100 if len(place) == 1 else getattr(fe.H100, place[0])
+    values: list[Any] = [True, "fast", math.nan, -1, 0, math.inf, None, [], {}]
+    for value in values:
+        line = changed(path, place, value)
+        is_zero = value == 0 and figure.expected.startswith(FROM_ZERO)
+        if (name, value) in VALID or (value == math.inf and name in INFINITE) or is_zero:
+            Machine.load(path)
+            dataclasses.replace(part, **{name: value})
+            continue
+        unit = re.escape(f"{figure.unit}, such as {figure.example}")
+        either = "|".join(map(re.escape, (repr(value), json.dumps(value))))
+        with pytest.raises(ValueError, match=rf"{name}: expected .*{unit}\); found ({either})"):
+            dataclasses.replace(part, **{name: value})
+        found = mistakes(path)[0]  # of `into` alone, one of `both` may follow
+        assert found.startswith(f"line {line}, {'.'.join(place)}: expected ")
+        assert figure.unit in found
+        assert f"such as {figure.example}" in found
+        assert found.endswith(f"; found {json.dumps(value)}")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("processor", "memory_bytes"), 80),  # GB
+        (("processor", "memory_bandwidth"), 3350),  # GB/s
+        (("within_node", "bandwidth"), 450),
+        (("within_node", "latency"), 2),  # microseconds
+        (("host_seconds",), 8),
+        (("host_link", "into"), 55),
+        (("host_memory_bandwidth",), 490),
+        (("processor", "matrix_flops", "bfloat16"), 989.5),  # TFLOPS
+    ],
+)
+def test_figures_in_another_unit_are_found(
+    place: tuple[str, ...], value: float, path: Path
+) -> None:
+    line = changed(path, place, value)
+    found = mistakes(path)[0]
+    assert found.startswith(f"line {line}, {'.'.join(place)}: expected")
+    assert found.endswith(f"; found {value}, which may be in another unit")
+
+
+def test_unknown_missing_and_repeated_fields_are_found(path: Path) -> None:
+    text = path.read_text().replace('"memory_bandwidth"', '"memory_bandwith"', 1)
+    text = text.replace('"ranks_per_node": 8', '"ranks_per_node": 8, "name": "again"')
+    path.write_text(text)
+    lines = lines_of(text)
+    processor, unknown = (
+        lines.by_place[place] for place in (("processor",), ("processor", "memory_bandwith"))
+    )
+    again = lines.by_place[("ranks_per_node",)]
+    found = mistakes(path)
+    assert len(found) == 3
+    assert found[0].startswith(f"line {processor}, processor: expected memory_bandwidth: a number")
+    assert found[0].endswith("(bytes per second, reads and writes, such as 3.35e12); found none")
+    assert found[1].startswith(f"line {unknown}, processor.memory_bandwith: expected one of ")
+    assert found[1].endswith("; found this field. Is it memory_bandwidth?")
+    assert found[2] == f"line {again}, name: expected once; found it again"
+
+
+def test_rates_of_products_are_checked_by_dtype(path: Path) -> None:
+    content = json.loads(path.read_text())
+    content["processor"]["matrix_flops"] = {"int4": 1e12, "bfloat16": False}
+    path.write_text(json.dumps(content, indent=1))
+    found = "\n".join(mistakes(path))
+    assert re.search(r"line \d+, processor.matrix_flops.int4: expected one of .*float32", found)
+    assert re.search(r"bfloat16: expected a number larger than 0 \(floating.*found false", found)
+    assert re.search(r"processor.matrix_flops: expected float32 among its dtypes", found)
+    for value in (None, 3, "x", []):
+        line = changed(path, ("processor", "matrix_flops"), value)
+        (text,) = mistakes(path)
+        assert text.startswith(f"line {line}, processor.matrix_flops: expected an object with")
+    del content["processor"]["matrix_flops"]
+    path.write_text(json.dumps(content))
+    (text,) = mistakes(path)
+    assert text.startswith("line 1, processor: expected matrix_flops: an object with")
+
+
+def test_parts_that_are_missing_or_no_objects_are_found(path: Path) -> None:
+    content = json.loads(path.read_text())
+    for part in ("processor", *LINK_PARTS):
+        del content[part]
+    content["disk"] = 3
+    path.write_text(json.dumps(content))
+    found = mistakes(path)
+    assert [re.split("[:,]", each)[2].split()[1] for each in found[:3]] == [
+        *("processor", "within_node", "between_nodes")
+    ]
+    assert found[3].startswith("line 1, disk: expected an object with both, into, latency, out")
+    changed(path, ("disk",), {"into": 1e9, "out": 1e9, "both": 3e9})
+    assert "both: expected at most the sum of into and out, 2e+09 (bytes" in mistakes(path)[-1]
+
+
+def test_lines_are_those_of_an_editor() -> None:
+    text = '\n{"a":\n {"b" :1, "c": [{"b": 1},\n 2]}\n,\r\n"\\u0064": "}{\\n", "a": {"e": {}} }'
+    lines = lines_of(text)
+    assert lines.by_place == {
+        (): 2,
+        ("a",): 6,
+        ("a", "b"): 3,
+        ("a", "c"): 3,
+        ("d",): 6,
+        ("a", "e"): 6,
+    }
+    assert lines.again == [(("a",), 6)]
+    assert lines.of(("a", "x")) == 6
+    assert lines.of(("x", "y")) == 2
+    assert lines_of("[1]").by_place == {}
+    deep = lines_of('{"a": ' * 900 + "1" + "}" * 900 + "")
+    assert 10 < len(deep.by_place) < 100
+
+
+def test_a_machine_in_a_program_names_all_its_mistakes() -> None:
+    wrong: Any = 3
+    with pytest.raises(ValueError, match="ranks_per_node") as caught:
+        Machine("x", wrong, wrong, fe.H100.between_nodes, True, -1, disk=wrong)
+    assert [each.partition(":")[0] for each in str(caught.value).splitlines()] == [
+        *("ranks_per_node", "host_seconds", "processor", "within_node", "disk")
+    ]
+    assert "disk: expected a TwoWayLink or None; found 3" in str(caught.value)
+    with pytest.raises(ValueError, match="matrix_flops") as caught:
+        Processor({"float32": 1e12, torch.bfloat16: math.nan}, 0, 1e9, overlap=True)  # type: ignore[dict-item]
+    text = str(caught.value)
+    assert len(text.splitlines()) == 5
+    assert "memory_bandwidth: expected a number larger than 0 (bytes per second, reads" in text
+    assert "matrix_flops: expected torch.float32 among its dtypes" in text
+    assert "matrix_flops of torch.bfloat16: expected a number larger than 0 (floating" in text
+    with pytest.raises(ValueError, match=r"bandwidth(?s:.*)latency"):
+        Link(-1, math.nan)
+    with pytest.raises(ValueError, match=r"into(?s:.*)both: expected a number"):
+        TwoWayLink(math.nan, 1, True)
+    with pytest.raises(ValueError, match="both: expected at most the sum"):
+        TwoWayLink(1.0, 1.0, 3.0)

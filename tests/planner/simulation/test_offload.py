@@ -1,0 +1,421 @@
+"""Offloaded state in simulations: seconds, bytes and memory against formulas by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import fsdp_engine as fe
+from fsdp_engine.comm.lanes import STATE_LANES
+from fsdp_engine.memory import disk_staging
+from fsdp_engine.offload import ROLES
+from fsdp_engine.planner.simulation import machine as simulated_machine
+from fsdp_engine.planner.simulation.clock import Clock, SimulatedLane
+from fsdp_engine.planner.simulation.copies import CopyQueues, Direction
+from fsdp_engine.planner.simulation.machine import Machine, Processor, TwoWayLink
+from fsdp_engine.strategies import LEVELS
+from tests.planner.simulation.copying import (
+    ALONE,
+    BLOCKS,
+    BOTH,
+    CHUNK,
+    F32,
+    RANKS,
+    WIDTH,
+    Blocks,
+    all_on_host,
+    machine,
+    with_host_rate,
+)
+from tests.pool import Ranks
+
+HOST = fe.Offload(optimizer_state="host")
+DISK = fe.Offload(optimizer_state="disk", folder="/no/such/folder")
+
+
+def simulated(where: Machine, offload: fe.Offload | None, **options: Any) -> fe.Simulation:
+    given = {"batch": torch.zeros(2, WIDTH), "world_size": RANKS, **options}
+    options = {"min_unit_size": 0, "offload": offload, "machine": where, **given}
+    return fe.simulate(Blocks, options.pop("world_size"), **options)
+
+
+def test_a_step_takes_its_copies_of_which_two_overlap() -> None:
+    found = simulated(machine(), HOST)
+    # The first chunk in and the last one out are alone; in between one returns while the next but
+    # one comes. The second comes after the first, while that one returns.
+    shared = CHUNK / (BOTH / 2)
+    expected = 2 * CHUNK / ALONE + (BLOCKS - 1) * shared
+    assert found.seconds == pytest.approx(expected)
+    assert found.copied_bytes == dict.fromkeys(STATE_LANES, BLOCKS * CHUNK)
+    assert found.elsewhere == {"host": BLOCKS * CHUNK}
+    assert found.exposed_seconds == pytest.approx(expected)
+    assert set(found.exposed_by_lane) == set(STATE_LANES)
+    assert {each.phase for each in found.exposed} == {"step"}
+    busy = found.message_seconds
+    assert busy["state in"] == pytest.approx(CHUNK / ALONE + (BLOCKS - 1) * shared)
+    assert busy["state out"] == pytest.approx(CHUNK / ALONE + (BLOCKS - 1) * shared)
+    bound = found.machine.link_to_state("host", RANKS).least_seconds(*found.copied_bytes.values())
+    assert bound == pytest.approx(BLOCKS * shared)
+    names = {event["name"] for event in found.trace()["traceEvents"]}
+    assert names >= {"bring 0", "return 3", "state in of 0", "state out of 3"}
+    assert "host        " in str(found)
+    assert "state out" in str(found)
+
+
+def test_without_offload_nothing_is_copied() -> None:
+    offloaded = simulated(machine(), HOST).memory
+    for offload in (None, fe.Offload()):
+        found = simulated(machine(host_link=None, disk=None), offload)
+        assert found.seconds == 0
+        assert (found.copied_bytes, found.elsewhere) == ({}, {})
+        assert found.memory["optimizer"] >= BLOCKS * CHUNK
+        assert found.memory["weights"] == offloaded["weights"]
+    assert offloaded["optimizer"] <= 2 * CHUNK + 64 * BLOCKS  # two chunks at most
+
+
+def test_the_step_of_a_chunk_takes_28_bytes_of_each_element_beside_a_copy() -> None:
+    stepping = 0.3 * CHUNK / ALONE
+    elements = CHUNK / 8
+    processor = Processor({F32: math.inf}, 28 * elements / stepping, 1e12)
+    there = simulated(machine(processor=processor), HOST)
+    here = simulated(machine(processor=processor), None)
+    spans = [each for each in here.spans if each.label == "_fused_adamw_"]
+    steps = sum(each.end - each.start for each in spans)
+    assert steps == pytest.approx(BLOCKS * stepping, rel=1e-4)
+    # While a chunk is stepped the next one comes alone, then both are busy until it has come, then
+    # the stepped one returns alone, as much later as its step took.
+    shared = (CHUNK - stepping * ALONE) / (BOTH / 2)
+    chunk = stepping + shared + stepping
+    expected = CHUNK / ALONE + (BLOCKS - 1) * chunk + stepping + CHUNK / ALONE
+    assert there.seconds == pytest.approx(here.seconds - steps + expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("slowness", [0.5, 3.0, pytest.param(1.0, marks=pytest.mark.thorough)])
+def test_a_step_beside_forward_is_hidden_as_far_as_forward_is_longer(slowness: float) -> None:
+    shared = CHUNK / (BOTH / 2)
+    forward = slowness * shared  # of a block
+    operations = 2 * 2 * WIDTH * WIDTH
+    where = machine(processor=Processor({F32: operations / forward}, math.inf, 1e12))
+    here = simulated(where, None)
+    after = simulated(where, HOST)
+    beside = simulated(where, dataclasses.replace(HOST, overlap_forward=True))
+    copies = CHUNK / ALONE + (BLOCKS - 1) * shared
+    assert after.seconds == pytest.approx(here.seconds + copies + CHUNK / ALONE, rel=1e-3)
+    # The first block waits for its copy, each other one as far as its copy is behind the block
+    # before. The last chunk returns beside backward.
+    expected = CHUNK / ALONE + (BLOCKS - 1) * max(shared - forward, 0.0)
+    assert beside.seconds == pytest.approx(here.seconds + expected, rel=1e-3)
+    assert beside.exposed_seconds == pytest.approx(expected, rel=1e-3)
+    assert beside.copied_bytes == after.copied_bytes
+    assert beside.elsewhere == after.elsewhere
+    assert beside.peak_bytes <= after.peak_bytes + 2 * CHUNK
+
+
+def test_a_foreach_step_takes_the_bytes_that_it_reads_and_writes() -> None:
+    bandwidth = 1e9
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, foreach=True)
+
+    where = machine(processor=Processor({F32: math.inf}, bandwidth, 1e12))
+    found = simulated(where, None, optimizer=sgd)
+    (span,) = (each for each in found.spans if each.label == "_foreach_add_")
+    elements = BLOCKS * CHUNK / 8
+    assert span.end - span.start == pytest.approx(3 * 4 * elements / bandwidth)
+
+
+def test_ranks_of_a_node_share_its_memory() -> None:
+    shared = machine(host_memory_bandwidth=RANKS * ALONE / 2)
+    link = shared.link_to_state("host", RANKS)
+    assert link == TwoWayLink(ALONE / 2, ALONE / 2, ALONE / 2)
+    assert shared.link_to_state("host", 1) == shared.host_link
+    found = simulated(shared, HOST)
+    assert found.seconds == pytest.approx(2 * BLOCKS * CHUNK / (ALONE / 2))
+    # The host's link or memory bounds the disk of a device.
+    assert shared.link_to_state("disk", RANKS).both == ALONE / 2
+    slow = TwoWayLink(ALONE / 4, ALONE / 4, ALONE / 4)
+    assert machine(host_link=slow).link_to_state("disk", 1) == slow
+    on_cpu = machine(host_link=slow, host_runs_ahead=False)
+    assert on_cpu.link_to_state("disk", 1) == on_cpu.disk
+
+
+# Bytes of a block's fp32 weights, or gradients, of a rank.
+SHARD = CHUNK // 2
+# Relative to a copy alone, the time of one beside a copy in the other direction.
+BESIDE = 2 * ALONE / BOTH
+FORWARD = BLOCKS  # copies for gathers, one after the other
+# The last block is still gathered. Four more gathers beside gradients, and the last gradients.
+BACKWARD = (BLOCKS - 1) * BESIDE + 1
+# By block state (2), weights and gradients come, and state and weights return beside the next one.
+STEP = 4 + (BLOCKS - 1) * (3 * BESIDE + 1) + 3
+
+
+def test_weights_come_for_gathers_and_gradients_return_beside_them() -> None:
+    found = simulated(with_host_rate(1e12), all_on_host())
+    alone = SHARD / ALONE
+    assert found.seconds == pytest.approx((FORWARD + BACKWARD + STEP) * alone)
+    gathers = 2 * BLOCKS - 1
+    assert found.copied_bytes == {
+        "copy in": gathers * SHARD,
+        "state in": 4 * BLOCKS * SHARD,
+        "state out": BLOCKS * SHARD + 3 * BLOCKS * SHARD,
+    }
+    assert found.elsewhere == {"host": 4 * BLOCKS * SHARD}
+    assert found.exposed_seconds == pytest.approx(found.seconds)
+    assert set(found.exposed_by_lane) == {"copy in", *STATE_LANES}
+    busy = found.message_seconds["copy in"]
+    assert busy == pytest.approx((BLOCKS + (BLOCKS - 1) * BESIDE) * alone)
+
+    # Gradients of another microbatch are added to earlier ones. Into the device: weights and
+    # earlier gradients in turns, from the gather of the last block but one; each return runs beside
+    # the next gather, the last but one beside the first gradients.
+    found = simulated(with_host_rate(1e12), all_on_host(), microbatches=2)
+    again = (BLOCKS - 1) * BESIDE + 2 + (BLOCKS - 2) + 1
+    assert found.seconds == pytest.approx((2 * FORWARD + BACKWARD + again + STEP) * alone)
+    assert found.copied_bytes["state in"] == (4 + 1) * BLOCKS * SHARD
+    assert found.copied_bytes["state out"] == (3 + 2) * BLOCKS * SHARD
+
+
+def test_a_step_on_the_host_takes_28_bytes_of_each_element_while_the_device_waits() -> None:
+    rate = 2 * ALONE
+    found = simulated(with_host_rate(rate), all_on_host("host"))
+    counters = 4 * BLOCKS  # how often each parameter was stepped
+    stepping = (28 * BLOCKS * SHARD / 4 + counters) / rate
+    assert found.seconds == pytest.approx((FORWARD + BACKWARD) * SHARD / ALONE + stepping)
+    assert found.message_seconds["host work"] == pytest.approx(stepping)
+    assert found.exposed_seconds == pytest.approx(found.seconds - stepping)
+    assert found.copied_bytes["state out"] == BLOCKS * SHARD
+    assert "state in" not in found.copied_bytes
+    # Weights, gradients and two states, which torch makes where weights are.
+    assert found.elsewhere == {"host": 4 * BLOCKS * SHARD}
+    assert found.memory["optimizer"] <= counters
+    assert found.memory["weights"] == 0
+
+
+@pytest.mark.parametrize("step_on", ["device", "host"])
+def test_the_host_casts_weights_for_gathers_once_a_step(step_on: str) -> None:
+    rate = ALONE
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = simulated(with_host_rate(rate), all_on_host(step_on), mp_policy=policy, microbatches=2)
+    casts = [each for each in found.spans if (each.lane, each.label) == ("host work", "copy_")]
+    seconds = (4 + 2) * SHARD / 4 / rate
+    copy = SHARD / 2 / ALONE
+    # The host casts one block after the other, and shares its memory with the copy of the one
+    # before; the last one's copy follows.
+    expected = [seconds, *(BLOCKS - 1) * [seconds + copy]]
+    assert [each.end - each.start for each in casts] == pytest.approx(expected)
+    first = [each for each in found.spans if (each.lane, each.phase) == ("copy in", "forward")]
+    assert first[BLOCKS - 1].end == pytest.approx(sum(expected) + copy)
+    sent = SHARD // 2
+    assert found.elsewhere == {"host": BLOCKS * (4 * SHARD + sent)}
+
+
+def test_work_of_an_operation_follows_its_copy() -> None:
+    clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
+    gather, out = clock.lanes["inner gather"], clock.make_copy_lanes(STATE_LANES)[1]
+
+    def bring_and_send() -> Any:
+        clock.send(0.0, 2.0)
+        clock.copy("host", Direction.INTO, 100.0)
+        clock.send(0.0, 3.0)
+        yield from ()
+
+    def take() -> Any:
+        clock.send(0.0, 4.0)
+        clock.copy("host", Direction.OUT, 10.0)
+        yield from ()
+
+    ticket = gather.submit("all-gather of one", bring_and_send)
+    assert ticket.time == pytest.approx(2.0 + 10.0 + 3.0)
+    out.submit("return one", take)  # half the rate from 4 on, for 2 seconds
+    assert ticket.time == pytest.approx(2.0 + 11.0 + 3.0)
+    assert gather.free == ticket.time
+
+
+def test_a_disk_is_read_and_written_beside_a_host_that_computes() -> None:
+    found = simulated(machine(host_runs_ahead=False), DISK)
+    shared = BOTH / (3 * ALONE)
+    both_in, both_out = 2 * ALONE * shared, ALONE * shared
+    first = CHUNK / (2 * ALONE)
+    # While one is written the next is read, in less time; then it is written alone.
+    overlap = CHUNK / both_in
+    rest = (CHUNK - overlap * both_out) / ALONE
+    expected = first + (BLOCKS - 1) * (overlap + rest) + CHUNK / ALONE
+    assert found.seconds == pytest.approx(expected)
+    assert found.elsewhere == {"disk": BLOCKS * CHUNK}
+    assert set(found.exposed_by_lane) == set(STATE_LANES)
+
+
+def on_disk(roles: Sequence[str], folder: str = "/no/such/folder") -> fe.Offload:
+    return fe.Offload(**dict.fromkeys(roles, "disk"), folder=folder)
+
+
+def peak_of_a_real_run(level: str, roles: Sequence[str]) -> tuple[int, int]:
+    """Bytes of chunks, and on the disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        offload = on_disk(roles, folder)
+        model = Blocks()
+        engine = fe.shard(model, strategy=level, offload=offload, min_unit_size=0)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        fe.shard_optimizer(optimizer)
+        for _ in range(2):
+            engine.peak_memory_bytes(reset=True)
+            model(torch.ones(1, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        chunks = engine.peak_memory_bytes()["optimizer"]
+        return chunks, sum(engine.memory_bytes("disk").values())
+
+
+@pytest.mark.parametrize(
+    ("level", "size", "roles"),
+    [
+        ("no_shard", 1, ROLES[:1]),
+        ("no_shard", 2, ROLES[:1]),
+        ("optim_grads_params", 1, ROLES),
+    ],
+)
+def test_simulated_memory_of_chunks_is_the_ledger_of_a_real_run(
+    ranks: Ranks, level: str, size: int, roles: Sequence[str]
+) -> None:
+    # Their peak is in the step.
+    (real, *_) = ranks.run(peak_of_a_real_run, level, roles, world_size=size)
+    options = {"batch": torch.ones(1, WIDTH), "strategy": level, "world_size": size}
+    found = simulated(machine(host_runs_ahead=False), on_disk(roles), **options)
+    counters = 4 * BLOCKS  # how often each parameter was stepped
+    assert (found.memory["optimizer"] - counters, found.elsewhere["disk"]) == real
+
+
+def test_a_device_reaches_a_disk_through_pieces_of_host_memory() -> None:
+    """The last piece of the first chunk and the first one of the last chunk cross the host's link
+    alone; meanwhile the disk is busy with other chunks, or with other pieces."""
+    piece = CHUNK / 4
+    fast = TwoWayLink(4 * ALONE, 4 * ALONE, 8 * ALONE, latency=1e-3)
+    with patch.object(simulated_machine, "PIECE", piece):
+        found = simulated(machine(host_link=fast), DISK)
+    alone = 1e-3 + piece / (4 * ALONE)
+    assert found.elsewhere == {"disk": BLOCKS * CHUNK, "host": disk_staging.NUM_BYTES}
+    assert found.copied_bytes == dict.fromkeys(STATE_LANES, BLOCKS * CHUNK)
+    disk = simulated(machine(host_runs_ahead=False, host_seconds=0.0), DISK)
+    assert found.seconds == pytest.approx(disk.seconds + 2 * alone)
+
+
+@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
+def test_everything_on_the_disk_of_a_device_is_simulated(level: str) -> None:
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = simulated(
+        machine(processor=Processor({F32: math.inf, torch.bfloat16: math.inf}, math.inf, 1e12)),
+        on_disk(ROLES),
+        strategy=level,
+        mp_policy=policy,
+    )
+    elements = BLOCKS * CHUNK // 8
+    assert found.elsewhere == {"disk": 16 * elements, "host": disk_staging.NUM_BYTES}
+    assert found.copied_bytes["state in"] >= 16 * elements
+
+
+@pytest.mark.parametrize(
+    ("place", "fields", "missing"),
+    [
+        (HOST, {"host_link": None}, "host_link.*calibrate"),
+        (DISK, {"disk": None, "host_runs_ahead": False}, "disk.*calibrate"),
+        (DISK, {"disk": None}, "disk.*calibrate"),
+        (DISK, {"host_link": None}, "host_link.*calibrate"),
+        (all_on_host(), {}, "host_memory_bandwidth"),
+        (all_on_host("host"), {}, "host_memory_bandwidth"),
+    ],
+)
+def test_a_machine_without_figures_of_a_link_or_of_memory_is_an_error(
+    place: fe.Offload, fields: dict[str, Any], missing: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"machine: expected {missing}"):
+        simulated(machine(**fields), place)
+
+
+def test_two_directions_share_what_both_reach_together() -> None:
+    queues = CopyQueues(TwoWayLink(10.0, 10.0, 12.0, latency=1.0))
+    into = queues.add(Direction.INTO, 0.0, 100.0)
+    assert (into.start, into.end) == (0.0, 11.0)
+    out = queues.add(Direction.OUT, 5.0, 60.0)  # from 6 on; 50 of 100 have come
+    assert (out.start, out.end) == pytest.approx((5.0, 15.0 + 1 / 3))
+    assert into.end == pytest.approx(6.0 + 50 / 6)
+    behind = queues.add(Direction.INTO, 0.0, 10.0)
+    assert behind.start == pytest.approx(into.end)
+    # Bytes of `out` alone from the end of `into` on, for one second of latency.
+    left = 60.0 - 6.0 * (into.end - 6.0) - 10.0
+    assert left == pytest.approx(0.0)
+    assert behind.end == pytest.approx(into.end + 2.0)
+    queues.forget(20.0)
+    assert queues.add(Direction.INTO, 20.0, 10.0).end == pytest.approx(22.0)
+
+
+def test_work_of_the_host_shares_its_memory_with_copies() -> None:
+    queues = CopyQueues(TwoWayLink(10.0, 10.0, 15.0), host_rate=20.0)
+    into = queues.add(Direction.INTO, 0.0, 100.0)
+    work = queues.add(Direction.WORK, 4.0, 40.0)  # 2/3 of both rates
+    assert work.end == pytest.approx(7.0)
+    assert into.end == pytest.approx(11.0)
+    out = queues.add(Direction.OUT, 5.0, 30.0)  # with 7.5 and 7.5 beside 20: 4/7 of each
+    assert work.end == pytest.approx(5.0 + (40.0 - 40.0 / 3) / (20.0 * 4 / 7))
+    done = (work.end - 5.0) * 7.5 * 4 / 7
+    assert out.end == pytest.approx(work.end + (30.0 - done) / 7.5)
+    assert into.end == pytest.approx(out.end + (100.0 - 40.0 - 20.0 / 3 - 30.0) / 10.0)
+
+
+def test_links_without_a_limit_take_the_latency_alone() -> None:
+    queues = CopyQueues(TwoWayLink(math.inf, math.inf, math.inf, latency=0.5))
+    assert queues.add(Direction.INTO, 0.0, 100.0).end == 0.5
+    assert queues.add(Direction.OUT, 0.25, 100.0).end == 0.75
+    assert queues.add(Direction.INTO, 0.0, 0.0).end == 1.0
+
+
+def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None:
+    clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
+    into, out = clock.make_copy_lanes(STATE_LANES)
+
+    def submit(lane: SimulatedLane, direction: Direction) -> Any:
+        def copy() -> Any:
+            clock.copy("host", direction, 100.0)
+            yield from ()
+
+        return lane.submit("bring one", copy)
+
+    first = submit(into, Direction.INTO)
+    assert first.time == pytest.approx(10.0)
+    second = submit(out, Direction.OUT)
+    assert (first.time, second.time) == pytest.approx((20.0, 20.0))
+    clock.lanes["compute"].wait(first)
+    assert clock.finish() == pytest.approx(20.0)
+    assert [(each.lane, each.seconds) for each in clock.exposed] == [("state in", 20.0)]
+    assert [(each.start, each.end) for each in clock.spans] == [(0.0, 20.0), (0.0, 20.0)]
+
+
+BYTES_OF_STATE = {"Adam": 8, "SGD": 4, "Adagrad": 4, "RMSprop": 4}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("name", "num_bytes"), BYTES_OF_STATE.items())
+def test_state_of_elementwise_optimizers_is_copied_at_every_level(
+    level: str, name: str, num_bytes: int
+) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        return getattr(torch.optim, name)(params, lr=0.1, **options)
+
+    levels = {"strategy": level, "mesh": (2, 2), "outer_strategy": "no_shard"}
+    found = simulated(machine(), HOST, optimizer=make, **levels)
+    share = 1 if level == "no_shard" else 2
+    assert found.elsewhere == {"host": num_bytes * BLOCKS * WIDTH * WIDTH // share}
+    assert found.copied_bytes["state in"] == found.elsewhere["host"]
+
+
+def test_an_optimizer_that_reads_values_is_an_error_that_says_so() -> None:
+    with pytest.raises(fe.SimulationError, match=r"the optimizer's step failed.*reads a value"):
+        simulated(machine(), HOST, optimizer=torch.optim.ASGD)

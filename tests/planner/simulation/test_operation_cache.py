@@ -1,0 +1,383 @@
+"""Results from recipes equal those of torch, and simulations with the cache are identical.
+
+Complete simulations are compared exactly, with all fields: seconds, every span, exposed times,
+memory by kind, budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.planner.simulation.operations import OperationCache, Recipe
+from fsdp_engine.strategies import LEVELS
+from tests.models import (
+    DIM,
+    Chain,
+    EncoderDecoder,
+    Mlp,
+    NestedModel,
+    Normalised,
+    Recurrent,
+    Transformer,
+    lora_model,
+    odd_model,
+    token_batch,
+    vector_batch,
+)
+from tests.planner.simulation.memory_models import (
+    ConvolutionNet,
+    CustomBlock,
+    Experts,
+    TokenModel,
+    images,
+    tokens,
+)
+from tests.planner.simulation.scene import on_meta
+from tests.planner.simulation.small_llama import llama
+
+TOKENS = torch.zeros(1, 16, dtype=torch.long)
+
+
+class WorkedOut(OperationCache):
+    """A cache that stores no recipes."""
+
+    def run(
+        self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Recipe | None]:
+        return func(*args, **kwargs), None
+
+
+class Custom(nn.Module):
+    """A view of another dtype, complex numbers, in-place changes, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.linear(x), 0.1, self.training)
+        turned = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
+        y = torch.view_as_real(turned * torch.ones_like(turned)).flatten(-2)
+        mask = x.detach().view(torch.int32) > torch.tensor(0)
+        y = y.masked_fill(mask, 0.0).clone()
+        y.mul_(self.scale).transpose_(0, 1).transpose_(0, 1)
+        y[:, 0] += 1.0
+        return x + y
+
+
+def regression() -> Any:
+    return vector_batch(8, 0)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "GPT": (lambda: Transformer(3), lambda: token_batch(4, 0)),
+    "tied": (lambda: Transformer(2, tied=True), lambda: token_batch(4, 0)),
+    "encoder-decoder": (EncoderDecoder, regression),
+    "experts": (lambda: Chain(Experts(DIM), Experts(DIM)), regression),
+    "LSTM": (lambda: Chain(Recurrent(), Recurrent()), regression),
+    "convolution": (lambda: ConvolutionNet(batch=True, width=8), lambda: images(2, 16)),
+    "LoRA": (lora_model, regression),
+    "buffers": (lambda: Chain(Normalised(), Normalised(), Mlp()), regression),
+    "odd sizes": (odd_model, lambda: vector_batch(8, 0, 7)),
+    "containers": (NestedModel, regression),
+    "own function": (
+        lambda: TokenModel(8, (CustomBlock(8) for _ in range(2))),
+        lambda: tokens(2, 8),
+    ),
+    "in place": (lambda: Chain(Custom(), Custom(), Custom()), regression),
+}
+
+
+def recomputed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Its blocks run again in backward."""
+
+    def built() -> nn.Module:
+        model = build()
+        for blocks in model.modules():
+            if isinstance(blocks, nn.ModuleList | nn.Sequential):
+                for block in blocks:
+                    block.forward = _checkpointed(block.forward)
+        return model
+
+    return built
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def compare(
+    build: Callable[[], nn.Module], batch: Any, known: OperationCache, **options: Any
+) -> None:
+    """Simulate with the cache, once it is filled, and without."""
+    run: dict[str, Any] = {"batch": batch, "mesh": (2, 4), **options}
+    # In the first simulation of a process autograd may copy gradients that it takes over later.
+    fe.simulate(build, 8, known=known, **run)
+    found = fe.simulate(build, 8, known=known, **run)
+    must = fe.simulate(build, 8, known=WorkedOut(), **run)
+    assert must.seconds > 0
+    assert len(must.spans) > 20
+    assert found.memory == must.memory
+    assert found.exposed == must.exposed
+    assert found.spans == must.spans
+    assert found == must
+
+
+def _cases() -> list[Any]:
+    """Each model at level 3; at all levels one model, and the others as they take turns."""
+    quick = [("optim_grads_params", True)]
+    return [
+        pytest.param(
+            name,
+            level,
+            again,
+            id=f"{name}-{level}{'-checkpointed' if again else ''}",
+            marks=() if (level, again) in quick else pytest.mark.thorough,
+        )
+        for number, name in enumerate(MODELS)
+        for place, level in enumerate(LEVELS)
+        for again in (False, True)
+        if name == "GPT" or (level, again) in quick or (number + place) % len(LEVELS) == 0
+    ]
+
+
+@pytest.mark.parametrize(("name", "level", "again"), _cases())
+def test_simulations_are_identical_with_and_without_the_cache(
+    name: str, level: str, again: bool
+) -> None:
+    build, batch = MODELS[name]
+    known = OperationCache()
+    compare(recomputed(build) if again else build, batch, known, strategy=level)
+    assert known.num_hits > known.num_misses
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "microbatches": {"microbatches": 3, "outer_strategy": "optim"},
+    "bf16": {"mp_policy": fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    "double buffer": {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
+    "fp8": {"codec_rules": [fe.Float8()]},
+    "SGD": {"optimizer": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)},
+    "one by one": {"optimizer": lambda params: torch.optim.AdamW(params, foreach=False)},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(each, id=name, marks=() if name == "bf16" else pytest.mark.thorough)
+        for name, each in OPTIONS.items()
+    ],
+)
+def test_options_do_not_affect_the_cache(options: dict[str, Any]) -> None:
+    build, batch = MODELS["GPT"]
+    compare(build, batch, OperationCache(), strategy="optim_grads_params", **options)
+
+
+def test_simulations_share_a_cache() -> None:
+    build, batch = MODELS["GPT"]
+    known = OperationCache()
+    for level in ("optim", "optim_grads_params"):
+        alone, before = OperationCache(), known.num_misses
+        options: dict[str, Any] = {"batch": batch, "mesh": (2, 4), "strategy": level}
+        joined = fe.simulate(build, 8, known=known, **options)
+        assert joined == fe.simulate(build, 8, known=alone, **options)
+        afresh = alone.num_misses
+        if level == "optim":
+            assert known.num_misses == afresh
+    # The others have no recipe: collectives, tensors over storages of the engine.
+    assert known.num_misses - before < afresh / 2
+
+
+def test_a_llama_of_transformers_that_checkpoints_itself() -> None:
+    def build(again: bool) -> nn.Module:
+        model: Any = on_meta(partial(llama, use_cache=True))()
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    known = OperationCache()
+    for again in (False, True):
+        # Without checkpointing a cache of keys and values is filled: blocks with side effects.
+        compare(partial(build, again), batch, known, strategy="optim_grads_params")
+
+
+# --- single operations ---
+
+
+class Compared(TorchDispatchMode):
+    """A cache that also runs every operation, and compares its results with the recipe's."""
+
+    def __init__(self, mode: FakeTensorMode, known: OperationCache) -> None:
+        super().__init__()
+        self._mode = mode
+        self._known = known
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_known = self._known.num_hits
+        found, _ = self._known.run(self._mode, func, args, kwargs)
+        if self._known.num_hits > is_known:
+            self.names.add(str(func))
+            if not func._schema.is_mutable:
+                must = func(*args, **kwargs)
+                assert type(found) is type(must)
+                alike(found, must)
+        return found
+
+
+def alike(found: Any, must: Any) -> None:
+    if isinstance(must, tuple | list):
+        for each, other in zip(found, must, strict=True):
+            alike(each, other)
+    elif isinstance(must, Tensor):
+        for name in ("dtype", "shape", "layout", "device", "requires_grad", "is_sparse"):
+            assert getattr(found, name) == getattr(must, name)
+        for method in ("stride", "storage_offset", "is_conj", "is_neg", "is_inference"):
+            assert getattr(found, method)() == getattr(must, method)()
+        assert found.untyped_storage().nbytes() == must.untyped_storage().nbytes()
+        assert torch._C._dispatch_keys(found) == torch._C._dispatch_keys(must)
+        assert set(vars(found)) == set(vars(must))
+    else:
+        assert found == must
+
+
+@pytest.fixture
+def compared() -> Iterator[Compared]:
+    mode = FakeTensorMode()
+    with mode, Compared(mode, OperationCache()) as found:
+        yield found
+
+
+def twice(compared: Compared, function: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
+    """Call it twice, forward and backward."""
+    for _ in range(2):
+        inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+        found = function(*inputs)
+        if found.requires_grad:
+            found.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "shapes"),
+    [
+        ("add_.Tensor", lambda x: (x * 1).add_(x), [(3, 4)]),
+        ("t.default", lambda x: x.t() @ x, [(3, 4)]),
+        ("split.Tensor", lambda x: sum(x.split(2, 1)), [(3, 4)]),
+        ("expand.default", lambda x: x[:, None].expand(3, 5, 4), [(3, 4)]),
+        ("slice.Tensor", lambda x: x[1:, ::2] * 1, [(3, 4)]),
+        ("unbind.int", lambda x: sum(x.unbind(1)), [(3, 4)]),
+        ("cat.default", lambda x, y: torch.cat([x, y], 1), [(3, 4), (3, 2)]),
+        ("index.Tensor", lambda x: x[torch.zeros(2, dtype=torch.long)], [(3, 4)]),
+        ("topk.default", lambda x: x.topk(2).values, [(3, 4)]),
+        ("native_layer_norm.default", lambda x: F.layer_norm(x, (4,)), [(3, 4)]),
+        ("convolution.default", F.conv1d, [(2, 3, 8), (4, 3, 3)]),
+        ("convolution_backward.default", F.conv1d, [(2, 3, 8), (4, 3, 3)]),
+        ("bernoulli_.float", lambda x: F.dropout(x, 0.5, True), [(3, 4)]),
+        ("zeros_like.default", lambda x: x + torch.zeros_like(x), [(3, 4)]),
+        ("mul.out", lambda x: torch.mul(x.detach(), 2, out=torch.empty(3, 4)), [(3, 4)]),
+        ("_to_copy.default", lambda x: x.to(torch.bfloat16), [(3, 4)]),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu.default",
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            [(1, 2, 6, 8)] * 3,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_results_by_recipes(
+    name: str, function: Callable[..., Any], shapes: list[tuple[int, ...]], compared: Compared
+) -> None:
+    twice(compared, function, *shapes)
+    assert f"aten.{name}" in compared.names
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("transpose_.default", lambda x: (x * 1).transpose_(0, 1) * 1),
+        ("view.dtype", lambda x: x.detach().view(torch.int16) + 1),
+        ("mul.Tensor", lambda x: torch.view_as_real(torch.complex(x, x) * 2)),
+        ("resize_.default", lambda x: x.detach().clone().resize_(2, 3) + 1),
+        ("_local_scalar_dense.default", lambda x: x * torch.tensor(2.0).item()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_operations_without_a_recipe(
+    name: str, function: Callable[..., Any], compared: Compared
+) -> None:
+    twice(compared, function, (3, 4))
+    assert f"aten.{name}" not in compared.names
+
+
+def test_a_view_is_one(compared: Compared) -> None:
+    for _ in range(2):
+        x = torch.zeros(3, 4)
+        y = x.t()
+        assert y._is_view()
+        assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
+        assert y._base is x
+        before = x._version
+        y.add_(1)
+        assert x._version == before + 1
+        assert x.add_(1) is x
+
+
+def test_which_argument_a_result_is_does_not_follow_from_one_call() -> None:
+    mode, known = FakeTensorMode(), OperationCache()
+    add, add_ = torch.ops.aten.add, torch.ops.aten.add_
+    with mode:
+        x, y, z = (torch.zeros(3) for _ in range(3))
+        for out in (x, y, z, x):
+            assert known.run(mode, add.out, (x, y), {"out": out})[0] is out
+        for other in (x, y, x):
+            assert known.run(mode, add_.Tensor, (x, other), {})[0] is x
+    assert known.num_hits > 0
+
+
+def test_types_of_numbers_constants_and_the_default_dtype_count(compared: Compared) -> None:
+    torch.zeros(()) * 2  # of the shape of the products below, without a constant value
+    before = torch.get_default_dtype()
+    try:
+        for number, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+            x = torch.zeros(3, dtype=torch.bool)
+            kinds = [(x + value).dtype for value in (True, 1)]
+            assert kinds == [torch.bool, torch.int64]
+            torch.set_default_dtype(dtype)
+            assert (x + 1.0).dtype == dtype
+            assert torch.zeros(3).dtype == dtype
+            assert (torch.arange(3) / 2).dtype == dtype
+            assert (torch.tensor(float(number)) * 2).item() == 2 * number
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_shapes_that_hang_on_values_raise_every_time(compared: Compared) -> None:
+    for _ in range(2):
+        x = torch.zeros(3)
+        for function in (torch.nonzero, lambda x: x[x > 0], torch.unique):
+            with pytest.raises(Exception, match=r"nonzero|index|unique"):
+                function(x)
+
+
+def test_fakes_of_two_modes_are_not_mixed() -> None:
+    known = OperationCache()
+    for mode in (FakeTensorMode(), FakeTensorMode()):
+        with mode, Compared(mode, known):
+            found = torch.zeros(3) + 1
+            assert isinstance(found, FakeTensor)
+            assert found.fake_mode is mode
+    assert known.num_hits == 2

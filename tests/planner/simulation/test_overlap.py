@@ -1,0 +1,157 @@
+"""The exposed communication of the engine is the minimum.
+
+The engine runs on the simulated machine of ``scene.py``; ``ideal.py`` computes the minimum
+independently of the engine. Compute takes twice the time of communication, so that communication
+that is issued in time is hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_engine.runtime import record
+from fsdp_engine.runtime.reductions import Reductions
+from tests.pairs import FEW_PAIRS, PAIRS
+from tests.planner.simulation.scene import (
+    BACKWARD,
+    BLOCK_NUMEL,
+    BLOCKS,
+    budgets_of,
+    ideal,
+    network,
+    simulated,
+)
+
+NETWORK = network(0.5)
+BUDGETS = {"none": 0, "one unit": BLOCK_NUMEL, "default": None}
+
+# What every one of the few pairs is tried with in `make test`: each value with each of another
+# column's once, at least. All with all, for all ten pairs, in `make test-all`.
+FEW_STEPS = [
+    ("none", False, 1),
+    ("one unit", False, 3),
+    ("one unit", True, 1),
+    ("default", False, 1),
+    ("default", True, 3),
+]
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for pair in PAIRS:
+        for budget in BUDGETS:
+            for has_embedding in (False, True):
+                for microbatches in (1, 3):
+                    case = (pair, budget, has_embedding, microbatches)
+                    is_quick = pair in FEW_PAIRS and case[1:] in FEW_STEPS
+                    marks = [] if is_quick else [pytest.mark.thorough]
+                    name = f"{'-'.join(pair)}-{budget}-{'embedding' if has_embedding else 'blocks'}"
+                    cases.append(pytest.param(*case, id=f"{name}-{microbatches}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("pair", "budget", "has_embedding", "microbatches"), _cases())
+def test_nothing_more_is_exposed_than_must_be(
+    pair: tuple[str, str], budget: str, has_embedding: bool, microbatches: int
+) -> None:
+    options = {"has_embedding": has_embedding, "microbatches": microbatches}
+    found = simulated(pair, NETWORK, budget=BUDGETS[budget], **options)
+    must = ideal(pair, NETWORK, budgets=budgets_of(found), **options)
+    assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
+    assert found.seconds == pytest.approx(must.seconds, abs=1e-9)
+    assert found.seconds == pytest.approx(found.compute_seconds + found.exposed_seconds, abs=1e-9)
+
+
+@pytest.mark.parametrize("pair", FEW_PAIRS, ids="-".join)
+def test_exposure_is_minimal_if_communication_takes_twice_the_time_of_compute(
+    pair: tuple[str, str],
+) -> None:
+    slow = network(2.0)
+    found = simulated(pair, slow)
+    must = ideal(pair, slow, budgets=budgets_of(found))
+    assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
+    assert found.seconds == pytest.approx(must.seconds, abs=1e-9)
+
+
+def test_only_the_first_gather_and_the_last_reduction_of_equal_units() -> None:
+    found = simulated(("optim_grads_params", "no_shard"), NETWORK)
+    seen = {(each.unit, each.phase, each.lane) for each in found.exposed}
+    first, last = ("blocks.0", "forward", "inner gather"), ("blocks.0", "backward", "inner reduce")
+    assert seen == {first, last}
+
+
+@pytest.mark.parametrize("has_embedding", [False, True], ids=["blocks", "embedding"])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_the_default_exposes_nothing_that_a_larger_budget_would_hide(
+    pair: tuple[str, str], has_embedding: bool
+) -> None:
+    found = simulated(pair, NETWORK, has_embedding=has_embedding)
+    budget = 4 * found.budget
+    larger = simulated(pair, NETWORK, budget=budget, has_embedding=has_embedding)
+    assert found.exposed_seconds == pytest.approx(larger.exposed_seconds, abs=1e-9)
+    assert sum(found.memory.values()) <= sum(larger.memory.values())
+
+
+@pytest.mark.parametrize("pair", [("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")])
+def test_a_smaller_budget_than_the_default_exposes_more(pair: tuple[str, str]) -> None:
+    # A reduction takes longer than a unit's backward until its first gradient.
+    slower = network(0.7)
+    found = simulated(pair, slower)
+    one = simulated(pair, slower, budget=found.budget)
+    assert one.exposed_seconds > found.exposed_seconds + 1e-9  # the staging budget is too small
+    none = simulated(pair, slower, budget=0)
+    assert none.exposed_seconds > found.exposed_seconds + 1e-9
+
+
+@pytest.mark.parametrize("pair", [("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")])
+def test_reductions_that_wait_for_each_other_are_caught(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Reductions.open_unit
+
+    def open_unit(self: Reductions, unit: Any) -> None:
+        self._pending.finish()
+        right(self, unit)
+
+    monkeypatch.setattr(Reductions, "open_unit", open_unit)
+    found = simulated(pair, NETWORK)
+    must = ideal(pair, NETWORK, budgets=budgets_of(found))
+    # The predecessor's reduction has had until the first of the unit's gradients, a quarter of its
+    # backward, and takes longer.
+    assert found.exposed_seconds > must.exposed + 0.1 * (BLOCKS - 2) * BACKWARD
+    assert {each.unit for each in found.exposed} > {"blocks.0", "blocks.2", "blocks.3"}
+
+
+def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = record.prefetch_windows
+
+    def late(*args: Any) -> list[tuple[record.Use, ...]]:
+        return [(), *right(*args)[:-1]]
+
+    monkeypatch.setattr(record, "prefetch_windows", late)
+    pair = ("optim_grads_params", "no_shard")
+    found = simulated(pair, NETWORK, budget=BLOCK_NUMEL)
+    must = ideal(pair, NETWORK, budgets=(BLOCK_NUMEL, (BLOCK_NUMEL, 0)))
+    gather = NETWORK.ring(BLOCK_NUMEL, 0)
+    # All three of forward but the first, at least; in backward compute waits for reductions, too.
+    assert found.exposed_seconds > must.exposed + (BLOCKS - 1) * gather
+    late_ones = [each for each in found.exposed if each.phase == "forward"]
+    assert [each.seconds for each in late_ones] == pytest.approx([gather] * BLOCKS)
+
+
+def test_the_ideal_schedule_by_hand() -> None:
+    """Prefetch of two, one and no units, with four blocks, HSDP."""
+    slower = network(0.7)
+    gather = inner_reduction = slower.ring(BLOCK_NUMEL, 0)
+    reduction = inner_reduction + slower.ring(BLOCK_NUMEL / 4, 1, 2)
+    until_first = BACKWARD / 4
+    pair = ("optim_grads_params", "no_shard")
+    sizes = [n * BLOCK_NUMEL for n in (2, 1, 0)]
+    exposed = [ideal(pair, slower, budgets=(n, (n, 0))).exposed for n in sizes]
+    assert exposed[0] == pytest.approx(gather + reduction)
+    # Three blocks wait for their predecessor's inner reduction when their first gradient comes.
+    assert exposed[1] == pytest.approx(gather + 3 * (inner_reduction - until_first) + reduction)
+    # Four gathers in forward and three in backward, during which reductions run.
+    assert exposed[2] == pytest.approx(7 * gather + reduction)

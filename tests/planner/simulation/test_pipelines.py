@@ -1,0 +1,521 @@
+"""Simulated steps of pipelines: times by hand, memory and order of real ranks, messages."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import fsdp_engine as fe
+from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.planner.simulation import pipeline_job
+from fsdp_engine.planner.simulation import simulate as simulations
+from fsdp_engine.planner.simulation.machine import Link
+from fsdp_engine.planner.simulation.pipeline import takes_microbatches
+from fsdp_engine.planner.simulation.pipeline_job import Action, PipelineJob
+from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
+from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
+from tests.extensions.pipelines import scene
+from tests.models import Mlp
+from tests.planner.simulation.live_storages import LiveStorages
+from tests.planner.simulation.memory_runs import HOST
+from tests.planner.simulation.scene import (
+    FLOPS,
+    ROWS,
+    WIDTH,
+    pipelined,
+    plain_machine,
+    product_loss,
+)
+from tests.planner.simulation.small_llama import llama
+from tests.pool import Ranks
+
+PRODUCT = 2 * ROWS * WIDTH * WIDTH / FLOPS
+TURN = 6 * PRODUCT  # two linears: one product in forward each, two in backward
+
+
+class Linears(nn.Sequential):
+    """A gain, so that the first linear has a gradient of its input in all stages; linears."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.gain)
+
+
+def linears(index: int, num_stages: int) -> nn.Module:
+    return Linears()
+
+
+def wider(index: int, num_stages: int) -> nn.Module:
+    """The second of two stages has twice the linears."""
+    return Linears(2 + 2 * index)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def simulated(schedule: Any = "1F1B", **options: Any) -> fe.PipelineSimulation:
+    """A step of stages of two linears."""
+    given = {"machine": plain_machine(), "optimizer": sgd, "min_unit_size": 0, **options}
+    return pipelined(given.pop("stages", linears), torch.zeros(ROWS, WIDTH), schedule, **given)
+
+
+FOUR = {"pipeline": 4, "microbatches": 8}
+INTERLEAVED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "turns", "bubble", "stages"),
+    [
+        # A bubble of p - 1 microbatches' forward and backward.
+        ("GPipe", {}, 4, [1, 1], ((0,), (1,))),
+        ("1F1B", {}, 4, [1, 1], ((0,), (1,))),
+        # Of v stages of a rank, p - 1 of the v-th part of its turn; none if backwards are split.
+        ("Interleaved1F1B", {}, 8, [1, 1], INTERLEAVED),
+        ("Interleaved1F1B", {"quick": True}, 8, [1, 1], INTERLEAVED),
+        ("ZBVZeroBubble", {}, 8, [0, 0], V),
+        ("ZBVZeroBubble", {"quick": True}, 8, [0, 0], V),
+        # The slowest stage determines the step.
+        ("1F1B", {"stages": wider, "microbatches": 6}, 12, [7, 1], ((0,), (1,))),
+        *(
+            pytest.param(
+                name, FOUR, 8, [3] * 4, ((0,), (1,), (2,), (3,)), marks=pytest.mark.thorough
+            )
+            for name in ("GPipe", "1F1B")
+        ),
+    ],
+)
+def test_the_bubble_is_that_of_the_formula(
+    schedule: str, options: dict[str, Any], turns: int, bubble: list[int], stages: Any
+) -> None:
+    """``turns``: those of the slowest rank."""
+    found = simulated(schedule, **options)
+    num_ranks = len(bubble)
+    seconds = (turns + min(bubble)) * TURN
+    assert found.seconds == pytest.approx(seconds)
+    assert found.bubble_seconds == pytest.approx([each * TURN for each in bubble])
+    assert found.exposed_seconds == (0.0,) * num_ranks
+    assert found.stages == stages
+    computing = [rank.compute_seconds for rank in found.ranks]
+    assert computing == pytest.approx([seconds - each * TURN for each in bubble])
+    assert found.mfu == pytest.approx(sum(computing) / num_ranks / seconds)
+    assert found.num_targets == 2 * options.get("microbatches", 4) * ROWS * WIDTH
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.thorough)])
+def test_a_third_step_is_like_the_second(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(1e9, 1e-5)
+    options = {"strategy": "optim_grads_params", "machine": plain_machine(link, link)}
+    second = simulated(schedule, stages=wider, **options)
+    monkeypatch.setattr(pipeline_job, "STEPS", pipeline_job.STEPS + 1)
+    third = simulated(schedule, stages=wider, **options)
+    assert third.seconds == pytest.approx(second.seconds)
+    assert third.bubble_seconds == pytest.approx(second.bubble_seconds)
+    for one, other in zip(second.ranks, third.ranks, strict=True):
+        assert one.seconds == pytest.approx(second.seconds)
+        assert other.memory == one.memory
+
+
+def stage_messages(found: fe.PipelineSimulation, rank: int) -> list[float]:
+    """Seconds of messages between stages that a rank sends or receives."""
+    spans = found.ranks[rank].spans
+    return [span.end - span.start for span in spans if is_stage_lane(span.lane)]
+
+
+@pytest.mark.parametrize(("ranks_per_node", "is_far"), [(4, False), (2, True)])
+def test_messages_take_the_time_of_the_link_between_their_ranks(
+    ranks_per_node: int, is_far: bool
+) -> None:
+    """In one node, or with a node for each stage of two data-parallel ranks."""
+    near, far = Link(1e9, 1e-6), Link(1e8, 1e-5)
+    found = simulated(machine=plain_machine(near, far, ranks_per_node))
+    num_bytes = 4 * ROWS * WIDTH
+    expected = (far if is_far else near).seconds(num_bytes, 1)
+    for rank in range(2):
+        assert stage_messages(found, rank) == pytest.approx([expected] * 8)
+    labels = {span.label for span in found.ranks[0].spans if is_stage_lane(span.lane)}
+    assert "activations of stage 0, microbatch 3" in labels
+    assert "gradients of stage 0, microbatch 0" in labels
+    # The last microbatch's way to the second stage and back is on the critical path.
+    assert found.seconds > simulated().seconds + 2 * expected
+
+
+def test_collectives_run_beside_the_wait_for_another_stage() -> None:
+    """The first stage reduces gradients while the second one, which takes longer, computes."""
+    num_bytes = 4 * WIDTH * WIDTH / 2
+    found = simulated(
+        machine=plain_machine(Link(num_bytes / PRODUCT, 0.0), ranks_per_node=2),
+        strategy="optim_grads",
+        stages=wider,
+    )
+    rank = found.ranks[0]
+    waits = [
+        (each.start, each.start + each.seconds) for each in rank.exposed if is_stage_lane(each.lane)
+    ]
+    beside = [
+        min(span.end, end) - max(span.start, start)
+        for span in rank.spans
+        for start, end in waits
+        if span.lane == "inner reduce"
+    ]
+    assert sum(seconds for seconds in beside if seconds > 0) >= PRODUCT
+    # The first gather of a step starts when the activations arrive.
+    by_lane = [each.exposed_by_lane["inner gather"] for each in found.ranks]
+    assert by_lane[1] == pytest.approx(by_lane[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("device", {"strategy": "optim_grads_params"}),
+        ("offload", {"offload": fe.Offload("host", main_weights="host", gradients="host")}),
+        ("beside", {"offload": fe.Offload(optimizer_state="host", overlap_forward=True)}),
+        ("activations", {"checkpointing": "offload", "units": [nn.Linear]}),
+        ("host", {"machine": HOST, "strategy": "optim_grads_params"}),
+    ],
+)
+def test_a_replay_has_the_times_of_its_tape(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tapes: list[RecordingClock] = []
+
+    def recording(*args: Any) -> RecordingClock:
+        tapes.append(RecordingClock(*args))
+        return tapes[-1]
+
+    monkeypatch.setattr(simulations, "Clock", recording)
+    found = fe.simulate(
+        lambda: nn.Sequential(Linears(3), nn.Flatten(0)),
+        2,
+        batch=torch.zeros(ROWS, WIDTH),
+        loss=lambda output: output.sum(),
+        min_unit_size=0,
+        microbatches=2,
+        **options,
+    )
+    replay = Replay(tapes[0], 2, lambda message, time: None)
+    replay.run()
+    start, end = replay.finishes[-2:]
+    assert end - start == pytest.approx(found.seconds)
+    assert replay.clock.spans == tapes[0].spans
+    assert replay.clock.exposed == tapes[0].exposed
+    assert replay.clock.sent_bytes == found.sent_bytes
+
+
+def blocks(index: int, num_stages: int) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Sequential(*(Mlp(WIDTH, 9 * WIDTH) for _ in range(2)))
+
+
+def measured(schedule: str, level: str) -> tuple[int, list[Action]]:
+    """Most bytes that this rank held in the last step, and what it ran."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    indices = scene.stage_indices(schedule, mesh.get_local_rank("pp"), 2)
+    num_stages = 2 * len(indices)
+    actions: list[Action] = []
+    gc.collect()
+    with LiveStorages() as watch:
+        modules = [blocks(index, num_stages) for index in indices]
+        for module in modules:
+            fe.shard(module, mesh["dp"], level, min_unit_size=0)
+        params = [param for module in modules for param in module.parameters()]
+        optimizer = fe.shard_optimizer(torch.optim.AdamW(params, fused=True))
+        group = mesh.get_group("pp")
+        stages = [
+            NotedStage(module, index, num_stages, torch.device("cpu"), group=group)
+            for module, index in zip(modules, indices, strict=True)
+        ]
+        for stage in stages:
+            stage.actions = actions
+        make = getattr(pipelining, f"Schedule{schedule}")
+        run = make(stages if len(stages) > 1 else stages[0], 4, loss_fn=product_loss)
+        inputs = [torch.ones(4 * ROWS, WIDTH)] if 0 in indices else []
+        target = torch.ones(4 * ROWS, WIDTH) if num_stages - 1 in indices else None
+        for step in range(pipeline_job.STEPS):
+            if step == pipeline_job.STEPS - 1:
+                watch.restart()
+            actions.clear()
+            run.step(*inputs, target=target, return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    return watch.peak, actions
+
+
+class NotedStage(PipelineStage):
+    """A stage that notes what it runs."""
+
+    actions: list[Action]
+
+    def note(self, kind: str, chunk: int) -> None:
+        self.actions.append(Action(kind, self.stage_index, chunk))
+
+    def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        self.note("forward", chunk)
+        return super().forward_one_chunk(chunk, *args, **kwargs)
+
+    def backward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> None:
+        is_full = kwargs.get("full_backward", True)
+        self.note("backward" if is_full else "backward of inputs", chunk)
+        super().backward_one_chunk(chunk, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> None:
+        self.note("backward of weights", chunk)
+        super().backward_weight_one_chunk(chunk, *args, **kwargs)
+
+
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "GPipe",
+        "1F1B",
+        pytest.param("Interleaved1F1B", marks=pytest.mark.thorough),
+        pytest.param("ZBVZeroBubble", marks=[pytest.mark.thorough, scene.passes_on_to_itself]),
+    ],
+)
+def test_order_and_memory_are_those_of_four_gloo_ranks(
+    ranks: Ranks, schedule: str, level: str
+) -> None:
+    """Two pipeline ranks of two data-parallel ranks. Two stages of a rank that gather parameters
+    hold more on gloo, and not the same each time; one stage holds a few hundred bytes more."""
+    least = 0.95 if len(scene.stage_indices(schedule, 0, 2)) > 1 else 0.999
+    found = ranks.run(measured, schedule, level, world_size=4)
+    options = {"machine": HOST, "strategy": level, "min_unit_size": 0}
+    planned = pipelined(blocks, torch.ones(ROWS, WIDTH), schedule, **options)
+    for number, (rank, actions) in enumerate(zip(planned.ranks, planned.actions, strict=True)):
+        peaks = [peak for peak, _ in found[2 * number : 2 * number + 2]]
+        assert list(actions) == found[2 * number][1]
+        assert least * max(peaks) <= rank.peak_bytes <= 1.03 * max(peaks)
+
+
+def _without_last(send: Any, chunk: int) -> list[Any]:
+    return [] if chunk == 3 else send(chunk)
+
+
+_first = functools.cache(lambda send: send(0))
+
+
+def _first_again(send: Any, chunk: int) -> list[Any]:
+    return _first(send)
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(_without_last, 3), (_first_again, 1)])
+def test_messages_without_another_side_are_errors(sent: Any, expected: int) -> None:
+    """The second rank does not send its last gradient, or sends that of microbatch 0 again."""
+
+    class Schedule(pipelining.Schedule1F1B):
+        def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+            stage = self._stage
+            stage.get_bwd_send_ops = functools.partial(sent, stage.get_bwd_send_ops)
+            super()._step_microbatches(*args, **kwargs)
+
+    with pytest.raises(
+        ValueError,
+        match="expected pipeline rank 1 to send next what rank 0 receives from it, gradients of "
+        f"stage 0, microbatch {expected} of 8192 bytes; found gradients of stage 0, microbatch 0 "
+        "of 8192",
+    ):
+        simulated(Schedule)
+
+
+def test_schedules_take_some_numbers_of_microbatches() -> None:
+    least_of = {"1F1B": 2, "Interleaved1F1B": None, "ZBVZeroBubble": None, "DualPipeV": 4}
+    for schedule, least in least_of.items():
+        taken = [count for count in range(1, 9) if takes_microbatches(schedule, 2, count)]
+        assert least is None or taken == [*range(least, 9)]
+        for count in {*range(1, 9)} - {*taken}:
+            with pytest.raises(ValueError, match="microbatches: expected a number"):
+                simulated(schedule, microbatches=count)
+
+
+TOKENS = torch.zeros(2, 32, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"world_size": 5}, ValueError, "pipeline: expected a divisor of the 5 ranks, at least 2"),
+        ({"pipeline": 1}, ValueError, "pipeline: expected a divisor of the 2 ranks, at least 2"),
+        ({"microbatches": 1}, ValueError, "microbatches: expected a number that Schedule1F1B"),
+        ({"microbatches": 0}, ValueError, "microbatches: expected at least 1; found 0"),
+        ({"schedule": "2F2B"}, ValueError, "schedule: expected the name or class of a schedule"),
+        ({"schedule": nn.Linear}, TypeError, "schedule: expected the name or class"),
+        ({"stages_per_rank": 2}, ValueError, "stages_per_rank: expected 1 for Schedule1F1B"),
+        ({"mesh": (3,)}, ValueError, "mesh: expected one or two sizes of 2 ranks"),
+        ({"stages": 3}, TypeError, "stages: expected a function"),
+        (
+            {"schedule": "ZBVZeroBubble", "stages_per_rank": 3},
+            *(ValueError, "stages_per_rank: expected 2 for ScheduleZBVZeroBubble; found 3"),
+        ),
+        ({"tensor_parallel": 2}, ValueError, "or `parallelize`; found Linears"),
+        ({"tensor_parallel": 3}, ValueError, "tensor_parallel: expected a divisor of the 2 ranks"),
+        (
+            {"context_parallel": 3},
+            ValueError,
+            "context_parallel: expected a divisor of the 2 ranks",
+        ),
+        (
+            {"context_parallel": 2, "machine": HOST, "batch": TOKENS},
+            *(ValueError, "context_parallel: expected 1 on a machine whose host"),
+        ),
+        (
+            {"context_parallel": 2, "batch": torch.zeros(1, 6), "target": TOKENS},
+            *(ValueError, "context_parallel: expected sequences divisible by 4"),
+        ),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        simulated(**options)
+    assert not dist.is_initialized()
+
+
+class Raising(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return super().forward(x)
+
+
+def test_a_stage_that_reads_values_is_an_error_with_its_line() -> None:
+    with pytest.raises(fe.SimulationError, match=r"stage 1 failed at .*`if x.sum\(\) > 0:`"):
+        simulated(stages=lambda index, num_stages: (Raising if index else Linears)())
+    assert not dist.is_initialized()
+
+
+def test_a_trace_has_a_process_for_each_rank() -> None:
+    found = simulated(machine=plain_machine(Link(1e9, 0.0)))
+    events = found.trace()["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    names = {each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert {"compute", "send to stages of rank 1", "receive from stages of rank 0"} <= names
+    assert min(event["ts"] for event in events if "ts" in event) >= 0
+    assert "rank   stages" in str(found)
+
+
+causal_lm = functools.partial(llama, depth=3, head_dim=16, tie_word_embeddings=False)
+
+
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+}
+MODELS = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Qwen2": SLIDING, "Qwen3": SLIDING}
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_stages_of_a_causal_lm_compute_what_the_model_does(kind: str) -> None:
+    def build() -> nn.Module:
+        return causal_lm(kind=kind, **MODELS[kind])
+
+    tokens = torch.arange(2 * 16).view(2, 16) % 256
+    expected = build()(input_ids=tokens, use_cache=False).logits
+    stages, x = fe.CausalLMStages(build), tokens
+    modules = [stages(index, 2) for index in range(2)]
+    for module in modules:
+        x = module(x)
+    torch.testing.assert_close(x, expected)
+    count = sum(param.numel() for module in modules for param in module.parameters())
+    assert count == sum(param.numel() for param in build().parameters())
+
+
+def test_a_causal_lm_without_stages_is_an_error() -> None:
+    for build, num_stages, text in (
+        (lambda: Linears(1), 2, "expected a causal language model of .*; found Linears"),
+        (lambda: causal_lm(kind="Gemma"), 2, "expected a causal language model .*; found gemma"),
+        (lambda: causal_lm(tie_word_embeddings=True), 2, "expected a head of its own"),
+        (causal_lm, 4, "expected at most 3, the layers of LlamaForCausalLM; found 4"),
+    ):
+        with pytest.raises(ValueError, match=f"stages: {text}"):
+            fe.CausalLMStages(build)(0, num_stages)
+
+
+def test_a_llama_is_simulated_in_stages() -> None:
+    options = {"world_size": 16, "mesh": (2, 4), "microbatches": 2, "min_unit_size": 0}
+    options |= {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), "loss": None}
+    found = pipelined(fe.CausalLMStages(causal_lm), TOKENS, "1F1B", **options)
+    assert found.num_targets == 8 * 2 * TOKENS.numel()
+    assert "2 pipeline x 2 x 4 data-parallel ranks" in found.title
+    assert len(stage_messages(found, 1)) == 4
+    assert {span.module.split(".")[0] for span in found.ranks[1].spans} >= {"stage 1"}
+
+
+def test_a_llama_is_simulated_in_stages_of_tensor_parallel_ranks() -> None:
+    """Each half of a layer has an all-reduce in forward and in backward; stages send activations
+    in full, to another node."""
+    options = {"strategy": "optim", "microbatches": 2, "min_unit_size": 0, "loss": None}
+    one, two = (
+        pipelined(
+            fe.CausalLMStages(causal_lm),
+            *(TOKENS, "1F1B"),
+            world_size=16 * size,
+            tensor_parallel=size,
+            **options,
+        )
+        for size in (1, 2)
+    )
+    assert "2 pipeline x 8 data-parallel ranks of 2 tensor-parallel ranks each" in two.title
+    assert stage_messages(one, 1) == pytest.approx(stage_messages(two, 1))
+    num_bytes = 4 * TOKENS.numel() * WIDTH
+    for alone, rank, num_layers in zip(one.ranks, two.ranks, (1, 2), strict=True):
+        assert rank.sent_bytes["tensor"] >= 2 * 4 * num_layers * num_bytes
+        assert rank.memory["weights"] < 0.6 * alone.memory["weights"]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_tensor_parallelism_of_a_function(is_local: bool) -> None:
+    """The last stage may return a DTensor, as logits for ``loss_parallel``."""
+
+    def stages(index: int, num_stages: int) -> nn.Module:
+        module: Any = Linears()
+        module.is_last = index == num_stages - 1
+        return module
+
+    def cut(module: Any, mesh: DeviceMesh) -> None:
+        rowwise = RowwiseParallel(use_local_output=is_local or not module.is_last)
+        parallelize_module(module, mesh, {"0": ColwiseParallel(), "1": rowwise})
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        assert isinstance(output, DTensor) != is_local
+        return product_loss(output if is_local else output.to_local(), target)
+
+    found = simulated(tensor_parallel=2, parallelize=cut, stages=stages, loss=loss)
+    assert found.seconds == pytest.approx(5 * TURN / 2)
+    assert found.bubble_seconds == pytest.approx([TURN / 2, TURN / 2])
+
+
+def test_shapes_of_compiled_stages_are_inferred_without_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.utils import counters
+
+    def stages(index: int, num_stages: int) -> nn.Module:
+        block = Linears(1)
+        block.compile()
+        return nn.Sequential(block)
+
+    counters.clear()
+    # Shapes have been inferred when the first step is recorded.
+    monkeypatch.setattr(PipelineJob, "record", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        simulated(stages=stages)
+    assert not counters["frames"]

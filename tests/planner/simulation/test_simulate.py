@@ -1,0 +1,457 @@
+"""The clock, the machine's figures, and results of simulations."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.comm.lanes import COPY_IN, LANES, Operation
+from fsdp_engine.planner.simulation.clock import Clock, axis_of, unit_of
+from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
+from fsdp_engine.planner.simulation.operations import all_to_all_seconds, message_seconds
+from tests.models import Transformer, token_batch
+from tests.planner.simulation.scene import ROWS, WIDTH, LinearBlock, Tower, on_meta, plain_machine
+
+
+def a_machine(**options: Any) -> Machine:
+    return plain_machine(Link(1e9, 0.0), Link(1e9, 0.0), 2, **options)
+
+
+def sending(clock: Clock, seconds: float) -> Operation:
+    def steps() -> Any:
+        clock.send(0, seconds)
+        yield ()
+
+    return steps
+
+
+def test_lanes_are_concurrent_and_tickets_order_them() -> None:
+    clock = Clock(a_machine())
+    lanes = clock.make_lanes(torch.device("cpu"))
+    first = lanes.inner_gather.submit("all-gather of a", sending(clock, 3.0))
+    lanes.inner_gather.submit("all-gather of b", sending(clock, 3.0))
+    reduced = lanes.inner_reduce.submit("reduce a", sending(clock, 1.0), after=[first])
+    clock.compute("f", 2.0)
+    assert clock.finish() == 2.0
+    lanes.compute.wait(first)
+    lanes.compute.wait(reduced)
+    clock.compute("g", 1.0)
+    assert clock.finish() == 5.0
+    ends = {span.label: (span.start, span.end) for span in clock.spans}
+    assert ends["all-gather of b"] == (3.0, 6.0)
+    assert ends["g"] == (4.0, 5.0)
+    # The gather took long, not the operation after it.
+    assert [(e.unit, e.lane, e.seconds) for e in clock.exposed] == [("a", "inner gather", 2.0)]
+
+
+def test_a_host_that_runs_ahead_hides_waits() -> None:
+    clock = Clock(a_machine(host_seconds=1.0))
+    lanes = clock.make_lanes(torch.device("cpu"))
+    ticket = lanes.inner_gather.submit("all-gather of a", sending(clock, 0.5))
+    for _ in range(5):
+        clock.compute("f", 0.1)
+    lanes.compute.wait(ticket)
+    assert clock.exposed == []
+    # A submission takes the host as long as 15 operations, and a wait as long as 6. In between are
+    # the message and five operations.
+    assert clock.finish() == pytest.approx(15 + 1 + 5 + 6)
+    lanes.compute.manage("b", lambda: None, None)
+    clock.compute("g", 0.1)
+    assert clock.finish() == pytest.approx(27 + 4 + 1 + 0.1)
+
+
+def test_where_the_host_computes_it_blocks() -> None:
+    clock = Clock(a_machine(host_runs_ahead=False))
+    lanes = clock.make_lanes(torch.device("cpu"))
+    first = lanes.inner_gather.submit("all-gather of a", sending(clock, 3.0))
+    # It starts at the next submission on its lane, or when it is waited for.
+    second = lanes.outer_gather.submit("all-gather of b", sending(clock, 1.0), after=[first])
+    clock.compute("f", 2.0)
+    lanes.compute.wait(second)
+    assert clock.host == 4.0
+    # For the first, so that the second can begin; then for the second.
+    assert [each.seconds for each in clock.exposed] == [1.0, 1.0]
+    assert first.done
+    assert second.done
+
+
+def test_communication_delays_compute_by_its_processor_share() -> None:
+    clock = Clock(a_machine(host_runs_ahead=False))
+    lanes = clock.make_lanes(torch.device("cpu"))
+
+    def steps() -> Any:
+        clock.send(0, 3.0, 1.5)
+        yield ()
+
+    ticket = lanes.inner_gather.submit("all-gather of a", steps)
+    clock.compute("f", 1.0)
+    assert clock.host == 2.5
+    lanes.compute.wait(ticket)
+    assert clock.host == 3.0
+
+
+def test_labels_have_units_and_lanes_axes() -> None:
+    labels = ("reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)")
+    assert {unit_of(label) for label in labels} == {"blocks.1"}
+    assert [axis_of(lane) for lane in (COPY_IN, *LANES[1:])] == ["inner"] * 3 + ["outer"] * 2
+
+
+def test_rings() -> None:
+    link = Link(bandwidth=100.0, latency=1.0, achievable=0.5)
+    # Three quarters of 400 bytes at 50 bytes a second, in three hops.
+    assert message_seconds(link, 400, 4) == pytest.approx(300 / 50 + 3)
+    assert message_seconds(link, 400, 4, ring=2) == pytest.approx(2 * (300 / 50 + 3))
+    assert message_seconds(link, 400, 1) == 0.0
+
+
+NODES_OF_FOUR = dataclasses.replace(
+    a_machine(),
+    within_node=Link(bandwidth=100.0, latency=1.0),
+    between_nodes=Link(bandwidth=40.0, latency=3.0, achievable=0.5),
+    ranks_per_node=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stride", "rate", "latency"),
+    [
+        (4, 1, 100, 1),  # one node
+        (2, 2, 100, 1),
+        (8, 1, 4 * 20, (6 * 1 + 1 * 3) / 7),  # four rings, a port each
+        (64, 1, 4 * 20, (48 * 1 + 15 * 3) / 63),
+        (8, 2, 2 * 20, (4 * 1 + 3 * 3) / 7),  # two ranks of each node
+        (8, 4, 20, 3),  # one
+        (8, 8, 20, 3),
+        (6, 1, 2 * 20, (4 * 1 + 1 * 3) / 5),  # the second node has but two of them
+        (5, 1, 20, (3 * 1 + 1 * 3) / 4),
+        (4, 3, 20, (1 * 1 + 2 * 3) / 3),  # ranks 0 and 3, 6, 9
+    ],
+)
+def test_rings_over_nodes(num_ranks: int, stride: int, rate: float, latency: float) -> None:
+    link = NODES_OF_FOUR.link(num_ranks, stride)
+    assert (link.rate, link.latency) == (pytest.approx(rate), pytest.approx(latency))
+
+
+def test_rings_are_no_faster_than_the_link_within_a_node() -> None:
+    slow = dataclasses.replace(NODES_OF_FOUR, within_node=Link(bandwidth=30.0, latency=1.0))
+    assert slow.link(8, 1).rate == 30
+    assert slow.link(8, 4).rate == 20
+    assert slow.link(5, 1).rate == 20
+
+
+def test_bytes_without_a_ring_leave_through_the_rank_s_own_port() -> None:
+    assert NODES_OF_FOUR.link_to(3) == NODES_OF_FOUR.within_node
+    assert NODES_OF_FOUR.link_to(4) == NODES_OF_FOUR.between_nodes
+    # Of 800 bytes over 8 ranks 400 leave the node at 20 bytes a second, in four hops.
+    assert all_to_all_seconds(NODES_OF_FOUR, 800, 8, 1) == pytest.approx(400 / 20 + 4 * 3)
+    assert all_to_all_seconds(NODES_OF_FOUR, 400, 4, 1) == pytest.approx(300 / 100 + 3 * 1)
+    assert all_to_all_seconds(NODES_OF_FOUR, 400, 4, 4) == pytest.approx(300 / 20 + 3 * 3)
+    assert all_to_all_seconds(NODES_OF_FOUR, 400, 1, 1) == 0.0
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_a_flat_axis_over_nodes_sends_through_all_ports(on_host: bool) -> None:
+    machine = dataclasses.replace(
+        NODES_OF_FOUR,
+        within_node=Link(1e9, 0.0),
+        between_nodes=Link(1e6, 0.0),
+        host_runs_ahead=not on_host,
+    )
+
+    def gathering(world_size: int, **mesh: Any) -> float:
+        found = fe.simulate(
+            OneProduct,
+            world_size,
+            batch=torch.zeros(64, 256),
+            machine=machine,
+            strategy="optim_grads_params",
+            **mesh,
+        )
+        return sum(each.end - each.start for each in found.spans if each.lane == "inner gather")
+
+    num_bytes = 256 * 256 * 4
+    num_gathers = round(gathering(4) / (3 / 4 * num_bytes / 1e9))
+    assert num_gathers in (1, 2)
+    if on_host:  # gloo's ranks send their part to each other, 12 of 15 to other nodes
+        one = 3 / 16 * num_bytes / 1e9 + 12 / 16 * num_bytes / 1e6
+    else:
+        one = 15 / 16 * num_bytes / 4e6
+    assert gathering(16) == pytest.approx(num_gathers * one, rel=0.01)
+
+
+def test_a_roofline() -> None:
+    processor = Processor({torch.float32: 100.0}, 10.0, 1e9, call_seconds=0.5, achievable_flops=0.5)
+    assert processor.seconds(1000, 20, torch.float32) == 20.0
+    assert processor.seconds(10, 200, torch.float32) == 20.0
+    assert processor.seconds(1, 1, torch.float32) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("preset", "port"), [(fe.A100, 22.5e9), (fe.H100, 45e9), (fe.H200, 45e9), (fe.B200, 45e9)]
+)
+def test_presets_are_machines_that_can_be_saved(
+    preset: Machine, port: float, tmp_path: Path
+) -> None:
+    preset.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == preset
+    processor = preset.processor
+    assert processor.matrix_flops[torch.bfloat16] > processor.matrix_flops[torch.float32]
+    assert preset.link(8, 1) == preset.within_node
+    assert preset.link(8, 8) == preset.between_nodes
+    assert preset.link(64, 1).rate == pytest.approx(8 * port)  # one for each GPU of a node
+    computing, moving = (
+        processor.seconds(*each, torch.bfloat16) for each in ((1e15, 0), (0, 1e12))
+    )
+    both = processor.seconds(1e15, 1e12, torch.bfloat16)
+    assert both == pytest.approx(max(computing, moving), rel=1e-12)
+    assert processor.function_seconds == 0.0
+
+
+def small(**options: Any) -> fe.Simulation:
+    return fe.simulate(
+        lambda: Transformer(2), 8, batch=lambda: token_batch(4, 0), mesh=(2, 4), **options
+    )
+
+
+def test_the_fields_of_a_simulation() -> None:
+    result = small(strategy="optim_grads_params", microbatches=2)
+    assert result.seconds > 0
+    assert set(result.message_seconds) == {"inner gather", "inner reduce", "outer reduce"}
+    lines = str(result).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["step", "compute"]
+    assert any(line.startswith("exposed") for line in lines)
+    assert "GiB at most" in lines[-2]
+
+
+def test_joined_units_are_simulated() -> None:
+    def labels(least: int) -> list[str]:
+        spans = small(strategy="optim_grads_params", min_unit_size=least).spans
+        return [span.label for span in spans if span.lane == "inner reduce"]
+
+    one = labels(10**6)
+    assert len(one) == 1
+    assert "embedding + blocks.0-1 + norm + head" in one[0]
+    assert len(labels(0)) == 4
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_weights_are_cast_on_a_lane_of_its_own_where_the_host_runs_ahead(on_host: bool) -> None:
+    """As on a device: a unit is cast while the link is busy with the unit before."""
+    link = Link(1e6, 0.0)
+    processor = Processor({torch.float32: 1e9, torch.bfloat16: 1e9}, 1e7, 1e12)
+    found = fe.simulate(
+        lambda: Tower(has_embedding=False),
+        2,
+        batch=torch.zeros(ROWS, WIDTH),
+        machine=Machine("slow", processor, link, link, 2, host_runs_ahead=not on_host),
+        units=[LinearBlock],
+        mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        strategy="optim_grads_params",
+    )
+    casts = [span for span in found.spans if span.lane == "copy in"]
+    gathers = [span for span in found.spans if span.lane == "inner gather"]
+    assert {span.label.split()[0] for span in gathers} == {"all-gather"}
+    if on_host:
+        assert not casts
+        return
+    assert {span.label.split()[0] for span in casts} == {"encode"}
+    assert len(casts) == len(gathers)
+    assert any(
+        cast.start < gather.end and gather.start < cast.end for cast in casts for gather in gathers
+    )
+    assert set(found.sent_bytes) == {"inner"}
+
+
+def test_messages_while_weights_are_encoded_count_for_the_inner_axis() -> None:
+    found = small(strategy="optim_grads_params", codec_rules=(fe.Float8("tensor"),))
+    assert any(span.lane == "copy in" for span in found.spans)
+    assert set(found.sent_bytes) == {"inner", "outer"}
+
+
+class OneProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x)).sum()
+
+
+def test_flops_and_memory_of_one_product_by_hand() -> None:
+    rows, one = 64, 256 * 256 * 4
+    result = fe.simulate(
+        OneProduct,
+        4,
+        batch=torch.zeros(rows, 256),
+        machine=plain_machine(),
+        strategy="optim",
+    )
+    # Forward, and the weight's gradient; the input needs none.
+    assert result.compute_seconds == pytest.approx(2 * 2 * rows * 256 * 256 / 1e9)
+    memory = result.memory
+    assert memory["weights"] == one
+    assert memory["gradients"] == one
+    assert memory["optimizer"] == pytest.approx(2 * one / 4, abs=64)  # AdamW, and a count of steps
+    # At the peak autograd's gradient of the weight and its buffer exist.
+    assert one <= memory["activations"] < 10 * one
+
+
+class GroupedExperts(nn.Module):
+    """Two products of grouped matrices. The numbers of rows are ``ends`` of these."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, ends: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(4, WIDTH, 2 * WIDTH))
+        self.down = nn.Parameter(torch.ones(4, 2 * WIDTH, WIDTH))
+        self.dtype, self.ends = dtype, ends
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.full((self.ends,), 8, dtype=torch.int32).cumsum(0).int()
+        hidden = F.grouped_mm(x.to(self.dtype), self.up.to(self.dtype), offs=ends)
+        return F.grouped_mm(hidden, self.down.to(self.dtype), offs=ends).square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_grouped_matrices_have_flops(dtype: torch.dtype) -> None:
+    options = {"batch": torch.zeros(ROWS, WIDTH), "machine": plain_machine(), "strategy": "optim"}
+    result = fe.simulate(lambda: GroupedExperts(dtype), 2, **options)
+    # Each row is multiplied by one expert. The input needs no gradient.
+    product = 2 * ROWS * WIDTH * 2 * WIDTH
+    assert result.model_flops == (2 + 3) * product
+    assert result.compute_seconds == pytest.approx((2 + 3) * product / 1e9)
+    # torch itself refuses products in bf16.
+    message = r"found \(32, 64\) and .* in \[4, 3\] groups|matrix batch sizes have to match"
+    with pytest.raises(fe.SimulationError, match=message):
+        fe.simulate(lambda: GroupedExperts(dtype, 3), 2, **options)
+
+
+def test_an_lstm_has_flops() -> None:
+    rows, length, width, hidden = 4, 8, 32, 64
+    result = fe.simulate(
+        lambda: nn.LSTM(width, hidden, num_layers=2, batch_first=True),
+        2,
+        batch=torch.zeros(rows, length, width),
+        loss=lambda output: output[0].sum(),
+        strategy="optim",
+    )
+    matrices = 4 * hidden * (width + 3 * hidden)
+    assert result.model_flops == 3 * 2 * rows * length * matrices
+
+
+def test_host_bound_steps_take_the_host_s_time() -> None:
+    result = small(machine=plain_machine(host_seconds=1e-3), strategy="optim_grads_params")
+    assert result.seconds > 100 * 1e-3
+    assert result.exposed_seconds < 1e-3
+
+
+def test_no_process_group_is_left_and_none_is_taken() -> None:
+    small(strategy="no_shard")
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="expected a process without process groups"):
+            small(strategy="no_shard")
+        # And an engine of flesh is none the worse for those that were simulated.
+        model = Transformer(2)
+        fe.shard(model)
+        model(*token_batch(2, 0)).backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_simulation_leaves_no_state() -> None:
+    built: list[weakref.ref[nn.Module]] = []
+
+    def build() -> nn.Module:
+        model = Transformer(2)
+        built.append(weakref.ref(model))
+        return model
+
+    options = {"mesh": (128, 8), "strategy": "optim_grads_params"}  # as fast as for few ranks
+    assert fe.simulate(build, 1024, batch=token_batch(4, 0), **options).memory["weights"] > 0
+    gc.collect()
+    assert [model() for model in built] == [None]
+
+
+class Checkpointed(nn.Module):
+    """Linears, two of one bias, run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.blocks[2].bias = self.blocks[1].bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
+        {"config": fe.DistributedDataParallelConfig(average_in_collective=True)},
+        {"codec_rules": [fe.Float8()]},
+        {"mp_policy": fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    ],
+    ids=["plain", "double buffer", "average", "fp8", "bf16"],
+)
+def test_a_simulation_supports_the_features_of_the_engine(options: dict[str, Any]) -> None:
+    run = {"batch": torch.zeros(4, 64), "mesh": (2, 4), "strategy": "optim_grads_params"}
+    found = fe.simulate(Checkpointed, 8, **run, **options)
+    assert found.seconds > 0
+    assert found.memory["transient"] > 0
+    # Where the model was built makes no difference.
+    assert fe.simulate(on_meta(Checkpointed), 8, **run, **options).seconds == pytest.approx(
+        found.seconds
+    )
+
+
+class Encoder(nn.Module):
+    """torch's stack of deep copies of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        layer.linear1.weight.mark = ["a user's"]  # type: ignore[attr-defined]
+        layer.linear1.bias.requires_grad_(False)
+        layer.self_attn.out_proj.bias = layer.linear2.bias
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x).sum()
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
+    built: list[Encoder] = []
+
+    def build() -> nn.Module:
+        built.append(Encoder())
+        return built[0]
+
+    found = fe.simulate(build, 2, batch=torch.zeros(2, 4, 16), strategy=level, machine=a_machine())
+    layers = list(built[0].encoder.layers)
+    assert found.memory["weights"] > 0
+    real = sum(each.numel() for each in Encoder().parameters())
+    assert sum(math.prod(each.shape) for each in built[0].parameters()) == real
+    for layer in layers:
+        assert layer.self_attn.out_proj.bias is layer.linear2.bias  # tied within each copy
+        assert not layer.linear1.bias.requires_grad
+    marks = [layer.linear1.weight.mark for layer in layers]
+    assert marks == [["a user's"]] * 3
+    assert len({id(mark) for mark in marks}) == 3

@@ -1,0 +1,113 @@
+"""The accuracy of times that texts state is that of the results files."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.planner.simulation.machine import Machine
+from fsdp_engine.planner.simulation.time_accuracy import (
+    ACCURACIES,
+    TimeAccuracy,
+    accuracy_of,
+    family_of,
+)
+from tools.time_factors import TARGET, file_text, measured
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+
+
+def planned(machine: Machine, **options: Any) -> fe.StrategyPlan:
+    options = {"machine": machine, "loss": torch.Tensor.sum, **options}
+    return fe.plan(lambda: nn.Linear(8, 8), torch.zeros(2, 8), world_size=1, **options)
+
+
+def test_the_factors_are_those_of_the_results_files() -> None:
+    # After a run of a benchmark: python tools/time_factors.py --write
+    assert TARGET.read_text(encoding="utf-8") == file_text()
+    assert {"H100", *measured()} | {"H200"} == ACCURACIES.keys()
+    for family, accuracy in ACCURACIES.items():
+        factors = measured()["H100" if family == "H200" else family]
+        assert list(accuracy.factors) == pytest.approx(factors, abs=6e-5), family
+        assert accuracy.steps.startswith(f"{len(factors)} "), family
+
+
+@pytest.mark.parametrize("family", ACCURACIES)
+def test_nine_of_ten_compared_steps_are_within_the_stated_range(family: str) -> None:
+    accuracy = ACCURACIES[family]
+    factors = measured()["H100" if family == "H200" else family]
+    is_within = [abs(each / accuracy.factor - 1) <= accuracy.spread + 1e-3 for each in factors]
+    assert sum(is_within) >= 0.9 * len(factors)
+    assert accuracy.is_too_fast == (statistics.median(factors) >= 1.1)
+
+
+def test_texts_state_the_spread_and_the_bias() -> None:
+    exact = TimeAccuracy("3 jobs", "X", (0.9, 1.0, 1.05))
+    slow = TimeAccuracy("3 jobs", "Y", (1.25, 1.42, 1.47))
+    assert exact.mark == "+-10 %"
+    assert "on X are accurate to +-10 % for 3 of 3 compared steps" in exact.sentence(0.402)
+    assert slow.mark == "(x 1.42, +-12 %)"
+    text = slow.sentence(0.402)
+    assert "too fast on Y: 3 jobs took 1.25 to 1.47 times the planned time, 1.42 in the" in text
+    assert "expect 570.8 ms +-12 % instead of 402.0 ms" in text
+    assert accuracy_of("B200").mark == "(accuracy unknown)"
+    assert "on B200 is unknown" in accuracy_of("B200").sentence(1.0)
+    assert "on this machine is unknown" in accuracy_of("").sentence(1.0)
+
+
+def test_machines_have_families() -> None:
+    presets = {"A100": fe.A100, "H100": fe.H100, "H200": fe.H200, "B200": fe.B200}
+    assert {name: family_of(each) for name, each in presets.items()} == {n: n for n in presets}
+    assert family_of(Machine.load(RESULTS / "h200_machine.json")) == "calibrated GPU"
+    exact = dataclasses.replace(fe.A100.processor, achievable_flops=1.0, achievable_bandwidth=1.0)
+    on_host = dataclasses.replace(
+        fe.A100, processor=exact, host_runs_ahead=False, name="this machine, 2 gloo ranks"
+    )
+    assert family_of(on_host) == "calibrated CPU"
+    planning = planned(on_host, formulas=True)
+    assert "are kept free for the system, buffers of messages" in str(planning)
+    assert family_of(dataclasses.replace(on_host, name="a host")) == ""
+    assert family_of(dataclasses.replace(fe.A100, name="other")) == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a100", "h100", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("h200", "b200"))],
+)
+def test_each_answer_of_time_has_it(name: str) -> None:
+    machine = Machine.named(name)
+    planning = planned(machine)
+    accuracy, text = accuracy_of(family_of(machine)), str(planning)
+    assert planning.chosen is not None
+    assert planning.chosen.times is not None
+    step = planning.chosen.times.step
+    assert f" ms {accuracy.mark} per step, " in text
+    assert accuracy.sentence(step) in text
+    assert f"ms: step time {accuracy.mark}, and" in " ".join(text.split())
+    assert planning.simulate is not None
+    assert str(planning.simulate(planning.chosen.candidate)).endswith(accuracy.sentence(step))
+
+
+def test_the_memory_limit_says_what_is_kept_free() -> None:
+    """Sizes of data sheets: A100 80GB, H100 SXM 80GB, H200 141GB, DGX B200 1,440GB for eight."""
+    for machine, gigabytes, gib in (
+        (fe.A100, 80, "74.5"),
+        (fe.H100, 80, "74.5"),
+        (fe.H200, 141, "131.3"),
+        (fe.B200, 180, "167.6"),
+    ):
+        assert machine.processor.memory_bytes == gigabytes * 1e9
+        planning = planned(machine, formulas=True)
+        limit = f"{0.9 * gigabytes * 1e9 / 2**30:,.1f} GiB"
+        text = str(planning)
+        assert f"Memory limit: {limit}, 0.9 of the machine's {gib} GiB ({gigabytes} GB); " in text
+        assert "are kept free for the driver's context" in text
+        given = str(planning.within(2.0**30))
+        assert f"Memory limit: 1.0 GiB, as given, of the machine's {gib} GiB" in given
