@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.arenas.arena import ALIGNMENT, Arena
+from fsdp_engine.extensions.arenas.arena_memory import ArenaMemory
 from fsdp_engine.memory.allocator import Memory, TransientStorage
-from fsdp_engine.memory.arena import ALIGNMENT, Arena
 from fsdp_engine.strategies import LEVELS
 from gpt import GPT, GPTConfig
 
@@ -63,7 +64,7 @@ def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
             strategy=level,
             mp_policy=policy,
             options=fe.Options(prefetch_window=budget, staging_limit=budget, min_unit_size=0),
-            extensions=[fe.FixedAddresses()] if planned else [],
+            extensions=[fe.Arenas()] if planned else [],
         )
         tokens = torch.randint(config.vocab_size, (1, 17)) + 0 * dist.get_rank()
         for step in range(4):
@@ -94,9 +95,8 @@ def time_fills() -> dict[str, list[float]]:
 
     storages = {}
     for name in ("ordinary", "planned"):
-        memory = Memory(torch.device("cpu"))
-        if name == "planned":
-            memory.fix_addresses()
+        kind = ArenaMemory if name == "planned" else Memory
+        memory = kind(torch.device("cpu"))
         row = [memory.transient(2**20, torch.uint8, "full") for _ in range(50)]
         for storage in row:
             cycle(storage)

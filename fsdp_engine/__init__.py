@@ -3,10 +3,8 @@
 import importlib
 import pkgutil
 import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_name, public_names, register
@@ -27,15 +25,12 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from fsdp_engine.codecs.base import CodecRules as CodecRules
-    from fsdp_engine.codecs.float8 import Float8 as Float8
-    from fsdp_engine.codecs.transformer_engine import TransformerEngine as TransformerEngine
     from fsdp_engine.megatron.config import DistributedDataParallelConfig
     from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
     from fsdp_engine.megatron.finalize_model_grads import (
         finalize_model_grads as finalize_model_grads,
     )
     from fsdp_engine.megatron.process_groups import ModelParallelGroups as ModelParallelGroups
-    from fsdp_engine.offload import Offload as Offload
     from fsdp_engine.optim import shard_optimizer
     from fsdp_engine.planner.estimates import Estimate as Estimate
     from fsdp_engine.planner.estimates import estimate
@@ -100,15 +95,8 @@ def _check_torchao(optimizer: Any) -> None:
         refuse_blockwise(optimizer)
 
 
-def _rule_of_transformer_engine(extensions: Sequence[EngineExtension]) -> CodecRule:
-    from fsdp_engine.codecs.transformer_engine import TransformerEngine
-
-    return TransformerEngine.of(extensions)
-
-
 register()
 add_step_check(_check_torchao)
-add_class_rule("transformer_engine", _rule_of_transformer_engine)
 
 # Names that are imported at their first use, by module. A training run loads only what it uses.
 _LAZY_NAMES = {
@@ -117,13 +105,10 @@ _LAZY_NAMES = {
         *("load_safetensors", "save_checkpoint"),
     ),
     "codecs.base": ("CodecRules",),
-    "codecs.float8": ("Float8",),
-    "codecs.transformer_engine": ("TransformerEngine",),
     "megatron.config": ("DistributedDataParallelConfig",),
     "megatron.distributed_data_parallel": ("DistributedDataParallel",),
     "megatron.finalize_model_grads": ("finalize_model_grads",),
     "megatron.process_groups": ("ModelParallelGroups",),
-    "offload": ("Offload",),
     "optim.sharded_step": ("shard_optimizer",),
     "planner.estimates": ("Estimate", "estimate"),
     "planner.strategy_plan": ("StrategyPlan",),

@@ -73,8 +73,6 @@ class Options:
             copied into the buffer, then summed. The result is the same.
         scale_while_copying: Scale gradients while they are copied into the buffer. False: in a
             separate pass before they are sent.
-        delayed_weight_grads: Modules may compute weight gradients after backward
-            (``backward_dw``). The reduction of these parameters waits for them.
 
     Raises:
         TypeError: A field has another type.
@@ -93,7 +91,6 @@ class Options:
     sum_in_fp32: bool = False
     average_in_collective: bool = False
     scale_while_copying: bool = True
-    delayed_weight_grads: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,11 +17,11 @@ from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.memory import allocator
-from fsdp_engine.offload import Offload
 from fsdp_engine.options import Options, Timing
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.unit import make_unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.build import (
@@ -30,21 +29,14 @@ from fsdp_engine.units.build import (
     SAME,
     EngineCommunicators,
     EngineSetup,
+    InitialValues,
     Resources,
     agree_on_plan,
     build_units,
-    check_homes,
-    decide_values,
-    kind_of_values,
     owned_within,
-    take_files,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.initial_values import Holdings
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan, place_experts
-
-if TYPE_CHECKING:
-    from fsdp_engine.memory.disk_memory import DiskFile
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -241,9 +233,7 @@ def make_engine(
     if expert_mesh is not None:
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
-    holdings: Holdings | None = None
-    files: dict[str, DiskFile] = {}
-    offload = next((each for each in extensions if isinstance(each, Offload)), None)
+    values: InitialValues | None = None
     signature: list[str] = []
     setup: EngineSetup | None = None
     error: Exception | None = None
@@ -264,18 +254,14 @@ def make_engine(
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
-        kind = kind_of_values(choice)
         settings = PlanSettings(policy, options, axis_plans, extensions)
         plan = make_plan(model, units, settings)
         setup = EngineSetup(model, units, settings, plan, data, experts)
-        if offload is not None:
-            check_homes(plan, axis_plans, offload, data.device)
-            files = take_files(plan, axis_plans, offload, data, experts)
         for each in extensions:
             each.check(setup)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and kind.compares(choice) and not broadcasts
-        holdings = Holdings(plan, experts, compare=compare)
+        kind = implementation(InitialValues)
+        values = kind(plan, choice, data, experts, from_first=broadcasts)
         given = [
             levels,
             policy,
@@ -289,11 +275,9 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    decide = partial(decide_values, choice=choice)
-    values, _ = agree_on_plan(plan, holdings, error, signature, data, ranks, what, decide)
+    values, _ = agree_on_plan(values, error, signature, data, ranks, what)
     if computes_here:
         share_cores()
-    values.from_first |= broadcasts
     assert plan is not None
     assert setup is not None
     if experts is not None:
@@ -302,15 +286,19 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    resources = Resources(data, options, offload, files)
+    memories = [each.memory(setup) for each in extensions]
+    memory = next((each for each in memories if each is not None), None)
+    resources = Resources(data, options, memory)
     for extension in extensions:
         extension.prepare(setup, resources)
     built = build_units(plan, communicators, resources, values)
     made = [
-        Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
+        make_unit(
+            planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes
+        )
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
-    engine = Engine(model, made, communicators, resources, policy, timing, offload)
+    engine = Engine(model, made, communicators, resources, policy, timing)
     for extension in extensions:
         extension.start(engine)
     values.started(engine)

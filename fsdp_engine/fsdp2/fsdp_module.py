@@ -14,18 +14,18 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable.contract import STATE_KEY
 
-from fsdp_engine.codecs.base import FORWARD
 from fsdp_engine.comm.lanes import compute_waits_for
 from fsdp_engine.fsdp2.param_group import ParamGroup, UsageError, group_of
 from fsdp_engine.fsdp2.root_module import convert, ensure_engine
 from fsdp_engine.runtime.hooks import hooks_of
+from fsdp_engine.runtime.record import FORWARD
 from fsdp_engine.runtime.unit import Unit
 
 # The key of torch's fully_shard.state(module): the function inside torch's decorator.
 _TORCH_STATE_KEY: Any = inspect.unwrap(fsdp.fully_shard)
 _USE_NCCL_UB = (
     "registered memory is an option of "
-    "fsdp_engine.shard(model, extensions=[fsdp_engine.FixedAddresses(nccl=True)])"
+    "fsdp_engine.shard(model, extensions=[fsdp_engine.Arenas(registered=True)])"
 )
 
 
@@ -203,7 +203,7 @@ class FSDPModule(fsdp.FSDPModule):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raises NotImplementedError: use ``fe.FixedAddresses`` for registered memory."""
+        """Raises NotImplementedError: use ``fe.Arenas`` for registered memory."""
         _refuse(
             "set_symm_mem_for_comm()",
             _USE_NCCL_UB,

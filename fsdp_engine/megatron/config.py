@@ -233,28 +233,24 @@ class DistributedDataParallelConfig:
             sum_in_fp32=self.reduce_scatter_with_fp32_accumulation,
             average_in_collective=self.average_in_collective,
             scale_while_copying=self.gradient_reduce_div_fusion,
-            delayed_weight_grads=self.delay_wgrad_compute,
         )
 
     def to_extensions(self) -> list[EngineExtension]:
         """Returns the extensions that the fields select."""
         found: list[EngineExtension] = []
         if self.fp8_param_gather:
-            from fsdp_engine.codecs.float8 import Float8
-
-            found.append(Float8())
+            found.append(find_name("Float8")())
         if self.keep_fp8_transpose_cache or self.reuse_grad_buf_for_mxfp8_param_ag:
-            from fsdp_engine.codecs.transformer_engine import TransformerEngine
-
             keeps, reuses = self.keep_fp8_transpose_cache, self.reuse_grad_buf_for_mxfp8_param_ag
-            found.append(TransformerEngine(keeps, reuses))
-        if self.fsdp_double_buffer:
-            addresses = find_name("FixedAddresses")
-            symmetric = not self.disable_symmetric_registration
-            found.append(addresses(nccl=self.nccl_ub, symmetric=symmetric))
+            found.append(find_name("TransformerEngine")(keeps, reuses))
         if self.check_for_nan_in_grad or self.check_for_large_grads:
             checks = find_name("GradientChecks")
             found.append(checks(nan=self.check_for_nan_in_grad, large=self.check_for_large_grads))
+        if self.fsdp_double_buffer:
+            is_symmetric = not self.disable_symmetric_registration
+            found.append(find_name("Arenas")(registered=self.nccl_ub, symmetric=is_symmetric))
+        if self.delay_wgrad_compute:
+            found.append(find_name("LateGradients")())
         return found
 
     def _check_bool(self, name: str) -> None:

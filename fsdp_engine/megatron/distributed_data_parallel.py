@@ -542,7 +542,7 @@ class MegatronFSDPBuffer:
         Raises:
             RuntimeError: ``nccl_ub`` is not set.
         """
-        if not self._engine.memory.has_pool:
+        if not self._engine.memory.is_fixed:
             raise RuntimeError(
                 "manual_buffer_registration: expected nccl_ub=True in the config; found False"
             )

@@ -24,13 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fsdp_engine.buffers.spec import BufferKind, ParamRecord
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
-from fsdp_engine.codecs.base import class_rule, has_class_rule
-from fsdp_engine.codecs.tensor_hooks import (
-    check_hooks,
-    has_hooks,
-    refuse_patched,
-    tensor_hooks,
-)
+from fsdp_engine.codecs.param_class import PARAM_CLASSES, class_rule, param_class_of
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.engine_extension import EngineExtension
@@ -103,7 +97,7 @@ class PlanSettings:
     def rules(self) -> Sequence[CodecRule]:
         """The codec rules: first those of classes of parameters, last those of the extensions."""
         given = (rule for each in self.extensions for rule in each.codec_rules)
-        return (class_rule(self.extensions), tensor_hooks, *given)
+        return (class_rule(self.extensions), *given)
 
 
 @dataclass(frozen=True)
@@ -389,12 +383,10 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         )
     if record.spread is not None:
         param = record.shard
-    # Classes with a rule may have the hooks, too; their rule comes first.
-    is_plain = type(param) in (Tensor, nn.Parameter, FakeTensor) or has_class_rule(param)
-    if has_hooks(param):
-        if not is_plain:
-            check_hooks(record.name, param, is_in_dtensor=record.spread is not None)
-    elif not is_plain:
+    param_class = param_class_of(param)
+    if param_class is not None:
+        param_class.check(record.name, param, is_in_dtensor=record.spread is not None)
+    elif type(param) not in (Tensor, nn.Parameter, FakeTensor):
         raise ValueError(
             f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
             f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "
@@ -402,18 +394,19 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
             "model's parameters, as a buffer"
         )
     else:
-        refuse_patched(record.name, param)
+        for each in PARAM_CLASSES:
+            each.refuse_marked(record.name, param)
     if is_expert(param) and settings.axis_plans.expert is None:
         raise ValueError(
             f"{record.name}: expected expert_mesh, the ranks that share this expert, since it has "
             "allreduce=False; found None"
         )
     puts_off = param.requires_grad and getattr(param, "skip_backward_post_hook", False)
-    if puts_off and not settings.options.delayed_weight_grads:
+    if puts_off and not any(each.awaits_late_gradients for each in settings.extensions):
         raise ValueError(
-            f"{record.name}: expected delayed_weight_grads=True (delay_wgrad_compute), since its "
-            "module puts off weight gradients (skip_backward_post_hook); found False, so that they "
-            "would be lost"
+            f"{record.name}: expected the extension for late weight gradients "
+            "(delay_wgrad_compute=True), since its module puts off weight gradients "
+            "(skip_backward_post_hook); found none, so that they would be lost"
         )
 
 

@@ -280,7 +280,6 @@ def test_fields_are_translated_to_options_of_the_engine() -> None:
         "average_in_collective": (True, {"average_in_collective": True}),
         "gradient_reduce_div_fusion": (False, {"scale_while_copying": False}),
         "suggested_communication_unit_size": (5, {"prefetch_window": 5, "staging_limit": 5}),
-        "delay_wgrad_compute": (True, {"delayed_weight_grads": True}),
     }
     for name, (value, options) in fields.items():
         assert Config(**{name: value}).to_options() == fe.Options(**options), name
@@ -294,11 +293,12 @@ def test_fields_are_translated_to_extensions() -> None:
     found = Config(fp8_param_gather=True, keep_fp8_transpose_cache=True).to_extensions()
     assert found == [fe.Float8(), fe.TransformerEngine(keep_transposes=True)]
     for fields, expected in (
-        ({"fsdp_double_buffer": True}, fe.FixedAddresses()),
-        ({"nccl_ub": True}, fe.FixedAddresses(nccl=True)),
+        ({"delay_wgrad_compute": True}, fe.LateGradients()),
+        ({"fsdp_double_buffer": True}, fe.Arenas()),
+        ({"nccl_ub": True}, fe.Arenas(registered=True)),
         (
             {"nccl_ub": True, "disable_symmetric_registration": True},
-            fe.FixedAddresses(nccl=True, symmetric=False),
+            fe.Arenas(registered=True, symmetric=False),
         ),
     ):
         assert Config(**fields).to_extensions() == [expected]

@@ -15,7 +15,6 @@ from fsdp_engine.options import StagingBudget
 from tests.pool import on_ranks
 
 BOOLS = ("pad_shards", "sum_in_fp32", "average_in_collective", "scale_while_copying")
-BOOLS += ("delayed_weight_grads",)
 COUNTS = {
     "prefetch_window": 0,
     "staging_limit": 0,

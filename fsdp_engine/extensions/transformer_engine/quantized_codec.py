@@ -16,13 +16,13 @@ gathered.
                                        _columnwise_data    32 x 1 in an encoding of its own
 
 Backward uses columnwise data. For MXFP8 that is the second encoding ([Note: Encodings] in
-``base.py``), encoded from the main weights. For the other recipes it is a transpose that TE
-computes from gathered bytes (``post_all_gather_processing``). The codec creates it for backward
-only, and deletes it when the bytes are freed (unless ``keep_transposes``) or encoded again.
+``quantized_weights.py``), encoded from the main weights. For the other recipes it is a transpose
+that TE computes from gathered bytes (``post_all_gather_processing``). The codec creates it for
+backward only, and deletes it when the bytes are freed (unless ``keep_transposes``) or encoded
+again.
 
 The block recipe's kernel writes full 128 x 128 tiles, including elements of other ranks. Bytes are
-therefore always encoded into the full weight, and copied from there to the persistent shard
-(``needs_whole_line``).
+therefore always encoded into the full weight, and copied from there to the persistent shard.
 
 This is the only file that imports Transformer Engine. It does so for the first such weight.
 """
@@ -42,8 +42,11 @@ from torch import Tensor, nn
 from fsdp_engine.codecs.base import ParamCodec, Piece
 from fsdp_engine.comm.collectives import MaxGroup, Steps
 from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extensions.transformer_engine import is_quantized
+from fsdp_engine.extensions.transformer_engine.quantized_weights import QuantizedWeights
 from fsdp_engine.precision import ParamDtypes
 from fsdp_engine.strategies import Role
+from fsdp_engine.units.build import EngineSetup
 
 KNOWN_VERSIONS = "2.20"
 CODEC_PREFIX = "transformer engine"
@@ -120,13 +123,6 @@ RECIPES = (
 )
 
 
-def is_quantized(param: Tensor) -> bool:
-    """Whether ``param`` is one of TE's quantized tensors. Does not import TE."""
-    return any(
-        kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(param).__mro__
-    )
-
-
 @dataclass(frozen=True)
 class TransformerEngine(EngineExtension):
     """The codec rule for weights that Transformer Engine has quantized. Models with such weights
@@ -134,7 +130,7 @@ class TransformerEngine(EngineExtension):
 
     Args:
         keep_transposes: keep the transposes that backward needs while the bytes are freed.
-        through_gradients: gather MXFP8 weights through the memory of full gradients.
+        through_gradients: gather MXFP8 weights through memory of gradients.
 
     Raises (when called):
         ImportError: Transformer Engine, or one of the functions that the engine uses, is missing.
@@ -149,7 +145,7 @@ class TransformerEngine(EngineExtension):
         """Returns that of ``extensions``, or one with the defaults."""
         return next((each for each in extensions if isinstance(each, cls)), cls())
 
-    def check(self, setup: Any) -> None:
+    def check(self, setup: EngineSetup) -> None:
         """See the base class.
 
         Raises:
@@ -170,7 +166,7 @@ class TransformerEngine(EngineExtension):
                 "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
                 "quantised by the MXFP8 recipe; found none"
             )
-        strategy = setup.settings.axis_plans.data.strategy
+        strategy = setup.axis_plans.data.strategy
         if strategy.depth(Role.GRAD) > 0:
             raise ValueError(
                 "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
@@ -201,11 +197,7 @@ class TransformerEngine(EngineExtension):
         options = [f"{option}={getattr(quantizer, option)}" for option in recipe.options]
         key = " ".join([CODEC_PREFIX, recipe.name, str(param.dtype), *options])
         return key, lambda: TransformerEngineCodec(
-            api,
-            recipe,
-            param.dtype,
-            self.keep_transposes,
-            through_gradients=self.through_gradients,
+            api, recipe, param.dtype, self.keep_transposes, self.through_gradients
         )
 
 
@@ -217,11 +209,19 @@ class TransformerEngineCodec(ParamCodec):
         recipe: of the buffer's weights.
         nominal: the nominal dtype of the buffer's weights.
         keep_transposes, through_gradients: see :class:`TransformerEngine`.
+
+    Attributes:
+        num_encodings: see [Note: Encodings] in ``quantized_weights.py``.
+        nominal: every rank may as well encode all weights by itself, from values of this dtype,
+            without amaxes of others (:meth:`encode_whole`): the kernels round main weights to it
+            first.
+        gathers_through_scratch: see [Note: Gathers through scratch memory] in ``scratch.py``.
     """
 
     wire_dtype = torch.uint8
-    encodes_once = True
-    needs_whole_line = True
+    encodes_shards = False
+    keeps_wire = True
+    weights_class = QuantizedWeights
 
     def __init__(
         self,
@@ -229,13 +229,11 @@ class TransformerEngineCodec(ParamCodec):
         recipe: Recipe,
         nominal: torch.dtype,
         keep_transposes: bool,
-        *,
         through_gradients: bool = False,
     ) -> None:
-        self.num_encodings = len(recipe.encodings)
-        self.gathers_through_gradients = through_gradients and self.num_encodings > 1
-        # The kernels round main weights to the nominal dtype first.
-        self.values_dtype = nominal
+        self.num_encodings = self.num_gathers = len(recipe.encodings)
+        self.nominal = nominal
+        self.gathers_through_scratch = through_gradients and self.num_encodings > 1
         self._api = api
         self._recipe = recipe
         self._keeps = keep_transposes
@@ -311,8 +309,8 @@ class TransformerEngineCodec(ParamCodec):
         return param
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """See :class:`ParamCodec`. TE waits for the all-reduce of amaxes; on CUDA the stream
-        does."""
+        """See :class:`ParamCodec`; wires are parts of the full weights. TE waits for the
+        all-reduce of amaxes; on CUDA the stream does."""
         if self._main is not main:
             self._main = main
             self._masters, self._starts = _shards(self._pieces, main)
@@ -320,7 +318,8 @@ class TransformerEngineCodec(ParamCodec):
         yield from ()
 
     def encode_whole(self, values: Tensor, offsets: Sequence[int]) -> Steps:
-        """See :class:`ParamCodec`."""
+        """Encode full weights into the parameters; parameter ``i`` lies at ``offsets[i]`` of
+        ``values``."""
         masters = [
             values[offset : offset + weight.numel()]
             for offset, weight in zip(offsets, self._weights, strict=True)
@@ -344,9 +343,13 @@ class TransformerEngineCodec(ParamCodec):
                 manual_post_all_gather_processing=True,
             )
 
-    def after_gather(self, *, for_backward: bool) -> None:
+    def after_gather(self, *, for_backward: bool = False) -> None:
         """See :class:`ParamCodec`: sets the parameters' bytes, and creates transposes for
-        backward."""
+        backward.
+
+        Args:
+            for_backward: no other gather comes before the backward.
+        """
         for weight, parts in zip(self._weights, self._parts, strict=True):
             _put(weight, parts)
         if self.has_transposes and not self._has_columns and (for_backward or self._keeps):
@@ -364,23 +367,6 @@ class TransformerEngineCodec(ParamCodec):
     def _drop_columns(self, weight: Any) -> None:
         if self.has_transposes:
             weight.update_usage(rowwise_usage=True, columnwise_usage=False)
-
-
-def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors in the extra state of a module with quantized weights, by name, without a copy.
-
-    Delayed scaling depends on the amaxes of past steps. TE saves them as a pickle, which it does
-    not load by default. Empty for other modules, and for recipes without such a state.
-    """
-    meta = getattr(module, "fp8_meta", None)
-    if not isinstance(meta, dict) or not getattr(module, "primary_weights_in_fp8", False):
-        return {}
-    return {
-        f"{direction}.{name}": tensor
-        for direction in ("scaling_fwd", "scaling_bwd")
-        for name in ("scale", "amax_history")
-        if isinstance(tensor := getattr(meta.get(direction), name, None), Tensor)
-    }
 
 
 def _put(weight: Any, parts: Mapping[str, Tensor]) -> None:
