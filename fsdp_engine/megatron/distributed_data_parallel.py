@@ -180,6 +180,7 @@ class DistributedDataParallel(WrapperAttributes):
             num_rows=config.num_distributed_optimizer_instances,
             what=what,
         )
+        vars(self.engine)["config"] = config
         if call.sums_gradients:
             for buffer in self.engine.buffers:
                 if buffer.grads is not None:
