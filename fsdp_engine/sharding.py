@@ -294,7 +294,7 @@ def make_engine(
             each.check(setup)
         choose_written(plan.records, data, ranks)
         kind = implementation(InitialValues)
-        values = kind(plan, initial_values, data, experts, from_first=broadcast)
+        values = kind(setup, initial_values, from_first=broadcast)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         if offload is not None:  # folders may differ from node to node
             options += f", offload={offload.places}, step_on={offload.step_on}"
