@@ -46,7 +46,7 @@ class EngineExtension:
         and changes nothing.
 
         Args:
-            setup: What is known before buffers are built: a
+            setup: The plan and the arguments, before buffers are built: a
                 :class:`~fsdp_engine.units.build.EngineSetup`.
 
         Raises:

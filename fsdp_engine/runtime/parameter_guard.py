@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.codecs.param_class import PARAM_CLASSES
+from fsdp_engine.codecs.base import PARAM_CLASSES
 from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
