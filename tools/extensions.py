@@ -9,7 +9,7 @@ The copy loses the extension's folder, its tests, its line in ``fsdp_engine/exte
 the tests of other folders that name it: a file that imports it, or uses its names or methods. Then
 the package is imported, mypy runs over the package, and tests of the kernel run: a short selection,
 or with ``--whole`` all ordinary tests that are left. Results are printed and written to
-``benchmarks/results/extensions.json``.
+``benchmarks/results/extensions.json``, or where ``--results`` says.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ SHORT = (
     "tests/runtime/test_equivalence.py",
     "tests/runtime/test_counts.py",
     "tests/runtime/test_lifetime.py",
-    "tests/buffers",
     "tests/units/test_buckets.py",
 )
 SKIPPED = ("build", "dist", "runs", "shared")
@@ -140,6 +139,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--today", action="store_true")
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     by_name = {each.folder: each for each in EXTENSIONS}
     chosen = [[by_name[each]] for each in given.without]
@@ -150,13 +150,14 @@ def main() -> None:
     if not chosen:
         print("\n".join(by_name))
         return
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    file = given.results
+    results = json.loads(file.read_text()) if file.exists() else {}
     failed = False
     for extensions in chosen:
         name = extensions[0].folder if len(extensions) == 1 else "all"
         results[name] = check(extensions, whole=given.whole)
         failed |= "tests" not in results[name] or not results[name]["tests"]["passed"]
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        file.write_text(json.dumps(results, indent=1) + "\n")
     sys.exit(failed)
 
 
