@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_engine.codecs.base import CodecRule, ParamCodec
-from fsdp_engine.codecs.param_class import ParamClass, add_param_class
+from fsdp_engine.codecs.base import CodecRule, ParamClass, ParamCodec, add_param_class
 from fsdp_engine.strategies import Strategy
 
 __all__ = ["TransformerEngine", "TransformerEngineCodec"]

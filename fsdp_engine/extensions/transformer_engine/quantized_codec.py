@@ -334,7 +334,7 @@ class TransformerEngineCodec(ParamCodec):
 
 
 def check_config(config: Any, strategy: Strategy, codecs: Iterable[ParamCodec]) -> None:
-    """See :meth:`~fsdp_engine.codecs.param_class.ParamClass.check_config`."""
+    """See :meth:`~fsdp_engine.codecs.base.ParamClass.check_config`."""
     quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
     if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
         raise ValueError(
