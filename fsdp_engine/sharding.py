@@ -261,7 +261,7 @@ def make_engine(
             each.check(setup)
         choose_written(plan.records, data, ranks)
         kind = implementation(InitialValues)
-        values = kind(plan, choice, data, experts, from_first=broadcasts)
+        values = kind(setup, choice, from_first=broadcasts)
         given = [
             levels,
             policy,

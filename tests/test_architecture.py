@@ -37,7 +37,6 @@ FLOORS: dict[str, int] = {
     "strategies": 0,
     "accelerator": 0,
     "backend": 1,
-    "offload": 3,
     "layout": 1,
     "memory": 2,
     "comm": 3,
@@ -49,6 +48,7 @@ FLOORS: dict[str, int] = {
     "runtime": 7,
     "engine": 8,
     "sharding": 9,
+    "offload": 9,
     "checkpoint": 9,
     "deprecated_arguments": 8,
     "extensions": 10,
@@ -65,10 +65,10 @@ FLOORS: dict[str, int] = {
 
 # The core, and the folders of formats and frontends that it does not import.
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
-CORE |= {"accelerator", "backend", "extension_list", "offload", "flat_dtensor", "optim"}
+CORE |= {"accelerator", "backend", "extension_list", "flat_dtensor", "optim"}
 CORE |= {"engine", "sharding"}
 ABOVE_THE_CORE = {"checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
-ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
+ABOVE_THE_CORE |= {"offload", "pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
 FORMAT_PACKAGES |= {"transformers"}

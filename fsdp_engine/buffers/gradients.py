@@ -58,7 +58,7 @@ from fsdp_engine.buffers.gradient_scale import (
     keep_owned,
     kept_factor,
 )
-from fsdp_engine.buffers.gradient_shard import GradientShard
+from fsdp_engine.buffers.placement import GradientShard
 from fsdp_engine.buffers.redistribute import (
     BufferContext,
     Reduction,

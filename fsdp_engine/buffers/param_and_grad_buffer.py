@@ -76,13 +76,13 @@ def gathered(
             dtype of ``own``.
     """
     own = own.to(context.memory.device)
-    source: Tensor | Callable[[Tensor], Steps] = own
+    source: Tensor | Callable[[Sequence[Tensor]], Steps] = own
     if into is None:
         into = mem.empty(spec.layout.numel, own.dtype, own.device)
     else:
 
-        def cast(part: Tensor) -> Steps:
-            part.copy_(own)
+        def cast(parts: Sequence[Tensor]) -> Steps:
+            parts[0].copy_(own)
             yield from ()
 
         source = cast

@@ -142,15 +142,15 @@ class Gather:
     Attributes:
         label: of the buffer, for people.
         tag: distinguishes its messages from others in flight.
-        source: this rank's shard: a tensor; an encoding, which writes it into the tensor that it
-            is given; None: it is in place.
+        source: this rank's shard: a tensor; an encoding, which writes it into the one tensor that
+            it is given; None: it is in place.
         reads: tensors that the encoding reads.
         writes: tensors that it writes beside the shard.
     """
 
     label: str
     tag: int
-    source: Tensor | Callable[[Tensor], Steps] | None = None
+    source: Tensor | Callable[[Sequence[Tensor]], Steps] | None = None
     reads: Sequence[Tensor] = ()
     writes: Sequence[Tensor] = ()
 
@@ -240,13 +240,13 @@ def _gather(
     reads: Sequence[Tensor] = [source] if isinstance(source, Tensor) else how.reads
     if callable(source) and from_depth == to_depth:
         writes = [begin, *how.writes]
-        operation = partial(source, begin)
+        operation = partial(source, (begin,))
         chain.add(lanes.encode, f"encode {how.label}", operation, reads=reads, writes=writes)
     extra: Sequence[Tensor] = how.writes
     axes = AXIS_BELOW_DEPTH[to_depth:from_depth]
     is_sent = any(context.mesh_communicators.comms[axis].gather is not None for axis in axes)
     if callable(source) and is_sent and lanes.copy_in is not None:
-        operation = partial(source, begin)
+        operation = partial(source, (begin,))
         writes = [begin, *extra]
         chain.add(lanes.copy_in, f"encode {how.label}", operation, reads=reads, writes=writes)
         source, reads, extra = None, (), ()
@@ -268,14 +268,14 @@ def _gather_operation(
     comm: Communicator | None,
     part: Tensor,
     whole: Tensor,
-    source: Tensor | Callable[[Tensor], Steps] | None,
+    source: Tensor | Callable[[Sequence[Tensor]], Steps] | None,
     tag: int,
 ) -> Operation:
     if callable(source):
         encode = source
 
         def encode_and_gather() -> Steps:
-            yield from encode(part)
+            yield from encode((part,))
             if comm is not None:
                 yield from comm.all_gather(whole, None, tag)
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.buffers.main_shard import MainShard
+from fsdp_engine.buffers.placement import MainShard
 from fsdp_engine.buffers.redistribute import BufferContext, Gather, ShardedBuffer, redistribute
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece

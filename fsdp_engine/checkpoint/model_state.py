@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_engine.checkpoint.sharded_model import ShardedModel, saved_params
-from fsdp_engine.codecs.param_class import PARAM_CLASSES
+from fsdp_engine.codecs.base import PARAM_CLASSES
 from fsdp_engine.memory import allocator
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"

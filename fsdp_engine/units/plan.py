@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fsdp_engine.buffers.spec import BufferKind, ParamRecord
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
-from fsdp_engine.codecs.param_class import PARAM_CLASSES, class_rule, param_class_of
+from fsdp_engine.codecs.base import PARAM_CLASSES, class_rule, param_class_of
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.engine_extension import EngineExtension

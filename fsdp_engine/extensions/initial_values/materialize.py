@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fsdp_engine.accelerator import forked_generators
 from fsdp_engine.buffers.spec import ParamRecord
-from fsdp_engine.codecs.param_class import param_class_of
+from fsdp_engine.codecs.base import param_class_of
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.memory.allocator import empty, empty_like
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from fsdp_engine.buffers.gradient_shard import GradientShard
+from fsdp_engine.buffers.placement import GradientShard
 from fsdp_engine.buffers.redistribute import BufferContext, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.lanes import Chain, Lane

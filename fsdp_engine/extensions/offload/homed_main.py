@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from fsdp_engine.accelerator import is_accelerator
-from fsdp_engine.buffers.main_shard import MainShard
+from fsdp_engine.buffers.placement import MainShard
 from fsdp_engine.buffers.redistribute import BufferContext, Gather
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
@@ -73,8 +74,8 @@ class HomedMain(MainShard):
         spec, codec, home = self._spec, self._codec, self.home
         if (sent := self._sent) is not None:
 
-            def bring(part: Tensor) -> Steps:
-                return sent.bring(part.view(torch.uint8))
+            def bring(parts: Sequence[Tensor]) -> Steps:
+                return sent.bring(parts[0].view(torch.uint8))
 
             return Gather(spec.label, spec.tag, bring, reads=[sent.bytes])
         assert self._brought is not None
@@ -82,9 +83,9 @@ class HomedMain(MainShard):
             brought = self._brought.view(0, (self._brought.numel,))
             brought_bytes = brought.view(torch.uint8)
 
-        def bring_and_encode(wire: Tensor) -> Steps:
+        def bring_and_encode(wires: Sequence[Tensor]) -> Steps:
             yield from home.bring(brought_bytes)
-            yield from codec.encode(brought, (wire,))
+            yield from codec.encode(brought, wires)
 
         writes = [brought, *codec.state]
         reads = [self.buffer.tensor]

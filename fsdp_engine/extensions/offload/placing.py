@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from fsdp_engine.buffers.gradient_shard import GradientShard
-from fsdp_engine.buffers.main_shard import MainShard
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.buffers.placement import Placement
+from fsdp_engine.buffers.placement import GradientShard, MainShard, Placement
 from fsdp_engine.buffers.redistribute import BufferContext
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
-from fsdp_engine.codecs.param_class import PARAM_CLASSES
+from fsdp_engine.codecs.base import PARAM_CLASSES
 from fsdp_engine.engine import Engine
 from fsdp_engine.extensions.parameter_guard.places import ParamPlace, places_of
 from fsdp_engine.flat_dtensor import FlatDTensor

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_engine.codecs.base import CodecRule
-from fsdp_engine.codecs.param_class import ParamClass, add_param_class
+from fsdp_engine.codecs.base import CodecRule, ParamClass, add_param_class
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_engine.codecs.base import CodecRule
-from fsdp_engine.codecs.param_class import ParamClass, add_param_class
+from fsdp_engine.codecs.base import CodecRule, ParamClass, add_param_class
 from fsdp_engine.engine_extension import EngineExtension
 
 __all__ = ["TransformerEngine", "TransformerEngineCodec"]

@@ -97,8 +97,8 @@ class ThroughScratch:
         chain, spec, main, codec = Chain(), self._spec, self._main, self._codec
         offsets = [slot.offset for slot in spec.layout.slots]
 
-        def cast(part: Tensor) -> Steps:
-            part.copy_(main.tensor)
+        def cast(parts: Sequence[Tensor]) -> Steps:
+            parts[0].copy_(main.tensor)
             yield from ()
 
         def encode() -> Steps:
