@@ -10,7 +10,6 @@ from typing import Any
 from fsdp_engine.codecs.base import CodecRules
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_name
-from fsdp_engine.offload import Offload
 from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 
@@ -147,7 +146,8 @@ def _extensions(
         kinds = (find_name("OffloadActivations"), find_name("Recompute"))
         found += [each for kind in kinds if (each := kind.of(checkpointing)) is not None]
     if (offload := deprecated.get("offload")) is not None:
-        if not isinstance(offload, Offload):
+        kind = find_name("Offload")
+        if kind is None or not isinstance(offload, kind):
             raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         found.append(offload)
     return found
