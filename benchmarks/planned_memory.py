@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.arenas.arena import ALIGNMENT, Arena
+from fsdp_engine.extensions.arenas.arena_memory import ArenaMemory
 from fsdp_engine.memory.allocator import Memory, TransientStorage
-from fsdp_engine.memory.arena import ALIGNMENT, Arena
 from fsdp_engine.strategies import LEVELS
 from gpt import GPT, GPTConfig
 
@@ -96,7 +97,8 @@ def time_fills() -> dict[str, list[float]]:
 
     storages = {}
     for name in ("ordinary", "planned"):
-        memory = Memory(torch.device("cpu"), has_arenas=name == "planned")
+        kind = ArenaMemory if name == "planned" else Memory
+        memory = kind(torch.device("cpu"))
         row = [memory.transient(2**20, torch.uint8, "full") for _ in range(50)]
         for storage in row:
             cycle(storage)

@@ -269,6 +269,9 @@ class DistributedDataParallelConfig:
         if self.check_for_nan_in_grad or self.check_for_large_grads:
             checks = find_name("GradientChecks")
             found.append(checks(nan=self.check_for_nan_in_grad, large=self.check_for_large_grads))
+        if self.fsdp_double_buffer:
+            is_symmetric = not self.disable_symmetric_registration
+            found.append(find_name("Arenas")(registered=self.nccl_ub, symmetric=is_symmetric))
         if self.delay_wgrad_compute:
             found.append(find_name("LateGradients")())
         return found

@@ -26,12 +26,7 @@ from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import hook_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
-from fsdp_engine.runtime.parameter_guard import (
-    Apply,
-    ParameterGuard,
-    refuse_copies,
-    refuse_replicas,
-)
+from fsdp_engine.runtime.parameter_guard import ModuleApply, ParameterGuard
 from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -110,12 +105,6 @@ class Engine:
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = config.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
-        if (pool := resources.pool) is not None:
-            budgets = (self.budget, self.staging_budget)
-            from fsdp_engine.runtime.rehearsal import predict_concurrent_units
-
-            self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
-            pool.register()
         self.reductions = Reductions(
             self.units,
             self.lanes,
@@ -132,14 +121,11 @@ class Engine:
             expected,
             implementation(ModelWatch)(self),
         )
-        self.guard = ParameterGuard(model, self.units)
+        self.guard = implementation(ParameterGuard)(self)
         self.hooks = ModelHooks(self.units, self.scheduler, self.guard.check, self)
-        for module in self.hooks.modules:
-            refuse_copies(module)
-        if not all(buffer.is_plain for buffer in self.buffers):
-            refuse_replicas(model)
+        self.guard.start(self.hooks.modules)
         for module in model.modules():
-            vars(module)["_apply"] = Apply(module, self)
+            vars(module)["_apply"] = ModuleApply(module, self)
         for unit in self.units:
             unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)

@@ -6,9 +6,10 @@ functions that build an engine call its methods in this order, on all ranks:
 1. :attr:`EngineExtension.codec_rules` is read, and the plan is made;
 2. :meth:`EngineExtension.check`: an error is raised on all ranks, nothing has been changed;
 3. all ranks compare :meth:`EngineExtension.signature`;
-4. :meth:`EngineExtension.prepare`: the model is still unsharded, and no buffer has memory;
-5. buffers and the engine are built;
-6. :meth:`EngineExtension.start`.
+4. :meth:`EngineExtension.memory`;
+5. :meth:`EngineExtension.prepare`: the model is still unsharded, and no buffer has memory;
+6. buffers and the engine are built;
+7. :meth:`EngineExtension.start`.
 
 Subclasses annotate ``setup``, ``resources`` and ``engine`` with their classes, which are imported
 by modules that may import this one.
@@ -46,12 +47,21 @@ class EngineExtension:
         and changes nothing.
 
         Args:
-            setup: The plan and the arguments, before buffers are built: a
+            setup: All that is known before buffers are built: a
                 :class:`~fsdp_engine.units.build.EngineSetup`.
 
         Raises:
             Exception: The engine cannot have the extension. All ranks raise.
         """
+
+    def memory(self, setup: Any) -> Any:
+        """Returns the :class:`~fsdp_engine.memory.allocator.Memory` of the engine; None: the plain
+        one will do. All ranks have agreed on the plan.
+
+        Args:
+            setup: See :meth:`check`.
+        """
+        return None
 
     def prepare(self, setup: Any, resources: Any) -> None:
         """Change the model, or how its buffers are built. All ranks have agreed on the plan.

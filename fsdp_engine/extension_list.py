@@ -49,21 +49,29 @@ class Extension:
 
 
 EXTENSIONS = (
-    Extension("adapters"),
-    Extension("assigned_values", classes=[("AssignedValues", "assigned_values.TakenValues")]),
     Extension(
         "activations",
         names=("ActivationSettings", "Checkpointing", "OffloadActivations", "checkpoint_units"),
         words=("checkpointing=",),
     ),
+    Extension("adapters", words=("peft",)),
+    Extension("arenas", names=("Arenas",), words=("fsdp_double_buffer", "nccl_ub")),
     Extension(
         "checks",
         names=("GradientChecks",),
         words=("check_for_nan_in_grad", "check_for_large_grads"),
     ),
-    Extension("conversion", classes=[("Conversions", "dtype_conversion.DtypeConversions")]),
+    Extension(
+        "conversion",
+        classes=[("AppliedFunctions", "dtype_conversion.Conversions")],
+        words=("conversion",),
+    ),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
-    Extension("initial_values", classes=[("InitialValues", "given_values.GivenValues")]),
+    Extension(
+        "initial_values",
+        classes=[("InitialValues", "compared_values.ComparedValues")],
+        words=("initial_values=", '"initial_values"', 'device("meta")', 'device="meta"'),
+    ),
     Extension(
         "fp8",
         names=("Float8",),
@@ -73,6 +81,11 @@ EXTENSIONS = (
     Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
+    ),
+    Extension(
+        "parameter_guard",
+        classes=[("ParameterGuard", "parameter_guard.AssignmentGuard")],
+        words=("assign=True",),
     ),
     Extension(
         "offload",
@@ -108,7 +121,6 @@ EXTENSIONS = (
 _FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}
 _FOLDER_OF_CODEC = {name: each.folder for each in EXTENSIONS for name in each.codecs}
 _FOLDER_OF_METHOD = {name: each.folder for each in EXTENSIONS for name in each.methods}
-
 _CLASS_OF_NAME = {
     name: f"{each.folder}.{path}" for each in EXTENSIONS for name, path in each.classes
 }

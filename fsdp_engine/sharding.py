@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -20,7 +19,7 @@ from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.extension_list import find_name, implementation
 from fsdp_engine.memory import allocator
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import make_unit
@@ -30,15 +29,13 @@ from fsdp_engine.units.build import (
     SAME,
     EngineCommunicators,
     EngineSetup,
+    InitialValues,
     Resources,
     agree_on_plan,
     build_units,
-    decide_values,
-    kind_of_values,
     owned_within,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.initial_values import Holdings
 from fsdp_engine.units.plan import (
     AxisPlan,
     AxisPlans,
@@ -249,7 +246,7 @@ def make_engine(
     if expert_mesh is not None:
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
-    holdings: Holdings | None = None
+    values: InitialValues | None = None
     signature: list[str] = []
     setup: EngineSetup | None = None
     error: Exception | None = None
@@ -268,12 +265,7 @@ def make_engine(
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
-        if config.nccl_ub:
-            from fsdp_engine.comm.nccl_pool import check_nccl
-
-            check_nccl(data, symmetric=not config.disable_symmetric_registration)
         policy = config.applied_to(policy)
-        kind = kind_of_values(initial_values)
         rules = [*codec_rules, *(rule for each in extensions for rule in each.codec_rules)]
         settings = PlanSettings(
             policy, config, axis_plans, granule, rules, min_unit_size=min_unit_size
@@ -283,8 +275,8 @@ def make_engine(
         for each in extensions:
             each.check(setup)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and kind.compares(initial_values) and not broadcast
-        holdings = Holdings(plan, experts, compare=compare)
+        kind = implementation(InitialValues)
+        values = kind(plan, initial_values, data, experts, from_first=broadcast)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += "".join(f", {each.signature()}" for each in extensions)
         signature = [options, *plan.signature()]
@@ -293,11 +285,9 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    decide = partial(decide_values, choice=initial_values)
-    values, _ = agree_on_plan(plan, holdings, error, signature, data, ranks, what, decide)
+    values, _ = agree_on_plan(values, error, signature, data, ranks, what)
     if computes_here:
         share_cores()
-    values.from_first |= broadcast
     assert plan is not None
     assert setup is not None
     if experts is not None:
@@ -306,7 +296,9 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    resources = Resources(data, config)
+    memories = [each.memory(setup) for each in extensions]
+    memory = next((each for each in memories if each is not None), None)
+    resources = Resources(data, config, memory)
     for extension in extensions:
         extension.prepare(setup, resources)
     built = build_units(plan, communicators, resources, values)

@@ -35,9 +35,8 @@ the next step gets new ones.
 Reductions write the accumulation buffer where :class:`.GradientShard` says.
 
 The memory stays allocated where nothing is sharded, since ``main_grad`` is a persistent buffer in
-Megatron-Core; where ``main_grad`` was given out; with ``fsdp_double_buffer``, since steady steps
-allocate nothing then; and in memory that is registered with NCCL, which all ranks register at one
-moment.
+Megatron-Core; where ``main_grad`` was given out; and in a :class:`~.allocator.Memory` that is
+steady.
 """
 
 from __future__ import annotations
@@ -628,17 +627,15 @@ class Gradients:
         self._last_axes = [
             axis for axis in axes if mesh_communicators.comms[axis].reduce is not None
         ]
-        has_pool = context.memory.has_pool
-        is_resident = has_pool or config.fsdp_double_buffer
         self._memory = GradientMemory(
-            spec, context, self._last_axes, pending, is_resident=is_resident
+            spec, context, self._last_axes, pending, is_resident=context.memory.is_steady
         )
         # [Note: Reducing again]
         has_comm = self._memory.has_comm_buffer
         self.rounds_again = has_comm or dtypes.optim_grad != dtypes.main_grad
         self.step: StepGradients | None = None
         self.writer: GradientWriter | None = None
-        if has_pool:
+        if context.memory.is_fixed:
             self._memory.take(self._scale)
 
     @property

@@ -131,7 +131,7 @@ class GradientShard:
             sent: collectives use the memory.
         """
         memory, numel = self._context.memory, self._numel
-        if memory.has_pool:
+        if memory.is_fixed:
             flat = memory.persistent(numel, self._dtype, "grad", sent=sent)
         else:
             storage = memory.lasting(numel, self._dtype, "grad")

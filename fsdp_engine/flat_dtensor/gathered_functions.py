@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
-from fsdp_engine.flat_dtensor.random_values import DRAWS, one_generator
+from fsdp_engine.flat_dtensor.random_values import one_generator
 from fsdp_engine.flat_dtensor.slices import (
+    DRAWS,
     Args,
     Function,
     Kwargs,

@@ -22,15 +22,16 @@ from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.collectives import broadcast_
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
-from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, check_inplace, refusal, words
-from fsdp_engine.memory import allocator
-
-DRAWS = words(
-    """
-    normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
-    kaiming_uniform_
-    """
+from fsdp_engine.flat_dtensor.slices import (
+    DRAWS,
+    Args,
+    Function,
+    Handler,
+    Kwargs,
+    check_inplace,
+    refusal,
 )
+from fsdp_engine.memory import allocator
 
 
 def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -107,3 +108,6 @@ def _access(
         module = module_of(device)
         return partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
     return torch.get_rng_state, torch.set_rng_state
+
+
+HANDLERS: dict[str, Handler] = {**dict.fromkeys(DRAWS, draw_), "constant_": constant_}

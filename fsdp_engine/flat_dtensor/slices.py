@@ -42,6 +42,15 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# In-place random functions.
+DRAWS = words(
+    """
+    normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
+    kaiming_uniform_
+    """
+)
+
+
 class _Unwrap(torch.autograd.Function):
     """The slice of a FlatDTensor as a differentiable plain tensor."""
 

@@ -36,7 +36,6 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
 from fsdp_engine.flat_dtensor import flat_placement, functions, tensor_parallel_spec
 from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, _on_mesh
-from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh
 from fsdp_engine.flat_dtensor.given_slices import given_out
 from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
 from fsdp_engine.flat_dtensor.slices import as_gradient, check_gradient, refusal, unwrap
@@ -521,6 +520,8 @@ class _FullTensor(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:  # on all ranks, for functions without a gradient (norm(p=0))
             return None
+        from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh
+
         local = ctx.flat.slice_of_full(mean_over_mesh(grad, ctx.flat))
         # A clone, so that the slice does not keep the full gradient alive.
         return as_gradient(ctx.cls._wrap(local.clone(), ctx.flat))

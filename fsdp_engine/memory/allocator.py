@@ -38,18 +38,6 @@ holes back to the system. It takes milliseconds, and the next step takes the pag
 called once in many backwards. Settings of malloc do not do as well:
 with a larger ``M_TOP_PAD`` (or any other of them) glibc no longer learns how large tensors are, and
 where the heap has no hole for one above 128 KiB it maps and unmaps it (``benchmarks/long_run.py``).
-
-[Note: Sources of a fill]
-With ``fsdp_double_buffer`` transient storages are filled from an arena ([Note: Arena] in
-``arena.py``), as long as the steps so far needed, and steady steps allocate nothing. Without it,
-and where the arena has no room, memory comes from the pool of idle memory, or by ``resize_``. The
-storage object is the same in each case. The bytes of an arena are booked under the role it serves
-as it is made, and storages that are filled from it add nothing.
-
-Where torch cannot swap data pointers (before 2.13), and under ``FakeTensorMode``, where there is no
-memory, there are no arenas; fills are from NCCL's pool, if there is one and it may grow at any
-time. Idle memory is kept under ``FakeTensorMode``, too, unless a device is simulated: sizes of
-storages are swapped then.
 """
 
 from __future__ import annotations
@@ -59,21 +47,19 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_engine import backend
-from fsdp_engine.memory.arena import Arena
 
 # Swaps the memory of two storages; called as it is, since a unit's step does so ten times.
 _swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-_CAN_SWAP = _swap is not None
+CAN_SWAP = _swap is not None
 _set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
@@ -230,56 +216,39 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
-class Pool(Protocol):
-    """Where communication buffers come from, if not from the usual allocator.
-
-    Attributes:
-        takes_more: each rank may allocate in it at any time, also when it has been registered.
-    """
-
-    takes_more: bool
-
-    def allocating(self) -> AbstractContextManager[None]:
-        """Within it, what this thread allocates on the device comes from the pool."""
-        ...
-
-
 class Memory:
     """What one engine allocates on one device.
 
+    A seam: a subclass takes the memory from elsewhere.
+
     Args:
         device: which.
-        pool: what collectives read and write is allocated in it: arenas, and persistent tensors
-            that are ``sent``. None: nowhere special.
-        has_arenas: transient storages are filled from arenas, where torch can do so.
 
     Attributes:
-        ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
-            an arena's, and those of ordinary memory in use; see [Note: Sources of a fill]).
+        ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
         elsewhere: bytes of offloaded state by place ("host", "disk") and role, not on ``device``.
-        has_pool: communication buffers must all be there when the engine is made.
-        arenas: by role.
+        is_steady: gradients stay allocated, so that steady steps allocate nothing.
+        is_fixed: tensors that collectives use are allocated while the engine is made.
         transients: its transient storages, by their keys.
     """
 
-    def __init__(
-        self, device: torch.device, pool: Pool | None = None, *, has_arenas: bool = False
-    ) -> None:
+    is_steady = False
+    is_fixed = False
+
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = pool
-        self.has_pool = pool is not None
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
         self.elsewhere: dict[str, Counter[str]] = {}
         # A device's own allocator keeps idle memory.
         runs_ahead = backend.current().runs_ahead(device)
-        self._swaps = _CAN_SWAP and device.type == "cpu" and not runs_ahead
+        self._swaps = CAN_SWAP and device.type == "cpu" and not runs_ahead
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         # See [Note: Unread memory].
         self.can_withhold = (
-            _CAN_SWAP
+            CAN_SWAP
             and backend.current().has_values
             and type(empty(0, torch.uint8, device)) is torch.Tensor
         )
@@ -287,11 +256,6 @@ class Memory:
         self._hollow: list[torch.UntypedStorage] = []
         self._trim = _find_malloc_trim() if device.type == "cpu" else None
         self._backwards = 0
-        self.arenas: dict[str, Arena] = {}
-        if has_arenas and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
-            for role in ("full", "staging"):
-                self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
-        self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
         # By `storage_keys`.
         self._persistent: set[int] = set()
         self.transients: WeakValueDictionary[int, TransientStorage] = WeakValueDictionary()
@@ -311,8 +275,7 @@ class Memory:
     ) -> torch.Tensor:
         """A zeroed 1-D tensor that lives as long as the engine; ``sent``: collectives use it."""
         self.ledger.add(role, numel * dtype.itemsize)
-        with self._allocating(sent):
-            tensor = zeros(numel, dtype, self.device)
+        tensor = zeros(numel, dtype, self.device)
         self._persistent.update(storage_keys(tensor))
         return tensor
 
@@ -354,33 +317,16 @@ class Memory:
         return TransientStorage(self, numel, dtype, role, is_kept_idle=False)
 
     def begin_unit(self) -> None:
-        """Transient storages that are made from here on are the next unit's: see :meth:`expect`."""
-        for arena in self.arenas.values():
-            arena.begin_unit()
-
-    def expect(self, moments: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Allocate arenas before the first step, in memory of the pool if there is one.
-
-        Args:
-            moments: by role; see :meth:`.Arena.expect`.
-        """
-        for role, arena in self.arenas.items():
-            arena.expect(moments[role])
-
-    def _allocating(self, sent: bool) -> AbstractContextManager[None]:
-        return self._pool.allocating() if self._pool is not None and sent else nullcontext()
+        """Transient storages that are made from here on are the next unit's."""
 
     def end_backward(self, *, step_is_over: bool = False) -> None:
-        """A backward is over: arenas may grow, and now and then freed pages go back. See
-        [Note: Freed pages].
+        """A backward is over: now and then freed pages go back. See [Note: Freed pages].
 
         Args:
             step_is_over: it was the step's last: idle memory goes back, too.
         """
         if step_is_over:
             self.release_idle()
-        for arena in self.arenas.values():
-            arena.end_step()
         self._backwards += 1
         if self._trim is not None and self._backwards % BACKWARDS_PER_TRIM == 0:
             self._trim(0)
@@ -394,15 +340,9 @@ class Memory:
         """Bytes of transient memory that no storage uses."""
         return sum(size * len(blocks) for size, blocks in self._idle.items())
 
-    def _allocate_arena(self, num_bytes: int) -> torch.Tensor:
-        # Idle memory has served what the arena will serve.
-        self.release_idle()
-        self._most_in_use = self._in_use
-        with self._allocating(sent=True):
-            return empty(num_bytes, torch.uint8, self.device)
-
-    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give ``storage``, which is empty, idle or new memory. Not booked."""
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int, role: str) -> None:
+        """Give ``storage``, which is empty, idle or new memory."""
+        self.ledger.add(role, num_bytes)
         self._in_use += num_bytes
         if self._in_use > self._most_in_use:
             self._most_in_use = self._in_use
@@ -417,11 +357,15 @@ class Memory:
             size = max(size for size, blocks in self._idle.items() if blocks)
             self._idle[size].pop()
             idle -= size
-        with self._allocating(sent=self._fills_from_pool):
-            storage.resize_(num_bytes)
+        self.resize(storage, num_bytes)
 
-    def drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give ``storage``, which is empty, new memory."""
+        storage.resize_(num_bytes)
+
+    def drain(self, storage: torch.UntypedStorage, num_bytes: int, role: str) -> None:
         """Take the memory of :meth:`fill` away."""
+        self.ledger.add(role, -num_bytes)
         self._in_use -= num_bytes
         if self._swaps:
             block = self._hollow.pop() if self._hollow else empty_storage(self.device)
@@ -504,19 +448,14 @@ class TransientStorage:
             self._read = memory.unreadable_storage(self.num_bytes, read_error)
             memory.transients[self._read._cdata] = self
         memory.transients[self._written._cdata] = self
-        serves = is_kept_idle and self.num_bytes
-        self._arena = memory.arenas.get(role) if serves else None
-        if self._arena is not None:
-            self._arena.add(self.num_bytes)
 
     def fill(self) -> None:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
         if not self.filled:
-            if not self._is_kept_idle:
+            if self._is_kept_idle:
+                self._memory.fill(self._written, self.num_bytes, self._role)
+            else:
                 self._written.resize_(self.num_bytes)
-                self._memory.ledger.add(self._role, self.num_bytes)
-            elif self._arena is None or not self._arena.fill(self._written, self.num_bytes):
-                self._memory.fill(self._written, self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
 
@@ -529,9 +468,7 @@ class TransientStorage:
                 self._written.resize_(0)
                 self.leave()
                 return
-            if self._arena is None or not self._arena.drain(self._written):
-                self._memory.drain(self._written, self.num_bytes)
-                self._memory.ledger.add(self._role, -self.num_bytes)
+            self._memory.drain(self._written, self.num_bytes, self._role)
             self.filled = False
 
     def leave(self) -> None:

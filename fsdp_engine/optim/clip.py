@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.comm.collectives import all_reduce_
-from fsdp_engine.flat_dtensor.full_reductions import real_dtype, slice_norm
+from fsdp_engine.flat_dtensor.norms import real_dtype, slice_norm
 
 _OPERATION = "the norm of gradients"
 

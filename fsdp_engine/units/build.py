@@ -11,11 +11,12 @@ Parameters have values on each rank, unless an extension gives them: :class:`Ini
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +32,12 @@ from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.extension_list import implementation
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.initial_values import Built, Holdings, digest_of
 from fsdp_engine.units.installing import install_where_complete, watch_reads
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
-
-if TYPE_CHECKING:
-    from fsdp_engine.comm.nccl_pool import NcclPool
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -119,20 +113,19 @@ class Resources:
         config: the options they are built with.
         lanes: queues of work.
         memory: where it comes from.
-        pool: NCCL's memory, if it comes from there.
         placement: makes the shards of buffers.
         placements: placements that extensions have made, by what they made them for.
         next_tag: the first that no buffer's messages have.
     """
 
-    def __init__(self, mesh: DataMesh, config: DistributedDataParallelConfig) -> None:
+    def __init__(
+        self,
+        mesh: DataMesh,
+        config: DistributedDataParallelConfig,
+        memory: Memory | None = None,
+    ) -> None:
         self.config = config
-        self.pool: NcclPool | None = None
-        if config.nccl_ub:
-            from fsdp_engine.comm.nccl_pool import NcclPool
-
-            self.pool = NcclPool(mesh, symmetric=not config.disable_symmetric_registration)
-        self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
+        self.memory = Memory(mesh.device) if memory is None else memory
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self.placement = Placement()
         self.placements: dict[Any, Placement] = {}
@@ -143,7 +136,7 @@ class Resources:
         if device == self.memory.device:
             return self
         other = copy(self)
-        other.memory, other.pool, other.placement = Memory(device), None, Placement()
+        other.memory, other.placement = Memory(device), Placement()
         return other
 
     def placed(self, placement: Placement) -> Resources:
@@ -162,36 +155,61 @@ SAME = "same"
 
 
 class InitialValues:
-    """A seam: the values that parameters and buffers of a model start with. Here all ranks have
-    built the same ones, which is checked.
+    """A seam: the values that parameters and buffers of a model start with. Here each rank has
+    them, and they are not compared.
 
     Args:
-        built: what ranks have built.
+        plan: of the model.
         choice: ``initial_values`` of :func:`~fsdp_engine.sharding.shard`.
+        data: all data-parallel ranks.
+        experts: those that share this rank's experts, if they are others.
+        from_first: parameters start from the first rank's values, whatever others have.
 
     Attributes:
         choices: legal values of ``choice``.
         from_first: the first rank's parameters are broadcast when their unit is built.
+        note: sent to all ranks with the digest of the plan.
 
     Raises:
-        ValueError: on all ranks: values differ, or there are none.
+        ValueError: there is no such choice.
     """
 
     choices: Sequence[str] = (SAME,)
-    from_first = False
 
-    def __init__(self, built: Built, choice: str) -> None:
-        if built.has_meta:
+    def __init__(
+        self,
+        plan: Plan,
+        choice: str,
+        data: DataMesh,
+        experts: DataMesh | None = None,
+        *,
+        from_first: bool = False,
+    ) -> None:
+        if choice not in self.choices:
+            raise ValueError(f"initial_values: expected one of {self.choices}; found {choice!r}")
+        self.from_first = from_first
+        self.note: Any = plan.on_meta
+
+    def decide(
+        self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
+    ) -> InitialValues:
+        """Returns what gives the model its values, when ranks have agreed on the plan. Collective.
+
+        Args:
+            notes: of all data-parallel ranks.
+            all_notes: of all ranks of the model.
+            ranks: these ranks.
+            what: who asks, in messages.
+
+        Raises:
+            ValueError: these are no values to start with; on all data-parallel ranks.
+        """
+        if any(notes):
             raise ValueError(
                 "model: expected values on all ranks, without the extension for initial values; "
                 "found tensors on the meta device"
             )
-        built.check_values()
-
-    @classmethod
-    def compares(cls, choice: str) -> bool:
-        """Whether checksums of the values are needed."""
-        return True
+        return self
 
     def give(self, index: int, planned: PlannedUnit, communicators: EngineCommunicators) -> None:
         """On return the parameters of unit ``index``, which is about to be built, have values."""
@@ -211,77 +229,53 @@ class InitialValues:
         """The engine of the model is made."""
 
 
-def kind_of_values(choice: str, *, has_meta: bool = False) -> type[InitialValues]:
-    """Returns the class that gives a model its values.
-
-    Raises:
-        ValueError: there is no such choice.
-    """
-    if choice == SAME and not has_meta:
-        return InitialValues
-    kind = implementation(InitialValues)
-    if choice not in kind.choices:
-        raise ValueError(f"initial_values: expected one of {kind.choices}; found {choice!r}")
-    return kind
-
-
-def decide_values(built: Built, choice: str) -> InitialValues:
-    """Returns what gives a model its values. Collective where ranks differ."""
-    return kind_of_values(choice, has_meta=built.has_meta)(built, choice)
-
-
 def agree_on_plan(
-    plan: Plan | None,
-    holdings: Holdings | None,
+    values: InitialValues | None,
     error: Exception | None,
     signature: list[str],
     mesh: DataMesh,
     ranks: Ranks,
     what: str,
-    decide: Callable[[Built], T],
     tag: int = FIRST_TAG,
-) -> tuple[T, int]:
+) -> tuple[InitialValues, int]:
     """Compare plans over all ranks, and decide about initial values.
 
     Args:
-        plan, holdings: None where there is an ``error``.
+        values: None where there is an ``error``.
         error: of this rank.
         signature: everything that must be the same, in lines.
         mesh: all data-parallel ranks.
         ranks: all ranks of the model.
         what: who asks, in messages.
-        decide: called with what all ranks have built, on all ranks; it may raise ValueError on all
-            data-parallel ranks.
         tag: the first that this rank has free for messages.
 
     Returns:
-        What ``decide`` returns; the first tag that all data-parallel ranks have free.
+        What gives the model its values; the first tag that all data-parallel ranks have free.
 
     Raises:
         Exception: this rank's own error.
         ValueError: the first parameter that differs. Or another rank's error, of its kind; of a
             kind that is not known everywhere, RuntimeError.
     """
-    digest = digest_of(signature)
-    has_meta = plan is not None and plan.on_meta
-    values = holdings.digests if holdings is not None else {}
+    digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
+    note = None if values is None else values.note
     first = mesh.ranks[0]
-    heads = agree(what, error, ranks.control_group, (first, digest, has_meta, values, tag))
+    heads = agree(what, error, ranks.control_group, (first, digest, note, tag))
     mine = [head for head in heads if head[0] == first]  # others hold other shards of DTensors
     try:
         if any(head[1] != digest for head in mine):
             _raise_first_difference(signature, mesh)
-        assert plan is not None
-        assert holdings is not None
-        digests, is_any = [head[3] for head in mine], any(head[2] for head in heads)
-        decided = decide(Built(plan, holdings, digests, is_any, mesh, ranks, what))
+        assert values is not None
+        notes = [head[2] for head in mine]
+        values = values.decide(notes, [head[2] for head in heads], ranks, what)
     except ValueError as caught:
-        if len(mine) < len(heads):
-            agree(what, caught, ranks.control_group)
-        raise
+        error = caught
     if len(mine) < len(heads):
-        agree(what, None, ranks.control_group)
-    return decided, max(head[4] for head in mine)
+        agree(what, error, ranks.control_group)
+    if error is not None:
+        raise error
+    assert values is not None
+    return values, max(head[3] for head in mine)
 
 
 def build_units(

@@ -318,8 +318,10 @@ class Tracer(TorchDispatchMode):
 
 
 def _planned(transient: TransientStorage) -> list[Span]:
-    """The bytes of an arena that it is filled from: their next owner must come after."""
-    memory = None if transient._arena is None else transient._arena.memory
+    """The bytes of an arena that it is filled from: their next owner must come after. (A memory
+    without arenas has none.)"""
+    arena = getattr(transient._memory, "arenas", {}).get(transient._role)
+    memory = None if arena is None else arena.memory
     if memory is None:
         return []
     offset = transient._storage.data_ptr() - memory.data_ptr()

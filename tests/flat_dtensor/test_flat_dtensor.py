@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import itertools
 import math
@@ -183,6 +184,12 @@ def example_inputs(name: str) -> list[list[Any]]:
     floats = [[torch.rand(SHAPE) for _ in range(arity)] for arity in (1, 2, 3)]
     integers = [[torch.randint(1, 4, SHAPE) for _ in range(arity)] for arity in (1, 2)]
     return floats + integers
+
+
+@pytest.mark.parametrize("module", functions._LOADED_LATER)
+def test_modules_that_are_loaded_later_have_the_functions_of_the_table(module: str) -> None:
+    loaded = importlib.import_module(f"fsdp_engine.flat_dtensor.{module}")
+    assert functions._LOADED_LATER[module] == loaded.HANDLERS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(functions._ELEMENTWISE))

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
-from fsdp_engine.comm.nccl_pool import NcclPool
-from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.extensions.arenas.arena_memory import ArenaMemory
+from fsdp_engine.extensions.arenas.nccl_pool import NcclPool
+from tests.extensions.arenas.planned_memory import arenas_of
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,
@@ -76,7 +77,7 @@ def test_training_gives_what_it_gives_with_ordinary_memory(
             engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy, config=config)
             found.append(train_sharded(model, engine, batches))
         held = engine.memory_bytes()
-        assert ("full" in held) == (level == LEVEL_3 and bool(engine._memory.arenas))
+        assert ("full" in held) == (level == LEVEL_3 and bool(arenas_of(engine)))
     assert_same(found[1], found[0], tolerance=1e-6)
 
 
@@ -97,7 +98,7 @@ def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
         def lies_in_pool(tensor: torch.Tensor) -> bool:
             return any(tensor.data_ptr() in segment for segment in segments)
 
-        arenas = engine._memory.arenas
+        arenas = arenas_of(engine)
         assert all(lies_in_pool(arena.memory) for arena in arenas.values() if arena.memory.numel())
         full: list[bool] = []
         for block in model.blocks:
@@ -154,7 +155,7 @@ def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> No
 
 @plans_addresses
 def test_pieces_of_an_arena_on_the_device_keep_it_alive_and_can_be_swapped() -> None:
-    memory = Memory(torch.device("cuda", torch.cuda.current_device()), has_arenas=True)
+    memory = ArenaMemory(torch.device("cuda", torch.cuda.current_device()))
     first, second = (memory.transient(1000, torch.float32, "full") for _ in range(2))
     for number in range(3):
         first.fill()

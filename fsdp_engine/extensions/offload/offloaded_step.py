@@ -603,7 +603,7 @@ class OffloadedStep(StepHook):
         may be changed before it has read them.
         """
         memory = self._offload.memory
-        if not self._offload.overlaps_forward or memory.has_pool:
+        if not self._offload.overlaps_forward or memory.is_fixed:
             return False
         groups = (
             value

@@ -12,20 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdp_engine.extensions.arenas.arena import ALIGNMENT, SLACK, Arena, aligned
+from fsdp_engine.extensions.arenas.arena_memory import ArenaMemory
 from fsdp_engine.memory import allocator as memory_module
-from fsdp_engine.memory.allocator import Memory, TransientStorage
-from fsdp_engine.memory.arena import ALIGNMENT, SLACK, Arena, aligned
+from fsdp_engine.memory.allocator import TransientStorage
 from tests.torch_versions import plans_addresses
 
 CPU = torch.device("cpu")
 
 
-def make(*sizes: int, role: str = "full") -> tuple[Memory, list[TransientStorage]]:
-    memory = Memory(CPU, has_arenas=True)
+def make(*sizes: int, role: str = "full") -> tuple[ArenaMemory, list[TransientStorage]]:
+    memory = ArenaMemory(CPU)
     return memory, [memory.transient(size, torch.uint8, role) for size in sizes]
 
 
-def walk(memory: Memory, row: list[TransientStorage], *, ends: bool = True) -> list[int]:
+def walk(memory: ArenaMemory, row: list[TransientStorage], *, ends: bool = True) -> list[int]:
     """Fill each while the one before is there, forth and back; returns where they were."""
     seen = []
     for direction in (row, row[::-1]):
@@ -40,7 +41,7 @@ def walk(memory: Memory, row: list[TransientStorage], *, ends: bool = True) -> l
     return seen
 
 
-def arena_bytes(memory: Memory, role: str = "full") -> int:
+def arena_bytes(memory: ArenaMemory, role: str = "full") -> int:
     arena = memory.arenas[role].memory
     return 0 if arena is None else arena.numel()
 
@@ -209,7 +210,7 @@ def test_the_arena_outlives_the_storages_that_are_filled_from_it() -> None:
 @plans_addresses
 def test_roles_have_arenas_of_their_own() -> None:
     """On CUDA they are filled on different lanes."""
-    memory = Memory(CPU, has_arenas=True)
+    memory = ArenaMemory(CPU)
     full = memory.transient(10, torch.float32, "full")
     staging = memory.transient(10, torch.bfloat16, "staging")
     for _ in range(2):
@@ -222,7 +223,7 @@ def test_roles_have_arenas_of_their_own() -> None:
 
 @plans_addresses
 def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
-    memory = Memory(CPU, has_arenas=True)
+    memory = ArenaMemory(CPU)
     row = []
     for _ in range(4):
         memory.begin_unit()
@@ -261,9 +262,8 @@ def test_there_are_no_arenas_where_memory_cannot_move(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with FakeTensorMode():
-        assert Memory(CPU, has_arenas=True).arenas == {}
-    assert Memory(CPU).arenas == {}
-    monkeypatch.setattr(memory_module, "_CAN_SWAP", False)
+        assert ArenaMemory(CPU).arenas == {}
+    monkeypatch.setattr(memory_module, "CAN_SWAP", False)
     memory, row = make(*[1000] * 4)
     assert memory.arenas == {}
     for _ in range(3):

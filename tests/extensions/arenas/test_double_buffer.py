@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.arenas.arena import SLACK, aligned
 from fsdp_engine.memory import allocator as memory_module
-from fsdp_engine.memory.arena import SLACK, aligned
 from fsdp_engine.strategies import LEVELS
 from tests import reference
+from tests.extensions.arenas.planned_memory import Order, arenas_of, counting_fills, uneven_model
 from tests.extensions.fp8.half_codec import HalfCodec
-from tests.memory.planned_memory import Order, counting_fills, uneven_model
 from tests.models import (
     DIM,
     CalledTwice,
@@ -251,7 +251,7 @@ def fail_everywhere(model: Any, engine: Any) -> None:
             with pytest.raises(ArithmeticError):
                 model(*batch(0)).backward()
             engine.reset()
-            assert not any(arena._taken for arena in engine._memory.arenas.values())
+            assert not any(arena._taken for arena in arenas_of(engine).values())
     model.fails_at = -1
 
 
@@ -281,7 +281,7 @@ def train_on(model: Any, engine: Any) -> None:
 
 
 def train_without_arenas(model: Any, engine: Any) -> None:
-    assert engine._memory.arenas == {}
+    assert arenas_of(engine) == {}
     train(model, engine, (2, 1))
     assert "full" not in engine.memory_bytes()
 
@@ -313,7 +313,7 @@ def test_addresses_make_no_difference(name: str) -> None:
             config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
             with pytest.MonkeyPatch.context() as patch:
                 if script is train_without_arenas:
-                    patch.setattr(memory_module, "_CAN_SWAP", False)
+                    patch.setattr(memory_module, "CAN_SWAP", False)
                 engine = fe.shard(model, config=config, strategy=level)
                 script(model, engine)
             weights.append(engine.full_state_dict())
@@ -326,7 +326,7 @@ def test_addresses_make_no_difference(name: str) -> None:
 
 def assert_settled(model: Any, engine: Any, body: Callable[[], None]) -> None:
     """``body`` is served from the arenas, and the bytes that are held never change in it."""
-    arenas = [(arena, arena.memory) for arena in engine._memory.arenas.values()]
+    arenas = [(arena, arena.memory) for arena in arenas_of(engine).values()]
     held = engine.memory_bytes()
     engine.peak_memory_bytes(reset=True)
     with counting_fills(engine) as fills, pytest.MonkeyPatch.context() as patch:
@@ -360,7 +360,7 @@ def settle_pair(strategy: str, outer: str, all_ways: bool) -> None:
             plain.peak_memory_bytes(reset=True)
             train(plain_model, plain, (2,))
             held, peak = engine.memory_bytes(), plain.peak_memory_bytes()
-            for role, arena in engine._memory.arenas.items():
+            for role, arena in arenas_of(engine).items():
                 # The bytes at one time, each storage rounded up to 512 bytes; more only where
                 # sizes differ.
                 load, length = arena.load, 0 if arena.memory is None else arena.memory.numel()

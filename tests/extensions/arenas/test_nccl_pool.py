@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm import lanes, nccl_pool
+from fsdp_engine.comm import lanes
+from fsdp_engine.extensions.arenas import nccl_pool
 from fsdp_engine.memory import allocator
 from fsdp_engine.strategies import LEVELS
-from tests.memory.planned_memory import Order, counting_fills, uneven_model
+from tests.extensions.arenas.planned_memory import Order, arenas_of, counting_fills, uneven_model
 from tests.models import Chain, Even, Mlp, NestedUnits, lora_model, vector_batch
 from tests.pool import on_ranks
 from tests.torch_versions import plans_addresses
@@ -192,7 +193,7 @@ def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> No
             torch.manual_seed(0)
             model = Order(4, 2, 0, 1, 3)
             engine = fe.shard(model, config=config)
-            arenas = [arena.memory for arena in engine._memory.arenas.values()]
+            arenas = [arena.memory for arena in arenas_of(engine).values()]
             train(model, engine, (2, 1))
             model.order = (1, 3, 0, 1)
             train(model, engine, (1, 1))
@@ -200,7 +201,7 @@ def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> No
         pool: Any = engine._memory._pool
         assert len(pool.ranges) == pool.num_registered
         assert len(arenas) == 2
-        for before, arena in zip(arenas, engine._memory.arenas.values(), strict=True):
+        for before, arena in zip(arenas, arenas_of(engine).values(), strict=True):
             assert arena.memory is before is not None
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name])
@@ -211,7 +212,7 @@ def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> No
 def test_without_addresses_transient_memory_comes_from_a_pool_that_may_grow(plain: bool) -> None:
     config = fe.DistributedDataParallelConfig(nccl_ub=True, disable_symmetric_registration=plain)
     with fake_pool(pytest.MonkeyPatch()) as sent, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "_CAN_SWAP", False)
+        patch.setattr(allocator, "CAN_SWAP", False)
         model = Even()
         engine = fe.shard(model, config=config)
         pool: Any = engine._memory._pool

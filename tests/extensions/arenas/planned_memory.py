@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
+from fsdp_engine.extensions.arenas.arena import Arena
+from fsdp_engine.extensions.arenas.arena_memory import ArenaMemory
+from fsdp_engine.memory.allocator import Memory
 from tests.models import DIM, Chain, Mlp, Regression
 
 
@@ -32,19 +36,23 @@ class Order(Regression):
         return x
 
 
+def arenas_of(engine: Any) -> dict[str, Arena]:
+    """The arenas of an engine by role; one with plain memory has none."""
+    memory = engine.memory
+    return memory.arenas if isinstance(memory, ArenaMemory) else {}
+
+
 @contextmanager
 def counting_fills(engine: Any) -> Iterator[list[int]]:
     """Within it, the bytes of every fill that ordinary memory serves are noted."""
-    memory, found = engine._memory, list[int]()
-    fill = memory.fill
+    found: list[int] = []
+    fill = Memory.fill
 
-    def noting(storage: Any, num_bytes: int) -> None:
-        if num_bytes:
+    def noting(memory: Memory, storage: Any, num_bytes: int, role: str) -> None:
+        if num_bytes and memory is engine.memory:
             found.append(num_bytes)
-        fill(storage, num_bytes)
+        fill(memory, storage, num_bytes, role)
 
-    memory.fill = noting
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Memory, "fill", noting)
         yield found
-    finally:
-        del memory.fill

@@ -1,0 +1,5 @@
+"""Transient memory from arenas, and memory that is registered with NCCL."""
+
+from fsdp_engine.extensions.arenas.arena_memory import Arenas
+
+__all__ = ["Arenas"]

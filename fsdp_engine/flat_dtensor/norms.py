@@ -1,0 +1,74 @@
+"""Norms of this rank's slices.
+
+[Note: Accuracy of the norm]
+On CPU ``vector_norm`` accumulates a tensor in a few fp32 accumulators: the norm of 2.4 million
+elements is 4e-5 too small, that of 1e8 elements 1.1 %. Here a slice is viewed as rows of 4,096
+elements, whose norms are accurate to 1e-6, and the norms of the rows are combined in fp64. The
+error is 3e-9 for 1e8 elements, at the same speed (30 ms; fp64 throughout takes 670 ms and a copy).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ROW = 4096
+
+
+def slice_norm(values: Tensor, order: float, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the p-norm of all elements as a 0-d fp64 tensor; differentiable.
+
+    Args:
+        values: any shape, not empty; real or complex.
+        order: p, 0 and both infinities included.
+        dtype: real dtype of the sums within a row; None: at least fp32.
+    """
+    flat = values.reshape(-1)
+    wide = dtype or torch.promote_types(real_dtype(values.dtype), torch.float32)
+    if values.is_complex():
+        wide = wide.to_complex()
+    in_rows = flat.numel() // _ROW * _ROW
+    if not in_rows:
+        norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=wide).double()
+        return norm
+    norms: Tensor = torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), order, 1, dtype=wide)
+    if in_rows < flat.numel():
+        rest = torch.linalg.vector_norm(flat[in_rows:], order, dtype=wide)
+        norms = torch.cat([norms, rest.view(1)])
+    if order == 0:  # counts, which add up
+        return norms.double().sum()
+    norm = torch.linalg.vector_norm(norms, order, dtype=torch.float64)
+    return norm
+
+
+def slice_norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Returns the p-norm of each slice as 0-d fp64 tensors; :func:`slice_norm` of a list.
+
+    Args:
+        slices: 1-D, none of them empty.
+        order: p.
+    """
+    # One call for all slices for which it is as accurate: small ones, and on devices that sum in
+    # trees.
+    batched = [
+        place
+        for place, each in enumerate(slices)
+        if (each.numel() < _ROW or each.device.type != "cpu")
+        and real_dtype(each.dtype).itemsize >= 4
+        and not each.requires_grad
+        and math.isfinite(order)
+    ]
+    found = torch._foreach_norm([slices[place] for place in batched], order) if batched else ()
+    norms = dict(zip(batched, found, strict=True))
+    return [
+        norms[place].double() if place in norms else slice_norm(each, order)
+        for place, each in enumerate(slices)
+    ]
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a complex number's components; ``dtype`` itself if it is real."""
+    return dtype.to_real() if dtype.is_complex else dtype
