@@ -276,7 +276,7 @@ def make_engine(
             each.check(setup)
         choose_written(plan.records, data, ranks)
         kind = implementation(InitialValues)
-        values = kind(plan, initial_values, data, experts, from_first=broadcast)
+        values = kind(setup, initial_values, from_first=broadcast)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += "".join(f", {each.signature()}" for each in extensions)
         signature = [options, *plan.signature()]

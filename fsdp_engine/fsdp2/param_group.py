@@ -32,6 +32,7 @@ from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.build import (
     SAME,
     EngineCommunicators,
+    EngineSetup,
     InitialValues,
     Resources,
     agree_on_plan,
@@ -234,7 +235,7 @@ def make_group(
         _check_modules(modules)
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
-        values = _OwnValues(plan, mesh)
+        values = _OwnValues(EngineSetup(plan.root, None, plan, axis_plans, mesh), SAME)
         offload.check_plan(plan, axis_plans, mesh.device)
         signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
     except Exception as caught:
@@ -271,22 +272,19 @@ def make_group(
 
 
 class _OwnValues(InitialValues):
-    """Each rank keeps its slices of its own values, or all are on the meta device.
+    """Each rank keeps its slices of its own values, or all are on the meta device."""
 
-    Args:
-        plan: of the unit.
-        mesh: the ranks over which its parameters are sharded.
-    """
-
-    def __init__(self, plan: Plan, mesh: DataMesh) -> None:
-        super().__init__(plan, SAME, mesh)
-        self._mesh = mesh
+    def __init__(self, setup: EngineSetup, choice: str) -> None:
+        super().__init__(setup, choice)
+        self._mesh = setup.data
         self._comparison = find_module("initial_values.comparison")
         self._holdings: Any = None
-        self.note = plan.on_meta, {}
+        self.note = setup.plan.on_meta, {}
         if self._comparison is not None:
-            self._holdings = self._comparison.Holdings(plan, None, compare=mesh.size > 1)
-            self.note = plan.on_meta, self._holdings.digests
+            self._holdings = self._comparison.Holdings(
+                setup.plan, None, compare=setup.data.size > 1
+            )
+            self.note = setup.plan.on_meta, self._holdings.digests
 
     def decide(
         self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str

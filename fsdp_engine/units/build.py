@@ -159,10 +159,8 @@ class InitialValues:
     them, and they are not compared.
 
     Args:
-        plan: of the model.
+        setup: of the engine.
         choice: ``initial_values`` of :func:`~fsdp_engine.sharding.shard`.
-        data: all data-parallel ranks.
-        experts: those that share this rank's experts, if they are others.
         from_first: parameters start from the first rank's values, whatever others have.
 
     Attributes:
@@ -176,19 +174,11 @@ class InitialValues:
 
     choices: Sequence[str] = (SAME,)
 
-    def __init__(
-        self,
-        plan: Plan,
-        choice: str,
-        data: DataMesh,
-        experts: DataMesh | None = None,
-        *,
-        from_first: bool = False,
-    ) -> None:
+    def __init__(self, setup: EngineSetup, choice: str, *, from_first: bool = False) -> None:
         if choice not in self.choices:
             raise ValueError(f"initial_values: expected one of {self.choices}; found {choice!r}")
         self.from_first = from_first
-        self.note: Any = plan.on_meta
+        self.note: Any = setup.plan.on_meta
 
     def decide(
         self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str

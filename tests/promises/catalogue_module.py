@@ -24,7 +24,7 @@ catalogue.excludes(
     "a device that is not there", *(f"Module.{n}" for n in ("cuda", "ipu", "xpu", "mtia"))
 )
 catalogue.elsewhere(
-    "tests/promises/test_modules.py",
+    "tests/extensions/parameter_guard/test_modules.py",
     "Module.__setattr__, tying",
     "Module.__delattr__ of a parameter",
     "copy.deepcopy of the model",

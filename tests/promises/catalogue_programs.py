@@ -40,7 +40,9 @@ catalogue.elsewhere(
 catalogue.elsewhere("tests/promises/test_outside_reads.py", "a 0-d parameter read outside forward")
 catalogue.elsewhere("tests/flat_dtensor/test_gathered.py", "one row of a weight is written")
 catalogue.elsewhere(
-    "tests/promises/test_modules.py", "adapters (LoRA) put in after shard", outcome="raises"
+    "tests/extensions/parameter_guard/test_modules.py",
+    "adapters (LoRA) put in after shard",
+    outcome="raises",
 )
 
 

@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_engine.comm.groups import Ranks
-from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extensions.initial_values.comparison import Comparison, Holdings
-from fsdp_engine.units.build import SAME, InitialValues
-from fsdp_engine.units.plan import Plan
+from fsdp_engine.units.build import SAME, EngineSetup, InitialValues
 
 FIRST, EMPTY = "rank0", "empty"
 
@@ -30,26 +28,18 @@ class ComparedValues(InitialValues):
 
     choices = (SAME, FIRST, EMPTY)
 
-    def __init__(
-        self,
-        plan: Plan,
-        choice: str,
-        data: DataMesh,
-        experts: DataMesh | None = None,
-        *,
-        from_first: bool = False,
-    ) -> None:
-        super().__init__(plan, choice, data, experts, from_first=from_first)
-        self._plan, self._choice, self._data = plan, choice, data
-        compares = data.size > 1 and choice != FIRST and not from_first
-        self._holdings = Holdings(plan, experts, compare=compares)
-        self.note = plan.on_meta, self._holdings.digests
+    def __init__(self, setup: EngineSetup, choice: str, *, from_first: bool = False) -> None:
+        super().__init__(setup, choice, from_first=from_first)
+        self._setup, self._choice = setup, choice
+        compares = setup.data.size > 1 and choice != FIRST and not from_first
+        self._holdings = Holdings(setup.plan, setup.experts, compare=compares)
+        self.note = setup.plan.on_meta, self._holdings.digests
 
     def decide(
         self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
     ) -> InitialValues:
         """See the class."""
-        comparison = Comparison(self._holdings, [digests for _, digests in notes], self._data)
+        comparison = Comparison(self._holdings, [digests for _, digests in notes], self._setup.data)
         has_meta = any(on_meta for on_meta, _ in all_notes)
         if self._choice == SAME and not has_meta:
             comparison.check_values()
@@ -57,7 +47,7 @@ class ComparedValues(InitialValues):
         from fsdp_engine.extensions.initial_values.given_values import GivenValues
 
         return GivenValues(
-            self._plan,
+            self._setup,
             comparison,
             from_first=self.from_first,
             takes_first=self._choice == FIRST,

@@ -23,15 +23,15 @@ from fsdp_engine.extensions.initial_values.materialize import (
     materialize,
     materialize_buffers,
 )
-from fsdp_engine.units.build import SAME, EngineCommunicators, InitialValues
-from fsdp_engine.units.plan import Plan, PlannedUnit
+from fsdp_engine.units.build import SAME, EngineCommunicators, EngineSetup, InitialValues
+from fsdp_engine.units.plan import PlannedUnit
 
 
 class GivenValues(InitialValues):
     """See the module docstring. Making it is collective.
 
     Args:
-        plan: of the model.
+        setup: of the engine.
         comparison: of what all data-parallel ranks have built.
         from_first: see the class.
         takes_first: buffers, too, are those of the first rank.
@@ -47,7 +47,7 @@ class GivenValues(InitialValues):
 
     def __init__(
         self,
-        plan: Plan,
+        setup: EngineSetup,
         comparison: Comparison,
         *,
         from_first: bool,
@@ -57,8 +57,8 @@ class GivenValues(InitialValues):
         ranks: Ranks,
         what: str,
     ) -> None:
-        super().__init__(plan, SAME, comparison.mesh)
-        self._plan = plan
+        super().__init__(setup, SAME)
+        self._plan = plan = setup.plan
         self._is_empty = is_empty
         self._tree: ModuleTree | None = None
         self._error: Exception | None = None

@@ -13,6 +13,7 @@ in some uses of each unit, and in all uses of one that was found to write so: se
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -29,10 +30,10 @@ from fsdp_engine.comm.groups import timeout_of_group
 from fsdp_engine.comm.lanes import is_capturing
 from fsdp_engine.comm.rendezvous import meet
 from fsdp_engine.engine import Engine
-from fsdp_engine.flat_dtensor import versions_of
 from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.parameter_watch import ModelWatch, UnitWatch
 
+_version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 _WHAT = "weights that a module wrote in forward, on every rank the same"
 
 
@@ -85,7 +86,7 @@ class UnitWrites(UnitWatch):
         # Full parameters that forward may write, and their versions as far as that was seen.
         self._writable = [buffer for buffer in buffers if _can_write(buffer)]
         self._watched = [param for buffer in self._writable for param in buffer.full_params]
-        self._versions = versions_of(self._watched)
+        self._versions = list(map(_version_of, self._watched))
         self._comparisons: Comparisons | None = None
         self._prints: list[int] = []
         self._label = ""
@@ -117,7 +118,7 @@ class UnitWrites(UnitWatch):
 
     def end(self) -> None:
         """See the class: take what modules have written into the main weights."""
-        versions = versions_of(self._watched)
+        versions = list(map(_version_of, self._watched))
         if not self._prints and versions == self._versions:
             return
         prints, self._prints = self._prints, []
@@ -141,7 +142,7 @@ class UnitWrites(UnitWatch):
 
     def reset(self) -> None:
         """See the class."""
-        self._versions, self._prints = versions_of(self._watched), []
+        self._versions, self._prints = list(map(_version_of, self._watched)), []
 
     def _note_hidden_writes(self, hidden: Sequence[bool]) -> None:
         """Modules wrote these full parameters in a way that changes no version."""
@@ -218,11 +219,11 @@ class WrittenWeights(ModelWatch):
 
     def begin_forward(self) -> None:
         """See the class."""
-        self._plain_versions = versions_of(self._plain_params)
+        self._plain_versions = list(map(_version_of, self._plain_params))
 
     def end_forward(self) -> None:
         """A forward is over: find the parameters that it wrote and that are not gathered."""
-        versions = versions_of(self._plain_params)
+        versions = list(map(_version_of, self._plain_params))
         if versions != self._plain_versions:
             before = iter(self._plain_versions)
             for buffer in self._plain:
