@@ -37,7 +37,7 @@ PUBLIC_NAMES = {
         "Training",
         "shard Engine shard_optimizer apply_tp_plan "
         "register_forward_method whole_rows whole_tensors MixedPrecisionPolicy "
-        "DistributedDataParallelConfig Offload Float8 FlatDTensor "
+        "DistributedDataParallelConfig FlatDTensor "
         "DistributedDataParallel finalize_model_grads "
         "ModelParallelGroups",
     ),
