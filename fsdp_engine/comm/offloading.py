@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fsdp_engine import backend
-from fsdp_engine.comm.lanes import Lane, make_state_lanes, make_step_lane, mark
+from fsdp_engine.comm.copy_lanes import make_state_lanes, make_step_lane, mark
+from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads

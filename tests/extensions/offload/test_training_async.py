@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import DeviceLane, ThreadLane, ThreadTicket
+from fsdp_engine.comm.copy_lanes import ThreadLane, ThreadTicket
+from fsdp_engine.comm.lanes import DeviceLane
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.memory.disk_staging import Staging
