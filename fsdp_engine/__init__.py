@@ -5,12 +5,10 @@ import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.codecs.base import CodecRule, add_class_rule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
 from fsdp_engine.extension_list import find_name, public_names, register
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.offload import Offload
 from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
         load_safetensors,
         save_checkpoint,
     )
-    from fsdp_engine.codecs.float8 import Float8
     from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
     from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
     from fsdp_engine.megatron.process_groups import ModelParallelGroups
@@ -101,15 +98,8 @@ def _check_torchao(optimizer: Any) -> None:
         refuse_blockwise(optimizer)
 
 
-def _rule_of_transformer_engine(config: DistributedDataParallelConfig) -> CodecRule:
-    from fsdp_engine.codecs.transformer_engine import TransformerEngine
-
-    return TransformerEngine(config.keep_fp8_transpose_cache)
-
-
 register()
 add_step_check(_check_torchao)
-add_class_rule("transformer_engine", _rule_of_transformer_engine)
 
 # Names that are imported at their first use, by module. A training run loads only what it uses.
 _LAZY_NAMES = {
@@ -117,7 +107,6 @@ _LAZY_NAMES = {
         *("Checkpointer", "LocalCheckpointer", "export_safetensors", "load_checkpoint"),
         *("load_safetensors", "save_checkpoint"),
     ),
-    "codecs.float8": ("Float8",),
     "megatron.distributed_data_parallel": ("DistributedDataParallel",),
     "megatron.finalize_model_grads": ("finalize_model_grads",),
     "megatron.process_groups": ("ModelParallelGroups",),

@@ -266,13 +266,12 @@ class DistributedDataParallelConfig:
     def to_extensions(self) -> list[EngineExtension]:
         """Returns the extensions that the fields select."""
         found: list[EngineExtension] = []
-        if self.fsdp_double_buffer:
-            addresses = find_name("FixedAddresses")
-            symmetric = not self.disable_symmetric_registration
-            found.append(addresses(nccl=self.nccl_ub, symmetric=symmetric))
         if self.check_for_nan_in_grad or self.check_for_large_grads:
             checks = find_name("GradientChecks")
             found.append(checks(nan=self.check_for_nan_in_grad, large=self.check_for_large_grads))
+        if self.fsdp_double_buffer:
+            is_symmetric = not self.disable_symmetric_registration
+            found.append(find_name("Arenas")(registered=self.nccl_ub, symmetric=is_symmetric))
         if self.delay_wgrad_compute:
             found.append(find_name("LateGradients")())
         return found

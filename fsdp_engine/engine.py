@@ -15,25 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.config import Timing
 from fsdp_engine.extension_list import find_method, implementation
-from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import DEVICE, PLACES, Offload
+from fsdp_engine.memory.allocator import DEVICE, PLACES, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
+from fsdp_engine.runtime.hooks import hook_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
-from fsdp_engine.runtime.parameter_guard import (
-    Apply,
-    ParameterGuard,
-    refuse_copies,
-    refuse_replicas,
-)
+from fsdp_engine.runtime.parameter_guard import ModuleApply, ParameterGuard
 from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -80,7 +73,6 @@ class Engine:
         units: its units, the root first.
         budget: elements to prefetch.
         staging_budget: staging buffers of gradients that can be in flight.
-        offload: where its state lies between uses.
         pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
         communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
         parts: objects with lanes of their own: see :class:`EnginePart`.
@@ -94,7 +86,6 @@ class Engine:
         resources: Resources,
         policy: MixedPrecisionPolicy,
         timing: Timing,
-        offload: Offload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
@@ -114,20 +105,13 @@ class Engine:
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = config.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
-        offloading = resources.offloading
-        used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
-        self._offloadings = list(dict.fromkeys(each for each in used if each is not None))
         self.reductions = Reductions(
             self.units,
             self.lanes,
             self.ranks,
             self.staging_budget,
             timing,
-            [each for each in self._offloadings if each.moves("gradients")],
         )
-        # Gathers read memory of the host, where users may change it.
-        is_read = is_accelerator(mesh.device) and any(each.weights.home for each in self.buffers)
-        self._end_gathers = self.lanes.drain_gathers if is_read else None
         self.scheduler = Scheduler(
             self.units,
             self._memory,
@@ -136,28 +120,22 @@ class Engine:
             timing,
             expected,
             implementation(ModelWatch)(self),
-            self._end_gathers,
         )
-        self.guard = ParameterGuard(model, self.units)
+        self.guard = implementation(ParameterGuard)(self)
         self.hooks = ModelHooks(self.units, self.scheduler, self.guard.check, self)
-        for module in self.hooks.modules:
-            refuse_copies(module)
-        if not all(buffer.is_plain for buffer in self.buffers):
-            refuse_replicas(model)
+        self.guard.start(self.hooks.modules)
         for module in model.modules():
-            vars(module)["_apply"] = Apply(module, self)
+            vars(module)["_apply"] = ModuleApply(module, self)
         for unit in self.units:
-            hook_recomputation(self.scheduler, unit)
+            unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)
-        self.offload = offload if offload is not None else Offload()
-        self._offloading = offloading
-        for unit in self.units:
-            self.offload_state(unit)
-        self.parts: list[EnginePart] = [*self._offloadings]
+        self.parts: list[EnginePart] = []
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
+        for placement in dict.fromkeys(each.shard_placement for each in self.buffers):
+            placement.start(self)
         add_step_listener(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -174,23 +152,6 @@ class Engine:
             self._extensions[kind] = kind(self)
         found: T = self._extensions[kind]
         return found
-
-    def offload_state(self, unit: Unit) -> None:
-        """Optimizers step ``unit`` from where its state lies now."""
-        offloading = self._offloading
-        if offloading is not None and not offloading.steps_on_host:
-            from fsdp_engine.optim.offloaded_step import offload_state
-
-            buffers = [each.offloaded for each in unit.trainable]
-            offload_state(offloading, unit.label, buffers, self._elements_of_a_chunk)
-
-    @cached_property
-    def _elements_of_a_chunk(self) -> int:
-        """Of this rank's slices of trainable parameters, those of a unit in the mean. (With half of
-        them a simulated step of 8B on 64 H100s copies 5 % longer: copies are short then.)"""
-        units = [unit for unit in self.units if unit.trainable]
-        slices = (each.weights.main.tensor.numel() for unit in units for each in unit.trainable)
-        return sum(slices) // max(len(units), 1)
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:
@@ -474,8 +435,9 @@ class Engine:
         self.reductions.check_step(param for group in groups for param in group["params"])
         if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # others may gather these weights
-        if self._end_gathers is not None and self.is_stepped_by(optimizer):
-            self._end_gathers()
+        if self.scheduler.before_changes and self.is_stepped_by(optimizer):
+            for each in self.scheduler.before_changes:
+                each()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer: main weights count as changed."""

@@ -6,7 +6,7 @@ functions that build an engine call its methods in this order, on all ranks:
 1. :attr:`EngineExtension.codec_rules` is read, and the plan is made;
 2. :meth:`EngineExtension.check`: an error is raised on all ranks, nothing has been changed;
 3. all ranks compare :meth:`EngineExtension.signature`;
-4. :meth:`EngineExtension.memory`: the first that is given is the engine's;
+4. :meth:`EngineExtension.memory`;
 5. :meth:`EngineExtension.prepare`: the model is still unsharded, and no buffer has memory;
 6. buffers and the engine are built;
 7. :meth:`EngineExtension.start`.
@@ -47,7 +47,7 @@ class EngineExtension:
         and changes nothing.
 
         Args:
-            setup: The plan and the arguments, before buffers are built: a
+            setup: All that is known before buffers are built: a
                 :class:`~fsdp_engine.units.build.EngineSetup`.
 
         Raises:
@@ -55,12 +55,13 @@ class EngineExtension:
         """
 
     def memory(self, setup: Any) -> Any:
-        """Returns the memory of the engine, a :class:`~fsdp_engine.memory.allocator.Memory`; None:
-        the plain one.
+        """Returns the :class:`~fsdp_engine.memory.allocator.Memory` of the engine; None: the plain
+        one will do. All ranks have agreed on the plan.
 
         Args:
             setup: See :meth:`check`.
         """
+        return None
 
     def prepare(self, setup: Any, resources: Any) -> None:
         """Change the model, or how its buffers are built. All ranks have agreed on the plan.

@@ -27,6 +27,7 @@ class Extension:
     Attributes:
         folder: of ``fsdp_engine/extensions/``.
         names: public names of the package that are imported from the folder.
+        codecs: public names of ``fsdp_engine.codecs`` that are imported from the folder.
         methods: attributes of :class:`~.engine.Engine` that are imported from the folder: functions
             whose first argument is the engine, and properties.
         classes: names of classes of the kernel that extensions can replace, and the module and the
@@ -39,6 +40,7 @@ class Extension:
 
     folder: str
     names: Sequence[str] = ()
+    codecs: Sequence[str] = ()
     methods: Sequence[str] = ()
     classes: Sequence[tuple[str, str]] = ()
     registers: bool = False
@@ -47,31 +49,64 @@ class Extension:
 
 
 EXTENSIONS = (
-    Extension("adapters"),
-    Extension("assigned_values", classes=[("AssignedValues", "assigned_values.TakenValues")]),
     Extension(
         "activations",
         names=("ActivationSettings", "Checkpointing", "OffloadActivations", "checkpoint_units"),
         words=("checkpointing=",),
     ),
-    Extension("arenas", names=("FixedAddresses",), words=("fsdp_double_buffer", "nccl_ub")),
+    Extension("adapters", words=("peft",)),
+    Extension("arenas", names=("Arenas",), words=("fsdp_double_buffer", "nccl_ub")),
     Extension(
         "checks",
         names=("GradientChecks",),
         words=("check_for_nan_in_grad", "check_for_large_grads"),
     ),
-    Extension("conversion", classes=[("Conversions", "dtype_conversion.DtypeConversions")]),
+    Extension(
+        "conversion",
+        classes=[("AppliedFunctions", "dtype_conversion.Conversions")],
+        words=("conversion",),
+    ),
     Extension("different_modules", methods=("together", "ranks_can_differ")),
-    Extension("initial_values", classes=[("InitialValues", "given_values.GivenValues")]),
+    Extension(
+        "initial_values",
+        classes=[("InitialValues", "compared_values.ComparedValues")],
+        words=("initial_values=", '"initial_values"', 'device("meta")', 'device="meta"'),
+    ),
+    Extension(
+        "fp8",
+        names=("Float8",),
+        codecs=("DecodingCodec", "Float8", "Float8Codec", "ScaledCodec", "ScaledEncoding"),
+        words=("fp8_param_gather",),
+    ),
     Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
+    ),
+    Extension(
+        "parameter_guard",
+        classes=[("ParameterGuard", "parameter_guard.AssignmentGuard")],
+        words=("assign=True",),
+    ),
+    Extension(
+        "offload",
+        names=("Offload",),
+        methods=("offload",),
+        classes=[("StepPlacement", "offloaded_steps.OffloadedSteps")],
+        words=("offload=",),
     ),
     Extension(
         "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
     ),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
+    # Before "tensor_hooks": its tensor classes can have such hooks, too.
+    Extension(
+        "transformer_engine",
+        codecs=("TransformerEngine", "TransformerEngineCodec"),
+        registers=True,
+        words=("keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"),
+    ),
+    Extension("tensor_hooks", registers=True),
     Extension("unsharded", methods=("is_unsharded", "unsharded")),
     Extension(
         "written_weights",
@@ -84,8 +119,8 @@ EXTENSIONS = (
 )
 
 _FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}
+_FOLDER_OF_CODEC = {name: each.folder for each in EXTENSIONS for name in each.codecs}
 _FOLDER_OF_METHOD = {name: each.folder for each in EXTENSIONS for name in each.methods}
-
 _CLASS_OF_NAME = {
     name: f"{each.folder}.{path}" for each in EXTENSIONS for name, path in each.classes
 }
@@ -99,6 +134,16 @@ def public_names() -> Iterator[str]:
 def find_name(name: str) -> Any:
     """Returns the object of a public name of the package; None: no extension has it."""
     return _find(_FOLDER_OF_NAME, name)
+
+
+def codec_names() -> Iterator[str]:
+    """Returns the names of ``fsdp_engine.codecs`` that extensions have."""
+    return iter(_FOLDER_OF_CODEC)
+
+
+def find_codec(name: str) -> Any:
+    """Returns the object of a name of ``fsdp_engine.codecs``; None: no extension has it."""
+    return _find(_FOLDER_OF_CODEC, name)
 
 
 def method_names() -> Iterator[str]:

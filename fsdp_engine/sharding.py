@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,28 +19,23 @@ from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.extension_list import find_name, implementation
 from fsdp_engine.memory import allocator
-from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.unit import make_unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.build import (
     SAME,
     EngineCommunicators,
     EngineSetup,
+    InitialValues,
     Resources,
     agree_on_plan,
     build_units,
-    check_homes,
-    decide_values,
-    kind_of_values,
     owned_within,
-    take_files,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.initial_values import Holdings
 from fsdp_engine.units.plan import (
     AxisPlan,
     AxisPlans,
@@ -51,9 +45,6 @@ from fsdp_engine.units.plan import (
     make_plan,
     place_experts,
 )
-
-if TYPE_CHECKING:
-    from fsdp_engine.memory.disk_memory import DiskFile
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -84,7 +75,7 @@ def shard(
     initial_values: str = SAME,
     min_unit_size: int | None = None,
     checkpointing: object = False,
-    offload: Offload | None = None,
+    offload: EngineExtension | None = None,
     plan: Chooses | None = None,
     extensions: Iterable[EngineExtension] = (),
 ) -> Engine:
@@ -127,7 +118,8 @@ def shard(
             and of every second matrix product. A :class:`Checkpointing`: of each k-th block, or
             by another policy. "offload", or an :class:`OffloadActivations`: the tensors that these
             blocks save for backward are in pinned host memory until then.
-        offload: where state lies between its uses. None: on the device.
+        offload: an :class:`~fsdp_engine.Offload`, where state lies between its uses. None: on the
+            device.
         plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks;
             its candidates with as many data-parallel ranks as ``mesh`` are meant.
             It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,
@@ -177,9 +169,8 @@ def shard(
         levels = Strategy.from_names(inner, outer)
         _check_agreement(options, strategy, outer_strategy)
         rules = tuple(codec_rules)
-        selected = check_extensions(
-            [*options.to_extensions(), *_activations(checkpointing), *extensions]
-        )
+        asked = (*_offload_of(offload), *options.to_extensions(), *_activations(checkpointing))
+        selected = check_extensions([*asked, *extensions])
     return make_engine(
         model,
         mesh if isinstance(mesh, DeviceMesh) else None,
@@ -193,7 +184,6 @@ def shard(
         codec_rules=rules,
         initial_values=initial_values,
         min_unit_size=min_unit_size,
-        offload=offload,
         extensions=selected,
         num_rows=rows,
     )
@@ -230,7 +220,6 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
-    offload: Offload | None = None,
     extensions: Sequence[EngineExtension] = (),
     num_rows: int = 1,
     broadcast: bool = False,
@@ -245,7 +234,7 @@ def make_engine(
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
-            initial_values, min_unit_size, offload, extensions: see :func:`shard`.
+            initial_values, min_unit_size, extensions: see :func:`shard`.
     """
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
@@ -257,8 +246,7 @@ def make_engine(
     if expert_mesh is not None:
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
-    holdings: Holdings | None = None
-    files: dict[str, DiskFile] = {}
+    values: InitialValues | None = None
     signature: list[str] = []
     setup: EngineSetup | None = None
     error: Exception | None = None
@@ -277,27 +265,19 @@ def make_engine(
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
-        if offload is not None and not isinstance(offload, Offload):
-            raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
         policy = config.applied_to(policy)
-        kind = kind_of_values(initial_values)
         rules = [*codec_rules, *(rule for each in extensions for rule in each.codec_rules)]
         settings = PlanSettings(
             policy, config, axis_plans, granule, rules, min_unit_size=min_unit_size
         )
         plan = make_plan(model, units, settings)
         setup = EngineSetup(model, units, plan, axis_plans, data, experts)
-        if offload is not None:
-            check_homes(plan, axis_plans, offload, data.device)
-            files = take_files(plan, axis_plans, offload, data, experts)
         for each in extensions:
             each.check(setup)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and kind.compares(initial_values) and not broadcast
-        holdings = Holdings(plan, experts, compare=compare)
+        kind = implementation(InitialValues)
+        values = kind(plan, initial_values, data, experts, from_first=broadcast)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
-        if offload is not None:  # folders may differ from node to node
-            options += f", offload={offload.places}, step_on={offload.step_on}"
         options += "".join(f", {each.signature()}" for each in extensions)
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
@@ -305,11 +285,9 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    decide = partial(decide_values, choice=initial_values)
-    values, _ = agree_on_plan(plan, holdings, error, signature, data, ranks, what, decide)
+    values, _ = agree_on_plan(values, error, signature, data, ranks, what)
     if computes_here:
         share_cores()
-    values.from_first |= broadcast
     assert plan is not None
     assert setup is not None
     if experts is not None:
@@ -318,17 +296,19 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    memories = [extension.memory(setup) for extension in extensions]
+    memories = [each.memory(setup) for each in extensions]
     memory = next((each for each in memories if each is not None), None)
-    resources = Resources(data, config, offload, files, memory)
+    resources = Resources(data, config, memory)
     for extension in extensions:
         extension.prepare(setup, resources)
     built = build_units(plan, communicators, resources, values)
     made = [
-        Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
+        make_unit(
+            planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes
+        )
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
-    engine = Engine(model, made, communicators, resources, policy, timing, offload)
+    engine = Engine(model, made, communicators, resources, policy, timing)
     for extension in extensions:
         extension.start(engine)
     values.started(engine)
@@ -378,6 +358,20 @@ def check_types(model: object, policy: object, config: object) -> None:
         raise TypeError(
             f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
         )
+
+
+def _offload_of(offload: object) -> list[EngineExtension]:
+    """Returns the extension that the argument ``offload`` is.
+
+    Raises:
+        TypeError: it is another object.
+    """
+    if offload is None:
+        return []
+    kind = find_name("Offload")
+    if kind is None or not isinstance(offload, EngineExtension) or not isinstance(offload, kind):
+        raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
+    return [offload]
 
 
 def _sizes_of(mesh: DeviceMesh | Sequence[int] | None) -> tuple[int, ...] | None:

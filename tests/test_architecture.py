@@ -37,7 +37,7 @@ FLOORS: dict[str, int] = {
     "strategies": 0,
     "accelerator": 0,
     "backend": 1,
-    "offload": 2,
+    "offload": 3,
     "layout": 1,
     "memory": 2,
     "comm": 3,
@@ -469,12 +469,12 @@ def only_lanes_knows_streams(source: Source) -> Iterator[Finding]:
 
 
 def only_its_codec_imports_transformer_engine(source: Source) -> Iterator[Finding]:
-    """Transformer Engine is imported in codecs/transformer_engine.py only."""
-    if source.path == "codecs.transformer_engine":
+    """Transformer Engine is imported in ``quantized_codec.py`` of its extension only."""
+    if source.path == "extensions.transformer_engine.quantized_codec":
         return
     for line, name in source.imports():
         if name.split(".")[0] in {"transformer_engine", "transformer_engine_torch"}:
-            yield line, f"{name} belongs to codecs/transformer_engine.py"
+            yield line, f"{name} belongs to the extension transformer_engine"
     for call in source.calls():
         for argument in call.args:
             if (
@@ -483,7 +483,7 @@ def only_its_codec_imports_transformer_engine(source: Source) -> Iterator[Findin
                 and isinstance(argument.value, str)
                 and argument.value.startswith("transformer_engine")
             ):
-                yield call.lineno, f"{argument.value} belongs to codecs/transformer_engine.py"
+                yield call.lineno, f"{argument.value} belongs to the extension transformer_engine"
 
 
 def nobody_asks_which_level_runs(source: Source) -> Iterator[Finding]:
@@ -922,7 +922,7 @@ LAWFUL: list[tuple[str, str]] = [
     ("comm.mesh", DIST + "dist.new_group([0])"),
     ("memory.allocator", "import torch\nx = torch.empty(3)"),
     ("comm.lanes", "import torch\nx = torch.Stream()"),
-    ("codecs.transformer_engine", "import transformer_engine"),
+    ("extensions.transformer_engine.quantized_codec", "import transformer_engine"),
     ("strategies.pair", "x = name == 'optim'"),
     ("buffers.sharded_buffer", "from fsdp_engine.strategies import Role\nx = role is Role.OPTIM"),
     ("engine", "for name in sorted({a, b}):\n    send(name)"),

@@ -19,7 +19,8 @@ import fsdp_engine as fe
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parent.parent
-PAGE_FILES = "fsdp_engine/planner/page_files"
+# What the package reads beside its modules.
+DATA = (".css", ".js", ".json", ".toml")
 SOURCES = ("fsdp_engine", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -104,10 +105,13 @@ def test_the_wheel_holds_the_package_its_types_and_nothing_else(installed: Insta
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         lines = wheel.read(metadata).decode().splitlines()
     assert "Requires-Dist: numpy>=1.26" in lines  # torch does not require it
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fsdp_engine").rglob("*.py")}
-    page = {str(path.relative_to(ROOT)) for path in (ROOT / PAGE_FILES).iterdir()}
+    files = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "fsdp_engine").rglob("*")
+        if path.suffix in (".py", *DATA)
+    }
     packaged = {name for name in names if ".dist-info/" not in name}
-    assert packaged == {*modules, *page, "fsdp_engine/py.typed"}
+    assert packaged == {*files, "fsdp_engine/py.typed"}
     assert any(name.endswith("/LICENSE") for name in names)
     assert installed.wheel.name.startswith(f"fsdp_engine-{fe.__version__}-")
 

@@ -62,6 +62,8 @@ MODULES = {
     "integrations": "fsdp_engine.integrations.transformers fsdp_engine.integrations.accelerate "
     "fsdp_engine.integrations.lightning fsdp_engine.integrations.ray",
     "codecs": "fsdp_engine.codecs",
+    "planner.plan_options": "fsdp_engine.planner.plan_options "
+    "fsdp_engine.planner.simulation.step_options",
 }
 
 _CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)

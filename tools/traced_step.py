@@ -4,7 +4,8 @@ The program shards three blocks at level 3 over two ranks (one process, a fake g
 compute weights over fp32 main weights, clipping and AdamW. It trains five steps, and traces the
 building of the engine, the fourth step and the fifth. ``tools/structure.py`` reads the result:
 
-- ``shard``, ``step``: lines, functions and files of the package that ran;
+- ``shard``, ``step``: lines, functions and files of the package that ran; lines of modules and of
+  classes, which run when a module is imported, do not count;
 - ``gather``, ``reduction``: the calls from a hook to the collective that it leads to, on the path
   through most files: different files, changes of file, calls, and the files in order;
 - ``loaded``: modules of the package that are loaded at the end.
@@ -13,6 +14,7 @@ building of the engine, the fourth step and the fifth. ``tools/structure.py`` re
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -62,7 +64,7 @@ class Coverage:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(self._root):
+        if not (code.co_filename.startswith(self._root) and code.co_flags & inspect.CO_OPTIMIZED):
             return None
         if event == "call":
             self._functions.add((code.co_filename, code.co_name, code.co_firstlineno))

@@ -32,14 +32,11 @@ making them in each step costs more host time than all the rest of a unit's grad
 when gradients are cleared, that step keeps its tensors, Python's references keep the memory, and
 the next step gets new ones.
 
-With ``Offload.gradients`` the accumulation buffer lies at a *home* outside of the device's memory.
-Reductions write into transient memory of its length, which is brought before, where they add to it,
-and is written home after. Published gradients are tensors over the home, which has its memory for
-good, so that the next step writes over those that the user holds.
+Reductions write the accumulation buffer where :class:`.GradientShard` says.
 
 The memory stays allocated where nothing is sharded, since ``main_grad`` is a persistent buffer in
-Megatron-Core; where ``main_grad`` was given out; and in a :class:`~.allocator.Memory` that uses
-fixed addresses.
+Megatron-Core; where ``main_grad`` was given out; and in a :class:`~.allocator.Memory` that is
+steady.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter, or_
 from sys import getrefcount
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +58,7 @@ from fsdp_engine.buffers.gradient_scale import (
     keep_owned,
     kept_factor,
 )
+from fsdp_engine.buffers.gradient_shard import GradientShard
 from fsdp_engine.buffers.redistribute import (
     BufferContext,
     Reduction,
@@ -77,9 +75,6 @@ from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import TransientStorage, alias
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
-
-if TYPE_CHECKING:
-    from fsdp_engine.memory.home import HomePart, Homes
 
 # Zeroing this many bytes takes about as long as one more call.
 _BYTES_PER_CALL = 4096
@@ -114,68 +109,6 @@ class WriteBuffer:
         """Zero the padding: it is reduced with the gradients and must not add to them."""
         if self.padding:
             torch._foreach_zero_(self.padding)
-
-
-def homed_shards(spec: BufferSpec) -> list[tuple[int, torch.dtype]]:
-    """Depths and dtypes of the shards of gradients that lie at homes: accumulated ones, and, where
-    their dtype is another, those that the optimizer reads."""
-    dtypes = spec.kind.dtypes
-    shards = [(spec.grad_depth, dtypes.main_grad)]
-    if dtypes.optim_grad != dtypes.main_grad:
-        shards.append((spec.optim_depth, dtypes.optim_grad))
-    return shards
-
-
-class HomedShard:
-    """A shard of gradients that lies at a home, and the transient memory in which it is reduced.
-
-    Args:
-        spec, context: of the buffer.
-        depth, dtype: of the shard.
-        homes: makes the home.
-    """
-
-    def __init__(
-        self,
-        spec: BufferSpec,
-        context: BufferContext,
-        depth: int,
-        dtype: torch.dtype,
-        homes: Homes,
-    ) -> None:
-        assert context.offloading is not None
-        self._label = spec.label
-        self._into, self._out = context.offloading.lanes
-        at = context.mesh_communicators.mesh.coordinate
-        start, stop = spec.layout.range(depth, at)
-        numel = stop - start
-        self.home = homes.make(numel * dtype.itemsize, self._out.drain)
-        self.buffer = ShardedBuffer(spec.layout, at, depth, alias(self.home.bytes.view(dtype)))
-        self.storage = context.memory.transient(numel, dtype, "staging")
-        with self.storage.while_filled():
-            self.work = ShardedBuffer(spec.layout, at, depth, self.storage.view(0, (numel,)))
-            self._bytes = self.work.tensor.view(torch.uint8)
-
-    def part_at(self, depth: int) -> HomePart:
-        """Where the part at ``depth`` lies."""
-        from fsdp_engine.memory.home import HomePart
-
-        part = self.buffer.narrow(depth)
-        return HomePart(self.home, int(part.storage_offset()) * part.itemsize, part.nbytes)
-
-    def add_bring(self, chain: Chain) -> None:
-        """Add to ``chain``: bring it from home."""
-        bring, reads, writes = (
-            partial(self.home.bring, self._bytes),
-            self.buffer.tensor,
-            self._bytes,
-        )
-        chain.add(self._into, f"bring {self._label}", bring, reads=[reads], writes=[writes])
-
-    def add_take(self, chain: Chain) -> None:
-        """Add to ``chain``: write it home."""
-        take, reads, writes = partial(self.home.take, self._bytes), self._bytes, self.buffer.tensor
-        chain.add(self._out, f"return {self._label}", take, reads=[reads], writes=[writes])
 
 
 @dataclass(frozen=True)
@@ -243,7 +176,6 @@ class GradientTensors:
         self.local: list[Tensor] = []
         self._is_plain = True
         self._counts_alone: tuple[list[int], list[int], list[int]] | None = None
-        self._line: Tensor | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -308,13 +240,6 @@ class GradientTensors:
         saved one. None of them is ``.grad`` of a parameter at this moment."""
         return self._counts_alone is not None and self._counts() != self._counts_alone
 
-    def line(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Returns the first ``numel`` elements of ``accum`` as those of a narrower ``dtype``: the
-        same tensor each time."""
-        if self._line is None:
-            self._line = alias(self.accum.tensor.view(dtype)[:numel])
-        return self._line
-
     def _counts(self) -> tuple[list[int], list[int], list[int]]:
         tensors, slices = map(getrefcount, self.published), map(getrefcount, self.local)
         return [each.num_uses for each in self.storages], list(tensors), list(slices)
@@ -353,21 +278,19 @@ class GradientMemory:
         if spec.grad_depth > 0:
             self._staging = memory.transient(spec.layout.numel, dtypes.comm, "staging")
         self._staged: WriteBuffer | None = None
-        self._homed: HomedShard | None = None
-        self._homed_optim: HomedShard | None = None
-        offloading = context.offloading
-        if offloading is not None and (homes := offloading.gradients) is not None:
-            self.is_resident = True
-            made = (HomedShard(spec, context, *each, homes) for each in homed_shards(spec))
-            self._homed, self._homed_optim, *_ = (*made, None)
+        make_shard = partial(context.placement.make_gradients, spec, context)
+        self._accum: GradientShard = make_shard(spec.grad_depth, dtypes.main_grad)
+        self._shards: list[GradientShard] = [self._accum]
+        if dtypes.optim_grad != dtypes.main_grad:
+            self._shards.append(make_shard(spec.optim_depth, dtypes.optim_grad))
+        self.is_resident |= any(each.is_resident for each in self._shards)
         self._comm: TransientStorage | None = None
         if dtypes.comm != dtypes.main_grad and last_axes:
             self._comm = memory.transient(self._numel(spec.grad_depth), dtypes.comm, "staging")
-        shards = (self._homed, self._homed_optim)
-        self._homed_storages = [each.storage for each in shards if each is not None]
+        self._working = [storage for each in self._shards for storage in each.memory]
         # Allocated from gradients' staging until their reduction is done.
         own = [each for each in (self._staging, self._comm) if each is not None]
-        self._transient = [*own, *self._homed_storages]
+        self._transient = [*own, *self._working]
         self.tensors: GradientTensors | None = None
 
     @property
@@ -376,21 +299,14 @@ class GradientMemory:
         return self._comm is not None
 
     @property
-    def home(self) -> HomePart | None:
-        """Where the optimizer's part lies; None: on the device."""
-        homed = self._homed_optim or self._homed
-        return None if homed is None else homed.part_at(self._spec.optim_depth)
+    def shard(self) -> GradientShard:
+        """The shard of which the optimizer reads its part."""
+        return self._shards[-1]
 
     @property
     def rest_bytes(self) -> int:
         """Bytes of the accumulation buffer, and of the optimizer's shard in another dtype."""
-        spec, dtypes = self._spec, self._spec.kind.dtypes
-        if self._homed is not None:
-            return 0
-        num_bytes = self._numel(spec.grad_depth) * dtypes.main_grad.itemsize
-        if dtypes.optim_grad != dtypes.main_grad:
-            num_bytes += self._numel(spec.optim_depth) * dtypes.optim_grad.itemsize
-        return num_bytes
+        return sum(each.rest_bytes for each in self._shards)
 
     @property
     def transient_bytes(self) -> int:
@@ -467,11 +383,11 @@ class GradientMemory:
         compute.manage(f"allocate comm buffer of {label}", self._comm.fill, self._comm)
         return True
 
-    def allocate_homed(self) -> bool:
-        """Allocate the memory in which gradients that lie at a home are reduced; returns whether
-        there is any."""
-        self._allocate(self._homed_storages)
-        return bool(self._homed_storages)
+    def allocate_working(self) -> bool:
+        """Allocate the memory that shards need while reductions run; returns whether there is
+        any."""
+        self._allocate(self._working)
+        return bool(self._working)
 
     def free_transient(self) -> None:
         """Free the staging and the communication buffer; compute is done with them."""
@@ -501,14 +417,10 @@ class GradientMemory:
         sums_wide = dtypes.reduce != dtypes.comm
         sent = self._staging is not None or self._comm is None or sums_wide
         storages: list[TransientStorage] = []
-        accum, reduced = self._accumulation(
-            self._homed, spec.grad_depth, dtypes.main_grad, storages, sent=sent
-        )
+        accum, reduced = self._accum.allocate(storages, sent=sent)
         optim = reduced_optim = None
-        if dtypes.optim_grad != dtypes.main_grad:
-            optim, reduced_optim = self._accumulation(
-                self._homed_optim, spec.optim_depth, dtypes.optim_grad, storages, sent=False
-            )
+        if self.shard is not self._accum:
+            optim, reduced_optim = self.shard.allocate(storages, sent=False)
         # Views over transient memory are made while it is allocated.
         added = [each for each in self._transient if not each.filled]
         for storage in added:
@@ -548,13 +460,12 @@ class GradientMemory:
         if self._staging is not None:
             for chain, accumulate in ((chains.overwriting, False), (chains.adding, True)):
                 each = replace(how, accumulate=accumulate)
-                if self._homed is not None and accumulate:
-                    self._homed.add_bring(chain)
+                if accumulate:
+                    self._accum.add_bring(chain)
                 redistribute(chain, context, written, 0, spec.grad_depth, each)
-                if self._homed is not None:
-                    self._homed.add_take(chain)
-        if self._homed is not None and (self._last_axes or optim is not None):
-            self._homed.add_bring(chains.last)
+                self._accum.add_take(chain)
+        if self._last_axes or optim is not None:
+            self._accum.add_bring(chains.last)
         depths, lane = (spec.grad_depth, spec.optim_depth), context.lanes.inner_reduce
         last = replace(how, over=self._last_axes, into=None)
         if comm is None or dtypes.reduce != dtypes.comm:
@@ -568,32 +479,9 @@ class GradientMemory:
             reduced = accum.narrow(spec.optim_depth)
             copy(chains.last, lane, spec.label, reduced, optim.tensor, 1.0)
         if chains.last:
-            for homed in (self._homed, self._homed_optim):
-                if homed is not None:
-                    homed.add_take(chains.last)
+            for shard in self._shards:
+                shard.add_take(chains.last)
         return chains
-
-    def _accumulation(
-        self,
-        homed: HomedShard | None,
-        depth: int,
-        dtype: torch.dtype,
-        storages: list[TransientStorage],
-        *,
-        sent: bool,
-    ) -> tuple[ShardedBuffer, ShardedBuffer]:
-        """The buffer that users see, and the one that reductions write."""
-        if homed is not None:
-            return homed.buffer, homed.work
-        memory, numel = self._context.memory, self._numel(depth)
-        if memory.has_pool:
-            buffer = self._buffer(depth, memory.persistent(numel, dtype, "grad", sent=sent))
-        else:
-            storage = memory.lasting(numel, dtype, "grad")
-            storages.append(storage)
-            self._allocate([storage])
-            buffer = self._buffer(depth, storage.view(0, (numel,)))
-        return buffer, buffer
 
     def _buffer(self, depth: int, flat: Tensor) -> ShardedBuffer:
         return ShardedBuffer(
@@ -740,20 +628,20 @@ class Gradients:
             axis for axis in axes if mesh_communicators.comms[axis].reduce is not None
         ]
         self._memory = GradientMemory(
-            spec, context, self._last_axes, pending, is_resident=context.memory.uses_fixed_addresses
+            spec, context, self._last_axes, pending, is_resident=context.memory.is_steady
         )
         # [Note: Reducing again]
         has_comm = self._memory.has_comm_buffer
         self.rounds_again = has_comm or dtypes.optim_grad != dtypes.main_grad
         self.step: StepGradients | None = None
         self.writer: GradientWriter | None = None
-        if context.memory.has_pool:
+        if context.memory.is_fixed:
             self._memory.take(self._scale)
 
     @property
-    def home(self) -> HomePart | None:
-        """Where the optimizer's part lies; None: on the device."""
-        return self._memory.home
+    def shard(self) -> GradientShard:
+        """The shard of which the optimizer reads its part."""
+        return self._memory.shard
 
     @property
     def awaits_last_microbatch(self) -> bool:
@@ -813,9 +701,13 @@ class Gradients:
             self.step = StepGradients(bytearray(self._num_params), bytearray(self._num_params))
         return self.step
 
-    def accumulation(self) -> GradientTensors:
-        """Returns the step's tensors, with memory: zeros, if it is allocated now."""
-        return self._tensors(zero=True)
+    def accumulation(self, *, zero: bool = True) -> GradientTensors:
+        """Returns the step's tensors, with memory.
+
+        Args:
+            zero: memory that is allocated now is zeroed.
+        """
+        return self._tensors(zero=zero)
 
     def main_grads(self) -> ShardedBuffer:
         """Returns the accumulation buffer, with memory: zeros, if it is allocated now."""
@@ -851,13 +743,6 @@ class Gradients:
     def no_gradient(self, local: Tensor) -> Tensor:
         """Returns zeros of the shape of a slice, in the dtype that the optimizer reads."""
         return allocator.zeros(local.numel(), self._spec.kind.dtypes.optim_grad, local.device)
-
-    def scratch(self, dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory of full gradients as a flat tensor of ``dtype``, which the caller
-        leaves zeroed; None if it is too small."""
-        if self.writes_to_staging or self._spec.kind.dtypes.main_grad.itemsize < dtype.itemsize:
-            return None
-        return self._tensors().line(dtype, self._spec.layout.numel)
 
     def begin(self) -> None:
         """The first gradient of a backward is about to be written."""
@@ -940,7 +825,7 @@ class Gradients:
             is_first = 1 not in step.sums
             self._zero_cleared(step, tensors.accum)
             chain = tensors.chains.overwriting if is_first else tensors.chains.adding
-            self._memory.allocate_homed()
+            self._memory.allocate_working()
             ticket = chain.run((compute.record(),))
         else:
             tensors = self._tensors()
@@ -949,7 +834,7 @@ class Gradients:
         if not (last and tensors.chains.last):
             return None if ticket is None else SubmittedReduction(ticket, ticket)
         uses_comm = self._memory.allocate_comm()
-        uses_comm = self._memory.allocate_homed() or uses_comm
+        uses_comm = self._memory.allocate_working() or uses_comm
         after = [] if ticket is None else [ticket]
         if uses_comm or ticket is None:
             after.append(compute.record())

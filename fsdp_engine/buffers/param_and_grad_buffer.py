@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.gradients import Gradients
+from fsdp_engine.buffers.placement import Placement
 from fsdp_engine.buffers.published_gradients import (
     GradientHooks,
     PublishedGradients,
@@ -39,13 +39,11 @@ from fsdp_engine.buffers.redistribute import (
     redistribute,
 )
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec, ParamRecord
-from fsdp_engine.buffers.weights import Weights
+from fsdp_engine.buffers.weights import make_weights
 from fsdp_engine.codecs import ParamCodec
-from fsdp_engine.codecs.tensor_hooks import plain_values
 from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
@@ -60,9 +58,6 @@ from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHook
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
-
-if TYPE_CHECKING:
-    from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
 
 # Of their messages; buffers' own tags start above it.
 MAIN_TAG = 1
@@ -107,7 +102,7 @@ class Allocation(Protocol):
     """Where the tensors of a unit come from, and where they lie."""
 
     memory: mem.Memory
-    offloading: Offloading | None
+    placement: Placement
 
 
 class ParamAndGradBuffer:
@@ -152,11 +147,9 @@ class ParamAndGradBuffer:
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
         self._spreads = [record.spread for record in self.records]
-        reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_encodings > 1
-        scratch = self._scratch if reuses else None
         codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
-        pending = PendingStep(context.lanes.compute)
-        self.weights = Weights(spec, context, codec, params, pending, scratch)
+        pending = context.placement.make_pending_step(context.lanes.compute)
+        self.weights = make_weights(spec, context, codec, params, pending)
         self.grads = Gradients(spec, context, config, pending) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
         self._load_initial_values(params, self.control_group if broadcast else None)
@@ -179,20 +172,13 @@ class ParamAndGradBuffer:
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
+        self.weights.belong_to(self)
 
     @property
-    def offloading(self) -> Offloading | None:
-        """What moves its shards; None: they are on the device."""
-        return self._context.offloading
-
-    @property
-    def offloaded(self) -> OffloadedBuffer:
-        """What of it lies elsewhere than on the device."""
-        from fsdp_engine.comm.offloading import OffloadedBuffer
-
-        gradients = None if self.grads is None else self.grads.home
-        pending = self.weights.pending
-        return OffloadedBuffer(self.sharded_params, self.weights.home, gradients, pending)
+    def shard_placement(self) -> Placement:
+        """The object that makes its shards."""
+        placement: Placement = self._context.placement
+        return placement
 
     @property
     def label(self) -> str:
@@ -289,11 +275,11 @@ class ParamAndGradBuffer:
         self.spec = replace(self.spec, kind=kind)
         if resources is not None:
             self._context = replace(
-                self._context, memory=resources.memory, offloading=resources.offloading
+                self._context, memory=resources.memory, placement=resources.placement
             )
         weights, pending = self.weights, self.weights.pending
         pending.finish()
-        self.weights = Weights(self.spec, self._context, codec, self.full_params, pending)
+        self.weights = make_weights(self.spec, self._context, codec, self.full_params, pending)
         if resources is None:
             self.weights.main.tensor.copy_(weights.main.tensor)
         weights.release()
@@ -439,13 +425,20 @@ class ParamAndGradBuffer:
         """Whether some of its parameters are DTensors over others' mesh dimensions."""
         return any(spread is not None for spread in self._spreads)
 
-    def shard_of_gradient(self, index: int, grad: Tensor) -> Tensor:
-        """Returns this rank's shard of the gradient of full parameter ``index``: all of it, unless
-        the parameter is a DTensor. See :meth:`TensorParallelSpec.shard_of_gradient`."""
-        if self.weights.codec.wraps and type(grad) is not Tensor:
-            return plain_values(grad)
-        spread = self._spreads[index]
-        return grad if spread is None else spread.shard_of_gradient(grad, self.records[index].name)
+    def gradient_conversion(self) -> Callable[[int, Tensor], Tensor] | None:
+        """Returns a function that makes the gradient of full parameter ``index`` this rank's plain
+        shard: see :meth:`TensorParallelSpec.shard_of_gradient`. None: all gradients are."""
+        plain = self.weights.codec.gradient()
+        if plain is None and not self.has_dtensors:
+            return None
+
+        def shard_of(index: int, grad: Tensor) -> Tensor:
+            spread = self._spreads[index]
+            if spread is not None:
+                return spread.shard_of_gradient(grad, self.records[index].name)
+            return grad if plain is None else plain(grad)
+
+        return shard_of
 
     @property
     def main_gradients(self) -> Tensor:
@@ -555,12 +548,6 @@ class ParamAndGradBuffer:
         """The whole of what each rank has its optimizer's part of; waits."""
         return gathered(self.spec, self._context, f"{what} of {self.label}", own, into)
 
-    def _scratch(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradients' memory, while there are none in it."""
-        if self.grads is None or not self.published.are_cleared:
-            return None
-        return self.grads.scratch(dtype)
-
     def _load_initial_values(
         self, params: Sequence[nn.Parameter], group: ProcessGroup | None
     ) -> None:
@@ -582,12 +569,10 @@ class ParamAndGradBuffer:
         for index, source in enumerate(values):
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
-        if self.weights.home is not None:
-            self.weights.home.flush()
+        self.weights.main_shard.changed_on_host()
 
     def _watch_changes(self) -> None:
-        if self.weights.home is not None and is_accelerator(self._context.memory.device):
-            self.reads.on_change = self._context.lanes.drain_gathers  # which read the home
+        self.reads.on_change = self.weights.main_shard.before_change
 
     def _make_published(self, *, changed: bool = False) -> None:
         if self.grads is None:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.layout import Coordinate, Layout
 from fsdp_engine.memory.allocator import Memory, begin_together
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
-
-if TYPE_CHECKING:
-    from fsdp_engine.comm.offloading import Offloading
 
 
 @dataclass(frozen=True)
@@ -129,13 +126,13 @@ class BufferContext:
 
     Attributes:
         mesh_communicators, lanes, memory: these.
-        offloading: where its shards lie; None: on the device.
+        placement: a :class:`~.placement.Placement`, which makes the shards.
     """
 
     mesh_communicators: MeshCommunicators
     lanes: Lanes
     memory: Memory
-    offloading: Offloading | None = None
+    placement: Any
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_engine.checkpoint.sharded_model import ShardedModel, saved_params
-from fsdp_engine.codecs.transformer_engine import extra_tensors
+from fsdp_engine.codecs.param_class import PARAM_CLASSES
 from fsdp_engine.memory import allocator
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
@@ -150,9 +150,10 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     state = dict(model.state_dict(keep_vars=True))
     for name, module in model.named_modules():
         key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
-        if tensors := extra_tensors(module):
-            state.pop(key, None)
-            state |= {f"{key}.{each}": tensor for each, tensor in tensors.items()}
+        for param_class in PARAM_CLASSES:
+            if tensors := param_class.extra_tensors(module):
+                state.pop(key, None)
+                state |= {f"{key}.{each}": tensor for each, tensor in tensors.items()}
     return state
 
 

@@ -42,10 +42,9 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.offloaded_step import OffloadedStep
 from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.quantized_state import flattened, state_placement
-from fsdp_engine.optim.shadow import AnyHook, method_of, step_hook_of
+from fsdp_engine.optim.shadow import AnyHook, StepHook, method_of, step_hook_of
 from fsdp_engine.optim.state_leaves import map_leaves
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
@@ -177,7 +176,7 @@ class OptimizerMatch:
         self._saved = saved
         named = saved_params(engine)
         self._members = name_params(named, optimizer)
-        self._offloaded = _step_hooks(optimizer, OffloadedStep)
+        self._hooks = _step_hooks(optimizer, StepHook)
         self._owned = _step_hooks(optimizer, OwnedStep)
         self._of_owners: dict[str, Tensor] = {}
         self._state_placement = state_placement(optimizer)
@@ -372,8 +371,8 @@ class OptimizerMatch:
             elif target is not None and self._is_like_parameter(member, state, key):
                 if target.shape == member.saved.shape:
                     try:
-                        for step in self._offloaded:
-                            step.check_home(member.held, state)
+                        for hook in self._hooks:
+                            hook.check_kept_state(member.held, state)
                     except ValueError as error:
                         self.problems.append(f"{key}: {error}")
                         continue
@@ -408,9 +407,9 @@ class OptimizerMatch:
             fits = found.shape == member.held.shape and _placement_of(found) == placement
             if fits:
                 return member.as_saved(found.detach())
-        for step in self._offloaded:
-            if (home := step.home_of(member.held, state, dtype)) is not None:
-                return member.as_saved(home)
+        for hook in self._hooks:
+            if (kept := hook.kept_state(member.held, state, dtype)) is not None:
+                return member.as_saved(kept)
         return member.zeros(dtype)
 
     def _is_like_parameter(self, member: SavedParam, state: str, key: str) -> bool:

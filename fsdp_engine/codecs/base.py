@@ -1,18 +1,13 @@
 """The interface of codecs: encodings of parameters for all-gathers.
 
-    main shard --encode--> wire shard --gather--> full wire --decode--> compute parameters
+    main shard --encode--> wire shard --gather--> compute parameters
 
-If the wire *is* the compute parameters (``decodes`` False), the codec encodes into this rank's
-slice of the full buffer, which is gathered in place. One codec object serves one buffer of
-parameters and may keep small replicated state, such as scales.
-
-[Note: Encodings]
-Most codecs have one *encoding*: one encoding serves forward and backward. A codec with two
-encodings encodes the same main weights once for each phase. Each encoding has a wire of its own,
-which is gathered for its phase only. A recomputation within backward needs both.
+The codec encodes into this rank's slice of the full buffer, which is gathered in place. One codec
+object serves one buffer of parameters and may keep small replicated state, such as scales. A codec
+that needs other buffers has a class of weights of its own (``weights_class``).
 
 [Note: What a codec keeps]
-`tests/codecs/test_contract.py` checks this contract for every codec:
+`tests/extensions/meetings/test_codec_contract.py` checks this contract for every codec:
 
 - *Ranks agree.* Full parameters and state have the same bits on every rank, and equal those that
   one rank with the full main weights computes (for Transformer Engine only without NaN).
@@ -43,13 +38,6 @@ from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.precision import ParamDtypes
 
-# BOTH: a unit whose forward is recomputed within its own backward.
-FORWARD, BACKWARD = 1, 2
-BOTH = FORWARD | BACKWARD
-
-# For codecs with two encodings: see [Note: Encodings] in ``base.py``.
-ENCODINGS: dict[int, tuple[int, ...]] = {FORWARD: (0,), BACKWARD: (1,), BOTH: (0, 1)}
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -67,26 +55,30 @@ class ParamCodec(ABC):
 
     Attributes:
         wire_dtype: dtype of the bytes that travel.
-        num_encodings: see [Note: Encodings].
-        decodes: whether full bytes are decoded into a separate buffer of compute parameters.
         is_identity: main bytes are wire bytes, so main weights may be a view of the wire.
-        encodes_once: encoding costs more than keeping its bytes (it communicates, say): it is done
-            once after each change of main weights, and this rank's part of the wire persists.
-        values_dtype: where every rank may as well encode all weights by itself, from values of this
-            dtype, without amaxes of others (:meth:`encode_whole`). None: it may not.
-        needs_whole_line: encoding may write anywhere in the parameters of which it has a part, and
-            goes through what :meth:`bind` was given: the full lines have memory meanwhile.
-        wraps: modules compute with tensors of a class, whose gradients may be of that class.
+        encodes_shards: :meth:`encode` needs no memory but that of its arguments, so main weights
+            may lie elsewhere and be brought for it.
+        keeps_wire: this rank's part of the wire is held at rest at every level.
+        num_gathers: gathers that bring all that forward and backward read.
+        weights_class: subclass of :class:`~.buffers.weights.Weights` for weights with this codec.
+            None: one of the classes there.
     """
 
     wire_dtype: torch.dtype
-    num_encodings: int = 1
-    decodes: bool = False
     is_identity: bool = False
-    encodes_once: bool = False
-    values_dtype: torch.dtype | None = None
-    needs_whole_line: bool = False
-    wraps: bool = False
+    encodes_shards: bool = True
+    keeps_wire: bool = False
+    num_gathers: int = 1
+    weights_class: Any = None
+
+    def full_itemsize(self, dtypes: ParamDtypes) -> int:
+        """Bytes of an element of full parameters from gather to free, with what they are made
+        of."""
+        return self.wire_dtype.itemsize * self.num_gathers
+
+    def kept_itemsize(self, dtypes: ParamDtypes) -> int:
+        """Bytes of an element of full parameters that are not sharded."""
+        return self.wire_dtype.itemsize * self.num_gathers
 
     @property
     def state(self) -> Sequence[Tensor]:
@@ -147,34 +139,23 @@ class ParamCodec(ABC):
         Args:
             param: the user's. With a :meth:`converted` codec the one that modules compute with
                 already, which then becomes what this returns.
-            full: where its full bytes come and go, a tensor of its shape for each encoding; where
-            the
-                codec decodes, the decoded ones. They may have no memory now.
+            full: its full parameters, a tensor of its shape for each encoding. They may have no
+                memory now.
         """
         return nn.Parameter(full[0], requires_grad=param.requires_grad)
 
     @abstractmethod
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """Encode the main shard into the wire shard of each encoding; all 1-D. May communicate
-        (yield works). With ``needs_whole_line`` wires are parts of the lines that parameters are
-        bound to.
+        (yield works).
         """
 
-    def encode_whole(self, values: Tensor, offsets: Sequence[int]) -> Steps:
-        """Encode full weights into what parameters are bound to; parameter ``i`` lies at
-        ``offsets[i]`` of ``values``. Where ``values_dtype`` is given only."""
-        raise NotImplementedError
+    def gradient(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns a function that makes gradients plain tensors; None: they are plain."""
+        return None
 
-    def decode(self, wire: Tensor, offsets: Sequence[int], params: Sequence[Tensor]) -> None:
-        """Decode the full wire; parameter ``i`` lies at ``offsets[i]``. For ``decodes`` only."""
-        raise NotImplementedError
-
-    def after_gather(self, *, for_backward: bool) -> None:  # noqa: B027
-        """Full parameters are there, and compute has waited for them.
-
-        Args:
-            for_backward: no other gather comes before the backward.
-        """
+    def after_gather(self) -> None:  # noqa: B027
+        """Full parameters are there, and compute has waited for them."""
 
     def before_release(self) -> None:  # noqa: B027
         """Full parameters are about to go; compute is done with them."""
@@ -185,39 +166,3 @@ class ParamCodec(ABC):
 CodecRule = Callable[
     [str, torch.Tensor, ParamDtypes], "tuple[str, Callable[[], ParamCodec]] | None"
 ]
-
-# Makes the rule of parameters of a package's own classes from the config, by package.
-_CLASS_RULES: dict[str, Callable[[Any], CodecRule]] = {}
-
-
-def add_class_rule(package: str, make_rule: Callable[[Any], CodecRule]) -> None:
-    """Gather parameters whose class is of ``package`` as the rule says that ``make_rule`` returns
-    for the config of an engine. It precedes all other rules."""
-    _CLASS_RULES[package] = make_rule
-
-
-def _package_with_rule(param: Tensor) -> str | None:
-    packages = (kind.__module__.partition(".")[0] for kind in type(param).__mro__)
-    return next((each for each in packages if each in _CLASS_RULES), None)
-
-
-def has_class_rule(param: Tensor) -> bool:
-    """Whether the class of ``param`` is of a package with a rule."""
-    return _package_with_rule(param) is not None
-
-
-def class_rule(config: Any) -> CodecRule:
-    """The rule of all parameters whose class is of a package with a rule."""
-    made: dict[str, CodecRule] = {}
-
-    def rule(
-        name: str, param: Tensor, dtypes: ParamDtypes
-    ) -> tuple[str, Callable[[], ParamCodec]] | None:
-        package = _package_with_rule(param)
-        if package is None:
-            return None
-        if package not in made:
-            made[package] = _CLASS_RULES[package](config)
-        return made[package](name, param, dtypes)
-
-    return rule

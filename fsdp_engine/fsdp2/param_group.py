@@ -1,11 +1,5 @@
 """The group of parameters of one ``fully_shard`` call: a unit that is built by the call, and is
 managed by an engine from the first forward.
-
-Assignments to a unit's parameters before the engine is constructed support the sequence of FSDP2's
-tutorial: ``fully_shard`` on the meta device, ``distribute_tensor`` of each value,
-``load_state_dict(assign=True)``, then the optimizer. Assigned values are copied into the existing
-parameter objects. For a unit on the meta device they are kept until values for all of its
-parameters have been assigned; then the unit's memory is allocated.
 """
 
 from __future__ import annotations
@@ -21,108 +15,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
-from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG
 from fsdp_engine.buffers.redistribute import MeshCommunicators
 from fsdp_engine.buffers.spec import ParamRecord
-from fsdp_engine.comm.groups import Ranks, default_group, timeout_of_group
+from fsdp_engine.comm.groups import Ranks, default_group
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.comm.rendezvous import meet, reporting
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, engine_within
-from fsdp_engine.extension_list import find_module, implementation
-from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.extension_list import find_module
 from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.parameter_guard import AssignedValues, Owner, owners_of, watch
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.unit import Unit, make_unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.build import (
+    SAME,
     EngineCommunicators,
+    InitialValues,
     Resources,
     agree_on_plan,
     build_unit,
-    check_homes,
 )
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
-from fsdp_engine.units.initial_values import Built, Holdings
 from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A value of a parameter on the meta device.
+class NoAssignedValues:
+    """Before the engine is constructed, values are written into parameters that are not on the meta
+    device. An extension takes those that are assigned to parameters.
 
     Attributes:
-        value: The assigned tensor.
-        places: ``id`` of the module, and attribute, of each place that it was assigned to.
+        assigned: (name, parameter) of users' parameters whose values were copied and that still
+            exist.
     """
 
-    value: Tensor
-    places: frozenset[tuple[int, str]]
-
-
-class AssignedBeforeEngine:
-    """Handles assignments until the engine is constructed; see the module docstring. The engine
-    replaces it by its ``ParameterGuard``.
-
-    Args:
-        unit: the unit whose parameters are assigned to.
-        communicators: Those of the model. Ranks agree on values for tied parameters.
-        give_memory: allocates the memory of a unit on the meta device.
-    """
-
-    def __init__(
-        self, unit: Unit, communicators: EngineCommunicators, give_memory: Callable[[], None]
-    ) -> None:
-        self._communicators = communicators
-        self._give_memory = give_memory
-        self._places = owners_of([unit])
-        self._values = implementation(AssignedValues)(self._places)
-        self._owners = {(id(each.module), each.attribute): each for each in self._places}
-        self._pending: dict[int, _Pending] = {}  # by id of the sharded parameter
-        for owner in self._places:
-            watch(owner.module, self)
-
-    @property
-    def assigned(self) -> list[tuple[str, Tensor]]:
-        """(name, parameter) of users' parameters whose values were copied and that still exist."""
-        names = {each.name: _current_name(each) for each in self._places}
-        found = ((names[name], reference()) for name, reference in self._values.assigned)
-        return [(name, param) for name, param in found if param is not None]
+    assigned: Sequence[tuple[str, Tensor]] = ()
 
     def is_pending(self, param: Tensor) -> bool:
         """Whether a value was assigned to ``param`` while other values of the unit are missing."""
-        return id(param) in self._pending
+        return False
 
     def drop_pending(self) -> None:
         """Drop pending values, after the unit's memory was allocated in another way."""
-        self._pending.clear()
-
-    def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
-        """Returns the tensor to store in ``module`` when ``value`` is assigned to ``attribute``.
-
-        Collective for each further name of a tied parameter.
-
-        Raises:
-            ValueError: the value is not valid for the parameter; names it.
-        """
-        owner = self._owners.get((id(module), attribute))
-        if owner is None or value is None or value is owner.sharded:
-            return value
-        if owner.sharded.is_meta:
-            if not value.is_meta:
-                self._keep(owner, value)
-            return owner.sharded
-        if owner.others:
-            self._check_tied(owner, value, owner.sharded)
-            return owner.sharded
-        return self._values.take(owner, value)
-
-    def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
-        """Does nothing: modules may be added and removed until the first forward."""
 
     def take_unhooked(self) -> None:
         """Take values that were assigned without torch's hooks (``module._parameters[...] = ...``).
@@ -130,75 +65,6 @@ class AssignedBeforeEngine:
         Raises:
             ValueError: a value is not valid for its parameter; names it.
         """
-        for owner in self._places:
-            present = dict.get(owner.module._parameters, owner.attribute)
-            if present is not None and present is not owner.full:
-                taken = self.parameter_assigned(owner.module, owner.attribute, present)
-                owner.module._parameters[owner.attribute] = taken  # type: ignore[assignment]
-
-    def _keep(self, owner: Owner, value: Tensor) -> None:
-        self._values.check_value(owner, value, as_tied=True)
-        key, place = id(owner.sharded), (id(owner.module), owner.attribute)
-        places = frozenset([place])
-        known = self._pending.get(key)
-        if known is not None and place not in known.places:  # else it replaces the known value
-            self._check_tied(owner, value, known.value)
-            places |= known.places
-        self._pending[key] = _Pending(value.detach(), places)
-        self._values.remember(owner, value)
-        if len(self._pending) == len({id(each.sharded) for each in self._places}):
-            pending = dict(self._pending)
-            self.drop_pending()
-            self._give_memory()
-            with torch.no_grad():
-                for each in self._places:
-                    each.sharded.copy_(pending[id(each.sharded)].value)
-
-    def _check_tied(self, owner: Owner, value: Tensor, present: Tensor) -> None:
-        """Check that all names of a tied parameter get one value. Collective: on some ranks the
-        shards may be equal where on others they are not.
-
-        Raises:
-            ValueError: ``value`` differs from ``present`` on this rank; names the parameter.
-            RuntimeError: it differs on another rank.
-        """
-        what, ranks = f"assignment to {owner.name}", self._communicators.ranks
-        with reporting(what, ranks.ranks):
-            if not _has_value(present, value):
-                self._values.check_value(owner, value)
-        if ranks.control_group is not None:
-            timeout = timeout_of_group(ranks.control_group, ranks.device)
-            meet(what, ranks.ranks, timeout, groups=self._communicators.groups)
-
-
-def _has_value(present: Tensor, value: Tensor) -> bool:
-    """Whether this rank's elements of ``present`` equal those of ``value``."""
-    if value.shape != present.shape or value.is_meta:
-        return False
-    with torch.no_grad():
-        if isinstance(present, FlatDTensor):
-            value = present.detach().clone().copy_(value)
-        elif getattr(present, "placements", None) != getattr(value, "placements", None):
-            present, value = _full(present), _full(value)
-    mine, given = _local(present), _local(value)
-    dtype = torch.promote_types(mine.dtype, given.dtype)
-    return torch.equal(mine.to(dtype), given.to(dtype))
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, FlatDTensor):
-        return tensor.local
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _current_name(owner: Owner) -> str:
-    """The parameter's name in the root module once that is known, else in its group."""
-    sharded = owner.sharded
-    return sharded.flat_placement.name if isinstance(sharded, FlatDTensor) else owner.name
 
 
 class UsageError(ValueError, AssertionError):
@@ -248,7 +114,10 @@ class ParamGroup:
     divisor: float | None = None
 
     def __post_init__(self) -> None:
-        self.values = AssignedBeforeEngine(self.unit, self.communicators, self.give_memory)
+        self.values: Any = NoAssignedValues()
+        if (found := find_module("parameter_guard.before_engine")) is not None:
+            arguments = (self.unit, self.communicators, self.give_memory)
+            self.values = found.AssignedBeforeEngine(*arguments)
         for buffer in self.unit.buffers:
             buffer.give_norms_as_dtensors()
 
@@ -284,7 +153,7 @@ class ParamGroup:
         Args:
             dtype_of: maps the dtype of main weights to a new one. None: unchanged.
         """
-        resources = self.resources.with_offload(self.offload)
+        resources = self.offload.placed(self.resources)
         resources.memory.begin_unit()
         for buffer in self.unit.buffers:
             kind, main = buffer.kind, buffer.kind.dtypes.main
@@ -349,7 +218,7 @@ def make_group(
     config = DistributedDataParallelConfig()
     axis_plans = AxisPlans(axis_plan(mesh, levels))
     plan: Plan | None = None
-    holdings: Holdings | None = None
+    values: InitialValues | None = None
     signature: list[str] = []
     shared = _RESOURCES.setdefault(default_group(), weakref.WeakValueDictionary())
     resources = shared.get(mesh.device)
@@ -365,13 +234,13 @@ def make_group(
         _check_modules(modules)
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
-        holdings = Holdings(plan, None, compare=mesh.size > 1)
-        check_homes(plan, axis_plans, offload, mesh.device)
+        values = _OwnValues(plan, mesh)
+        offload.check_plan(plan, axis_plans, mesh.device)
         signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
     except Exception as caught:
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
-    _, tag = agree_on_plan(plan, holdings, error, signature, mesh, ranks, WHAT, _check_values, tag)
+    _, tag = agree_on_plan(values, error, signature, mesh, ranks, WHAT, tag)
     assert plan is not None
     assert settings is not None
     if resources is None:
@@ -384,12 +253,12 @@ def make_group(
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({tag})")
-    own = resources.with_offload(offload)
+    own = offload.placed(resources)
     where = own.on(torch.device("meta")) if plan.on_meta else own
     buffers = build_unit(planned, communicators, where)
     resources.next_tag = where.next_tag
     policy = settings.policy
-    unit = Unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
+    unit = make_unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
     group = ParamGroup(
         tuple(modules), unit, communicators, resources, settings, offload, replaced=replaced
     )
@@ -401,24 +270,52 @@ def make_group(
     return group
 
 
-def _check_values(built: Built) -> None:
-    """Warn where ranks have built other values.
+class _OwnValues(InitialValues):
+    """Each rank keeps its slices of its own values, or all are on the meta device.
 
-    Raises:
-        ValueError: some ranks have values where others are on the meta device.
+    Args:
+        plan: of the unit.
+        mesh: the ranks over which its parameters are sharded.
     """
-    if built.metas_differ:
-        raise ValueError(
-            "module: expected parameters on the meta device on all ranks, or on none; found that "
-            "ranks differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
-            "full_state_dict=True, broadcast_from_rank0=True)) sends the first rank's values"
-        )
-    if found := built.other_value():
-        warnings.warn(
-            f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks alike, "
-            "or give parameters values afterwards",
-            stacklevel=2,
-        )
+
+    def __init__(self, plan: Plan, mesh: DataMesh) -> None:
+        super().__init__(plan, SAME, mesh)
+        self._mesh = mesh
+        self._comparison = find_module("initial_values.comparison")
+        self._holdings: Any = None
+        self.note = plan.on_meta, {}
+        if self._comparison is not None:
+            self._holdings = self._comparison.Holdings(plan, None, compare=mesh.size > 1)
+            self.note = plan.on_meta, self._holdings.digests
+
+    def decide(
+        self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
+    ) -> InitialValues:
+        """See the class. Warn where ranks have built other values.
+
+        Raises:
+            ValueError: some ranks have values where others are on the meta device.
+        """
+        differ, found = len({on_meta for on_meta, _ in notes}) > 1, ""
+        if self._comparison is not None:
+            digests = [digests for _, digests in notes]
+            comparison = self._comparison.Comparison(self._holdings, digests, self._mesh)
+            differ |= comparison.metas_differ
+            found = "" if differ else comparison.other_value()
+        if differ:
+            raise ValueError(
+                "module: expected parameters on the meta device on all ranks, or on none; found "
+                "that ranks differ. After to_empty(), set_model_state_dict(..., options="
+                "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)) sends the "
+                "first rank's values"
+            )
+        if found:
+            warnings.warn(
+                f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks "
+                "alike, or give parameters values afterwards",
+                stacklevel=2,
+            )
+        return self
 
 
 def _label(modules: Sequence[nn.Module]) -> str:

@@ -64,6 +64,10 @@ _set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_m
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
 
+# Places of state: the device of an engine, and those of :meth:`Memory.book_elsewhere`.
+DEVICE, HOST, DISK = "device", "host", "disk"
+PLACES = (DEVICE, HOST, DISK)
+
 
 class Ledger:
     """Bytes held now, and at most so far, by role and in total.
@@ -223,13 +227,13 @@ class Memory:
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
         elsewhere: bytes of offloaded state by place ("host", "disk") and role, not on ``device``.
-        uses_fixed_addresses: gradients stay allocated, so that steady steps allocate nothing.
-        has_pool: tensors that collectives use are allocated while the engine is made.
+        is_steady: gradients stay allocated, so that steady steps allocate nothing.
+        is_fixed: tensors that collectives use are allocated while the engine is made.
         transients: its transient storages, by their keys.
     """
 
-    uses_fixed_addresses = False
-    has_pool = False
+    is_steady = False
+    is_fixed = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

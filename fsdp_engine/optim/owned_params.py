@@ -20,9 +20,9 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory.allocator import Memory, storage_keys
 from fsdp_engine.optim.chunked_step import Stored
-from fsdp_engine.optim.owned_homes import StateHome
 from fsdp_engine.optim.owner_messages import ROLE, ChunkMessages, Owned
 from fsdp_engine.optim.state_leaves import NumberLeaf, described, leaves_of, map_leaves
+from fsdp_engine.optim.step_placement import StatePlace
 
 _TAGS = 2, 3  # of messages of gradients and weights
 _version_of = attrgetter("_version")
@@ -103,10 +103,10 @@ class Chunk:
         params: in one order on all ranks.
         messages: theirs.
         lanes: of the messages, and of compute.
-        home: of the state of those that this rank owns; None: it stays on the device.
+        place: of the state of those that this rank owns.
 
     Attributes:
-        params, messages, home: see the arguments.
+        params, messages, place: see the arguments.
         mine: those that this rank owns, by number.
     """
 
@@ -115,11 +115,11 @@ class Chunk:
         params: Sequence[OwnedParam],
         messages: ChunkMessages,
         lanes: Lanes,
-        home: StateHome | None,
+        place: StatePlace,
     ) -> None:
         self.params = params
         self.messages = messages
-        self.home = home
+        self.place = place
         self.mine = {number: params[number] for number in messages.mine}
         self._lanes = lanes
         self._brought: Ticket | None = None
@@ -127,8 +127,7 @@ class Chunk:
 
     def bring_state(self) -> None:
         """Begin to bring the state of what this rank owns, once in a step, to the device."""
-        if self.home is not None:
-            self.home.bring()
+        self.place.bring()
 
     def bring(self, gradients: Sequence[Tensor | None], *, brings_weights: bool) -> None:
         """Begin to bring gradients, and weights if other ranks have other ones, to this rank.
@@ -173,15 +172,13 @@ class Chunk:
     def end(self) -> None:
         """The step is over: free what it had on the device."""
         self.await_weights()
-        if self.home is not None:
-            self.home.leave()
+        self.place.leave()
 
     def abandon(self) -> None:
         """As :meth:`end`, after the lanes have ended what they were given."""
         self._brought = self._returned = None
         self.drop_messages()
-        if self.home is not None:
-            self.home.abandon()
+        self.place.abandon()
 
     @property
     def locals(self) -> list[Tensor]:
@@ -204,7 +201,7 @@ class MeshOwners:
     Args:
         params: in one order on all ranks.
         chunks: the number of each one's chunk.
-        make_home: makes the home of a chunk's state, if that lies elsewhere.
+        make_place: makes the place of a chunk's state.
 
     Attributes:
         params, chunks: see the arguments; a chunk for each number.
@@ -214,7 +211,7 @@ class MeshOwners:
         self,
         params: Sequence[OwnedParam],
         chunks: Sequence[int],
-        make_home: Callable[[], StateHome | None],
+        make_place: Callable[[], StatePlace],
     ) -> None:
         buffer = params[0].owned.site.buffer
         self.mesh: DataMesh = buffer.mesh
@@ -233,7 +230,7 @@ class MeshOwners:
             of_chunk = [p for p, at in zip(params, chunks, strict=True) if at == number]
             owned = [each.owned for each in of_chunk]
             messages = ChunkMessages(owned, self.memory, gradients, weights, _TAGS)
-            self.chunks.append(Chunk(of_chunk, messages, self.lanes, make_home()))
+            self.chunks.append(Chunk(of_chunk, messages, self.lanes, make_place()))
         self._before = HostMessage("the beginning of a step", self.mesh)
         self._after = HostMessage("the end of a step", self.mesh)
         self._versions: list[int] | None = None

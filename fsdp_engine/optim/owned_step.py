@@ -43,7 +43,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.behaviour import Found, Needs, TrialFailed, Trials
@@ -53,8 +52,6 @@ from fsdp_engine.optim.chunked_step import (
     entries_of,
     with_closures,
 )
-from fsdp_engine.optim.offloaded_step import STATE
-from fsdp_engine.optim.owned_homes import StateHome
 from fsdp_engine.optim.owned_params import (
     Chunk,
     MeshOwners,
@@ -78,6 +75,7 @@ from fsdp_engine.optim.state_leaves import (
     leaves_of,
     map_leaves,
 )
+from fsdp_engine.optim.step_placement import StepPlacement
 
 _MOST_CHUNKS = 8
 # Of one rank in one chunk, at least.
@@ -281,7 +279,7 @@ class OwnedStep(StepHook):
         optimizer: its step takes one tensor, one group or all at once.
         whole: patterns of names of parameters that it steps whole, each by itself; of others, a
             trial says what it needs.
-        offload: of its parameters; None: their state stays on the device.
+        placement: where the state of its parameters is between steps.
 
     Attributes:
         needs: what the optimizer needs at once for each parameter, by name.
@@ -293,12 +291,11 @@ class OwnedStep(StepHook):
     takes_offload = True
 
     def __init__(
-        self, optimizer: Optimizer, whole: Sequence[str], offload: Offloading | None = None
+        self, optimizer: Optimizer, whole: Sequence[str], placement: StepPlacement
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._offload = offload if offload is not None and offload.moves(STATE) else None
-        self._homes = None if self._offload is None else self._offload.homes(STATE)
-        self._home_of_slices = self._make_home()
+        self._placement = placement
+        self._place_of_slices = placement.make_place()
         self._patterns = tuple(whole)
         self._shadows = Shadows(optimizer)
         self._groups: list[list[Tensor]] = []
@@ -352,11 +349,6 @@ class OwnedStep(StepHook):
         kept = sum(owners.bytes_of_wholes for owners in self._owners)
         lines.append(f"owners keep whole weights between steps: {kept:,} bytes on this rank")
         return "; ".join(lines) + "."
-
-    def _make_home(self) -> StateHome | None:
-        if self._offload is None or self._homes is None:
-            return None
-        return StateHome(self._offload, self._homes)
 
     # Owners.
 
@@ -507,7 +499,7 @@ class OwnedStep(StepHook):
                 chunks.append(chunk)
                 self._owned[id(param)] = made
                 self._unit_of[id(param)] = unit
-        self._owners.append(MeshOwners(params, chunks, self._make_home))
+        self._owners.append(MeshOwners(params, chunks, self._placement.make_place))
         self._shares.append(_describe_shares(shares_of(items, owners, mesh.size), rank, len(items)))
 
     def _check_converted(self) -> None:
@@ -589,8 +581,7 @@ class OwnedStep(StepHook):
                 except Exception as caught:  # of the optimizer; others wait for weights
                     error = caught
 
-        if (home := self._home_of_slices) is not None:
-            home.bring()
+        self._place_of_slices.bring()
         if works:
             works[0].bring()
         step(partial(self._step_slices, optimizer, arguments, kwargs))
@@ -598,8 +589,8 @@ class OwnedStep(StepHook):
             work.chunk.await_brought()
             if number:
                 works[number - 1].chunk.end()
-            elif home is not None:
-                home.leave()
+            else:
+                self._place_of_slices.leave()
             if number + 1 < len(works):
                 works[number + 1].bring()
             chunk, grads, _ = work
@@ -697,7 +688,7 @@ class OwnedStep(StepHook):
         kwargs: dict[str, Any],
     ) -> None:
         """Step what this rank owns of a chunk."""
-        mine, home = chunk.mine, chunk.home
+        mine = chunk.mine
         if not mine:
             return
         states = entries_of(optimizer)
@@ -708,15 +699,14 @@ class OwnedStep(StepHook):
             if gradients[number] is not None:
                 whole.grad = chunk.messages.gradients[number].to(whole.dtype)
             if state := optimizer.state.get(each.param):
-                states[whole] = state if home is None else home.on_device(state)
+                states[whole] = chunk.place.on_device(state)
             for group in each.groups:
                 members.setdefault(group, []).append(whole)
         local_of = {id(each.param): each.whole for each in mine.values()}
         try:
             shadow = self._run(optimizer, members, states, local_of, arguments, kwargs)
             found = [shadow.chunk_states.pop(each.whole, None) for each in mine.values()]
-            if home is not None:
-                found = home.take(found)
+            found = chunk.place.take(found)
             for each, state in zip(mine.values(), found, strict=True):
                 if state:
                     optimizer.state[each.param] = state
@@ -731,7 +721,7 @@ class OwnedStep(StepHook):
         """Step the slices of parameters without an owner, and plain parameters."""
         if not (self._slots or self._plain):
             return
-        states, home = entries_of(optimizer), self._home_of_slices
+        states, place = entries_of(optimizer), self._place_of_slices
         local_of: dict[int, Tensor] = {id(slot.param): slot.local for slot in self._slots}
         local_of |= {id(param): param for param in self._plain}
         for slot in self._slots:
@@ -739,7 +729,7 @@ class OwnedStep(StepHook):
                 states[slot.local] = {}
                 for key, value in state.items():
                     state[key], local = slot.to_local(key, value)
-                    states[slot.local][key] = local if home is None else home.on_device(local)
+                    states[slot.local][key] = place.on_device(local)
         for param in self._plain:
             if state := optimizer.state.get(param):
                 states[param] = state
@@ -753,8 +743,7 @@ class OwnedStep(StepHook):
         finally:
             self._slices.clear_gradients()
         found = [shadow.chunk_states.pop(slot.local, None) for slot in self._slots]
-        if home is not None:
-            found = home.take(found)
+        found = place.take(found)
         for slot, kept in zip(self._slots, found, strict=True):
             _keep(optimizer.state, slot, kept)
         for param in self._plain:
@@ -832,10 +821,8 @@ class OwnedStep(StepHook):
     def _abandon(self) -> None:
         """A message failed: its error is the one to be raised."""
         self._slices.clear_gradients()
-        if self._offload is not None:
-            self._offload.drain()
-        if self._home_of_slices is not None:
-            self._home_of_slices.abandon()
+        self._placement.drain()
+        self._place_of_slices.abandon()
         for owners in self._owners:
             owners.lanes.drain()
             owners.forget_versions()
@@ -854,8 +841,7 @@ class OwnedStep(StepHook):
 
     def _complete_state_dict(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """State dict post-hook: add the state of parameters of other owners."""
-        if self._offload is not None:
-            self._offload.wait()
+        self._placement.wait()
         states = dict(state_dict["state"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, param in enumerate(params):

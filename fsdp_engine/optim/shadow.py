@@ -57,6 +57,18 @@ class StepHook:
         """Called by torch after a step."""
         raise NotImplementedError
 
+    def kept_state(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
+        """Returns the memory of a state between steps, as ``optimizer.state`` will hold it, for the
+        values of a checkpoint. None: it is allocated for them."""
+        return None
+
+    def check_kept_state(self, param: Tensor, key: Any) -> None:
+        """Check that a state tensor of the parameter's shape can be loaded.
+
+        Raises:
+            ValueError: ``param`` is one of this optimizer, and its state has no memory for it.
+        """
+
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer. Other hooks see in a step's end what it has stored."""
         if not _HOOKS:

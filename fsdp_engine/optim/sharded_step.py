@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_engine.comm.offloading import Offloading
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.optim.offloaded_step import OffloadedStep, find_offload
 from fsdp_engine.optim.owned_step import OwnedStep
 from fsdp_engine.optim.quantized_state import (
     SeededRounding,
@@ -55,6 +54,7 @@ from fsdp_engine.optim.shadow import (
     shadow_class,
     step_hook_of,
 )
+from fsdp_engine.optim.step_placement import StepPlacement
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
@@ -136,8 +136,7 @@ def shard_optimizer(
         ValueError: it has ``differentiable=True``; or a trial step failed; or a parameter that has
             to be stepped whole is a DTensor over other mesh dimensions; or a shard boundary divides
             a block of its quantised state; or its parameters' state lies elsewhere
-            (:class:`~fsdp_engine.Offload`), and it cannot: see
-            :class:`~.offloaded_step.OffloadedStep`.
+            (:class:`~fsdp_engine.Offload`), and it cannot.
         OSError: there is too little space on the disk for its state.
     """
     if not isinstance(optimizer, Optimizer):
@@ -154,15 +153,16 @@ def shard_optimizer(
         )
     if step_hook_of(optimizer, StepHook) is not None:
         return optimizer
-    offload = find_offload(optimizer)
+    placement = implementation(StepPlacement)(optimizer)
     if whole or not (elementwise or _is_known(optimizer)):
-        owned = OwnedStep(optimizer, ("*",) if whole is True else tuple(whole or ()), offload)
+        owned = OwnedStep(optimizer, ("*",) if whole is True else tuple(whole or ()), placement)
         if owned.has_owners:
-            _check_offload(name, offload)
+            placement.check_owners(name)
             owned.register(optimizer)
             return optimizer
-    if offload is not None:
-        OffloadedStep(optimizer, offload).register(optimizer)
+    hook = placement.make_hook(optimizer)
+    if hook is not None:
+        hook.register(optimizer)
         return optimizer
     check_blocks(optimizer)
     _LocalStep(optimizer).register(optimizer)
@@ -171,17 +171,6 @@ def shard_optimizer(
         if getattr(optimizer, "bf16_stochastic_round", False):
             SeededRounding().register(optimizer)
     return optimizer
-
-
-def _check_offload(name: str, offload: Offloading | None) -> None:
-    """Check that parameters with owners can be offloaded."""
-    for role in ("main_weights", "gradients"):
-        if offload is not None and offload.moves(role):
-            raise ValueError(
-                f"offload.{role}: expected 'device', since {name} steps whole tensors, each on one "
-                "rank; found another place. Offload the optimizer's state alone, or use an "
-                "elementwise optimizer (AdamW)"
-            )
 
 
 class _WriteThrough(dict[Any, Any]):

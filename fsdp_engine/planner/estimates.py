@@ -38,9 +38,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp_engine.buffers.weights import can_leave_device, check_leaves_device, is_cast_at_home
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
+from fsdp_engine.extension_list import find_module
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.memory import disk_staging
@@ -102,7 +102,7 @@ class Footprint:
     def _main_leaves(self) -> bool:
         """Whether main weights lie elsewhere."""
         leaves = "main_weights" in self.offload.places
-        return leaves and can_leave_device(self.strategy, self.buffer.codec)
+        return leaves and bool(_homed_main().can_leave_device(self.strategy, self.buffer.codec))
 
     @property
     def _grads_leave(self) -> bool:
@@ -112,7 +112,7 @@ class Footprint:
     def _is_cast_by_host(self) -> bool:
         """Whether compute weights lie elsewhere, beside main weights."""
         is_on_host = self._main_leaves and self.offload.main_weights == HOST
-        return is_on_host and is_cast_at_home(self.strategy, self.buffer.codec)
+        return is_on_host and bool(_homed_main().is_cast_at_home(self.strategy, self.buffer.codec))
 
     @property
     def _main_bytes(self) -> int:
@@ -153,11 +153,11 @@ class Footprint:
         if self._main_leaves and codec.is_identity:
             return 0
         total = 0 if codec.is_identity or self._main_leaves else self._main_bytes
-        if codec.decodes and not self._reshards:
-            return total + self.buffer.layout.numel * dtypes.compute.itemsize
+        if not self._reshards:
+            return total + self.buffer.layout.numel * codec.kept_itemsize(dtypes)
         refreshes = self.strategy.depth(Role.OPTIM) > self.strategy.depth(Role.PARAM)
-        if codec.is_identity or codec.encodes_once or refreshes or not self._reshards:
-            total += self.held(Role.PARAM) * codec.wire_dtype.itemsize * codec.num_encodings
+        if codec.is_identity or codec.keeps_wire or refreshes:
+            total += self.held(Role.PARAM) * codec.wire_dtype.itemsize * codec.num_gathers
         return total
 
     @property
@@ -165,9 +165,7 @@ class Footprint:
         """Full parameters of all encodings, and the encoded tensor that they are decoded from."""
         if not self._reshards:
             return 0
-        codec = self.buffer.codec
-        itemsize = codec.wire_dtype.itemsize * codec.num_encodings
-        itemsize += self.buffer.dtypes.compute.itemsize if codec.decodes else 0
+        itemsize = self.buffer.codec.full_itemsize(self.buffer.dtypes)
         return self.buffer.layout.numel * itemsize
 
     @property
@@ -221,9 +219,9 @@ class Footprint:
             elements *= self.strategy.inner.fraction(Role.OPTIM, self.sizes[Axis.INNER])
         codec = self.buffer.codec
         # A gather per step gathers all encodings; a gather per use gathers one encoding.
-        params = traffic.params_per_step * codec.num_encodings if self.buffer.trainable else 0.0
+        params = traffic.params_per_step * codec.num_gathers if self.buffer.trainable else 0.0
         # A unit that is not resharded before backward still gathers the encodings of backward.
-        times = max(num_gathers, codec.num_encodings)
+        times = max(num_gathers, codec.num_gathers)
         params += num_microbatches * traffic.params_per_microbatch * times / 2
         sent = params * codec.wire_dtype.itemsize
         if self.buffer.trainable:
@@ -533,7 +531,7 @@ class OffloadLevelError(ValueError):
 def _check_levels(
     offload: Offload, levels: Strategy, units: Sequence[_Unit], *, on_cpu: bool
 ) -> None:
-    """Like ``Offload.check`` and ``check_homes`` of ``units/build.py``.
+    """Like ``Offload.check_plan``.
 
     Raises:
         OffloadLevelError: the levels do not allow it.
@@ -543,9 +541,14 @@ def _check_levels(
         offload.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
         stays = on_cpu or offload.main_weights == DEVICE
         for buffer in () if stays else buffers:
-            check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
+            _homed_main().check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
     except ValueError as error:
         raise OffloadLevelError(str(error)) from error
+
+
+def _homed_main() -> Any:
+    """The module of main weights that lie elsewhere."""
+    return find_module("offload.homed_main")
 
 
 def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:

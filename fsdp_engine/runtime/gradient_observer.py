@@ -33,6 +33,9 @@ class GradientObserver:
     def issued(self) -> None:
         """The last reductions of the step are submitted."""
 
+    def waited(self) -> None:
+        """Compute has waited for the reductions submitted so far."""
+
     def reduced(self, used: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]] | None:
         """Gradients are reduced, and not yet published: they can be changed.
 

@@ -69,7 +69,6 @@ from fsdp_engine.runtime.kept_tensors import KeptTensors, next_function
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
-from fsdp_engine.units.installing import holders
 
 # The tensor that a view is a view of; None: it is none.
 _base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
@@ -122,7 +121,7 @@ def _outside_selection() -> Iterator[None]:
             _push_mode(mode)
 
 
-def _outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
+def outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that runs without modes of selective checkpoints; see
     [Note: Selective checkpointing] in ``extensions/activations``."""
 
@@ -306,7 +305,7 @@ class ModuleHooks:
         return True
 
     @not_compiled
-    @_outside_checkpoints
+    @outside_checkpoints
     def before(self, args: Any, kwargs: Any) -> Any:
         """The module is called."""
         if self.paused:
@@ -380,7 +379,7 @@ class ModuleHooks:
             )
 
     @not_compiled
-    @_outside_checkpoints
+    @outside_checkpoints
     def after(self, output: Any) -> Any:
         """The module has returned."""
         if self.paused or not self._entered:
@@ -559,30 +558,8 @@ def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
         buffer.hook_gradients(_gradient_writer(scheduler, unit, buffer), scheduler.begin_backward)
 
 
-def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
-    """Gather the bytes that forward reads where a part of the unit is recomputed in its backward.
-
-    Where forward and backward read different bytes (``codecs/base.py``), a unit in backward holds
-    the latter. A checkpoint around one of its modules runs the forward of this module again, with
-    its hooks. A checkpoint around a part of the module does not: so the modules that hold such
-    parameters have hooks of their own.
-    """
-    if not unit.split_buffers:
-        return
-
-    @not_compiled
-    @_outside_checkpoints
-    def before(module: nn.Module, args: Any) -> None:
-        if in_backward() and not scheduler.is_nested_forward([unit], is_model=False):
-            scheduler.recompute(unit)
-
-    for module in holders(unit.buffers):
-        module.register_forward_pre_hook(before, prepend=True)
-
-
 def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
-    converts = buffer.has_dtensors or buffer.weights.codec.wraps
-    shard_of = buffer.shard_of_gradient if converts else None
+    shard_of = buffer.gradient_conversion()
 
     @not_compiled
     def on_grad(index: int, param: Tensor) -> None:

@@ -22,7 +22,9 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
+# BOTH: a unit whose forward is recomputed within its own backward.
+FORWARD, BACKWARD = 1, 2
+BOTH = FORWARD | BACKWARD
 
 
 class Use(NamedTuple):

@@ -54,7 +54,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -67,9 +67,6 @@ from fsdp_engine.runtime.gather_order import GatherOrder, Place
 from fsdp_engine.runtime.gradient_observer import GradientObserver
 from fsdp_engine.runtime.step_message import StepMessage
 from fsdp_engine.runtime.unit import Unit
-
-if TYPE_CHECKING:
-    from fsdp_engine.comm.offloading import Offloading
 
 
 class GradientArrival(enum.Enum):
@@ -291,7 +288,6 @@ class Reductions:
         ranks: all ranks of the model.
         budget: staging that may be in flight.
         timing: how far a backward goes.
-        offloadings: move reduced gradients to homes; none: they lie on the device.
 
     Attributes:
         ranks: see the argument.
@@ -311,7 +307,6 @@ class Reductions:
         ranks: Ranks,
         budget: StagingBudget,
         timing: Timing,
-        offloadings: Sequence[Offloading] = (),
     ) -> None:
         self._units = tuple(units)
         self._timing = timing
@@ -328,17 +323,11 @@ class Reductions:
         self.stream = GradientStream(ranks.device)
         self._pending = PendingReductions(lanes, budget, [unit.num_staged for unit in units])
         self._runs_ahead = lanes.compute.runs_ahead
-        # For the first axis of the reduction before it, or for all of it, whose result is to be
-        # written home: see HostLane.submit.
-        self.submitting_waits = not self._runs_ahead and (
-            bool(offloadings)
-            or any(
-                min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
-            )
+        # For the first axis of the reduction before it: see HostLane.submit.
+        self.submitting_waits = not self._runs_ahead and any(
+            min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
         )
-        self._offloadings = offloadings
-        leaves_pending = self._runs_ahead and not offloadings
-        self._wait_later = weakref.WeakMethod(self.wait) if leaves_pending else None
+        self._wait_later = weakref.WeakMethod(self.wait) if self._runs_ahead else None
         # [Note: Passes]. Whether backwards run within the present one.
         self._is_nested = False
         # Of the backward and of the step; None between two of them.
@@ -388,6 +377,13 @@ class Reductions:
                         "accumulated on this rank, under no_sync() or before finish_grad_sync(). "
                         "Run the backward of the last microbatch outside no_sync(), then step"
                     )
+
+    def wait_for_each_backward(self) -> None:
+        """From now on, wait for the reductions of each backward at its end. Further operations use
+        their results, so where the host drives reductions, submitting one waits for all of the one
+        before it."""
+        self.submitting_waits = not self._runs_ahead
+        self._wait_later = None
 
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""
@@ -596,8 +592,8 @@ class Reductions:
         if self._pending:
             with self.stream.entered():
                 self._pending.finish()
-            for each in self._offloadings:
-                each.wait()
+            for each in self.observers:
+                each.waited()
         for buffer in self._buffers:
             buffer.reads.gradients.in_flight = None
 

@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
@@ -45,7 +44,7 @@ from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
 from fsdp_engine.runtime.gather_order import GatherOrder, Place
 from fsdp_engine.runtime.parameter_watch import ModelWatch
-from fsdp_engine.runtime.record import Record, Use, first_use_order
+from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD, Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
 from fsdp_engine.units.assignment import Expected
@@ -234,10 +233,10 @@ class Scheduler:
         timing: when changed weights are gathered.
         expected: the order in which units are expected to be used first.
         watch: sees forwards and backwards.
-        end_gathers: called after a forward without autograd, behind which weights may be changed;
-            None: nothing has to be done.
 
     Attributes:
+        before_changes: called when users may change main weights next: after a forward without
+            autograd, and before a step of an optimizer.
         gather_order: who decides which unit is gathered next.
         microbatch: to which forwards and backwards belong: of a pipeline, say.
         inputs_only: backwards compute no gradients of parameters.
@@ -252,10 +251,9 @@ class Scheduler:
         timing: Timing,
         expected: Expected,
         watch: ModelWatch,
-        end_gathers: Callable[[], object] | None = None,
     ) -> None:
         self.units = tuple(units)
-        self._end_gathers = end_gathers
+        self.before_changes: list[Callable[[], object]] = []
         self._watch = watch
         self.reductions = reductions
         self.microbatch: Hashable | None = None
@@ -436,8 +434,9 @@ class Scheduler:
                 # Units that this rank did not enter must not read main weights that the next
                 # optimizer step writes.
                 unit.wait()
-        if self._end_gathers is not None and not torch.is_grad_enabled():
-            self._end_gathers()
+        if not torch.is_grad_enabled():
+            for each in self.before_changes:
+                each()
         if outermost is self.units[0]:
             self._record.end_forward()
             if not self.ranks_differ:
@@ -518,7 +517,7 @@ class Scheduler:
             self._use_once(unit, BOTH)
         else:
             # Where the same bytes serve both phases, its backward gathers no more.
-            self._use(unit, FORWARD if unit.split_buffers else BOTH)
+            self._use(unit, unit.recomputed_phase)
 
     def enter_backward(self, call: Call, inputs: Sequence[Any] = ()) -> None:
         """The gradient of an output of ``call`` has come: its backward begins.

@@ -5,12 +5,13 @@ issued until they are freed:
 
     unit.unsharded:   None --gather--> in flight --wait--> ready --release--> None
                                          ^                   |
-                                         +---gather again----+   (stale, or another phase)
+                                         +---gather again----+   (stale)
 
 A unit whose parameters are not sharded has that object for life. Forwards and backwards that are
 computing with it are counted in ``unit.uses``: from the moment that one of the unit's modules is
-called until the call returns, and again through the backward of that call. Which bytes a use reads
-can depend on its phase (``codecs/base.py``).
+called until the call returns, and again through the backward of that call. Each use has a phase
+(``record.py``), which matters to units of other classes (``Weights.unit_class``): here forward and
+backward read the same bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.codecs.base import BACKWARD, BOTH
 from fsdp_engine.comm.lanes import Lanes, Ticket
 from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.parameter_watch import UnitWatch
+from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD
 from fsdp_engine.units.installing import Installation
 from fsdp_engine.units.plan import PlannedUnit, label_of
 
@@ -87,18 +88,12 @@ class UnshardedParams:
     """Full parameters of one unit, from gather to free.
 
     Attributes:
-        phases: the uses that their bytes serve: a sum of FORWARD and BACKWARD.
-        for_backward: a backward reads the gathered parameters.
         tickets: of the gather in flight; None: compute has waited for it.
     """
 
-    __slots__ = ("for_backward", "phases", "tickets")
+    __slots__ = ("tickets",)
 
-    def __init__(
-        self, phases: int, for_backward: bool = False, tickets: list[Ticket] | None = None
-    ) -> None:
-        self.phases = phases
-        self.for_backward = for_backward
+    def __init__(self, tickets: list[Ticket] | None = None) -> None:
         self.tickets = tickets
 
 
@@ -213,8 +208,9 @@ class Unit:
         num_elements: elements of its buffers, padding included.
         reshards: whether its parameters are sharded between uses.
         needs_refresh: whether a change of main weights has to be sent or cast before use.
-        split_buffers: those of which forward and backward gather different bytes ([Note: Encodings]
-            in ``codecs/base.py``).
+        recomputed_phase: what a use reads in which the unit's forward is recomputed: FORWARD if its
+            backward gathers other bytes.
+        unknown_phase: what a use of another rank reads, whose phase this rank does not know.
         index: its number among the units of its engine, which sets it.
         options: set by users.
         unsharded: its full parameters; None: they are sharded.
@@ -227,6 +223,9 @@ class Unit:
         kept: reasons not to free the full parameters.
         watch: sees full parameters before and after modules compute with them.
     """
+
+    recomputed_phase = BOTH
+    unknown_phase = FORWARD
 
     def __init__(
         self,
@@ -248,14 +247,9 @@ class Unit:
         self.num_elements = sum(buffer.layout.numel for buffer in buffers)
         self.reshards = any(buffer.weights.reshards for buffer in buffers)
         self.needs_refresh = any(buffer.weights.needs_refresh for buffer in buffers)
-        self.split_buffers = [
-            buffer
-            for buffer in buffers
-            if buffer.weights.reshards and buffer.weights.num_encodings > 1
-        ]
         self.index = -1
         self.options = UnitOptions()
-        self.unsharded = None if self.reshards else UnshardedParams(BOTH)
+        self.unsharded = None if self.reshards else UnshardedParams()
         self.uses = 0
         self.pending_calls: dict[Hashable | None, int] = {}
         self.num_unrecorded = 0
@@ -297,10 +291,9 @@ class Unit:
         """Whether parameters must be gathered or cast before the modules can compute.
 
         Args:
-            phase: of the use: see ``codecs/base.py``.
+            phase: of the use: see ``record.py``.
         """
-        unsharded = self.unsharded
-        if unsharded is None or phase & ~unsharded.phases:
+        if self.unsharded is None:
             return True
         return (self.reshards or self.needs_refresh) and not self.is_current
 
@@ -312,61 +305,40 @@ class Unit:
         """Issue the gather that brings full parameters up to date.
 
         Args:
-            phase: of the next use: see ``codecs/base.py``.
+            phase: of the next use: see ``record.py``.
             compute_now: ticket of the work that compute has so far; None: it is recorded here.
         """
-        before = self.unsharded
-        kept = held = 0
-        if before is not None:
-            held = before.phases
-            self.wait()  # main weights may have changed since a gather that is in flight
-            if self.split_buffers:
-                compute_now = None
-                if self.uses:
-                    kept = held if self.is_current else 0
-                else:
-                    for buffer in self.split_buffers:
-                        buffer.weights.free_all_but(phase)
+        is_held = self.unsharded is not None
+        self.wait()  # main weights may have changed since a gather that is in flight
         tickets: list[Ticket] = []
         for buffer in self.buffers:
-            tickets += buffer.weights.gather(phase, held, compute_now)
-        phases = phase | kept if self.split_buffers else BOTH
-        self.unsharded = UnshardedParams(phases, phase >= BACKWARD, tickets)
+            tickets += buffer.weights.gather(compute_now, is_held=is_held)
+        self.unsharded = UnshardedParams(tickets)
 
     def gather_again(self) -> None:
         """Gather full parameters that this rank has once more, because another rank needs them;
         they get the values of the main weights."""
         self.wait()
-        held = self.unsharded
-        assert held is not None
         tickets: list[Ticket] = []
         for buffer in self.buffers:
-            tickets += buffer.weights.gather(BOTH, 0)
-        self._lanes.compute.wait(*tickets)
-        for buffer in self.buffers:
-            buffer.weights.gathered(held.phases, for_backward=held.for_backward)
+            tickets += buffer.weights.gather()
+        self._await_gather(tickets)
 
     def keep_for(self, phase: int) -> None:
         """The unit is unsharded, and its next use is one of ``phase``: provide the bytes that this
         use reads."""
-        assert self.unsharded is not None
-        if self.split_buffers:
-            if self.needs_gather(phase):
-                self.gather(phase)
-        elif phase & BACKWARD and not self.unsharded.for_backward:
-            self.wait()
-            self.unsharded.for_backward = True
-            for buffer in self.buffers:
-                buffer.weights.gathered(BOTH, for_backward=True)
 
     def wait(self) -> None:
         """Let compute wait for the gather in flight, if there is one."""
         unsharded = self.unsharded
         if unsharded is not None and unsharded.tickets is not None:
-            self._lanes.compute.wait(*unsharded.tickets)
-            unsharded.tickets = None
-            for buffer in self.buffers:
-                buffer.weights.gathered(unsharded.phases, for_backward=unsharded.for_backward)
+            tickets, unsharded.tickets = unsharded.tickets, None
+            self._await_gather(tickets)
+
+    def _await_gather(self, tickets: Sequence[Ticket]) -> None:
+        self._lanes.compute.wait(*tickets)
+        for buffer in self.buffers:
+            buffer.weights.gathered()
 
     def enter(self) -> None:
         """A module starts to compute with the full parameters."""
@@ -380,17 +352,7 @@ class Unit:
 
     def keep_recorded(self) -> None:
         """A backward with ``create_graph`` reads the unit: keep it unsharded until
-        :meth:`free_recorded`.
-
-        Raises:
-            RuntimeError: forward and backward read different bytes.
-        """
-        if self.split_buffers:
-            raise RuntimeError(
-                f"backward with create_graph=True through unit {self.label}: expected weights that "
-                "are one for forward and backward, to be kept until the second backward; found "
-                "weights of two encodings. Use level optim_grads"
-            )
+        :meth:`free_recorded`."""
         self.kept.add(Kept.RECORDED)
 
     def free_recorded(self) -> None:
@@ -403,21 +365,28 @@ class Unit:
         Args:
             found: the expected and the found tensors, for the message.
             remedy: the advice in the message.
-
-        Raises:
-            RuntimeError: forward and backward read different bytes.
         """
         if not self.reshards or Kept.UNSEEN in self.kept or not self.num_elements:
             return
         message = f"forward of unit {self.label}: {found}"
-        if self.split_buffers:
-            raise RuntimeError(f"{message}, and weights of two encodings. {remedy}")
+        self.check_unseen(message, remedy)
         warnings.warn(
             f"{message}. The start of its backward cannot be observed, so its full parameters are "
             f"no longer freed. {remedy}, and they will be",
             stacklevel=2,
         )
         self.kept.add(Kept.UNSEEN)
+
+    def check_unseen(self, message: str, remedy: str) -> None:
+        """Check that the unit can be kept unsharded because the start of its backward cannot be
+        observed.
+
+        Raises:
+            RuntimeError: it cannot. The error has ``message``, the reason and ``remedy``.
+        """
+
+    def start(self, scheduler: Any) -> None:
+        """The engine is built, whose ``scheduler`` is given."""
 
     def release(self) -> None:
         """Free the full parameters, unless they are not sharded or have to be kept."""
@@ -477,9 +446,8 @@ class Unit:
 
     def note_access(self) -> None:
         """Report to the compute lane that the model reads the full parameters from here on."""
-        assert self.unsharded is not None
         for buffer in self.buffers:
-            buffer.weights.note_access(self.unsharded.phases)
+            buffer.weights.note_access()
 
     def awaits_backward(self, microbatch: Hashable | None) -> bool:
         """Whether more gradients may come: of forwards, of reads outside of them, of recorded
@@ -514,9 +482,22 @@ class Unit:
         self.kept.clear()
         self.watch.reset()
         self.uninstall()
-        self.unsharded = None if self.reshards else UnshardedParams(BOTH)
+        self.unsharded = None if self.reshards else UnshardedParams()
         for buffer in self.buffers:
             buffer.weights.mark_stale()
             buffer.weights.release()
             if buffer.grads is not None:
                 buffer.grads.release()
+
+
+def make_unit(
+    planned: PlannedUnit,
+    buffers: Sequence[ParamAndGradBuffer],
+    policy: MixedPrecisionPolicy,
+    output_dtype: torch.dtype | None,
+    lanes: Lanes,
+) -> Unit:
+    """Returns a unit, of the class that its weights have. See :class:`Unit`."""
+    kinds: list[type[Unit]] = [each.weights.unit_class or Unit for each in buffers]
+    kind = next((each for each in kinds if each is not Unit), Unit)
+    return kind(planned, buffers, policy, output_dtype, lanes)

@@ -11,44 +11,33 @@ Parameters have values on each rank, unless an extension gives them: :class:`Ini
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine import backend
-from fsdp_engine.buffers.gradients import homed_shards
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
+from fsdp_engine.buffers.placement import Placement
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
-from fsdp_engine.buffers.weights import bytes_of_main, can_leave_device, check_leaves_device
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.extension_list import implementation
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import DEVICE, DISK, ROLES, Offload, computes_elsewhere
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.initial_values import Built, Holdings, digest_of
 from fsdp_engine.units.installing import install_where_complete, watch_reads
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
-
-if TYPE_CHECKING:
-    from fsdp_engine.comm.offloading import Offloading
-    from fsdp_engine.memory.disk_memory import DiskFile
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,6 +82,7 @@ class EngineSetup:
         axis_plans: The mesh axes and levels of each kind of buffer.
         data: All data-parallel ranks.
         experts: The data-parallel ranks of this rank's experts, if they are others.
+        kept: Objects that extensions keep from one of their methods to the next.
     """
 
     model: nn.Module
@@ -101,6 +91,7 @@ class EngineSetup:
     axis_plans: AxisPlans
     data: DataMesh
     experts: DataMesh | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 # Modules whose parameters units have.
@@ -122,7 +113,8 @@ class Resources:
         config: the options they are built with.
         lanes: queues of work.
         memory: where it comes from.
-        offloading: where shards lie; None: on the device.
+        placement: makes the shards of buffers.
+        placements: placements that extensions have made, by what they made them for.
         next_tag: the first that no buffer's messages have.
     """
 
@@ -130,18 +122,13 @@ class Resources:
         self,
         mesh: DataMesh,
         config: DistributedDataParallelConfig,
-        offload: Offload | None = None,
-        files: Mapping[str, DiskFile] | None = None,
         memory: Memory | None = None,
     ) -> None:
         self.config = config
-        self._files = {} if files is None else files
         self.memory = Memory(mesh.device) if memory is None else memory
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
-        self._offloadings: dict[Offload, Offloading] = {}
-        self.offloading: Offloading | None = None
-        if offload is not None:
-            self.offloading = self.with_offload(offload).offloading
+        self.placement = Placement()
+        self.placements: dict[Any, Placement] = {}
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
@@ -149,20 +136,13 @@ class Resources:
         if device == self.memory.device:
             return self
         other = copy(self)
-        other.memory, other.offloading = Memory(device), None
+        other.memory, other.placement = Memory(device), Placement()
         return other
 
-    def with_offload(self, offload: Offload) -> Resources:
-        """The same, for units whose shards lie where ``offload`` says."""
-        if not any(offload.moves(role, self.memory.device) for role in ROLES):
-            return self
+    def placed(self, placement: Placement) -> Resources:
+        """The same, for buffers whose shards ``placement`` makes."""
         other = copy(self)
-        if offload not in self._offloadings:
-            from fsdp_engine.comm.offloading import Offloading
-
-            made = Offloading(offload, self.memory, self.lanes.compute, self._files)
-            self._offloadings[offload] = made
-        other.offloading = self._offloadings[offload]
+        other.placement = placement
         return other
 
     def take_tag(self) -> int:
@@ -175,36 +155,61 @@ SAME = "same"
 
 
 class InitialValues:
-    """A seam: the values that parameters and buffers of a model start with. Here all ranks have
-    built the same ones, which is checked.
+    """A seam: the values that parameters and buffers of a model start with. Here each rank has
+    them, and they are not compared.
 
     Args:
-        built: what ranks have built.
+        plan: of the model.
         choice: ``initial_values`` of :func:`~fsdp_engine.sharding.shard`.
+        data: all data-parallel ranks.
+        experts: those that share this rank's experts, if they are others.
+        from_first: parameters start from the first rank's values, whatever others have.
 
     Attributes:
         choices: legal values of ``choice``.
         from_first: the first rank's parameters are broadcast when their unit is built.
+        note: sent to all ranks with the digest of the plan.
 
     Raises:
-        ValueError: on all ranks: values differ, or there are none.
+        ValueError: there is no such choice.
     """
 
     choices: Sequence[str] = (SAME,)
-    from_first = False
 
-    def __init__(self, built: Built, choice: str) -> None:
-        if built.has_meta:
+    def __init__(
+        self,
+        plan: Plan,
+        choice: str,
+        data: DataMesh,
+        experts: DataMesh | None = None,
+        *,
+        from_first: bool = False,
+    ) -> None:
+        if choice not in self.choices:
+            raise ValueError(f"initial_values: expected one of {self.choices}; found {choice!r}")
+        self.from_first = from_first
+        self.note: Any = plan.on_meta
+
+    def decide(
+        self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
+    ) -> InitialValues:
+        """Returns what gives the model its values, when ranks have agreed on the plan. Collective.
+
+        Args:
+            notes: of all data-parallel ranks.
+            all_notes: of all ranks of the model.
+            ranks: these ranks.
+            what: who asks, in messages.
+
+        Raises:
+            ValueError: these are no values to start with; on all data-parallel ranks.
+        """
+        if any(notes):
             raise ValueError(
                 "model: expected values on all ranks, without the extension for initial values; "
                 "found tensors on the meta device"
             )
-        built.check_values()
-
-    @classmethod
-    def compares(cls, choice: str) -> bool:
-        """Whether checksums of the values are needed."""
-        return True
+        return self
 
     def give(self, index: int, planned: PlannedUnit, communicators: EngineCommunicators) -> None:
         """On return the parameters of unit ``index``, which is about to be built, have values."""
@@ -224,126 +229,53 @@ class InitialValues:
         """The engine of the model is made."""
 
 
-def kind_of_values(choice: str, *, has_meta: bool = False) -> type[InitialValues]:
-    """Returns the class that gives a model its values.
-
-    Raises:
-        ValueError: there is no such choice.
-    """
-    if choice == SAME and not has_meta:
-        return InitialValues
-    kind = implementation(InitialValues)
-    if choice not in kind.choices:
-        raise ValueError(f"initial_values: expected one of {kind.choices}; found {choice!r}")
-    return kind
-
-
-def decide_values(built: Built, choice: str) -> InitialValues:
-    """Returns what gives a model its values. Collective where ranks differ."""
-    return kind_of_values(choice, has_meta=built.has_meta)(built, choice)
-
-
 def agree_on_plan(
-    plan: Plan | None,
-    holdings: Holdings | None,
+    values: InitialValues | None,
     error: Exception | None,
     signature: list[str],
     mesh: DataMesh,
     ranks: Ranks,
     what: str,
-    decide: Callable[[Built], T],
     tag: int = FIRST_TAG,
-) -> tuple[T, int]:
+) -> tuple[InitialValues, int]:
     """Compare plans over all ranks, and decide about initial values.
 
     Args:
-        plan, holdings: None where there is an ``error``.
+        values: None where there is an ``error``.
         error: of this rank.
         signature: everything that must be the same, in lines.
         mesh: all data-parallel ranks.
         ranks: all ranks of the model.
         what: who asks, in messages.
-        decide: called with what all ranks have built, on all ranks; it may raise ValueError on all
-            data-parallel ranks.
         tag: the first that this rank has free for messages.
 
     Returns:
-        What ``decide`` returns; the first tag that all data-parallel ranks have free.
+        What gives the model its values; the first tag that all data-parallel ranks have free.
 
     Raises:
         Exception: this rank's own error.
         ValueError: the first parameter that differs. Or another rank's error, of its kind; of a
             kind that is not known everywhere, RuntimeError.
     """
-    digest = digest_of(signature)
-    has_meta = plan is not None and plan.on_meta
-    values = holdings.digests if holdings is not None else {}
+    digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
+    note = None if values is None else values.note
     first = mesh.ranks[0]
-    heads = agree(what, error, ranks.control_group, (first, digest, has_meta, values, tag))
+    heads = agree(what, error, ranks.control_group, (first, digest, note, tag))
     mine = [head for head in heads if head[0] == first]  # others hold other shards of DTensors
     try:
         if any(head[1] != digest for head in mine):
             _raise_first_difference(signature, mesh)
-        assert plan is not None
-        assert holdings is not None
-        digests, is_any = [head[3] for head in mine], any(head[2] for head in heads)
-        decided = decide(Built(plan, holdings, digests, is_any, mesh, ranks, what))
+        assert values is not None
+        notes = [head[2] for head in mine]
+        values = values.decide(notes, [head[2] for head in heads], ranks, what)
     except ValueError as caught:
-        if len(mine) < len(heads):
-            agree(what, caught, ranks.control_group)
-        raise
+        error = caught
     if len(mine) < len(heads):
-        agree(what, None, ranks.control_group)
-    return decided, max(head[4] for head in mine)
-
-
-def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: torch.device) -> None:
-    """Check that weights, gradients and state of ``plan`` can lie where ``offload`` says.
-
-    Raises:
-        ValueError: see :meth:`.Offload.check`, :func:`~.buffers.weights.check_leaves_device`.
-    """
-    shards_gradients = axis_plans.data.strategy.shards(Role.GRAD, Axis.INNER)
-    offload.check(device, shards_gradients=shards_gradients)
-    if offload.main_weights == DEVICE or not computes_elsewhere(device):
-        return
-    for unit in plan.units:
-        for part in unit.buffers:
-            if part.kind.requires_grad:
-                strategy, main = axis_plans.of(part.kind).strategy, part.kind.dtypes.main
-                check_leaves_device(strategy, part.make_codec(), main, f"of {unit.label}")
-
-
-def take_files(
-    plan: Plan, axis_plans: AxisPlans, offload: Offload, data: DataMesh, experts: DataMesh | None
-) -> dict[str, DiskFile]:
-    """Files for main weights and gradients on a disk, by role, with the space that building takes:
-    a rank that finds too little says so before others build.
-
-    Raises:
-        OSError: there is too little, or the folder cannot be written.
-    """
-    sizes: dict[str, list[int]] = {
-        role: [] for role in ("main_weights", "gradients") if offload.places.get(role) == DISK
-    }
-    if not sizes or not backend.current().has_values:
-        return {}
-    for part in (part for unit in plan.units for part in unit.buffers):
-        strategy = axis_plans.of(part.kind).strategy
-        spec = BufferSpec("", part.layout, part.kind, strategy, 0)
-        at = (experts if part.kind.is_expert and experts is not None else data).coordinate
-        if "main_weights" in sizes and can_leave_device(strategy, part.make_codec()):
-            sizes["main_weights"].append(bytes_of_main(spec, at))
-        for depth, dtype in homed_shards(spec) if part.kind.requires_grad else ():
-            start, stop = part.layout.range(depth, at)
-            sizes.get("gradients", []).append((stop - start) * dtype.itemsize)
-    from fsdp_engine.memory.disk_memory import DiskFile
-
-    assert offload.folder is not None
-    files = {role: DiskFile(Path(offload.folder)) for role in sizes}
-    for role, file in files.items():
-        file.reserve(sizes[role])
-    return files
+        agree(what, error, ranks.control_group)
+    if error is not None:
+        raise error
+    assert values is not None
+    return values, max(head[3] for head in mine)
 
 
 def build_units(
@@ -400,7 +332,7 @@ def build_unit(
         buffer = ParamAndGradBuffer(
             BufferSpec(label, part.layout, part.kind, axes.strategy, resources.take_tag()),
             BufferContext(
-                mesh_communicators, resources.lanes, resources.memory, resources.offloading
+                mesh_communicators, resources.lanes, resources.memory, resources.placement
             ),
             part.records,
             part.make_codec(),

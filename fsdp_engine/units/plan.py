@@ -24,16 +24,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fsdp_engine.buffers.spec import BufferKind, ParamRecord
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
-from fsdp_engine.codecs.base import class_rule, has_class_rule
-from fsdp_engine.codecs.tensor_hooks import (
-    check_hooks,
-    has_hooks,
-    refuse_patched,
-    tensor_hooks,
-)
+from fsdp_engine.codecs.param_class import PARAM_CLASSES, class_rule, param_class_of
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.layout.expert_place import ExpertPlace
@@ -107,13 +102,12 @@ class PlanSettings:
     def rules(self) -> Sequence[CodecRule]:
         """The codec rules, behind that for weights which are fp8 already; and what
         ``fp8_param_gather`` adds where none of them is about fp8."""
-        rules = (class_rule(self.config), tensor_hooks, *self.codec_rules)
+        rules = (class_rule(self.config), *self.codec_rules)
         if not self.config.fp8_param_gather:
             return rules
-        from fsdp_engine.codecs.float8 import Float8
-
-        has_fp8 = any(isinstance(rule, Float8) for rule in self.codec_rules)
-        return rules if has_fp8 else (*rules, Float8())
+        kind = find_name("Float8")
+        has_fp8 = any(isinstance(rule, kind) for rule in self.codec_rules)
+        return rules if has_fp8 else (*rules, kind())
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,9 @@ def make_plan(
     _check_no_optimizer(records)
     on_meta = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
     planned = plan_units(model, records, units, settings)
-    _check_fp8_fields(planned, settings)
+    for each in PARAM_CLASSES:
+        codecs = (buffer.make_codec() for unit in planned for buffer in unit.buffers)
+        each.check_config(settings.config, settings.axis_plans.data.strategy, codecs)
     return Plan(planned, records, on_meta)
 
 
@@ -399,12 +395,10 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         )
     if record.spread is not None:
         param = record.shard
-    # Classes with a rule may have the hooks, too; their rule comes first.
-    is_plain = type(param) in (Tensor, nn.Parameter, FakeTensor) or has_class_rule(param)
-    if has_hooks(param):
-        if not is_plain:
-            check_hooks(record.name, param, is_in_dtensor=record.spread is not None)
-    elif not is_plain:
+    param_class = param_class_of(param)
+    if param_class is not None:
+        param_class.check(record.name, param, is_in_dtensor=record.spread is not None)
+    elif type(param) not in (Tensor, nn.Parameter, FakeTensor):
         raise ValueError(
             f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
             f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "
@@ -412,7 +406,8 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
             "model's parameters, as a buffer"
         )
     else:
-        refuse_patched(record.name, param)
+        for each in PARAM_CLASSES:
+            each.refuse_marked(record.name, param)
     if is_expert(param) and settings.axis_plans.expert is None:
         raise ValueError(
             f"{record.name}: expected expert_mesh, the ranks that share this expert, since it has "
@@ -423,35 +418,6 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         raise ValueError(
             f"{record.name}: expected delay_wgrad_compute=True, since its module puts off weight "
             "gradients (skip_backward_post_hook); found False, so that they would be lost"
-        )
-
-
-def _check_fp8_fields(units: Sequence[PlannedUnit], settings: PlanSettings) -> None:
-    """Fields about what weights of Transformer Engine have, if the model has such weights."""
-    config = settings.config
-    if not (config.keep_fp8_transpose_cache or config.reuse_grad_buf_for_mxfp8_param_ag):
-        return
-    from fsdp_engine.codecs.transformer_engine import TransformerEngineCodec
-
-    codecs = [buffer.make_codec() for unit in units for buffer in unit.buffers]
-    quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
-    if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
-        raise ValueError(
-            "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised by "
-            "the delayed, current or block recipe, which alone have transposes; found none"
-        )
-    if not config.reuse_grad_buf_for_mxfp8_param_ag:
-        return
-    if not any(each.num_encodings > 1 for each in quantized):
-        raise ValueError(
-            "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
-            "quantised by the MXFP8 recipe; found none"
-        )
-    strategy = settings.axis_plans.data.strategy
-    if strategy.depth(Role.GRAD) > 0:
-        raise ValueError(
-            "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
-            f"whole weights can pass; found levels that cut them: {strategy}"
         )
 
 

@@ -89,7 +89,7 @@ def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
         config = fe.DistributedDataParallelConfig(nccl_ub=True)
         policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, mp_policy=policy, config=config)
-        pool: Any = engine.memory.pool
+        pool: Any = engine._memory._pool
         segments = [
             range(segment["address"], segment["address"] + segment["total_size"])
             for segment in pool._pool.snapshot()

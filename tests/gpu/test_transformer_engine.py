@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import transformer_engine
+from fsdp_engine.extensions.transformer_engine import quantized_codec as transformer_engine
 from tests.extensions.transformer_engine import te_unsharded
 from tests.extensions.transformer_engine.te_vectors import FILLS, ORDINARY, quantise_split
 from tests.gpu.scene import LEVELS, process_group

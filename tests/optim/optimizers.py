@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_engine.extensions.offload import offloaded_step
 from fsdp_engine.memory.allocator import TransientStorage
-from fsdp_engine.optim import offloaded_step
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": torch.optim.AdamW,

@@ -11,6 +11,7 @@ import pytest
 
 import fsdp_engine as fe
 from fsdp_engine.planner import job, strategy_search
+from fsdp_engine.planner.simulation.step_options import StepOptions
 from tests.planner.made_plans import Words, words
 
 
@@ -39,8 +40,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     tried: list[dict[str, Any]] = []
     result = _a_simulation()
 
-    def counted(*args: object, **options: Any) -> fe.Simulation:
-        tried.append(options)
+    def counted(*args: object, options: StepOptions, **given: Any) -> fe.Simulation:
+        tried.append({**given, **options.shard})
         return result
 
     monkeypatch.setattr(job, "simulate", counted)

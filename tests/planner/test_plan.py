@@ -23,8 +23,10 @@ from fsdp_engine.planner.candidates import fitting_meshes
 from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import KINDS, Outcome, is_faster
+from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, row_label
 from fsdp_engine.planner.simulation.simulate import Simulation
+from fsdp_engine.planner.simulation.step_options import StepOptions
 from fsdp_engine.strategies import ALL_STRATEGIES
 from fsdp_engine.terminal import format_count
 from tests.planner.made_plans import LENGTH, SETTING, Words, quick_plan, rows, simulated, words
@@ -462,3 +464,20 @@ def test_best_contains_the_options_of_the_plan() -> None:
     given = planned().arguments((2, 2), WORLD, {"mp_policy": fe.MixedPrecisionPolicy()})
     assert given["mp_policy"] != POLICY
     assert "mesh" not in given  # the job has one
+
+
+def test_options_are_keyword_arguments_or_one_object() -> None:
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    given = {"world_size": 4, "formulas": True, "checkpointing": (False,)}
+    options = PlanOptions(**given, shard={"mp_policy": policy})
+    planning = fe.plan(Words, words, options)
+    assert planning.outcomes == fe.plan(Words, words, **given, mp_policy=policy).outcomes
+    assert planning.options == {"mp_policy": policy}
+    with pytest.raises(TypeError, match="options: expected no keyword arguments beside it; found"):
+        fe.plan(Words, words, options, world_size=4)
+    with pytest.raises(TypeError, match="options: expected a PlanOptions, or None"):
+        fe.plan(Words, words, {"world_size": 4})
+    step = StepOptions(machine=fe.A100, microbatches=2, shard={"mp_policy": policy})
+    found = fe.simulate(Words, 4, batch=words(), options=step)
+    same = {"machine": fe.A100, "microbatches": 2, "mp_policy": policy}
+    assert found.seconds == fe.simulate(Words, 4, batch=words(), **same).seconds

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.runtime.record import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
     Record,
     Step,
     Use,

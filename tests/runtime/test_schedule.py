@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.buffers import weights
 from fsdp_engine.runtime import hooks
-from tests.codecs.half_codec import HalfCodec
+from tests.codecs.reading_codec import ReadingCodec
 from tests.comm.happens_before import COMPUTE, RaceError
 from tests.comm.trace_lanes import AnnotationError, Forgets
 from tests.models import Skipping, Small, lora_model, vector_batch
@@ -170,7 +170,7 @@ def fail_and_reset(model: Any, engine: Any) -> None:
     train(model, engine, (2,))
 
 
-CODEC = {"codec_rules": [lambda name, param, dtypes: ("half", HalfCodec)]}
+CODEC = {"codec_rules": [lambda name, param, dtypes: ("reading", ReadingCodec)]}
 LEVEL_3 = "optim_grads_params"
 # By name: the model, the loop, other options, and pairs of levels: two ranks, or two axes of two.
 BENDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], list[tuple[str, ...]]]] = {

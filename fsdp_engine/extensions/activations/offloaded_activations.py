@@ -55,8 +55,8 @@ from fsdp_engine.extensions.activations.checkpointing import (
 )
 from fsdp_engine.extensions.activations.host_pool import HostPool
 from fsdp_engine.memory import allocator
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.memory.host_memory import HostBlock
-from fsdp_engine.offload import HOST
 from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.scheduler import in_backward

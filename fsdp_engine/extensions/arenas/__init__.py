@@ -1,5 +1,5 @@
 """Transient memory from arenas, and memory that is registered with NCCL."""
 
-from fsdp_engine.extensions.arenas.fixed_addresses import FixedAddresses
+from fsdp_engine.extensions.arenas.arena_memory import Arenas
 
-__all__ = ["FixedAddresses"]
+__all__ = ["Arenas"]

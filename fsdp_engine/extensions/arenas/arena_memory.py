@@ -16,14 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 
+from fsdp_engine.engine import Engine
+from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extensions.arenas import nccl_pool
 from fsdp_engine.extensions.arenas.arena import Arena
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import Memory, TransientStorage
+from fsdp_engine.runtime.rehearsal import predict_concurrent_units
+from fsdp_engine.units.assignment import expect
+from fsdp_engine.units.build import EngineSetup
 
 ROLES = ("full", "staging")
 
@@ -55,16 +62,15 @@ class ArenaMemory(Memory):
             special.
 
     Attributes:
-        pool: see the argument.
         arenas: by role.
     """
 
-    uses_fixed_addresses = True
+    is_steady = True
 
     def __init__(self, device: torch.device, pool: Pool | None = None) -> None:
         super().__init__(device)
-        self.pool = pool
-        self.has_pool = pool is not None
+        self._pool = pool
+        self.is_fixed = pool is not None
         self.arenas: dict[str, Arena] = {}
         is_real = type(allocator.empty(0, torch.uint8, device)) is torch.Tensor
         if allocator.CAN_SWAP and is_real:
@@ -101,8 +107,8 @@ class ArenaMemory(Memory):
         """
         for role, arena in self.arenas.items():
             arena.expect(moments[role])
-        if self.pool is not None:
-            self.pool.register()
+        if self._pool is not None:
+            self._pool.register()
 
     def end_backward(self, *, step_is_over: bool = False) -> None:
         """See the base class. Arenas may grow."""
@@ -128,7 +134,7 @@ class ArenaMemory(Memory):
             super().drain(storage, num_bytes, role)
 
     def _allocating(self, sent: bool) -> AbstractContextManager[None]:
-        return self.pool.allocating() if self.pool is not None and sent else nullcontext()
+        return self._pool.allocating() if self._pool is not None and sent else nullcontext()
 
     def _allocate_arena(self, num_bytes: int) -> torch.Tensor:
         # Idle memory has served what the arena will serve.
@@ -136,3 +142,37 @@ class ArenaMemory(Memory):
         self._most_in_use = self._in_use
         with self._allocating(sent=True):
             return allocator.empty(num_bytes, torch.uint8, self.device)
+
+
+@dataclass(frozen=True)
+class Arenas(EngineExtension):
+    """Gives an engine arenas.
+
+    Attributes:
+        registered: they lie in memory that is registered with NCCL.
+        symmetric: by windows, instead of plainly.
+    """
+
+    registered: bool = False
+    symmetric: bool = True
+
+    def check(self, setup: EngineSetup) -> None:
+        """See the base class, and :func:`~.nccl_pool.check_nccl`."""
+        if self.registered:
+            nccl_pool.check_nccl(setup.data, symmetric=self.symmetric)
+
+    def memory(self, setup: EngineSetup) -> Memory:
+        """See the base class."""
+        pool = None
+        if self.registered:
+            pool = nccl_pool.NcclPool(setup.data, symmetric=self.symmetric)
+        return ArenaMemory(setup.data.device, pool)
+
+    def start(self, engine: Engine) -> None:
+        """See the base class."""
+        memory, units = engine.memory, engine.units
+        if self.registered:
+            assert isinstance(memory, ArenaMemory)
+            expected = expect(engine.model, [unit.modules for unit in units])
+            budgets = engine.budget, engine.staging_budget
+            memory.expect(predict_concurrent_units(units, expected, *budgets))

@@ -36,7 +36,7 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import clear_gradients, gradients_of
 from fsdp_engine.memory import allocator
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.parameter_guard import Conversions
+from fsdp_engine.runtime.parameter_guard import AppliedFunctions
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.build import EngineCommunicators
 from fsdp_engine.units.installing import hidden
@@ -57,7 +57,7 @@ class Change(NamedTuple):
     codec: ParamCodec
 
 
-class DtypeConversions(Conversions):
+class Conversions(AppliedFunctions):
     """Conversions of one sharded model to other dtypes.
 
     Args:
@@ -68,7 +68,7 @@ class DtypeConversions(Conversions):
         super().__init__(engine)
         self._is_running = False
 
-    def convert(
+    def apply(
         self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
     ) -> None:
         """See the class. Collective where a dtype changes.
@@ -76,9 +76,9 @@ class DtypeConversions(Conversions):
         Raises:
             RuntimeError: not at rest. ValueError: see :func:`changes_of`, :func:`agree_on_changes`.
         """
-        apply = partial(type(module)._apply, module, fn, *args, **kwargs)
+        plain = partial(type(module)._apply, module, fn, *args, **kwargs)
         if self._is_running:
-            apply()
+            plain()
             return
         engine = self._engine
         recurse = (args[0] if args else kwargs.get("recurse")) is not False
@@ -96,14 +96,15 @@ class DtypeConversions(Conversions):
         self._is_running = True
         try:
             with hidden([each.buffer for each in changes]):
-                apply()  # everything whose dtype does not change, too
+                plain()  # everything whose dtype does not change, too
         finally:
             self._is_running = False
         for unit, found in by_unit.items():
             unit.release()
             for each in found:
                 convert_buffer(each, are_reduced=bool(engine.reductions.are_reduced(unit)))
-            engine.offload_state(unit)
+            for placement in dict.fromkeys(each.buffer.shard_placement for each in found):
+                placement.rebuilt(engine, unit)
 
     def _check_rest(self) -> None:
         engine, found = self._engine, ""

@@ -58,12 +58,11 @@ from typing import NoReturn
 
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.engine import Engine
 from fsdp_engine.runtime.gather_order import GatherOrder, Place
-from fsdp_engine.runtime.record import Use
+from fsdp_engine.runtime.record import BACKWARD, FORWARD, Use
 from fsdp_engine.runtime.unit import Call, Unit
 
 
@@ -139,7 +138,9 @@ class GatherRounds(GatherOrder):
         self._host_drives = not engine.lanes.compute.runs_ahead
         self._submitting_waits = engine.reductions.submitting_waits
         self._reads_files = self._host_drives and any(
-            each.weights.home is not None for unit in engine.units for each in unit.buffers
+            not each.weights.main_shard.is_resident
+            for unit in engine.units
+            for each in unit.buffers
         )
         group = engine.ranks.message_group
         number = 0
@@ -453,7 +454,7 @@ class GatherRounds(GatherOrder):
             unit.gather_again()
             return
         # Of two encodings of weights ranks can need either.
-        unit.gather(BOTH if unit.split_buffers else FORWARD)
+        unit.gather(unit.unknown_phase)
         if self._reads_files:
             unit.wait()
         self._last_round.append(unit)

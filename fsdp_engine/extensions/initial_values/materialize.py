@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fsdp_engine.accelerator import forked_generators
 from fsdp_engine.buffers.spec import ParamRecord
-from fsdp_engine.codecs.tensor_hooks import has_hooks, marks_of, with_values
+from fsdp_engine.codecs.param_class import param_class_of
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.memory.allocator import empty, empty_like
 
@@ -162,16 +162,16 @@ def materialize(
     for record in metas:
         # Of a DTensor the global tensor, so that values are those of the model without it.
         # Modules give plain tensors their values, whatever their class.
-        param, marks = record.param, record.shard.__dict__
-        if has_hooks(param):
-            marks = marks_of(param)
+        param = record.param
+        param_class = param_class_of(param)
+        marks = vars(record.shard) if param_class is None else param_class.marks(param)
         shape = tuple(param.shape)
         if record.expert is not None and record.expert.is_cut:
             shape = record.expert.whole_shape(shape)
         if is_empty and not any(module._buffers for module, _ in record.owners):
             # One element stands for all: nothing as large as the model is ever there.
             values = _valueless(empty((), param.dtype, device)).expand(shape)
-        elif record.spread is None and not (_is_cut(record) or has_hooks(param)):
+        elif record.spread is None and not _is_cut(record) and param_class is None:
             values = empty_like(param, device)
         else:
             values = empty(shape, param.dtype, device)
@@ -192,11 +192,10 @@ def materialize(
     for record, original in zip(metas, originals, strict=True):
         if _is_cut(record):
             _keep_own_experts(record)
-        if has_hooks(original):
-            real = nn.Parameter(
-                with_values(original, record.param.detach()), original.requires_grad
-            )
-            vars(real).update(marks_of(original))
+        if (param_class := param_class_of(original)) is not None:
+            made = param_class.made_of(original, record.param.detach())
+            real = nn.Parameter(made, original.requires_grad)
+            vars(real).update(param_class.marks(original))
             _replace(record, real)
 
 

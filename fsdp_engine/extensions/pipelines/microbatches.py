@@ -47,10 +47,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.codecs.base import BACKWARD
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.runtime.inputs import iter_tensors
+from fsdp_engine.runtime.record import BACKWARD
 from fsdp_engine.runtime.scheduler import Backward, Scheduler
 from fsdp_engine.runtime.unit import Call, Unit
 
@@ -320,7 +320,9 @@ class _Awaited:
         grads = self._buffer.grads
         assert grads is not None
         assert grads.writer is not None
-        grads.writer.write(self._index, self._buffer.shard_of_gradient(self._index, grad))
+        shard_of = self._buffer.gradient_conversion()
+        shard = grad if shard_of is None else shard_of(self._index, grad)
+        grads.writer.write(self._index, shard)
         self._unit.num_late -= 1
         if not self._unit.num_late:
             self._scheduler.late_gradient_came(self._unit)

@@ -24,14 +24,15 @@ from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, STATE_LANES
 from fsdp_engine.comm.lanes import COPY_IN, LANES, name_of_wait, unit_of
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.engine import Engine
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.extensions.reports.peaks import Peak, begin_device_peak, device_peak
 from fsdp_engine.extensions.reports.wait_meter import WaitMeter
 from fsdp_engine.extras import naming_extra
+from fsdp_engine.memory.allocator import DISK, HOST
 from fsdp_engine.memory.kinds import KIND_OF_ROLE
-from fsdp_engine.offload import DISK, HOST
-from fsdp_engine.optim.offloaded_step import is_offloaded
 from fsdp_engine.optim.owned_step import describe_owners
 from fsdp_engine.optim.state_leaves import leaves_of
+from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -237,9 +238,10 @@ class Measurement:
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Of this rank's part of its state, as far as it does not lie elsewhere."""
     storages = {}
+    is_elsewhere = implementation(StepPlacement).is_elsewhere
     for param, state in optimizer.state.items():
         for value in leaves_of(state):
-            if isinstance(value, Tensor) and not (value.ndim and is_offloaded(param)):
+            if isinstance(value, Tensor) and not (value.ndim and is_elsewhere(param)):
                 local = value.to_local() if isinstance(value, DTensor) else value
                 storage = local.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
@@ -369,7 +371,7 @@ def describe(engine: Engine) -> Description:
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:
     reductions = sum(mesh.axis(axis).size > 1 for axis in Axis)
     gathers = [
-        count_gathers(strategy, mesh, num_uses, b.weights.num_wires, changes=b.grads is not None)
+        count_gathers(strategy, mesh, num_uses, b.weights.num_gathers, changes=b.grads is not None)
         for b in unit.buffers
     ]
     return UnitRow(
@@ -387,7 +389,7 @@ def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitR
 
 
 def count_gathers(
-    strategy: Strategy, mesh: DataMesh, num_uses: int, num_wires: int = 1, *, changes: bool = True
+    strategy: Strategy, mesh: DataMesh, num_uses: int, per_change: int = 1, *, changes: bool = True
 ) -> int:
     """Gathers of one buffer in a step of one microbatch.
 
@@ -395,8 +397,7 @@ def count_gathers(
         num_uses: how often it has to be full anew, where parameters are cut: twice, for forward and
             for backward; once for the last unit, which stays full between them, and for
             embeddings, whose backward needs no weights.
-        num_wires: 2 where forward and backward read different bytes ([Note: Encodings] in
-            ``codecs/base.py``).
+        per_change: gathers that bring all that forward and backward read.
         changes: False for frozen weights, which are not gathered again where only optimizer state
             is cut.
 
@@ -408,9 +409,9 @@ def count_gathers(
         if mesh.axis(axis).size == 1:
             continue
         if strategy.shards(Role.PARAM, axis):
-            total += max(num_uses, num_wires)
+            total += max(num_uses, per_change)
         elif changes and strategy.shards(Role.OPTIM, axis):
-            total += num_wires
+            total += per_change
     return total
 
 

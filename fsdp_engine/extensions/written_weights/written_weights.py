@@ -163,7 +163,7 @@ class UnitWrites(UnitWatch):
 def _can_write(buffer: ParamAndGradBuffer) -> bool:
     """Whether full parameters are other tensors than the sharded ones, and plain, so that modules
     may write them in forward."""
-    if buffer.is_plain or buffer.weights.codec.num_encodings > 1:
+    if buffer.is_plain or not buffer.weights.can_be_written:
         return False
     plain = (Tensor, nn.Parameter, DTensor)
     return all(type(param) in plain for param in buffer.full_params)
@@ -176,12 +176,7 @@ def _take_written(buffer: ParamAndGradBuffer, indices: Sequence[int]) -> None:
         RuntimeError: they are gathered in an encoding that is not a cast; names a parameter.
     """
     names = [record.name for record in buffer.records]
-    if buffer.weights.codec.decodes:
-        raise RuntimeError(
-            f"{names[indices[0]]}: expected weights that forward does not write, "
-            "since they are decoded from another encoding for it; found some that were "
-            "written. Write the parameter between steps, or exclude it from codec_rules"
-        )
+    buffer.weights.check_written(names[indices[0]])
     for index in indices:
         param, slot = buffer.full_params[index], buffer.weights.params[index]
         if buffer.placement(index).spread is None and not allocator.begin_together(param, slot):

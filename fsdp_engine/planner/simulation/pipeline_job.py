@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +19,13 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.comm.groups import members_of
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty
+from fsdp_engine.offload import Offload
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.planner.simulation.clock import Clock
-from fsdp_engine.planner.simulation.compiled import compile_blocks, compiled_modules
 from fsdp_engine.planner.simulation.context_parallel import ContextParallel, sequence_length
 from fsdp_engine.planner.simulation.device_kernels import device_kernels
 from fsdp_engine.planner.simulation.machine import Link
@@ -36,10 +35,9 @@ from fsdp_engine.planner.simulation.simulate import (
     build_fake_model,
     build_meta_module,
     checkpoint_bytes_of,
-    held_bytes,
-    make_adamw,
+    context_of,
     parallelize_model,
-    shard_optimizer_of,
+    sharded,
     simulation_of,
     to_fake,
 )
@@ -158,14 +156,6 @@ class PipelineJob:
             pipeline_rank=rank,
         )
 
-    def context(self, process: SimulatedProcess) -> ContextParallel | None:
-        """The context-parallel ranks of a rank; None: sequences are not sharded."""
-        if self.step.context_parallel == 1:
-            return None
-        mesh = process.device_mesh._get_root_mesh()["cp"]
-        process.operations.context_ranks = members_of(mesh)
-        return ContextParallel(mesh, process.operations)
-
     def module(self, index: int, mesh: DeviceMesh) -> nn.Module:
         """Returns the fake module of a stage, with its tensor parallelism."""
         module = build_fake_model(partial(self.stages, index, self.num_stages))
@@ -236,7 +226,7 @@ class PipelineJob:
         the same with the same arguments."""
         alike, first = self._find_alike(), list[int]()
         with self.process(Clock(self.step.machine)) as process, ExitStack() as stack:
-            context = self.context(process)
+            context = context_of(process, self.step)
             if self.step.machine.host_runs_ahead:
                 stack.enter_context(device_kernels())
             inputs = self.made("batch", process.fake)
@@ -345,34 +335,18 @@ class PipelineJob:
         """
         indices = self.stages_of[rank]
         with self.process(clock, rank) as process, ExitStack() as stack:
-            mesh, memory, names = process.device_mesh, process.memory, process.names
+            mesh, memory = process.device_mesh, process.memory
             modules = [self.module(index, mesh) for index in indices]
             of_rank = nn.ModuleDict(
                 {f"stage {i}": each for i, each in zip(indices, modules, strict=True)}
             )
-            names.set_model(of_rank)
-            if self.step.compile:
-                for module in modules:
-                    compile_blocks(module, self.step.shard.get("units"))
-            on_device = self.step.machine.host_runs_ahead
-            stack.enter_context(compiled_modules(of_rank, names, on_device=on_device))
-            if self.step.machine.host_runs_ahead:
-                stack.enter_context(device_kernels())
             stack.enter_context(masks_of_rows())
-            engines = [
-                shard(module, mesh, **self.step.shard, initial_values="rank0") for module in modules
-            ]
-            process.operations.data_ranks = frozenset(members_of(mesh))
-            memory.watch(lambda: sums([held_bytes(engine) for engine in engines]))
-            with as_simulation_error("making the optimizer"):
-                optimizer = (self.step.optimizer or make_adamw)(of_rank.parameters())
-            shard_optimizer_of(optimizer)
-            memory.settle("optimizer")
+            engines, optimizer = sharded(process, stack, of_rank, modules, mesh, self.step)
             inputs = self.of_step("batch", process.fake) if 0 in indices else ()
             last = self.num_stages - 1
             targets = self.of_step("target", process.fake) if last in indices else ()
             memory.made([*inputs, *targets])
-            context = self.context(process)
+            context = context_of(process, self.step)
             sequences = (*inputs, *targets)
             if context is not None and not sequences:
                 # torch's context manager takes the length of sequences from a tensor.
@@ -469,7 +443,7 @@ class PipelineRank:
     @property
     def overlaps_forward(self) -> bool:
         """Whether the optimizer steps beside the next forward."""
-        return any(engine.offload.overlap_forward for engine in self.engines)
+        return any(getattr(engine, "offload", Offload()).overlap_forward for engine in self.engines)
 
     @property
     def num_targets(self) -> int:
@@ -557,15 +531,6 @@ def _on_meta(tensor: Tensor) -> Tensor:
         tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta"
     )
     return found.requires_grad_(tensor.requires_grad)
-
-
-def sums(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums by name; what lacks a name has 0."""
-    found: dict[str, Any] = {}
-    for each in counts:
-        for name, count in each.items():
-            found[name] = found.get(name, 0) + count
-    return found
 
 
 def cross_entropy(logits: Any, target: Any) -> Tensor:

@@ -40,6 +40,7 @@ from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.config import StagingBudget
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
+from fsdp_engine.offload import Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.planner.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.planner.simulation.compiled import (
@@ -559,7 +560,7 @@ def simulate(
         ) as process,
         ExitStack() as stack,
     ):
-        device_mesh, names, memory = process.device_mesh, process.names, process.memory
+        device_mesh, memory = process.device_mesh, process.memory
         model = build_fake_model(build)
         signature = _signature(model)
         if tensor_parallel > 1:
@@ -567,34 +568,17 @@ def simulate(
         elif is_one_axis and context_parallel == 1:
             device_mesh = data_mesh_beside(model, device_mesh)
             sizes = tuple(device_mesh.shape)
-        names.set_model(model)
-        if asked.compile:
-            compile_blocks(model, asked.shard.get("units"))
-        on_device = machine.host_runs_ahead
-        stack.enter_context(compiled_modules(model, names, on_device=on_device))
-        if on_device:
-            stack.enter_context(device_kernels())
-        # Fake tensors have no values to compare between ranks.
-        engine = shard(model, device_mesh, **asked.shard, initial_values="rank0")
-        process.operations.data_ranks = frozenset(members_of(device_mesh))
-        memory.watch(lambda: held_bytes(engine))
-        with as_simulation_error("making the optimizer"):
-            trained = (asked.optimizer or make_adamw)(model.parameters())
-        shard_optimizer_of(trained)
-        memory.settle("optimizer")
+        (engine,), trained = sharded(process, stack, model, [model], device_mesh, asked)
         with as_simulation_error("making the batch"):
             inputs = to_fake(batch() if callable(batch) else batch, process.fake)
         memory.made([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)])
         _check_call(signature, inputs, model)
         stack.enter_context(masks_of_rows(inputs))
-        context = None
-        if context_parallel > 1:
-            context_mesh = device_mesh._get_root_mesh()["cp"]
-            process.operations.context_ranks = members_of(context_mesh)
-            context = ContextParallel(context_mesh, process.operations)
+        context = context_of(process, asked)
+        if context is not None:
             context.check_batch(inputs)
         step = _Step(process, engine, trained, inputs, loss, context)
-        for count in FIRST_STEPS + (1,) * engine.offload.overlap_forward:
+        for count in FIRST_STEPS + (1,) * getattr(engine, "offload", Offload()).overlap_forward:
             step.run(count)
         start = clock.finish()
         process.restart()
@@ -612,6 +596,64 @@ def simulate(
     return replace(
         found, further=part_between(clock, *marks[-3:-1]) if asked.microbatches > 2 else None
     )
+
+
+def sharded(
+    process: SimulatedProcess,
+    stack: ExitStack,
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    step: StepOptions,
+) -> tuple[list[Engine], torch.optim.Optimizer]:
+    """Shard modules of a simulated rank, and make their optimizer.
+
+    Args:
+        process: of the rank.
+        stack: contexts in which they run.
+        model: contains the modules.
+        modules: to shard.
+        mesh: the data-parallel axes.
+        step: options of the step.
+
+    Returns:
+        The engines and the optimizer.
+    """
+    process.names.set_model(model)
+    if step.compile:
+        for each in modules:
+            compile_blocks(each, step.shard.get("units"))
+    on_device = step.machine.host_runs_ahead
+    stack.enter_context(compiled_modules(model, process.names, on_device=on_device))
+    if on_device:
+        stack.enter_context(device_kernels())
+    # Fake tensors have no values to compare between ranks.
+    engines = [shard(each, mesh, **step.shard, initial_values="rank0") for each in modules]
+    process.operations.data_ranks = frozenset(members_of(mesh))
+    process.memory.watch(lambda: sums([held_bytes(engine) for engine in engines]))
+    with as_simulation_error("making the optimizer"):
+        optimizer = (step.optimizer or make_adamw)(model.parameters())
+    shard_optimizer_of(optimizer)
+    process.memory.settle("optimizer")
+    return engines, optimizer
+
+
+def context_of(process: SimulatedProcess, step: StepOptions) -> ContextParallel | None:
+    """Returns the context-parallel ranks of a rank. None: sequences are not sharded."""
+    if step.context_parallel == 1:
+        return None
+    mesh = process.device_mesh._get_root_mesh()["cp"]
+    process.operations.context_ranks = members_of(mesh)
+    return ContextParallel(mesh, process.operations)
+
+
+def sums(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums by name; what lacks a name has 0."""
+    found: dict[str, Any] = {}
+    for each in counts:
+        for name, count in each.items():
+            found[name] = found.get(name, 0) + count
+    return found
 
 
 def simulation_of(

@@ -50,10 +50,9 @@ from fsdp_engine.planner.simulation.pipeline_job import (
     Recorded,
     SimulatedStage,
     messages_recorded,
-    sums,
 )
 from fsdp_engine.planner.simulation.ranks import simulated_ranks
-from fsdp_engine.planner.simulation.simulate import Simulation, part_between, since
+from fsdp_engine.planner.simulation.simulate import Simulation, part_between, since, sums
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
 
 # A step of fewer microbatches is simulated as it is.

@@ -10,6 +10,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from fsdp_engine.backend import Backend
 from fsdp_engine.comm.lanes import make_lanes
 from fsdp_engine.extensions.activations import settings
 from fsdp_engine.extensions.activations.offloaded_activations import ActivationOffload
@@ -37,11 +39,18 @@ CPU = torch.device("cpu")
 Function = Callable[[Tensor], Tensor]
 
 
+class _Ahead(Backend):
+    """The host as a device that computes later."""
+
+    def runs_ahead(self, device: torch.device) -> bool:
+        return True
+
+
 @contextmanager
 def host_as_device() -> Iterator[None]:
     """Within it ``shard`` moves activations of the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "is_accelerator", lambda device: True)
+        patch.setattr(settings, "backend", SimpleNamespace(current=_Ahead))
         yield
 
 

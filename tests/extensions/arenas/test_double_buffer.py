@@ -19,8 +19,8 @@ from fsdp_engine.extensions.arenas.arena import SLACK, aligned
 from fsdp_engine.memory import allocator as memory_module
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.codecs.half_codec import HalfCodec
 from tests.extensions.arenas.planned_memory import Order, arenas_of, counting_fills, uneven_model
+from tests.extensions.fp8.half_codec import HalfCodec
 from tests.models import (
     DIM,
     CalledTwice,

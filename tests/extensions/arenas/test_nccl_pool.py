@@ -149,7 +149,7 @@ def test_what_collectives_read_and_write_lies_in_the_pool_and_nothing_else(
     with fake_pool(pytest.MonkeyPatch()) as sent:
         model = Even()
         engine = fe.shard(model, strategy=strategy, mp_policy=policy, config=UB)
-        pool: Any = engine.memory.pool
+        pool: Any = engine._memory._pool
         assert pool.num_registered == len(pool.ranges) > 0  # all of it, before anything runs
         train(model, engine, (2, 1))
         assert len(pool.ranges) == pool.num_registered
@@ -198,7 +198,7 @@ def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> No
             model.order = (1, 3, 0, 1)
             train(model, engine, (1, 1))
             states.append(engine.full_state_dict())
-        pool: Any = engine.memory.pool
+        pool: Any = engine._memory._pool
         assert len(pool.ranges) == pool.num_registered
         assert len(arenas) == 2
         for before, arena in zip(arenas, arenas_of(engine).values(), strict=True):
@@ -215,7 +215,7 @@ def test_without_addresses_transient_memory_comes_from_a_pool_that_may_grow(plai
         patch.setattr(allocator, "CAN_SWAP", False)
         model = Even()
         engine = fe.shard(model, config=config)
-        pool: Any = engine.memory.pool
+        pool: Any = engine._memory._pool
         assert pool.symmetric is not plain
         train(model, engine, (2, 1))
         assert bool(sent.elsewhere - mains_of(engine)) is not plain

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from fsdp_engine.codecs import Float8
+from fsdp_engine.extensions.fp8 import Float8
 
 
 def _places(matrix: Tensor, options: Float8) -> list[list[tuple[slice, slice]]]:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import Float8, Float8Codec, Piece
+from fsdp_engine.codecs import Piece
+from fsdp_engine.extensions.fp8 import Float8, Float8Codec, scaled
 from tests import reference
-from tests.codecs.rounding import rounded_loss
 from tests.extensions.fp8.float8_reference import quantised, reference_bytes, reference_scales
+from tests.extensions.fp8.rounding import rounded_loss
 from tests.megatron.configs import Config
 from tests.messages import Messages, count_step
 from tests.models import Stack, Transformer
@@ -54,7 +55,7 @@ def split_encode(
     codecs = [prepared(tensors, options, low, high) for low, high in bounds]
     wires = [torch.full((high - low,), 77, dtype=torch.uint8) for low, high in bounds]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.codecs.scaled.max_steps", lambda tensor, group: iter([()]))
+        patch.setattr(scaled, "max_steps", lambda tensor, group: iter([()]))
         generators = [
             codec.encode(line[low:high], [wire])
             for codec, (low, high), wire in zip(codecs, bounds, wires, strict=True)
@@ -92,7 +93,7 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole_and_is_widened_to_its_v
     scales = [reference_scales(matrix, options) for matrix in matrices]
     expected = [reference_bytes(m, s) for m, s in zip(matrices, scales, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.codecs.scaled.CHUNK", chunk)
+        patch.setattr(scaled, "CHUNK", chunk)
         parts = split_encode(tensors, cuts, options)
         wire = torch.cat([part for part, _ in parts])
         for _, codec in parts:

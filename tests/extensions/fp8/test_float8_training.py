@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
-from fsdp_engine.codecs import Float8, Float8Codec
+from fsdp_engine.extensions.fp8 import Float8, Float8Codec
 from tests import reference
 from tests.extensions.fp8.float8_reference import fp8_bytes, quantised, reference_grid
 from tests.extensions.transformer_engine.te_training import counting

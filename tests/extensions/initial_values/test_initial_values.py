@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.buffers import param_and_grad_buffer as pgb
-from fsdp_engine.units.initial_values import checksum
+from fsdp_engine.extensions.initial_values.comparison import checksum
 from tests import reference
 from tests.models import Transformer
 from tests.pool import on_few_ranks, on_ranks

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.offload import ROLES
 from tests.models import Small, vector_batch
 from tests.optim.optimizers import MAKERS
@@ -177,3 +178,8 @@ def state_files() -> set[str]:
     links = [os.path.join(folder, number) for number in os.listdir(folder)]
     found = {os.readlink(link) for link in links if os.path.lexists(link)}
     return {name for name in found if "fsdp_engine-state" in name}
+
+
+def offloadings_of(engine: Any) -> list[Offloading]:
+    """The objects that move the state of an engine."""
+    return [part for part in engine.parts if isinstance(part, Offloading)]

@@ -18,7 +18,7 @@ from fsdp_engine.memory import disk_staging
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.extensions.offload.device_jobs import PLACES, slow_disk, trained
-from tests.extensions.offload.offloaded import failing, state_files
+from tests.extensions.offload.offloaded import failing, offloadings_of, state_files
 from tests.models import Small
 from tests.pool import on_ranks
 
@@ -114,7 +114,7 @@ def test_an_error_of_the_disk_is_raised_wherever_it_comes_and_the_next_step_step
                 step(1)
             engine.reset()
             assert not {"optimizer", "staging"} & engine.memory_bytes().keys()
-            assert not any(each.drain() for each in engine._offloadings)
+            assert not any(each.drain() for each in offloadings_of(engine))
     step(2)
     assert all(bool(torch.isfinite(param.local).all()) for param in engine.model.parameters())
 
@@ -122,8 +122,8 @@ def test_an_error_of_the_disk_is_raised_wherever_it_comes_and_the_next_step_step
 @on_ranks(1)
 def test_an_error_of_a_copy_ends_the_copies_behind_it_and_is_raised_by_the_next_wait() -> None:
     engine, _, _ = trained(EVERYTHING)
-    offloading = engine._offloadings[0]
-    kept = engine.buffers[0].weights.home
+    offloading = offloadings_of(engine)[0]
+    kept = engine.buffers[0].weights.main_shard.home
     memory = torch.zeros(len(kept.bytes), dtype=torch.uint8, device=on.DEVICE)
     with failing("pwritev", 0, EIO):
         offloading.state_out.submit("return it", lambda: kept.take(memory))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fsdp_engine as fe
-from fsdp_engine.optim import offloaded_step
+from fsdp_engine.extensions.offload import offloaded_step
 from fsdp_engine.planner.simulation import state_links
 from tests.async_device import device as on
 from tests.async_device import ranks as device
@@ -30,6 +30,7 @@ from tests.extensions.offload.device_jobs import (
     slow_disk,
     trained,
 )
+from tests.extensions.offload.offloaded import offloadings_of
 from tests.models import vector_batch
 from tests.pool import on_ranks
 
@@ -199,7 +200,7 @@ def test_a_step_on_the_stream_of_a_lane_is_the_same() -> None:
     expected = train_with(engine, optimizer, data)
     for lane in (0, 1):
         engine, optimizer, _ = trained(STATE, pair=pair)
-        stream = engine._offloadings[0].lanes[lane]._stream  # type: ignore[attr-defined]
+        stream = offloadings_of(engine)[0].lanes[lane]._stream  # type: ignore[attr-defined]
         with on.delays(copy=1e-2, compute=5e-3), torch.deferred.stream(stream):
             assert not differences(train_with(engine, optimizer, data), expected)
 

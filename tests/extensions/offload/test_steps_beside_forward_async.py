@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
-from fsdp_engine.comm.pending_steps import PENDING, PendingStep, finish_pending_steps
+from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
+from fsdp_engine.extensions.offload import offloaded_step
+from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
 from fsdp_engine.flat_dtensor import functions, tensor
-from fsdp_engine.optim import offloaded_step
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import on_device, state_of
 from tests.async_device.waits import memory_is_overwritten
 from tests.extensions.offload.device_jobs import FULL, trained
+from tests.extensions.offload.offloaded import offloadings_of
 from tests.models import vector_batch
 from tests.pool import on_ranks
 
@@ -38,7 +40,7 @@ def batch_of(seed: int) -> tuple[Tensor, ...]:
 @contextmanager
 def held_step(engine: Any) -> Iterator[None]:
     """Steps run when all else that the device was given within the block has run."""
-    (offloading,) = engine._offloadings
+    (offloading,) = offloadings_of(engine)
     with on.held(offloading._step_lane._target()):
         yield
         torch.deferred.current_stream().synchronize()
@@ -50,7 +52,7 @@ def test_forward_begins_before_the_last_chunk_is_stepped(level: str) -> None:
     engine, optimizer, _ = trained(BESIDE, 2, (level, "no_shard"))
     batch = batch_of(7)
     model: Any = engine.model
-    lane: Any = engine._offloadings[0]._step_lane
+    lane: Any = offloadings_of(engine)[0]._step_lane
     torch.accelerator.synchronize()
     with on.held(lane._target()), on.count_host_syncs() as syncs:
         model(*batch).backward()
@@ -204,10 +206,10 @@ def test_what_users_do_after_a_step_comes_after_it(level: str) -> None:
     assert not differing(found, after_steps(ACCESSES, AFTER, level))
 
 
-_begin = PendingStep.begin
+_begin = StepBesideForward.begin
 
 
-def begin_without_caller(self: PendingStep, ticket: Any) -> None:
+def begin_without_caller(self: StepBesideForward, ticket: Any) -> None:
     _begin(self, ticket)
     self._caller = self._compute
 
@@ -219,12 +221,12 @@ def test_accesses_without_a_wait_are_wrong(access: str) -> None:
     accesses = {access: WAITING[access]}
     with pytest.MonkeyPatch.context() as patch:
         if access == "on another stream":
-            patch.setattr(PendingStep, "begin", begin_without_caller)
+            patch.setattr(StepBesideForward, "begin", begin_without_caller)
         else:
             for module in (functions, tensor):
                 patch.setattr(module, "PENDING", ())
         if access in ("full state", "clip again"):
-            patch.setattr(PendingStep, "finish", lambda self: None)
+            patch.setattr(StepBesideForward, "finish", lambda self: None)
         found = after_steps(accesses, BESIDE, holds=True)
     finish_pending_steps()
     assert differing(found, after_steps(accesses, AFTER))

@@ -13,11 +13,11 @@ import torch
 import fsdp_engine as fe
 from fsdp_engine.comm.copy_lanes import ThreadLane, ThreadTicket
 from fsdp_engine.comm.lanes import DeviceLane
-from fsdp_engine.comm.offloading import Offloading
-from fsdp_engine.comm.pending_steps import PendingStep
+from fsdp_engine.extensions.offload.offloaded_step import _Chunk
+from fsdp_engine.extensions.offload.offloading import Offloading
+from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
 from fsdp_engine.memory.disk_staging import Staging
 from fsdp_engine.memory.home import HostHome, StagedHome
-from fsdp_engine.optim.offloaded_step import _Chunk
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import (
@@ -163,7 +163,7 @@ def stream_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def gathers_do_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PendingStep, "tickets", ())
+    patch.setattr(StepBesideForward, "tickets", ())
 
 
 def steps_do_not_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ LEFT_OUT: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
     ("beside forward", "wait for gradients"): steps_do_not_wait_for_gradients,
     # Gradients are freed at once.
     ("beside forward", "memory of gradients"): replaced(
-        PendingStep, "free", lambda self, label, storage: storage.drain()
+        StepBesideForward, "free", lambda self, label, storage: storage.drain()
     ),
     # A piece is read, or written again, before the device has copied it.
     ("all on a disk", "mark of a piece"): replaced(Staging, "copied", nothing),

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import TransformerEngineCodec
-from fsdp_engine.codecs import transformer_engine as codec_module
+from fsdp_engine.extensions.transformer_engine import quantized_codec as codec_module
+from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
 from tests import reference
 from tests.extensions.transformer_engine import te_on_cpu
 from tests.extensions.transformer_engine.te_on_cpu import (

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from fsdp_engine.codecs.transformer_engine import RECIPES, is_quantized
+from fsdp_engine.extensions.transformer_engine.quantized_codec import RECIPES, is_quantized
 from fsdp_engine.runtime.inputs import iter_tensors
 from tests.extensions.transformer_engine.te_on_cpu import (
     QuantisedLinear,

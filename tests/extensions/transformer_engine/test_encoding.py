@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import Piece, TransformerEngineCodec
-from fsdp_engine.codecs import transformer_engine as codec_module
-from fsdp_engine.codecs.transformer_engine import Recipe
+from fsdp_engine.buffers.weights import KeptWeights
+from fsdp_engine.codecs import Piece
+from fsdp_engine.extensions.transformer_engine import quantized_codec as codec_module
+from fsdp_engine.extensions.transformer_engine.quantized_codec import Recipe, TransformerEngineCodec
 from fsdp_engine.memory.allocator import Memory
 from tests.extensions.transformer_engine.te_on_cpu import RECIPES, encodings, make_weight
 from tests.extensions.transformer_engine.te_reference import quantise
@@ -267,9 +268,9 @@ def test_modules_have_their_parameter_over_the_engine_s_bytes_and_no_others_are_
             engine = fe.shard(model, mesh_of(2, 2), *pair)
         watch = Watch(model, engine)
         storages = {
-            encoding.target.tensor.untyped_storage()._cdata
+            encoding.full.target.tensor.untyped_storage()._cdata
             for buffer in engine.buffers
-            for encoding in buffer.weights._encodings
+            for encoding in getattr(buffer.weights, "_encodings", ())
         }
 
         def look(layer: Any, args: Any, own: Any = own, storages: Any = storages) -> None:
@@ -310,7 +311,7 @@ def encode_into_shards(codec: Any, main: Tensor, wires: list[Tensor]) -> Iterato
 @on_ranks(4)
 def test_encoding_into_a_shard_by_itself_would_write_beside_it() -> None:
     with pytest.MonkeyPatch.context() as patch, Guards() as guards:
-        patch.setattr(TransformerEngineCodec, "needs_whole_line", False)
+        patch.setattr(TransformerEngineCodec, "weights_class", KeptWeights)
         patch.setattr(TransformerEngineCodec, "encode", encode_into_shards)
         model = make_stack("block")
         fe.shard(model, mesh_of(2, 2), CUT, CUT)

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import TransformerEngineCodec
-from fsdp_engine.codecs.base import BACKWARD, FORWARD
+from fsdp_engine.extensions.transformer_engine.phased_unit import PhasedUnit
+from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
+from fsdp_engine.runtime.record import BACKWARD, FORWARD
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis
 from tests.extensions.transformer_engine.te_on_cpu import QuantisedBlock, QuantisedStack
@@ -98,7 +99,7 @@ def test_forward_gathers_rows_and_backward_columns_of_half_the_bytes_of_bf16() -
 def planes_of(unit: Unit) -> list[tuple[bool, ...]]:
     """Which encodings of its quantised buffers have memory."""
     return [
-        tuple(encoding.storage.filled for encoding in buffer.weights._encodings)
+        tuple(encoding.full.storages[0].filled for encoding in buffer.weights._encodings)
         for buffer in unit.buffers
         if is_quantised(buffer)
     ]
@@ -211,19 +212,19 @@ def gathers_of(whole: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
     model = recomputing("mxfp8", False, whole)
     engine = fe.shard(model, units="blocks.*", config=config_of(0))
     found: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    real = Unit.gather
+    real = PhasedUnit.gather
 
-    def gather(unit: Unit, phase: int, *args: Any) -> None:
+    def gather(unit: PhasedUnit, phase: int, *args: Any) -> None:
         if unit.name:
-            assert len(unit.split_buffers) == 1
-            held = unit.unsharded.phases if unit.unsharded is not None else 0
+            assert len(unit.split_weights) == 1
+            held = unit.phases if unit.unsharded is not None else 0
             encodings = enumerate((FORWARD, BACKWARD))
             missing = tuple(encoding for encoding, read in encodings if phase & ~held & read)
             found[-1].append((unit.name, missing))
         real(unit, phase, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unit, "gather", gather)
+        patch.setattr(PhasedUnit, "gather", gather)
         for micro in range(3):
             loss = model(*make_batch(2, micro))
             found.append([])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import TransformerEngineCodec
+from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
 from tests import reference
 from tests.extensions.transformer_engine import te_on_cpu
 from tests.extensions.transformer_engine.te_on_cpu import RECIPES

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.extensions.fp8 import DecodingCodec
 from fsdp_engine.precision import ParamDtypes
 from tests import reference
-from tests.codecs.int8_codec import Int8
-from tests.codecs.rounding import rounded_loss
+from tests.extensions.fp8.int8_codec import Int8
+from tests.extensions.fp8.rounding import rounded_loss
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
@@ -25,11 +26,10 @@ from tests.scenario import Scenario
 from tests.training import mesh_of
 
 
-class ByteCodec(ParamCodec):
+class ByteCodec(DecodingCodec):
     """One scale for each parameter, the same on all ranks: a collective for each buffer."""
 
     wire_dtype = torch.uint8
-    decodes = True
 
     def prepare(
         self,

@@ -16,13 +16,13 @@ gathered.
                                        _columnwise_data    32 x 1 in an encoding of its own
 
 Backward uses columnwise data. For MXFP8 that is the second encoding ([Note: Encodings] in
-``base.py``), encoded from the main weights. For the other recipes it is a transpose that TE
-computes from gathered bytes (``post_all_gather_processing``). The codec creates it for backward
-only, and deletes it when the bytes are freed (unless ``keep_transposes``) or encoded again.
+``quantized_weights.py``), encoded from the main weights. For the other recipes it is a transpose
+that TE computes from gathered bytes (``post_all_gather_processing``). The codec creates it for
+backward only, and deletes it when the bytes are freed (unless ``keep_transposes``) or encoded
+again.
 
 The block recipe's kernel writes full 128 x 128 tiles, including elements of other ranks. Bytes are
-therefore always encoded into the full weight, and copied from there to the persistent shard
-(``needs_whole_line``).
+therefore always encoded into the full weight, and copied from there to the persistent shard.
 
 This is the only file that imports Transformer Engine. It does so for the first such weight.
 """
@@ -32,7 +32,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,10 @@ from torch import Tensor, nn
 
 from fsdp_engine.codecs.base import ParamCodec, Piece
 from fsdp_engine.comm.collectives import MaxGroup, Steps
+from fsdp_engine.extensions.transformer_engine import is_quantized
+from fsdp_engine.extensions.transformer_engine.quantized_weights import QuantizedWeights
 from fsdp_engine.precision import ParamDtypes
+from fsdp_engine.strategies import Role, Strategy
 
 KNOWN_VERSIONS = "2.20"
 CODEC_PREFIX = "transformer engine"
@@ -118,19 +121,13 @@ RECIPES = (
 )
 
 
-def is_quantized(param: Tensor) -> bool:
-    """Whether ``param`` is one of TE's quantized tensors. Does not import TE."""
-    return any(
-        kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(param).__mro__
-    )
-
-
 @dataclass(frozen=True)
 class TransformerEngine:
     """The codec rule for weights that Transformer Engine has quantized.
 
     Args:
         keep_transposes: keep the transposes that backward needs while the bytes are freed.
+        through_gradients: gather MXFP8 weights through memory of gradients.
 
     Raises (when called):
         ImportError: Transformer Engine, or one of the functions that the engine uses, is missing.
@@ -138,6 +135,7 @@ class TransformerEngine:
     """
 
     keep_transposes: bool = False
+    through_gradients: bool = False
 
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes
@@ -162,7 +160,9 @@ class TransformerEngine:
         quantizer = _quantizer_of(param)
         options = [f"{option}={getattr(quantizer, option)}" for option in recipe.options]
         key = " ".join([CODEC_PREFIX, recipe.name, str(param.dtype), *options])
-        return key, lambda: TransformerEngineCodec(api, recipe, param.dtype, self.keep_transposes)
+        return key, lambda: TransformerEngineCodec(
+            api, recipe, param.dtype, self.keep_transposes, self.through_gradients
+        )
 
 
 class TransformerEngineCodec(ParamCodec):
@@ -172,19 +172,32 @@ class TransformerEngineCodec(ParamCodec):
         api: TE's module of functions on quantized weights.
         recipe: of the buffer's weights.
         nominal: the nominal dtype of the buffer's weights.
-        keep_transposes: see :class:`TransformerEngine`.
+        keep_transposes, through_gradients: see :class:`TransformerEngine`.
+
+    Attributes:
+        num_encodings: see [Note: Encodings] in ``quantized_weights.py``.
+        nominal: every rank may as well encode all weights by itself, from values of this dtype,
+            without amaxes of others (:meth:`encode_whole`): the kernels round main weights to it
+            first.
+        gathers_through_scratch: see [Note: Gathers through scratch memory] in ``scratch.py``.
     """
 
     wire_dtype = torch.uint8
-    encodes_once = True
-    needs_whole_line = True
+    encodes_shards = False
+    keeps_wire = True
+    weights_class = QuantizedWeights
 
     def __init__(
-        self, api: Any, recipe: Recipe, nominal: torch.dtype, keep_transposes: bool
+        self,
+        api: Any,
+        recipe: Recipe,
+        nominal: torch.dtype,
+        keep_transposes: bool,
+        through_gradients: bool = False,
     ) -> None:
-        self.num_encodings = len(recipe.encodings)
-        # The kernels round main weights to the nominal dtype first.
-        self.values_dtype = nominal
+        self.num_encodings = self.num_gathers = len(recipe.encodings)
+        self.nominal = nominal
+        self.gathers_through_scratch = through_gradients and self.num_encodings > 1
         self._api = api
         self._recipe = recipe
         self._keeps = keep_transposes
@@ -260,8 +273,8 @@ class TransformerEngineCodec(ParamCodec):
         return param
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """See :class:`ParamCodec`. TE waits for the all-reduce of amaxes; on CUDA the stream
-        does."""
+        """See :class:`ParamCodec`; wires are parts of the full weights. TE waits for the
+        all-reduce of amaxes; on CUDA the stream does."""
         if self._main is not main:
             self._main = main
             self._masters, self._starts = _shards(self._pieces, main)
@@ -269,7 +282,8 @@ class TransformerEngineCodec(ParamCodec):
         yield from ()
 
     def encode_whole(self, values: Tensor, offsets: Sequence[int]) -> Steps:
-        """See :class:`ParamCodec`."""
+        """Encode full weights into the parameters; parameter ``i`` lies at ``offsets[i]`` of
+        ``values``."""
         masters = [
             values[offset : offset + weight.numel()]
             for offset, weight in zip(offsets, self._weights, strict=True)
@@ -293,9 +307,13 @@ class TransformerEngineCodec(ParamCodec):
                 manual_post_all_gather_processing=True,
             )
 
-    def after_gather(self, *, for_backward: bool) -> None:
+    def after_gather(self, *, for_backward: bool = False) -> None:
         """See :class:`ParamCodec`: sets the parameters' bytes, and creates transposes for
-        backward."""
+        backward.
+
+        Args:
+            for_backward: no other gather comes before the backward.
+        """
         for weight, parts in zip(self._weights, self._parts, strict=True):
             _put(weight, parts)
         if self.has_transposes and not self._has_columns and (for_backward or self._keeps):
@@ -315,21 +333,26 @@ class TransformerEngineCodec(ParamCodec):
             weight.update_usage(rowwise_usage=True, columnwise_usage=False)
 
 
-def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors in the extra state of a module with quantized weights, by name, without a copy.
-
-    Delayed scaling depends on the amaxes of past steps. TE saves them as a pickle, which it does
-    not load by default. Empty for other modules, and for recipes without such a state.
-    """
-    meta = getattr(module, "fp8_meta", None)
-    if not isinstance(meta, dict) or not getattr(module, "primary_weights_in_fp8", False):
-        return {}
-    return {
-        f"{direction}.{name}": tensor
-        for direction in ("scaling_fwd", "scaling_bwd")
-        for name in ("scale", "amax_history")
-        if isinstance(tensor := getattr(meta.get(direction), name, None), Tensor)
-    }
+def check_config(config: Any, strategy: Strategy, codecs: Iterable[ParamCodec]) -> None:
+    """See :meth:`~fsdp_engine.codecs.param_class.ParamClass.check_config`."""
+    quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
+    if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
+        raise ValueError(
+            "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised by "
+            "the delayed, current or block recipe, which alone have transposes; found none"
+        )
+    if not config.reuse_grad_buf_for_mxfp8_param_ag:
+        return
+    if not any(each.num_encodings > 1 for each in quantized):
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
+            "quantised by the MXFP8 recipe; found none"
+        )
+    if strategy.depth(Role.GRAD) > 0:
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
+            f"whole weights can pass; found levels that cut them: {strategy}"
+        )
 
 
 def _put(weight: Any, parts: Mapping[str, Tensor]) -> None:

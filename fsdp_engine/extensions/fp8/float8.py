@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_engine.codecs.scaled import ScaledCodec, ScaledEncoding
+from fsdp_engine.extensions.fp8.scaled import ScaledCodec, ScaledEncoding
 
 
 class Float8Codec(ScaledCodec):

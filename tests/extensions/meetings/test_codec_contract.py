@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine.codecs as codecs
-from fsdp_engine.codecs import CastCodec, Float8, Float8Codec, ParamCodec, Piece, ScaledCodec
-from fsdp_engine.codecs.transformer_engine import TransformerEngineCodec
-from tests.codecs.int8_codec import Int8, Int8Codec
+from fsdp_engine.codecs import CastCodec, ParamCodec, Piece
+from fsdp_engine.extension_list import codec_names
+from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, ScaledCodec
+from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
+from tests.extensions.fp8.int8_codec import Int8, Int8Codec
 from tests.extensions.transformer_engine.te_on_cpu import RECIPES, make_weight
 from tests.extensions.transformer_engine.te_training import make_codec
 from tests.pool import on_ranks
@@ -45,10 +47,10 @@ PLANTED = {(0, 3): NAN, (0, 34): INF, (2, 128): -INF, (2, 16000): NAN, (3, 1): N
 
 
 def test_every_codec_is_held_to_the_contract() -> None:
-    found = (getattr(codecs, name) for name in codecs.__all__)
+    found = (getattr(codecs, name) for name in (*codecs.__all__, *codec_names()))
     kinds = {each for each in found if isinstance(each, type)}
     kinds = {each for each in kinds if issubclass(each, ParamCodec)}
-    kinds -= {ParamCodec, ScaledCodec}
+    kinds -= {ParamCodec, DecodingCodec, ScaledCodec}
     assert kinds == {CastCodec, Float8Codec, TransformerEngineCodec}
 
 
@@ -87,12 +89,16 @@ def encoded(codec: ParamCodec, values: list[Tensor], low: int, high: int) -> lis
     group = dist.group.WORLD
     whole = high - low == line.numel()
     codec.prepare(params, pieces, [] if whole else [group], torch.device("cpu"))
-    wires = [torch.zeros(line.numel(), dtype=codec.wire_dtype) for _ in range(codec.num_encodings)]
+    wires = [torch.zeros(line.numel(), dtype=codec.wire_dtype) for _ in range(codec.num_gathers)]
     views = [
         [wire[start : start + value.numel()].view(value.shape) for wire in wires]
         for value, start in zip(values, starts, strict=True)
     ]
-    full = [[torch.zeros(value.shape)] for value in values] if codec.decodes else views
+    full = (
+        [[torch.zeros(value.shape)] for value in values]
+        if isinstance(codec, DecodingCodec)
+        else views
+    )
     bound = [codec.bind(param, each) for param, each in zip(params, full, strict=True)]
     for works in codec.encode(line[low:high], [wire[low:high] for wire in wires]):
         for work in works:
@@ -106,7 +112,7 @@ def encoded(codec: ParamCodec, values: list[Tensor], low: int, high: int) -> lis
                 wire[begin:end].view(torch.uint8).copy_(part)
     if isinstance(codec, TransformerEngineCodec):
         return [weight.dequantize(dtype=torch.float32) for weight in bound]  # type: ignore[call-arg]
-    if codec.decodes:
+    if isinstance(codec, DecodingCodec):
         (wire,) = wires
         codec.decode(wire, starts, [each for (each,) in full])
     return [each for (each,) in full]

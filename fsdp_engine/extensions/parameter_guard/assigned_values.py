@@ -13,29 +13,34 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_engine.extensions.parameter_guard.places import ParamPlace
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import is_replicated, slice_of_distributed
-from fsdp_engine.runtime.parameter_guard import AssignedValues, Owner
 
 
-class TakenValues(AssignedValues):
+class AssignedValues:
     """Copies assigned values into the sharded parameters.
 
     Args:
-        owners: every place of every parameter.
+        places: every place of every parameter.
 
     Attributes:
         assigned: parameters of users' own whose values were taken, with their names.
     """
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
-        super().__init__(owners)
-        self._owners = owners
-        self._names = {id(owner.sharded): owner.name for owner in owners}
+    def __init__(self, places: Sequence[ParamPlace]) -> None:
+        self.assigned: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._places = places
+        self._names = {id(place.sharded): place.name for place in places}
         self._storages: set[int] | None = None
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See the class."""
+        """Check that an optimizer steps no tensor that was assigned to a parameter, instead of the
+        parameter.
+
+        Raises:
+            RuntimeError: it does; names the parameter.
+        """
         if not self.assigned:
             return
         self.assigned = [each for each in self.assigned if each[1]() is not None]
@@ -52,14 +57,18 @@ class TakenValues(AssignedValues):
 
     def _is_of_another(self, value: Tensor, sharded: Tensor) -> bool:
         if self._storages is None:
-            self._storages = {_address(owner.sharded)[0] for owner in self._owners}
+            self._storages = {_address(place.sharded)[0] for place in self._places}
         storage, first = _address(value)
         return storage > 0 < first and storage in self._storages and first != _address(sharded)[1]
 
-    def take(self, owner: Owner, value: Tensor) -> Tensor:
-        """See the class."""
-        self.check_value(owner, value)
-        target = owner.sharded
+    def take(self, place: ParamPlace, value: Tensor) -> Tensor:
+        """Returns the sharded parameter, with the values of ``value``.
+
+        Raises:
+            ValueError: see :meth:`check_value`.
+        """
+        self.check_value(place, value)
+        target = place.sharded
         with torch.no_grad():
             if not isinstance(value, DTensor):
                 target.copy_(value.detach())
@@ -70,23 +79,32 @@ class TakenValues(AssignedValues):
         if target.requires_grad is not value.requires_grad:
             target.requires_grad_(value.requires_grad)
         target.grad = None
-        self.remember(owner, value)
+        self.remember(place, value)
         return target
 
-    def remember(self, owner: Owner, value: Tensor) -> None:
-        """See the class."""
+    def remember(self, place: ParamPlace, value: Tensor) -> None:
+        """``value`` was taken: an optimizer that holds it would step nothing."""
         if isinstance(value, nn.Parameter):
-            self.assigned.append((owner.name, weakref.ref(value)))
+            self.assigned.append((place.name, weakref.ref(value)))
 
-    def check_value(self, owner: Owner, value: Tensor, *, as_tied: bool = False) -> None:
-        """See the class."""
-        sharded = owner.sharded
+    def check_value(self, place: ParamPlace, value: Tensor, *, as_tied: bool = False) -> None:
+        """Check that a parameter can take ``value``.
+
+        Args:
+            place: the place that it is assigned to.
+            value: the tensor.
+            as_tied: the caller sees to it that all names of a tied parameter get one value.
+
+        Raises:
+            ValueError: it cannot; names the parameter.
+        """
+        sharded = place.sharded
         tied = self._names.get(id(value))
         problem = ""
         if tied is not None:
             problem = f"{tied}, which would tie them. Tie parameters before shard()"
-        elif owner.others and not as_tied:
-            others = ", ".join(owner.others)
+        elif place.others and not as_tied:
+            others = ", ".join(place.others)
             problem = (
                 f"an assignment to one name of a parameter that is tied ({others})."
                 " Copy values into it, under torch.no_grad(), or untie before shard()"
@@ -112,7 +130,7 @@ class TakenValues(AssignedValues):
             problem = f"{value.dtype}. Cast it, to round on purpose"
         if problem:
             raise ValueError(
-                f"{owner.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
+                f"{place.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
                 f"for a parameter of a sharded model; found {problem}"
             )
 

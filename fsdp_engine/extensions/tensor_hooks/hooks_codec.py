@@ -15,8 +15,7 @@ of the parameter, and the same values. Main weights are these values, as a plain
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,41 +25,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_engine.codecs.base import ParamCodec, Piece
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.extensions.tensor_hooks import POST, PRE
 from fsdp_engine.memory import allocator
 from fsdp_engine.precision import ParamDtypes
 
-_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 # Of the pre hook: mesh, outer_size, outer_stride, module, mp_policy. Older ones take mesh alone.
 _ALL_ARGUMENTS = 5
-
-
-def has_hooks(param: Tensor) -> bool:
-    """Whether the class of ``param`` has one of the hooks."""
-    return hasattr(type(param), _PRE) or hasattr(type(param), _POST)
-
-
-def any_patched(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of ``tensors``, whose classes have no hooks, has one as its own attribute. One
-    pass in C."""
-    return any(map(hasattr, tensors, repeat(_PRE)))
-
-
-def refuse_patched(name: str, param: Tensor) -> None:
-    """Refuse hooks that were set on a tensor instead of its class.
-
-    Raises:
-        ValueError: ``param``, of a class without hooks, or its slice has one; names it.
-    """
-    for owner, tensor in (
-        ("it", param),
-        ("its _local_tensor", getattr(param, "_local_tensor", None)),
-    ):
-        if tensor is not None and hasattr(tensor, _PRE):
-            raise ValueError(
-                f"{name}: expected a tensor class with {_PRE} and {_POST}, before the parameter "
-                f"is sharded; found {_PRE} set on {owner}, which no gather calls. Make the "
-                "parameter one of such a class, or pass a codec to fe.shard (codec_rules)"
-            )
 
 
 def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
@@ -75,21 +45,19 @@ def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
         ValueError: it does not; names it.
     """
     kind = type(param).__name__
-    missing = [each for each in (_PRE, _POST) if not hasattr(type(param), each)]
+    missing = [each for each in (PRE, POST) if not hasattr(type(param), each)]
     if missing:
-        raise ValueError(
-            f"{name}: expected {_PRE} and {_POST}; found a {kind} without {missing[0]}"
-        )
+        raise ValueError(f"{name}: expected {PRE} and {POST}; found a {kind} without {missing[0]}")
     if is_in_dtensor:
         raise ValueError(
-            f"{name}: expected a plain shard in a DTensor; found a {kind}, whose {_POST} would "
+            f"{name}: expected a plain shard in a DTensor; found a {kind}, whose {POST} would "
             "have to write into the DTensor over it. Leave the module out of tensor parallelism, "
             "or convert it to the tensor class only where it is not parallel"
         )
     count = _num_pre_arguments(param)
     if count not in (1, _ALL_ARGUMENTS):
         raise ValueError(
-            f"{name}: expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, "
+            f"{name}: expected {PRE}(mesh) or {PRE}(mesh, outer_size, outer_stride, module, "
             f"mp_policy); found {count} parameters of {kind}"
         )
     inner = _inner_tensors(param)
@@ -116,8 +84,6 @@ def tensor_hooks(
     name: str, param: Tensor, dtypes: ParamDtypes
 ) -> tuple[str, Callable[[], ParamCodec]] | None:
     """The codec rule of parameters whose class has the hooks."""
-    if not has_hooks(param):
-        return None
     kind = type(param)
     return f"hooks of {kind.__module__}.{kind.__qualname__}", lambda: TensorHooksCodec(dtypes)
 
@@ -149,8 +115,6 @@ class TensorHooksCodec(ParamCodec):
     Args:
         dtypes: of its parameters.
     """
-
-    wraps = True
 
     def __init__(self, dtypes: ParamDtypes) -> None:
         self.wire_dtype = dtypes.main
@@ -211,7 +175,11 @@ class TensorHooksCodec(ParamCodec):
         self._is_current = False
         yield from ()
 
-    def after_gather(self, *, for_backward: bool) -> None:
+    def gradient(self) -> Callable[[Tensor], Tensor]:
+        """See :class:`ParamCodec`: gradients may be of the parameter's class."""
+        return lambda grad: grad if type(grad) is Tensor else plain_values(grad)
+
+    def after_gather(self) -> None:
         """See :class:`ParamCodec`: the hooks run, once for each gather."""
         if not self._is_current:
             for hooked in self._bound.values():
@@ -297,7 +265,7 @@ class _Hooked:
 
 
 def _num_pre_arguments(param: Tensor) -> int:
-    return len(inspect.signature(getattr(param, _PRE)).parameters)
+    return len(inspect.signature(getattr(param, PRE)).parameters)
 
 
 def _inner_tensors(param: Any) -> dict[str, Tensor]:

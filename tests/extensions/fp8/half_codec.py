@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.extensions.fp8 import DecodingCodec
 
 
-class HalfCodec(ParamCodec):
+class HalfCodec(DecodingCodec):
     """Sends fp16 and computes in fp32."""
 
     wire_dtype = torch.float16
-    decodes = True
 
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
         self.full = [*getattr(self, "full", ()), full[0]]
@@ -30,7 +29,7 @@ class HalfCodec(ParamCodec):
         for offset, param in zip(offsets, params, strict=True):
             param.copy_(wire[offset : offset + param.numel()].view(param.shape))
 
-    def after_gather(self, *, for_backward: bool) -> None:
+    def after_gather(self) -> None:
         self.total = sum(param.sum() for param in self.full)
 
     def before_release(self) -> None:

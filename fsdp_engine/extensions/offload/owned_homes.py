@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.comm.lanes import Ticket
-from fsdp_engine.comm.offloading import Offloading
+from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import TransientStorage, begin_together, storage_keys
 from fsdp_engine.memory.home import Home, Homes
 from fsdp_engine.optim.owner_messages import ROLE
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
+from fsdp_engine.optim.step_placement import StatePlace
 
 _ALIGNMENT = 64
 
 
-class StateHome:
-    """The state of a chunk.
+class StateHome(StatePlace):
+    """The state of a chunk, at a home.
 
     Args:
         offload: of the engine.
@@ -45,7 +46,7 @@ class StateHome:
         self._taken: Ticket | None = None
 
     def bring(self) -> None:
-        """Begin to copy state to the device, if there is any."""
+        """See :class:`StatePlace`."""
         if (home := self._home) is None:
             return
         self._fill()
@@ -56,7 +57,7 @@ class StateHome:
         self._brought = self._offload.state_in.submit("bring owned state", bring, after=after)
 
     def on_device(self, state: Any) -> Any:
-        """State as a step reads it. Compute waits for :meth:`bring`."""
+        """See :class:`StatePlace`."""
         self._await_brought()
         return map_leaves(self._leaf_on_device, state)
 
@@ -75,14 +76,7 @@ class StateHome:
         return leaf.to(self._offload.memory.device)
 
     def take(self, states: Sequence[Any]) -> list[Any]:
-        """A step is submitted: begin to copy its state home.
-
-        Args:
-            states: of each parameter, as the step left it.
-
-        Returns:
-            The same with tensors at home.
-        """
+        """See :class:`StatePlace`."""
         # Also where no state was read, since the user has reset it: its bytes would still arrive
         # in the memory that the new state is copied into.
         self._await_brought()

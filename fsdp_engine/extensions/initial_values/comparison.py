@@ -1,13 +1,7 @@
-"""Checks that all ranks have built the same initial values.
+"""Compares what ranks have built, by checksums of every parameter and of every persistent buffer.
 
-Each rank keeps its shard of every parameter, so shards are consistent only if all ranks have built
-the same values. If they have, nothing is sent. If not, an error names the first tensor that
-differs, before anything is changed. An extension gives ranks other values than those that they have
-built: see :class:`~.build.InitialValues`.
-
-Ranks compare checksums of every parameter and of every persistent buffer. Ranks send one digest of
-all checksums, and the checksums themselves only if digests differ. Experts are compared among the
-ranks that share them (their *scope*).
+Ranks send one digest of all checksums, and the checksums themselves only if digests differ. Experts
+are compared among the ranks that share them (their *scope*).
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.comm.collectives import gather_objects
-from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.units.plan import Plan, is_expert
 
@@ -94,27 +87,21 @@ class Holdings:
         return self._expert_scope if is_of_experts else ""
 
 
-@dataclass(frozen=True)
-class Built:
-    """What the ranks of a model have built, as far as they have told each other.
+class Comparison:
+    """Of what all data-parallel ranks have built.
 
-    Attributes:
-        plan: of this rank's model.
+    Args:
         holdings: of this rank.
-        digests: :attr:`Holdings.digests` of all data-parallel ranks.
-        has_meta: some rank of the model has a tensor on the meta device.
-        mesh: all data-parallel ranks.
-        ranks: all ranks of the model.
-        what: who shards, in messages.
+        digests: :attr:`Holdings.digests` of all of them.
+        mesh: these ranks.
     """
 
-    plan: Plan
-    holdings: Holdings
-    digests: Sequence[Mapping[str, tuple[str, str]]]
-    has_meta: bool
-    mesh: DataMesh
-    ranks: Ranks
-    what: str
+    def __init__(
+        self, holdings: Holdings, digests: Sequence[Mapping[str, tuple[str, str]]], mesh: DataMesh
+    ) -> None:
+        self.holdings = holdings
+        self.mesh = mesh
+        self._digests = digests
 
     @property
     def metas_differ(self) -> bool:
@@ -149,7 +136,7 @@ class Built:
         firsts: dict[str, str] = {}
         return any(
             firsts.setdefault(scope, pair[place]) != pair[place]
-            for each in self.digests
+            for each in self._digests
             for scope, pair in each.items()
         )
 

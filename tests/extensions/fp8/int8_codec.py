@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_engine.codecs import ScaledCodec, ScaledEncoding
+from fsdp_engine.extensions.fp8 import ScaledCodec, ScaledEncoding
 
 
 class Int8Codec(ScaledCodec):

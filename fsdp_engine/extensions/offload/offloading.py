@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-
-from torch import Tensor
 
 from fsdp_engine import backend
 from fsdp_engine.comm.copy_lanes import make_state_lanes, make_step_lane, mark
 from fsdp_engine.comm.lanes import Lane
-from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
+from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads
 from fsdp_engine.memory.disk_staging import Staging
-from fsdp_engine.memory.home import DiskHome, Home, HomePart, Homes, HostHome, StagedHome
+from fsdp_engine.memory.home import DiskHome, Home, Homes, HostHome, StagedHome
 from fsdp_engine.offload import DISK, HOST, ROLES, Offload, computes_elsewhere
 
 # Of ledgers, by role of :class:`~fsdp_engine.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
 STAGING_ROLE = "staging"
-
-
-class OffloadedBuffer(NamedTuple):
-    """Homes of a buffer.
-
-    Attributes:
-        params: its sharded parameters.
-        main: the home of their slices; None: they are on the device.
-        gradients: the home of their gradients; None: they are on the device.
-        pending: their step, while compute has not waited for it.
-    """
-
-    params: Sequence[Tensor]
-    main: Home | None
-    gradients: HomePart | None
-    pending: PendingStep
 
 
 class Offloading:
@@ -51,7 +32,7 @@ class Offloading:
         files: by role, those that there are already.
 
     Attributes:
-        memory: see the argument.
+        offload, memory: see the arguments.
         compute: the engine's lane; within :meth:`beside_compute` the one that steps.
         state_in, state_out: lanes.
         overlaps_forward: steps can run beside the next forward.
@@ -68,7 +49,7 @@ class Offloading:
         self.overlaps_forward = offload.overlap_forward and compute.runs_ahead
         self._step_lane = make_step_lane(memory.device) if self.overlaps_forward else None
         self.steps_on_host = offload.step_on == HOST
-        self._offload = offload
+        self.offload = offload
         self._files = dict(files)
         self._threads = DiskThreads()  # start with their first work
         self._staging = self._make_staging() if is_staged else []
@@ -84,15 +65,15 @@ class Offloading:
         Raises:
             OSError: the folder cannot be written.
         """
-        place, memory = self._offload.places[role], self.memory
+        place, memory = self.offload.places[role], self.memory
 
         def book(home: Home) -> None:
             memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
 
         if place != DISK or not backend.current().has_values:
-            return Homes(book, partial(HostHome, pinned=self._offload.pin_memory))
-        assert self._offload.folder is not None
-        file = self._files.pop(role, None) or DiskFile(Path(self._offload.folder))
+            return Homes(book, partial(HostHome, pinned=self.offload.pin_memory))
+        assert self.offload.folder is not None
+        file = self._files.pop(role, None) or DiskFile(Path(self.offload.folder))
         if self._staging:
             into, out = self._staging
             return Homes(book, partial(StagedHome, file=file, into=into, out=out))
@@ -100,26 +81,11 @@ class Offloading:
 
     def _make_staging(self) -> list[Staging]:
         """One for each direction."""
-        device, pinned = self.memory.device, self._offload.pin_memory
+        device, pinned = self.memory.device, self.offload.pin_memory
         made = [Staging(partial(mark, device), pinned=pinned) for _ in self.lanes]
         for each in made:
             self.memory.book_elsewhere(each, HOST, STAGING_ROLE, each.bytes)
         return made
-
-    @property
-    def casts_at_home(self) -> bool:
-        """Whether the host casts main weights where they lie. A disk would have to write them."""
-        return self._offload.main_weights == HOST
-
-    @cached_property
-    def main_weights(self) -> Homes | None:
-        """Makes homes of main weights; None: they stay on the device."""
-        return self.homes("main_weights") if self.moves("main_weights") else None
-
-    @cached_property
-    def gradients(self) -> Homes | None:
-        """Makes homes of gradients; None: they stay on the device."""
-        return self.homes("gradients") if self.moves("gradients") else None
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:

@@ -12,8 +12,8 @@ rank computes the scales, and so the bytes, of the unsharded parameter.
 A subclass of :class:`ScaledCodec` gives ``largest``, ``encoded_dtype`` (of another size than one
 byte with ``wire_dtype``) and :meth:`~ScaledCodec.to_encoded`; a subclass of :class:`ScaledEncoding`
 is its rule for ``fe.shard(codec_rules=...)``. ``float8.py`` is one, the int8 codec of
-``tests/codecs/int8_codec.py`` another. NaN and Inf pass through the scale: a scale that is NaN or
-Inf makes all elements that share it NaN.
+``tests/extensions/fp8/int8_codec.py`` another. NaN and Inf pass through the scale: a scale that is
+NaN or Inf makes all elements that share it NaN.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from fsdp_engine.codecs.base import ParamCodec, Piece
 from fsdp_engine.comm.collectives import Steps, max_steps
+from fsdp_engine.extensions.fp8.decoded_weights import DecodingCodec
 from fsdp_engine.memory import allocator
 from fsdp_engine.patterns import compile_pattern
 from fsdp_engine.precision import ParamDtypes
@@ -111,7 +112,7 @@ class _Grid:
         return scales[self.first : self.stop].view(self.scale_rows, self.scale_columns)
 
 
-class ScaledCodec(ParamCodec):
+class ScaledCodec(DecodingCodec):
     """Base class of codecs with scales; see the module docstring. One object serves one buffer.
 
     Attributes:
@@ -120,8 +121,7 @@ class ScaledCodec(ParamCodec):
     """
 
     wire_dtype = torch.uint8
-    decodes = True
-    encodes_once = True
+    keeps_wire = True  # encoding communicates
     largest: float
     encoded_dtype: torch.dtype
 

@@ -17,7 +17,8 @@ on a shadow that holds the slices of the chunk and their state on the device.
 
 Weights return with the state; gradients do not. The host waits for the last copies of weights,
 since users read parameters at their homes. With ``Offload.overlap_forward`` "compute" is a lane of
-its own, which the next forward overlaps: [Note: Steps beside forward] in ``comm/pending_steps.py``.
+its own, which the next forward overlaps: [Note: Steps beside forward] in
+``step_beside_forward.py``.
 Chunks are stepped in the order of units then. The memory of a chunk on the device comes from the
 allocator as it comes in, and goes when it is written back: chunk k + 1 is allocated when chunk
 k - 1 is gone, so there are never more than two.
@@ -42,15 +43,16 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Ticket
-from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
-from fsdp_engine.comm.pending_steps import finish_pending_steps
+from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
+from fsdp_engine.extensions.offload.offloading import Offloading
+from fsdp_engine.extensions.offload.owned_homes import copy_moved
+from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
-from fsdp_engine.memory.home import Home, Homes, Steps
+from fsdp_engine.memory.home import Home, HomePart, Homes, Steps
 from fsdp_engine.optim.chunked_step import Shadows, called_once, entries_of, with_closures
-from fsdp_engine.optim.owned_homes import copy_moved
 from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import (
     Shadow,
@@ -79,6 +81,22 @@ _TRIAL_SHAPE = (4099,)
 def _slice_within(value: Tensor) -> Tensor:
     """This rank's part of ``value``."""
     return slice_of(value) if isinstance(value, FlatDTensor) else value
+
+
+class OffloadedBuffer(NamedTuple):
+    """Homes of a buffer.
+
+    Attributes:
+        params: its sharded parameters.
+        main: the home of their slices; None: they are on the device.
+        gradients: the home of their gradients; None: they are on the device.
+        pending: their step, while compute has not waited for it.
+    """
+
+    params: Sequence[Tensor]
+    main: Home | None
+    gradients: HomePart | None
+    pending: PendingStep
 
 
 class _Unit(NamedTuple):
@@ -427,8 +445,9 @@ class _Chunk:
             held: gradients that it reads in memory that is not the engine's.
         """
         for pending in self._pending:
-            pending.begin(ticket)
-            pending.hold(*held)
+            if isinstance(pending, StepBesideForward):
+                pending.begin(ticket)
+                pending.hold(*held)
 
     def finish_pending(self) -> None:
         """Compute waits for the step."""
@@ -518,21 +537,16 @@ class OffloadedStep(StepHook):
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
-    def home_of(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
-        """The place of a state at its home, as ``optimizer.state`` will hold it, for the values of
-        a checkpoint; None if it has none."""
+    def kept_state(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
+        """See :class:`StepHook`: the place of a state at its home."""
         if (found := self._slot_of.get(id(param))) is None:
             return None
         self._offload.wait()
         kept = found[0].kept[found[1]].get(key)
         return kept if kept is not None and kept.dtype == dtype else None
 
-    def check_home(self, param: Tensor, key: Any) -> None:
-        """Check that a state tensor of the parameter's shape can be loaded.
-
-        Raises:
-            ValueError: ``param`` is one of this optimizer, and its state has no home for it.
-        """
+    def check_kept_state(self, param: Tensor, key: Any) -> None:
+        """See :class:`StepHook`."""
         if (found := self._slot_of.get(id(param))) is not None:
             chunk, place = found
             chunk.check_home(place, key)
@@ -589,7 +603,7 @@ class OffloadedStep(StepHook):
         may be changed before it has read them.
         """
         memory = self._offload.memory
-        if not self._offload.overlaps_forward or memory.has_pool:
+        if not self._offload.overlaps_forward or memory.is_fixed:
             return False
         groups = (
             value

@@ -1,2 +1,0 @@
-"""Values that are assigned to sharded parameters: ``module.weight = nn.Parameter(...)``,
-``load_state_dict(assign=True)``."""

@@ -1,0 +1,115 @@
+"""Values of the first rank: checks that it has them, and broadcasts buffers.
+
+Buffers of parameters broadcast theirs when they are built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_engine.comm.collectives import broadcast_together_, gather_objects
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.extensions.initial_values.comparison import Comparison, digest_of, has_experts
+
+
+def check_first_has_all(comparison: Comparison, lacks: str) -> None:
+    """Some ranks have values where others are on the meta device: the first must have them."""
+    found: list[Any] = gather_objects(
+        (comparison.holdings.details, lacks), comparison.mesh.control_group
+    )
+    firsts: dict[str, tuple[int, set[str]]] = {}
+    for rank, (details, missing) in enumerate(found):
+        for scope, (metas, _) in details.items():
+            if scope not in firsts:
+                if missing and metas:
+                    raise ValueError(missing)
+                firsts[scope] = rank, set(metas)
+            first, first_metas = firsts[scope]
+            held = first_metas.difference(metas)
+            if held:
+                name = next(each for each in found[first][0][scope][0] if each in held)
+                raise ValueError(
+                    f"{name}: expected values on data-parallel rank {first}, the first, from which "
+                    f"others on the meta device get them; found it on the meta device there, and "
+                    f"values on rank {rank}. Build the model with values on rank {first} (and on "
+                    "the meta device on the others, if you like), or on the meta device on all"
+                )
+
+
+def broadcast_buffers(model: nn.Module, mesh: DataMesh, experts: DataMesh | None) -> None:
+    """Give all ranks the first one's buffers; experts, the first of theirs. Collective.
+
+    A buffer that several modules have on the first rank becomes one buffer on all ranks. On ranks
+    that were moved to the meta device, torch has made a tensor for each module.
+
+    Raises:
+        ValueError: ranks have buffers of other names, shapes or dtypes; on all ranks.
+    """
+    places: dict[bool, dict[str, tuple[nn.Module, str]]] = {False: {}, True: {}}
+    for prefix, module in model.named_modules():
+        is_expert_module = experts is not None and has_experts(module)
+        for attribute, buffer in module._buffers.items():
+            if type(buffer) is Tensor and buffer.layout == torch.strided:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                places[is_expert_module][name] = module, attribute
+    for of_experts, own in places.items():
+        ranks = experts if of_experts and experts is not None else mesh
+        if ranks is mesh or experts is not None:
+            _broadcast(own, ranks)
+
+
+def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> None:
+    """Give ``ranks`` the buffers of the first of them.
+
+    Args:
+        places: module and attribute of each buffer, by name.
+        ranks: of the same buffers.
+    """
+    buffers = {name: module._buffers[attribute] for name, (module, attribute) in places.items()}
+    first_names: dict[int, str] = {}
+    owners = {name: first_names.setdefault(id(buffer), name) for name, buffer in buffers.items()}
+    mine = [f"{n}: shape {tuple(b.shape)}, {b.dtype}" for n, b in buffers.items() if b is not None]
+    told: list[Any] = gather_objects(
+        (digest_of(mine), owners if ranks.is_first else None), ranks.control_group
+    )
+    if any(digest != told[0][0] for digest, _ in told):
+        _raise_first_other_buffer(mine, ranks)
+    sent: list[Tensor] = []
+    for name, owner in told[0][1].items():
+        module, attribute = places[name]
+        if owner != name:
+            other, of_other = places[owner]
+            module._buffers[attribute] = other._buffers[of_other]
+            continue
+        buffer = module._buffers[attribute]
+        assert buffer is not None
+        if not buffer.numel():
+            continue
+        # Two modules may have one buffer here and two on the first rank. An expanded tensor
+        # cannot be written to.
+        if owners[name] != name or 0 in buffer.stride():
+            buffer = module._buffers[attribute] = buffer.clone(
+                memory_format=torch.contiguous_format
+            )
+        sent.append(buffer.detach())
+    values = [buffer.reshape(-1).view(torch.uint8) for buffer in sent]
+    broadcast_together_(values, ranks.control_group)
+    for value, buffer in zip(values, sent, strict=True):
+        buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
+
+
+def _raise_first_other_buffer(mine: list[str], ranks: DataMesh) -> None:
+    found: list[Any] = gather_objects(mine, ranks.control_group)
+    for rank, other in enumerate(found):
+        for one, two, has, lacks in ((found[0], other, 0, rank), (other, found[0], rank, 0)):
+            for line in one:
+                if line not in two:
+                    raise ValueError(
+                        f"{line.partition(': ')[0]}: expected the same buffers on all ranks, which "
+                        f"get the first rank's values; found [{line}] on data-parallel rank {has} "
+                        f"and not on rank {lacks}. Build the same model on all ranks"
+                    )
+    raise ValueError("buffers: expected the same order on all ranks; found others")

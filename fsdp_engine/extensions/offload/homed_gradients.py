@@ -1,0 +1,86 @@
+"""Gradients that lie at homes.
+
+Reductions write into transient memory, which is brought before, where they add to it, and is
+written home after. Published gradients are tensors over the home, which has its memory for good, so
+that the next step writes over those that the user holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from fsdp_engine.buffers.gradient_shard import GradientShard
+from fsdp_engine.buffers.redistribute import BufferContext, ShardedBuffer
+from fsdp_engine.buffers.spec import BufferSpec
+from fsdp_engine.comm.lanes import Chain, Lane
+from fsdp_engine.memory.allocator import TransientStorage, alias
+from fsdp_engine.memory.home import HomePart, Homes
+
+
+def homed_shards(spec: BufferSpec) -> list[tuple[int, torch.dtype]]:
+    """Returns depths and dtypes of the shards of gradients that lie at homes: accumulated ones,
+    and, where their dtype is another, those that the optimizer reads."""
+    dtypes = spec.kind.dtypes
+    shards = [(spec.grad_depth, dtypes.main_grad)]
+    if dtypes.optim_grad != dtypes.main_grad:
+        shards.append((spec.optim_depth, dtypes.optim_grad))
+    return shards
+
+
+class HomedShard(GradientShard):
+    """See the module docstring.
+
+    Args:
+        spec, context, depth, dtype: see :class:`GradientShard`.
+        homes: makes the home.
+        lanes: those of copies to the device and from it.
+    """
+
+    is_resident = True
+    rest_bytes = 0
+
+    def __init__(
+        self,
+        spec: BufferSpec,
+        context: BufferContext,
+        depth: int,
+        dtype: torch.dtype,
+        homes: Homes,
+        lanes: Sequence[Lane],
+    ) -> None:
+        super().__init__(spec, context, depth, dtype)
+        self._into, self._out = lanes
+        at, numel = self._at, self._numel
+        self.home = homes.make(numel * dtype.itemsize, self._out.drain)
+        self._buffer = ShardedBuffer(spec.layout, at, depth, alias(self.home.bytes.view(dtype)))
+        storage: TransientStorage = context.memory.transient(numel, dtype, "staging")
+        self.memory = (storage,)
+        with storage.while_filled():
+            self._work = ShardedBuffer(spec.layout, at, depth, storage.view(0, (numel,)))
+            self._bytes = self._work.tensor.view(torch.uint8)
+
+    def part_at(self, depth: int) -> HomePart:
+        """Returns where the part at ``depth`` lies."""
+        part = self._buffer.narrow(depth)
+        return HomePart(self.home, int(part.storage_offset()) * part.itemsize, part.nbytes)
+
+    def allocate(
+        self, storages: list[TransientStorage], *, sent: bool
+    ) -> tuple[ShardedBuffer, ShardedBuffer]:
+        """See :class:`GradientShard`."""
+        return self._buffer, self._work
+
+    def add_bring(self, chain: Chain) -> None:
+        """See :class:`GradientShard`."""
+        bring, reads = partial(self.home.bring, self._bytes), [self._buffer.tensor]
+        label = f"bring {self._spec.label}"
+        chain.add(self._into, label, bring, reads=reads, writes=[self._bytes])
+
+    def add_take(self, chain: Chain) -> None:
+        """See :class:`GradientShard`."""
+        take, writes = partial(self.home.take, self._bytes), [self._buffer.tensor]
+        label = f"return {self._spec.label}"
+        chain.add(self._out, label, take, reads=[self._bytes], writes=writes)

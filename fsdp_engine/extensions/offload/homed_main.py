@@ -1,0 +1,135 @@
+"""Main weights that lie at a home."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.accelerator import is_accelerator
+from fsdp_engine.buffers.main_shard import MainShard
+from fsdp_engine.buffers.redistribute import BufferContext, Gather
+from fsdp_engine.buffers.spec import BufferSpec
+from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.comm.lanes import Chain
+from fsdp_engine.layout import Coordinate
+from fsdp_engine.memory.allocator import TransientStorage, alias
+from fsdp_engine.memory.home import Home, Homes
+from fsdp_engine.strategies import Role, Strategy
+
+
+class HomedMain(MainShard):
+    """Main weights at a home. Gathers bring them from there:
+
+        identity codec         home --> this rank's part of full
+        cast, OPTIM at PARAM   home --cast by the host--> home of compute weights --> part of full
+        others, or a disk      home --> transient memory --encode--> as without a home
+
+    The second is for host memory: microbatches bring compute weights more often than main weights
+    change. A disk would write them for that.
+    """
+
+    is_resident = False
+
+    def __init__(
+        self,
+        spec: BufferSpec,
+        context: BufferContext,
+        codec: ParamCodec,
+        homes: Homes,
+        *,
+        is_cast: bool,
+    ) -> None:
+        at = context.mesh_communicators.mesh.coordinate
+        self.home = homes.make(bytes_of_main(spec, at), context.lanes.drain)
+        main = alias(self.home.bytes.view(spec.kind.dtypes.main))
+        super().__init__(spec, context, codec, main)
+        if is_accelerator(context.memory.device):
+            self.before_change = context.lanes.drain_gathers  # which read the home
+        self._lane = context.lanes.encode
+        self._sent: Home | None = self.home if codec.is_identity else None
+        if is_cast:
+            num_bytes = main.numel() * codec.wire_dtype.itemsize
+            self._sent = homes.make(num_bytes, context.lanes.drain)
+        self._brought: TransientStorage | None = None
+        if self._sent is None:
+            self._brought = context.memory.transient(main.numel(), main.dtype, "full")
+            self.memory = (self._brought,)
+
+    def prepare(self) -> Chain:
+        """See :class:`MainShard`: the host casts."""
+        chain, codec, main = Chain(), self._codec, self.buffer.tensor
+        if self._sent is not None and self._sent is not self.home:
+            sent = self._sent.bytes.view(codec.wire_dtype)
+            cast = partial(codec.encode, main, (sent,))
+            label = f"encode {self._spec.label}"
+            chain.add(self._lane, label, cast, reads=[main], writes=[sent])
+        return chain
+
+    def source(self) -> Gather:
+        """See :class:`MainShard`."""
+        spec, codec, home = self._spec, self._codec, self.home
+        if (sent := self._sent) is not None:
+
+            def bring(part: Tensor) -> Steps:
+                return sent.bring(part.view(torch.uint8))
+
+            return Gather(spec.label, spec.tag, bring, reads=[sent.bytes])
+        assert self._brought is not None
+        with self._brought.while_filled():
+            brought = self._brought.view(0, (self._brought.numel,))
+            brought_bytes = brought.view(torch.uint8)
+
+        def bring_and_encode(wire: Tensor) -> Steps:
+            yield from home.bring(brought_bytes)
+            yield from codec.encode(brought, (wire,))
+
+        writes = [brought, *codec.state]
+        reads = [self.buffer.tensor]
+        return Gather(spec.label, spec.tag, bring_and_encode, reads=reads, writes=writes)
+
+    def changed_on_host(self) -> None:
+        """See :class:`MainShard`."""
+        self.home.flush()
+
+
+def bytes_of_main(spec: BufferSpec, at: Coordinate) -> int:
+    """Bytes of main weights on the rank at ``at``."""
+    start, stop = spec.layout.range(spec.optim_depth, at)
+    return (stop - start) * spec.kind.dtypes.main.itemsize
+
+
+def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
+    """Whether main weights can lie elsewhere: they are no part of compute weights that are kept."""
+    if codec.is_identity:
+        return strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM) > 0
+    return codec.encodes_shards
+
+
+def check_leaves_device(
+    strategy: Strategy, codec: ParamCodec, main: torch.dtype, of: str = ""
+) -> None:
+    """Check that trainable main weights can lie in host memory beside an accelerator.
+
+    Args:
+        main: their dtype.
+        of: "of" and their unit, for the error.
+
+    Raises:
+        ValueError: they would stay on the accelerator, and their gradients would not.
+    """
+    if not can_leave_device(strategy, codec):
+        named = f" {of}" if of else ""
+        raise ValueError(
+            f"offload.main_weights: expected main weights{named} that are no part of compute "
+            "weights on the device: the level optim_grads_params, or another param_dtype; found "
+            f"{strategy} with both in {main}"
+        )
+
+
+def is_cast_at_home(strategy: Strategy, codec: ParamCodec) -> bool:
+    """Whether compute weights lie at a home in host memory, too, beside main weights there."""
+    encodes = codec.is_identity or codec.weights_class is not None
+    return not encodes and strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM)

@@ -1,0 +1,35 @@
+"""Places of parameters: the modules and attributes that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fsdp_engine.runtime.unit import Unit
+
+
+@dataclass(frozen=True)
+class ParamPlace:
+    """One place of one parameter: its name, names tied to it, and its two tensors."""
+
+    name: str
+    others: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    full: Tensor
+    sharded: Tensor
+
+
+def places_of(units: Sequence[Unit]) -> list[ParamPlace]:
+    """Returns every place of every parameter of ``units``."""
+    return [
+        ParamPlace(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
+        for unit in units
+        for buffer in unit.buffers
+        for record, full, sharded in zip(
+            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
+        )
+        for module, attribute in record.owners
+    ]

@@ -1,0 +1,70 @@
+"""Weights that Transformer Engine has quantized: their bytes are gathered."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_engine.codecs.base import CodecRule, ParamCodec
+from fsdp_engine.codecs.param_class import ParamClass, add_param_class
+from fsdp_engine.strategies import Strategy
+
+__all__ = ["TransformerEngine", "TransformerEngineCodec"]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns an object of ``quantized_codec.py``, which is imported at its first use."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_codec(), name)
+
+
+def _codec() -> Any:
+    """The module of the codec, which is imported for the first such weight."""
+    return importlib.import_module(f"{__name__}.quantized_codec")
+
+
+def is_quantized(param: Tensor) -> bool:
+    """Returns whether ``param`` is one of TE's quantized tensors. Does not import TE."""
+    packages = (kind.__module__.partition(".")[0] for kind in type(param).__mro__)
+    return "transformer_engine" in packages
+
+
+class QuantizedTensors(ParamClass):
+    """See :class:`ParamClass`: classes of Transformer Engine."""
+
+    def takes(self, param: Tensor) -> bool:
+        """See :class:`ParamClass`."""
+        return is_quantized(param)
+
+    def rule(self, config: Any) -> CodecRule:
+        """See :class:`ParamClass`."""
+        keeps, through = config.keep_fp8_transpose_cache, config.reuse_grad_buf_for_mxfp8_param_ag
+        rule: CodecRule = _codec().TransformerEngine(keeps, through)
+        return rule
+
+    def extra_tensors(self, module: nn.Module) -> Mapping[str, Tensor]:
+        """See :class:`ParamClass`: amaxes and scales of delayed scaling, which depends on past
+        steps. Transformer Engine saves them as a pickle, which it does not load by default."""
+        meta = getattr(module, "fp8_meta", None)
+        if not isinstance(meta, dict) or not getattr(module, "primary_weights_in_fp8", False):
+            return {}
+        return {
+            f"{direction}.{name}": tensor
+            for direction in ("scaling_fwd", "scaling_bwd")
+            for name in ("scale", "amax_history")
+            if isinstance(tensor := getattr(meta.get(direction), name, None), Tensor)
+        }
+
+    def check_config(self, config: Any, strategy: Strategy, codecs: Iterable[ParamCodec]) -> None:
+        """See :class:`ParamClass`."""
+        if config.keep_fp8_transpose_cache or config.reuse_grad_buf_for_mxfp8_param_ag:
+            _codec().check_config(config, strategy, codecs)
+
+
+def register() -> None:
+    """Let engines shard such weights."""
+    add_param_class(QuantizedTensors())
