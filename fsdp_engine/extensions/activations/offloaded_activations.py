@@ -46,14 +46,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_engine.comm.lanes import (
-    ACTIVATION_LANES,
-    GradientStream,
-    Lane,
-    Steps,
-    Ticket,
-    make_copy_lanes,
-)
+from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, make_copy_lanes
+from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket
 from fsdp_engine.extensions.activations.checkpointing import (
     SELECTIVE,
     Checkpointing,
