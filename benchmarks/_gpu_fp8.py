@@ -70,7 +70,11 @@ def gathered_bytes(model: nn.Module, level: str, rules: Any = ()) -> int:
     model.requires_grad_(False)
     try:
         found = estimate(
-            model, world_size=RANKS, strategy=level, mp_policy=POLICY, codec_rules=rules
+            model,
+            world_size=RANKS,
+            strategy=level,
+            mp_policy=POLICY,
+            extensions=[fe.CodecRules(rules)],
         )
     finally:
         model.requires_grad_(True)

@@ -257,8 +257,9 @@ def make_engine(
     """The model under this engine, gradients reduced in bf16."""
     model = make_model(config)
     ahead = sum(p.numel() for p in model.blocks[0].parameters())
-    options = fe.DistributedDataParallelConfig(
-        suggested_communication_unit_size=ahead if name == LEVEL_3_ONE_AHEAD else None
+    options = fe.Options(
+        prefetch_window=ahead if name == LEVEL_3_ONE_AHEAD else None,
+        staging_limit=ahead if name == LEVEL_3_ONE_AHEAD else None,
     )
     level = name if name in LEVELS else LEVELS[3]
     policy = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
@@ -267,8 +268,8 @@ def make_engine(
         mesh=mesh,
         strategy=level,
         mp_policy=policy,
-        config=options,
-        codec_rules=codec_rules,
+        options=options,
+        extensions=[fe.CodecRules(codec_rules)],
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     fe.shard_optimizer(optimizer)

@@ -103,7 +103,7 @@ def simulated(way: str) -> dict[str, float]:
         batch=torch.zeros(ROWS, DIM),
         machine=machine,
         optimizer=adamw,
-        min_unit_size=0,
+        options=fe.Options(min_unit_size=0),
         **WAYS[way][1],
     )
     return {
@@ -119,7 +119,7 @@ def make_step(way: str, model: Model, clips: bool = False) -> Callable[[], None]
     kind, options = WAYS[way]
     called: nn.Module = model
     if kind == "engine":
-        fe.shard(model, min_unit_size=0, **options)
+        fe.shard(model, options=fe.Options(min_unit_size=0), **options)
     elif kind == "ddp":
         called = nn.parallel.DistributedDataParallel(model.to(on.DEVICE), **options)
     else:

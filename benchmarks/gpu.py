@@ -257,9 +257,13 @@ def _sanitized_steps(mesh: DeviceMesh, level: str, ahead: int | None) -> str:
     try:
         model = make_model(config)
         policy = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
-        options = fe.DistributedDataParallelConfig(suggested_communication_unit_size=ahead)
+        options = fe.Options(prefetch_window=ahead, staging_limit=ahead, min_unit_size=0)
         engine = fe.shard(
-            model, mesh=mesh, strategy=level, mp_policy=policy, config=options, min_unit_size=0
+            model,
+            mesh=mesh,
+            strategy=level,
+            mp_policy=policy,
+            options=options,
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         fe.shard_optimizer(optimizer)

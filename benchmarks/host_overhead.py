@@ -63,7 +63,7 @@ def make_step(model: nn.Module) -> Callable[[], None]:
 def watch(seconds: float) -> dict[str, float]:
     """Processor time of this rank's monitoring thread per second, and steps per second."""
     model = make_model(num_units=10)
-    fe.shard(model, min_unit_size=0)
+    fe.shard(model, options=fe.Options(min_unit_size=0))
     step = make_step(model)
     (thread,) = (each for each in threading.enumerate() if each.name == THREAD_NAME)
 
@@ -102,7 +102,7 @@ def main() -> None:
     steps["FSDP2"] = make_step(fsdp2)
     for level in LEVELS:
         model = make_model(args.units)
-        fe.shard(model, strategy=level, min_unit_size=0)
+        fe.shard(model, strategy=level, options=fe.Options(min_unit_size=0))
         steps[level] = make_step(model)
 
     times = harness.interleave(steps, args.rounds, clock=time.process_time)

@@ -68,7 +68,11 @@ def build(num_elements: float, offload: fe.Offload | None = None) -> tuple[nn.Mo
         layers = [nn.Linear(width, width, bias=False) for _ in range(NUM_MATRICES)]
         model = nn.Sequential(*layers)
     engine = fe.shard(
-        model, strategy="optim_grads_params", units=[nn.Linear], min_unit_size=0, offload=offload
+        model,
+        strategy="optim_grads_params",
+        units=[nn.Linear],
+        options=fe.Options(min_unit_size=0),
+        extensions=[] if offload is None else [offload],
     )
     model(torch.ones(1, width)).sum().backward()
     with torch.no_grad():

@@ -86,7 +86,7 @@ def measure(stopwatch: Stopwatch, level: str, num_micro: int, rounds: int) -> di
     """Milliseconds of a microbatch, by method."""
     torch.manual_seed(0)
     model = Model()
-    engine = fe.shard(model, strategy=level, min_unit_size=0)
+    engine = fe.shard(model, strategy=level, options=fe.Options(min_unit_size=0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     x, found = torch.randn(4, NUMEL), []
     for _ in range(rounds):

@@ -294,16 +294,21 @@ def measure_engine(
 ) -> dict[str, Any]:
     """One run of this engine."""
     param_dtype, reduce_dtype = PRECISIONS[precision]
-    options = fe.DistributedDataParallelConfig(
-        suggested_communication_unit_size=budget,
-        reduce_scatter_with_fp32_accumulation=accumulate_in_fp32,
+    options = fe.Options(
+        prefetch_window=budget,
+        staging_limit=budget,
+        sum_in_fp32=accumulate_in_fp32,
+        min_unit_size=0,
     )
     policy = fe.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     engine, found = track(
         config,
         # A unit for each block, as in the other engine.
         lambda model: fe.shard(
-            model, strategy=level, mp_policy=policy, config=options, min_unit_size=0
+            model,
+            strategy=level,
+            mp_policy=policy,
+            options=options,
         ),
     )
     rows = engine.describe().rows

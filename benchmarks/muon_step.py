@@ -90,7 +90,9 @@ def step_times(rounds: int, num_blocks: int, width: int) -> dict[str, Any]:
         else:
             level = "optim_grads_params" if name in (OWNERS, UNCUT) else "no_shard"
             granule = fe.whole_tensors if name == UNCUT else None
-            engine = fe.shard(model, strategy=level, units=[Block], granule=granule)
+            engine = fe.shard(
+                model, strategy=level, units=[Block], options=fe.Options(granule=granule)
+            )
         optimizer = torch.optim.Muon(model.parameters(), lr=1e-3)
         if name in (OWNERS, REPLICATED, UNCUT):
             fe.shard_optimizer(optimizer)

@@ -32,8 +32,7 @@ def make_step(level: str, checks: bool) -> Callable[[], None]:
     config, num_sequences = SIZES[SIZE]
     torch.manual_seed(0)
     model = GPT(config)
-    options = fe.DistributedDataParallelConfig(check_for_nan_in_grad=checks)
-    fe.shard(model, strategy=level, config=options)
+    fe.shard(model, strategy=level, extensions=[fe.GradientChecks()] if checks else [])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     fe.shard_optimizer(optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())

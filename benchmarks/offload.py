@@ -188,7 +188,7 @@ def steps(size: str, rounds: int, folder: str) -> dict[str, Any]:
     def add(name: str, offload: fe.Offload | None) -> int:
         torch.manual_seed(0)
         model = GPT(config)
-        fe.shard(model, strategy=LEVEL, offload=offload)
+        fe.shard(model, strategy=LEVEL, extensions=[] if offload is None else [offload])
         optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
         model(tokens, tokens.roll(-1, 1)).loss.backward()
 
@@ -262,7 +262,7 @@ def train(
     torch.manual_seed(0)
     with torch.device("meta"):
         model = GPT(config)
-    engine = fe.shard(model, strategy=LEVEL, offload=offload)
+    engine = fe.shard(model, strategy=LEVEL, extensions=[] if offload is None else [offload])
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, config.vocab_size, (1, config.sequence_length), generator=generator)

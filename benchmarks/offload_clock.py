@@ -225,7 +225,7 @@ def run() -> dict[str, Any]:
                         batch=(tokens, tokens),
                         machine=machine,
                         mp_policy=policy,
-                        checkpointing=True,
+                        extensions=[fe.Recompute()],
                         offload=offload,
                     )
                     for key, offload in OFFLOADS.items()

@@ -63,10 +63,8 @@ def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
             model,
             strategy=level,
             mp_policy=policy,
-            min_unit_size=0,
-            config=fe.DistributedDataParallelConfig(
-                fsdp_double_buffer=planned, suggested_communication_unit_size=budget
-            ),
+            options=fe.Options(prefetch_window=budget, staging_limit=budget, min_unit_size=0),
+            extensions=[fe.Arenas()] if planned else [],
         )
         tokens = torch.randint(config.vocab_size, (1, 17)) + 0 * dist.get_rank()
         for step in range(4):

@@ -382,7 +382,7 @@ JOBS = [
 # IBM's jobs checkpoint "every n blocks"; HFU over MFU of their 13B is that of each second one.
 CHECKPOINTING = {
     "nothing": False,
-    "every 2nd block": fe.Checkpointing(every=2),
+    "every 2nd block": fe.Recompute(every=2),
     "selective": "selective",
     "all": True,
 }

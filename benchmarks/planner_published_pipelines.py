@@ -88,7 +88,7 @@ def plan(schedule: str, microbatches: int) -> dict[str, Any]:
             machine=GRAND_TETON,
             quick=True,
             strategy="optim",
-            checkpointing=True,
+            extensions=[fe.Recompute()],
             mp_policy=BF16,
         )
     speed = found.tokens_per_second / RANKS

@@ -67,7 +67,7 @@ def plan(name: str, machine: fe.Machine) -> dict[str, dict[str, float]]:
         meshes=[(2,), (2, 1)],
         checkpointing=(False,),
         memory=2**50,
-        min_unit_size=0,
+        options=fe.Options(min_unit_size=0),
     )
     found = {}
     for each in planning.outcomes:
@@ -108,7 +108,7 @@ def make_step(name: str, pair: tuple[str, str], mesh: Any) -> tuple[fe.Engine, C
     """An engine and a step of a fresh model."""
     torch.manual_seed(0)
     model = GPT(MODELS[name][0])
-    engine = fe.shard(model, mesh, *pair, min_unit_size=0)
+    engine = fe.shard(model, mesh, *pair, options=fe.Options(min_unit_size=0))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     fe.shard_optimizer(optimizer)
     inputs = batch(name)

@@ -198,7 +198,9 @@ def train_engine(place: Place, lighthouse: str) -> None:
     place.wrap(state_transport, "_receive_into", "healing, receiver", after=True)
     place.wrap(state_transport, "_send", "healing, sender", after=True)
     model = make_model(place)
-    engine = fe.shard(model, strategy="optim_grads_params", units=list(model), min_unit_size=0)
+    engine = fe.shard(
+        model, strategy="optim_grads_params", units=list(model), options=fe.Options(min_unit_size=0)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     fe.shard_optimizer(optimizer)
     optimizer.register_step_pre_hook(lambda *_: place.at("optimizer step"))
@@ -234,7 +236,9 @@ def train_engine(place: Place, lighthouse: str) -> None:
 def read_checkpoints(place: Place, _: str) -> None:
     """Load all complete checkpoints of replicas, and log their weights."""
     model = make_model(place)
-    engine = fe.shard(model, strategy="optim_grads_params", units=list(model), min_unit_size=0)
+    engine = fe.shard(
+        model, strategy="optim_grads_params", units=list(model), options=fe.Options(min_unit_size=0)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     fe.shard_optimizer(optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)

@@ -73,8 +73,8 @@ def build(engine: str, model: GPT, low: torch.dtype | None, budget: int | None) 
     """The model, sharded by one of the engines."""
     if engine == LEVEL:
         policy = fe.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
-        config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget)
-        fe.shard(model, strategy=LEVEL, mp_policy=policy, config=config)
+        options = fe.Options(prefetch_window=budget, staging_limit=budget)
+        fe.shard(model, strategy=LEVEL, mp_policy=policy, options=options)
         return model
     policy2 = FSDP2Policy(param_dtype=low, reduce_dtype=low)
     for block in model.blocks:

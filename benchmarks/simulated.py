@@ -50,9 +50,9 @@ def sizes_for(outer: str) -> tuple[int, int]:
     return (1, 2) if outer == PAIRS[0][1] else (2, 1)
 
 
-def config_for(budget: int | None) -> fe.DistributedDataParallelConfig:
-    """All defaults but the budget."""
-    return fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget)
+def options_for(budget: int | None) -> fe.Options:
+    """A unit for each block, and the budget."""
+    return fe.Options(prefetch_window=budget, staging_limit=budget, min_unit_size=0)
 
 
 def gpt_batch() -> tuple[Tensor, Tensor]:
@@ -79,8 +79,7 @@ def predict(machine: fe.Machine) -> dict[str, float]:
             machine=machine,
             strategy=pair[0],
             outer_strategy=pair[1],
-            config=config_for(budget),
-            min_unit_size=0,
+            options=options_for(budget),
         )
         found[name] = result.seconds
     return found
@@ -105,7 +104,7 @@ def make_step(pair: tuple[str, str], budget: int | None, mesh: Any) -> Callable[
     """A step of a fresh model."""
     torch.manual_seed(0)
     model = GPT(GPT_CONFIG)
-    fe.shard(model, mesh, *pair, config=config_for(budget), min_unit_size=0)
+    fe.shard(model, mesh, *pair, options=options_for(budget))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     fe.shard_optimizer(optimizer)
     batch = gpt_batch()
@@ -332,7 +331,7 @@ def run_budgets() -> dict[str, Any]:
                     "strategy": pair[0],
                     "outer_strategy": pair[1],
                     "mp_policy": policy,
-                    "config": config_for(budget),
+                    "options": fe.Options(prefetch_window=budget, staging_limit=budget),
                 }
                 world_size = sizes[0] * sizes[1]
                 found = fe.simulate(

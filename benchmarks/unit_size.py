@@ -82,7 +82,7 @@ def engine_step(num_blocks: int, width: int, level: str, group: int) -> Callable
     torch.manual_seed(0)
     model = Blocks(num_blocks, width)
     least = 0 if group == 1 else group * block_numel(width)
-    engine = fe.shard(model, strategy=level, min_unit_size=least)
+    engine = fe.shard(model, strategy=level, options=fe.Options(min_unit_size=least))
     assert len([unit for unit in engine.units if unit.buffers]) == num_blocks // group
     return make_step(model, sharded=True, width=width)
 
@@ -161,7 +161,7 @@ def simulated_step(mesh: tuple[int, ...], level: str, width: int, group: int) ->
         mesh=mesh,
         strategy=level,
         mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-        min_unit_size=0 if group == 1 else group * clock_numel(width),
+        options=fe.Options(min_unit_size=0 if group == 1 else group * clock_numel(width)),
     ).seconds
 
 

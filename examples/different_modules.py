@@ -168,7 +168,7 @@ def train(pattern: str, steps: int) -> None:
     """Trains a model of ``pattern`` and prints how it went."""
     torch.manual_seed(0)
     model = PATTERNS[pattern]()
-    engine = fe.shard(model, units=model.units, min_unit_size=0)
+    engine = fe.shard(model, units=model.units, options=fe.Options(min_unit_size=0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     fe.shard_optimizer(optimizer)
     losses, unused = [], 0

@@ -48,7 +48,7 @@ def batch_of(step: int, number: int, rank: int) -> tuple[Tensor, Tensor]:
 def train(args: argparse.Namespace) -> None:
     """A rank of a replica."""
     model = make_model(seed=0)
-    engine = fe.shard(model, units=list(model), min_unit_size=0)
+    engine = fe.shard(model, units=list(model), options=fe.Options(min_unit_size=0))
     rank = engine.ranks.rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     fe.shard_optimizer(optimizer)

@@ -294,17 +294,18 @@ def prepare(settings: Settings, kind: type[AnyJob]) -> AnyJob:
     policy = None
     if settings.dtype == "bf16":
         policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    codec_rules = []
+    extensions: list[fe.EngineExtension] = [
+        fe.Offload(settings.optimizer_state, settings.state_folder)
+    ]
     if settings.fp8_gather != "none":
-        codec_rules.append(fe.Float8(settings.fp8_gather))
+        extensions.append(fe.Float8(settings.fp8_gather))
     engine = fe.shard(
         model,
         mesh,
         strategy=settings.strategy,
         outer_strategy=settings.outer_strategy,
         mp_policy=policy,
-        codec_rules=codec_rules,
-        offload=fe.Offload(settings.optimizer_state, settings.state_folder),
+        extensions=extensions,
     )
     plan = BatchPlan(
         batch_size=settings.batch_size,

@@ -118,7 +118,7 @@ class Job:
         torch.manual_seed(0)
         with torch.device("meta"):
             model = GPT(self.config)
-        engine = fe.shard(model, strategy="optim_grads_params", offload=offload(self.folder))
+        engine = fe.shard(model, strategy="optim_grads_params", extensions=[offload(self.folder)])
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         fe.shard_optimizer(optimizer)
         for step in range(self.steps):

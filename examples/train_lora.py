@@ -144,7 +144,7 @@ def memory(
         model,
         world_size=num_ranks,
         strategy=settings.strategy,
-        codec_rules=codec_rules(settings),
+        extensions=extensions(settings),
         optimizer_bytes_per_element=8,
     )
     at_rest = found.weight_bytes + found.grad_bytes + found.optimizer_bytes
@@ -156,7 +156,7 @@ def memory(
     return lines, at_rest
 
 
-def codec_rules(settings: argparse.Namespace) -> list[fe.Float8]:
+def extensions(settings: argparse.Namespace) -> list[fe.Float8]:
     """Adapters are small and learn: they stay as they are."""
     return [fe.Float8(exclude=("**.lora_A.**", "**.lora_B.**"))] if settings.fp8_base else []
 
@@ -255,7 +255,7 @@ def prepare(settings: argparse.Namespace) -> Job:
         model,
         strategy=settings.strategy,
         initial_values="empty",
-        codec_rules=codec_rules(settings),
+        extensions=extensions(settings),
     )
     torch.manual_seed(settings.seed)  # of the adapters
     with warnings.catch_warnings():

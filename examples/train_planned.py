@@ -62,7 +62,7 @@ def train(settings: argparse.Namespace, planning: fe.StrategyPlan) -> list[float
     torch.manual_seed(0)
     with device:
         model = GPT(GPTConfig())
-    engine = fe.shard(model, strategy="auto", plan=planning)
+    engine = fe.shard(model, strategy=planning)
     rank, size = dist.get_rank(), dist.get_world_size()
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))
     text = read_corpus(settings.data).train

@@ -5,15 +5,15 @@ import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_name, public_names, register
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.step_listeners import add_step_check
+from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.units.granules import whole_rows, whole_tensors
 
 if TYPE_CHECKING:
     from fsdp_engine.checkpoint import (
@@ -24,53 +24,55 @@ if TYPE_CHECKING:
         load_safetensors,
         save_checkpoint,
     )
+    from fsdp_engine.codecs.base import CodecRules as CodecRules
+    from fsdp_engine.megatron.config import DistributedDataParallelConfig
     from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
-    from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-    from fsdp_engine.megatron.process_groups import ModelParallelGroups
+    from fsdp_engine.megatron.finalize_model_grads import (
+        finalize_model_grads as finalize_model_grads,
+    )
+    from fsdp_engine.megatron.process_groups import ModelParallelGroups as ModelParallelGroups
     from fsdp_engine.optim import shard_optimizer
-    from fsdp_engine.planner.estimates import Estimate, estimate
-    from fsdp_engine.planner.simulation.causal_lm_stages import CausalLMStages
-    from fsdp_engine.planner.simulation.machine import A100, B200, H100, H200, Machine, TwoWayLink
-    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation, simulate_pipeline
-    from fsdp_engine.planner.simulation.simulate import Simulation, simulate
-    from fsdp_engine.planner.simulation.simulation_error import SimulationError
-    from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
+    from fsdp_engine.planner.estimates import Estimate as Estimate
+    from fsdp_engine.planner.estimates import estimate
+    from fsdp_engine.planner.simulation.causal_lm_stages import CausalLMStages as CausalLMStages
+    from fsdp_engine.planner.simulation.machine import A100 as A100
+    from fsdp_engine.planner.simulation.machine import B200 as B200
+    from fsdp_engine.planner.simulation.machine import H100 as H100
+    from fsdp_engine.planner.simulation.machine import H200 as H200
+    from fsdp_engine.planner.simulation.machine import Machine as Machine
+    from fsdp_engine.planner.simulation.machine import TwoWayLink as TwoWayLink
+    from fsdp_engine.planner.simulation.pipeline import PipelineSimulation as PipelineSimulation
+    from fsdp_engine.planner.simulation.pipeline import simulate_pipeline as simulate_pipeline
+    from fsdp_engine.planner.simulation.simulate import Simulation as Simulation
+    from fsdp_engine.planner.simulation.simulate import simulate
+    from fsdp_engine.planner.simulation.simulation_error import SimulationError as SimulationError
+    from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan as apply_tp_plan
     from fsdp_engine.planner.strategy_plan import StrategyPlan
     from fsdp_engine.planner.strategy_search import plan
     from fsdp_engine.pretrained.load import load_pretrained
     from fsdp_engine.pretrained.save import save_pretrained
-    from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
-    from fsdp_engine.pretrained.weight_version import WeightVersion
+    from fsdp_engine.pretrained.weight_stream import WeightStream as WeightStream
+    from fsdp_engine.pretrained.weight_stream import weight_stream
+    from fsdp_engine.pretrained.weight_version import WeightVersion as WeightVersion
+    from fsdp_engine.units.granules import whole_rows as whole_rows
+    from fsdp_engine.units.granules import whole_tensors as whole_tensors
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
+# The other public names, of ``_LAZY_NAMES`` and of extensions, are not imported by ``*``.
 __all__ = [
-    "A100",
-    "B200",
-    "H100",
-    "H200",
-    "CausalLMStages",
     "Checkpointer",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Engine",
-    "Estimate",
+    "EngineExtension",
     "FlatDTensor",
     "LocalCheckpointer",
-    "Machine",
     "MixedPrecisionPolicy",
-    "ModelParallelGroups",
-    "PipelineSimulation",
-    "Simulation",
-    "SimulationError",
+    "Options",
     "StrategyPlan",
-    "TwoWayLink",
-    "WeightStream",
-    "WeightVersion",
-    "apply_tp_plan",
     "estimate",
     "export_safetensors",
-    "finalize_model_grads",
     "load_checkpoint",
     "load_pretrained",
     "load_safetensors",
@@ -81,10 +83,7 @@ __all__ = [
     "shard",
     "shard_optimizer",
     "simulate",
-    "simulate_pipeline",
     "weight_stream",
-    "whole_rows",
-    "whole_tensors",
 ]
 
 
@@ -105,6 +104,8 @@ _LAZY_NAMES = {
         *("Checkpointer", "LocalCheckpointer", "export_safetensors", "load_checkpoint"),
         *("load_safetensors", "save_checkpoint"),
     ),
+    "codecs.base": ("CodecRules",),
+    "megatron.config": ("DistributedDataParallelConfig",),
     "megatron.distributed_data_parallel": ("DistributedDataParallel",),
     "megatron.finalize_model_grads": ("finalize_model_grads",),
     "megatron.process_groups": ("ModelParallelGroups",),
@@ -122,6 +123,7 @@ _LAZY_NAMES = {
     "planner.simulation.simulate": ("Simulation", "simulate"),
     "planner.simulation.simulation_error": ("SimulationError",),
     "planner.simulation.tp_plan": ("apply_tp_plan",),
+    "units.granules": ("whole_rows", "whole_tensors"),
 }
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
 _MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
@@ -154,4 +156,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the public names, also those that were not imported yet."""
-    return sorted({*globals(), *__all__, *public_names()})
+    return sorted({*globals(), *__all__, *_LAZY, *public_names()})

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
-from fsdp_engine.config import Timing
 from fsdp_engine.extension_list import find_method, implementation
 from fsdp_engine.memory.allocator import DEVICE, PLACES, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
+from fsdp_engine.options import Timing
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import hook_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
@@ -68,7 +68,7 @@ class Engine:
         ranks: all ranks of the model: ``mesh``, or more, where parameters are DTensors over other
             mesh dimensions.
         strategy: the levels of both axes.
-        config: the options it was made with.
+        options: those that it was made with.
         policy: the dtypes it was made with.
         units: its units, the root first.
         budget: elements to prefetch.
@@ -87,13 +87,13 @@ class Engine:
         policy: MixedPrecisionPolicy,
         timing: Timing,
     ) -> None:
-        mesh, config = communicators.data.mesh, resources.config
+        mesh, options = communicators.data.mesh, resources.options
         self.model = model
         self.mesh = mesh
         self.communicators = communicators
         self.ranks = communicators.ranks
         self.strategy = communicators.axis_plans.data.strategy
-        self.config = config
+        self.options = options
         self.policy = policy
         self._timing = timing
         self.pipeline_stage = ""
@@ -103,7 +103,7 @@ class Engine:
             unit.index = index
         blocks = [unit.num_elements for unit in self.units[1:] if not unit.loose]
         others = [unit.num_elements for unit in self.units if unit.buffers]
-        self.budget, self.staging_budget = config.budgets(blocks, others)
+        self.budget, self.staging_budget = options.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
         self.reductions = Reductions(
             self.units,

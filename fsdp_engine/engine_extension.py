@@ -30,7 +30,10 @@ class EngineExtension:
     Attributes:
         codec_rules: Rules that select the codec of a parameter's all-gather, see
             :data:`~fsdp_engine.codecs.CodecRule`. Rules of earlier extensions come first.
+        awaits_late_gradients: Modules may compute weight gradients after backward.
     """
+
+    awaits_late_gradients = False
 
     @property
     def codec_rules(self) -> Sequence[Any]:

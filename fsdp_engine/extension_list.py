@@ -51,8 +51,8 @@ class Extension:
 EXTENSIONS = (
     Extension(
         "activations",
-        names=("ActivationSettings", "Checkpointing", "OffloadActivations", "checkpoint_units"),
-        words=("checkpointing=",),
+        names=("Checkpointing", "OffloadActivations", "Recompute", "checkpoint_units"),
+        words=("Recompute", "OffloadActivations", "checkpointing="),
     ),
     Extension("adapters", words=("peft",)),
     Extension("arenas", names=("Arenas",), words=("fsdp_double_buffer", "nccl_ub")),
@@ -102,6 +102,7 @@ EXTENSIONS = (
     # Before "tensor_hooks": its tensor classes can have such hooks, too.
     Extension(
         "transformer_engine",
+        names=("TransformerEngine",),
         codecs=("TransformerEngine", "TransformerEngineCodec"),
         registers=True,
         words=("keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"),

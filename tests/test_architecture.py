@@ -29,7 +29,7 @@ PACKAGE = TESTS.parent / "fsdp_engine"
 FLOORS: dict[str, int] = {
     "patterns": 0,
     "precision": 0,
-    "config": 0,
+    "options": 0,
     "engine_extension": 0,
     "extension_list": 0,
     "extras": 0,
@@ -50,6 +50,7 @@ FLOORS: dict[str, int] = {
     "sharding": 9,
     "offload": 9,
     "checkpoint": 9,
+    "deprecated_arguments": 8,
     "extensions": 10,
     "pipelining": 11,
     "fsdp2": 11,
@@ -57,6 +58,7 @@ FLOORS: dict[str, int] = {
     "pretrained": 11,
     "planner": 12,
     "integrations": 12,
+    "config": 12,
     "__init__": 13,
     "__main__": 14,
 }

@@ -171,7 +171,7 @@ def main() -> None:
                 model,
                 strategy="optim_grads_params",
                 mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-                min_unit_size=0,
+                options=fe.Options(min_unit_size=0),
             )
             return engine.clip_grad_norm_
 

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from fsdp_engine.buffers.redistribute import MeshCommunicators, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
-from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.options import Options
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
@@ -75,22 +75,22 @@ class GradientScale:
 
 def gradient_scale(
     spec: BufferSpec,
-    config: DistributedDataParallelConfig,
+    options: Options,
     num_ranks: float,
     device: torch.device,
 ) -> GradientScale:
     """Returns the factors of a buffer: see [Note: Averaging].
 
     Args:
-        spec, config: of the buffer.
+        spec, options: of the buffer.
         num_ranks: the number of ranks, or the number that users divide by instead.
         device: of the gradients.
     """
-    dtypes, average = spec.kind.dtypes, config.average_in_collective
+    dtypes, average = spec.kind.dtypes, options.average_in_collective
     divisor = spec.kind.extra_divisor * (1 if average else num_ranks)
     larger = boost(divisor, dtypes.comm)
     scale = (larger if spec.grad_depth > 0 else 1.0) / divisor
-    alpha, later = (scale, 1.0) if config.gradient_reduce_div_fusion else (1.0, scale)
+    alpha, later = (scale, 1.0) if options.scale_while_copying else (1.0, scale)
     written = dtypes.comm if spec.grad_depth > 0 else dtypes.main_grad
     factor: float | Tensor = alpha
     if not _is_rounded_once(alpha, dtypes.compute, written):

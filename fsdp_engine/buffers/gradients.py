@@ -69,11 +69,11 @@ from fsdp_engine.buffers.redistribute import (
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.lanes import Chain, Ticket
 from fsdp_engine.comm.pending_steps import PendingStep
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import TransientStorage, alias
+from fsdp_engine.options import Options
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 # Zeroing this many bytes takes about as long as one more call.
@@ -593,7 +593,7 @@ class Gradients:
 
     Args:
         spec, context: of the buffer.
-        config: says how gradients are divided.
+        options: says how gradients are divided.
         pending: a step that may read the gradients.
 
     Attributes:
@@ -608,16 +608,16 @@ class Gradients:
         self,
         spec: BufferSpec,
         context: BufferContext,
-        config: DistributedDataParallelConfig,
+        options: Options,
         pending: PendingStep,
     ) -> None:
         self._pending = pending
         self._spec = spec
         self._context = context
         mesh_communicators, dtypes = context.mesh_communicators, spec.kind.dtypes
-        self._config = config
+        self._options = options
         self._scale = gradient_scale(
-            spec, config, mesh_communicators.mesh.size, context.memory.device
+            spec, options, mesh_communicators.mesh.size, context.memory.device
         )
         self._num_params = len(spec.layout.slots)
         self.optim_depth = spec.optim_depth
@@ -687,7 +687,7 @@ class Gradients:
             RuntimeError: gradients are sent in fp16, and some were: [Note: Gradients in fp16].
         """
         spec = self._spec
-        scale = gradient_scale(spec, self._config, divisor, self._context.memory.device)
+        scale = gradient_scale(spec, self._options, divisor, self._context.memory.device)
         if self._memory.tensors is not None and scale.boost != self._scale.boost:
             raise RuntimeError(
                 f"gradient divisor of {spec.label}: expected it to be set before the first "

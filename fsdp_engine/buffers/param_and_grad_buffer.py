@@ -44,7 +44,6 @@ from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
     FlatPlacement,
@@ -57,6 +56,7 @@ from fsdp_engine.flat_dtensor.given_slices import watch_slice
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
+from fsdp_engine.options import Options
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
 # Of their messages; buffers' own tags start above it.
@@ -113,7 +113,7 @@ class ParamAndGradBuffer:
         context: what it works with.
         records: its parameters, in any order.
         codec: of its own.
-        config: says how gradients are divided.
+        options: says how gradients are divided.
         broadcast: it begins with the values of the first rank of its mesh.
 
     Attributes:
@@ -134,14 +134,14 @@ class ParamAndGradBuffer:
         context: BufferContext,
         records: Sequence[ParamRecord],
         codec: ParamCodec,
-        config: DistributedDataParallelConfig,
+        options: Options,
         *,
         broadcast: bool = False,
     ) -> None:
         by_name = {record.name: record for record in records}
         self.spec = spec
         self._context = context
-        self._config = config
+        self._options = options
         self._norms_are_dtensors = False
         self.records = [by_name[slot.name] for slot in spec.layout.slots]
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
@@ -150,7 +150,7 @@ class ParamAndGradBuffer:
         codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
         pending = context.placement.make_pending_step(context.lanes.compute)
         self.weights = make_weights(spec, context, codec, params, pending)
-        self.grads = Gradients(spec, context, config, pending) if spec.kind.requires_grad else None
+        self.grads = Gradients(spec, context, options, pending) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
         self._load_initial_values(params, self.control_group if broadcast else None)
         bound = [self.weights.bind(index, each) for index, each in enumerate(params)]
@@ -173,6 +173,12 @@ class ParamAndGradBuffer:
                 sharded.backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
         self.weights.belong_to(self)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its memory is registered with communicators, and cannot be replaced."""
+        fixed: bool = self._context.memory.is_fixed
+        return fixed
 
     @property
     def shard_placement(self) -> Placement:
@@ -288,7 +294,7 @@ class ParamAndGradBuffer:
         if self.grads is not None:
             divisor = self.grads.divisor
             self.grads.abandon()
-            self.grads = Gradients(self.spec, self._context, self._config, pending)
+            self.grads = Gradients(self.spec, self._context, self._options, pending)
             self.grads.divide_by(divisor)
         for index, full in enumerate(self.full_params):
             bound = self.weights.bind(index, full)

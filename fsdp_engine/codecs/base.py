@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.precision import ParamDtypes
-from fsdp_engine.strategies import Strategy
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,27 @@ CodecRule = Callable[
 ]
 
 
+@dataclass(frozen=True)
+class CodecRules(EngineExtension):
+    """Rules of the user's own for ``fe.shard(extensions=[...])``.
+
+    Attributes:
+        rules: The first result other than None selects the codec of a parameter.
+    """
+
+    rules: Sequence[CodecRule]
+
+    @property
+    def codec_rules(self) -> Sequence[CodecRule]:
+        """See the base class."""
+        return self.rules
+
+    def signature(self) -> str:
+        """Returns an empty text: functions have other addresses on each rank, and ranks compare the
+        codec of each parameter."""
+        return ""
+
+
 class ParamClass:
     """How parameters of some tensor classes are sharded. A seam: extensions add theirs by
     :func:`add_param_class` when the package is imported; parameters of other classes are plain."""
@@ -177,11 +198,11 @@ class ParamClass:
         """Returns whether the class of ``param`` is one of these."""
         raise NotImplementedError
 
-    def rule(self, config: Any) -> CodecRule:
+    def rule(self, extensions: Sequence[EngineExtension]) -> CodecRule:
         """Returns the codec rule of such parameters, which precedes the user's rules.
 
         Args:
-            config: the options of the engine.
+            extensions: those of the engine.
         """
         raise NotImplementedError
 
@@ -217,18 +238,6 @@ class ParamClass:
             ValueError: ``param`` has it; names ``param``.
         """
 
-    def check_config(self, config: Any, strategy: Strategy, codecs: Iterable[ParamCodec]) -> None:
-        """Check the options of an engine that are about such parameters.
-
-        Args:
-            config: the options.
-            strategy: the levels of both axes.
-            codecs: those of all buffers.
-
-        Raises:
-            ValueError: an option is set, and no parameter can follow it.
-        """
-
 
 PARAM_CLASSES: list[ParamClass] = []
 
@@ -243,7 +252,7 @@ def param_class_of(param: Tensor) -> ParamClass | None:
     return next((each for each in PARAM_CLASSES if each.takes(param)), None)
 
 
-def class_rule(config: Any) -> CodecRule:
+def class_rule(extensions: Sequence[EngineExtension]) -> CodecRule:
     """Returns the codec rule of all parameters that are not plain."""
     made: dict[int, CodecRule] = {}
 
@@ -254,7 +263,7 @@ def class_rule(config: Any) -> CodecRule:
         if found is None:
             return None
         if id(found) not in made:
-            made[id(found)] = found.rule(config)
+            made[id(found)] = found.rule(extensions)
         return made[id(found)](name, param, dtypes)
 
     return rule

@@ -25,7 +25,7 @@ from fsdp_engine.runtime.unit import Unit
 _TORCH_STATE_KEY: Any = inspect.unwrap(fsdp.fully_shard)
 _USE_NCCL_UB = (
     "registered memory is an option of "
-    "fsdp_engine.shard(model, config=DistributedDataParallelConfig(nccl_ub=True))"
+    "fsdp_engine.shard(model, extensions=[fsdp_engine.Arenas(registered=True)])"
 )
 
 
@@ -203,7 +203,7 @@ class FSDPModule(fsdp.FSDPModule):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raises NotImplementedError: use ``nccl_ub`` for registered memory."""
+        """Raises NotImplementedError: use ``fe.Arenas`` for registered memory."""
         _refuse(
             "set_symm_mem_for_comm()",
             _USE_NCCL_UB,
@@ -216,7 +216,7 @@ class FSDPModule(fsdp.FSDPModule):
         _refuse(
             "set_reduce_scatter_max_input_buffers()",
             "staging buffers are limited to the size of two mean units; for another limit use "
-            "fsdp_engine.shard with suggested_communication_unit_size",
+            "fsdp_engine.shard with fe.Options(prefetch_window=...)",
         )
 
     def set_custom_all_gather(self, comm: object) -> None:

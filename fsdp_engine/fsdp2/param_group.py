@@ -21,10 +21,10 @@ from fsdp_engine.buffers.redistribute import MeshCommunicators
 from fsdp_engine.buffers.spec import ParamRecord
 from fsdp_engine.comm.groups import Ranks, default_group
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.offload import Offload
+from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit, make_unit
 from fsdp_engine.sharding import axis_plan
@@ -163,7 +163,7 @@ class ParamGroup:
                 codec = buffer.weights.codec.converted(kind.dtypes)
             elif (conversion := find_module("conversion.dtype_conversion")) is not None:
                 kind, codec = conversion.kind_after(
-                    buffer, dtype, self.settings.policy, resources.config
+                    buffer, dtype, self.settings.policy, resources.options
                 )
             else:
                 raise ValueError(
@@ -216,7 +216,7 @@ def make_group(
     Raises:
         Exception: this rank's error or another's, on all ranks, before anything is modified.
     """
-    config = DistributedDataParallelConfig()
+    options = Options()
     axis_plans = AxisPlans(axis_plan(mesh, levels))
     plan: Plan | None = None
     values: InitialValues | None = None
@@ -231,11 +231,11 @@ def make_group(
         params = (each for module in modules for each in module.named_parameters())
         ranks = ranks_of_model(params, mesh)
         assert policy is not None
-        settings = PlanSettings(policy, config, axis_plans)
+        settings = PlanSettings(policy, options, axis_plans)
         _check_modules(modules)
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
-        values = _OwnValues(EngineSetup(plan.root, None, plan, axis_plans, mesh), SAME)
+        values = _OwnValues(EngineSetup(plan.root, None, settings, plan, mesh), SAME)
         offload.check_plan(plan, axis_plans, mesh.device)
         signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
     except Exception as caught:
@@ -245,7 +245,7 @@ def make_group(
     assert plan is not None
     assert settings is not None
     if resources is None:
-        resources = shared[mesh.device] = Resources(mesh, config)
+        resources = shared[mesh.device] = Resources(mesh, options)
     resources.next_tag = tag
     communicators = EngineCommunicators(axis_plans, ranks, MeshCommunicators(mesh))
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = []

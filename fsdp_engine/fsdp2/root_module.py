@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.fsdp2.param_group import ParamGroup, group_of, groups_within
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.step_listeners import find_optimizers
+from fsdp_engine.options import Timing
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.runtime.hooks import hooks_of, not_compiled
 from fsdp_engine.runtime.inputs import iter_tensors, map_tensors
@@ -66,7 +66,7 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
             if conversion is None:
                 check_same(group.unit.buffers, inside, fn)
                 continue
-            found = list(conversion.changes_of(group.unit, fn, group.resources.config, inside))
+            found = list(conversion.changes_of(group.unit, fn, group.resources.options, inside))
             changes += found
             known = by_ranks.setdefault(
                 tuple(group.communicators.ranks.ranks), (group.communicators, [])

@@ -34,9 +34,9 @@ from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.copy_lanes import finish_compute
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
-from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.megatron.config import DistributedDataParallelConfig
 from fsdp_engine.megatron.wrapper_arguments import (
     ParseArguments,
     parse_megatron_fsdp,
@@ -49,6 +49,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
 from fsdp_engine.strategies import Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
+from fsdp_engine.units.build import FIRST_PARAMETERS
 
 # From full to sharded parameter, while a state dict references the full one.
 _SHARDED_OF: Any = WeakIdKeyDictionary()
@@ -155,11 +156,12 @@ class DistributedDataParallel(WrapperAttributes):
         with reporting(what, ranks_that_meet(requested_mesh(parse, args, kwargs))):
             call = parse(*args, **kwargs)
             config, policy, units = call.config, call.mp_policy, call.units
-            check_types(call.module, policy, config)
+            check_types(call.module, policy)
             if call.disable_bucketing:
                 config = dataclasses.replace(config, bucket_size=None, num_buckets=1)
             if policy is None:
                 policy = MixedPrecisionPolicy(narrow_grads=not config.grad_reduce_in_fp32)
+            policy = config.applied_to(policy)
             levels = Strategy.from_names(*config.level_names)
             if units is None and not levels.depth(Role.PARAM):
                 units = ()
@@ -169,14 +171,16 @@ class DistributedDataParallel(WrapperAttributes):
             call.mesh,
             levels,
             policy,
-            config,
-            Timing.of(config),
+            config.to_options(),
+            config.timing,
             units=units,
             expert_mesh=call.expert_mesh,
+            initial_values=FIRST_PARAMETERS,
             extensions=config.to_extensions(),
-            broadcast=True,
+            num_rows=config.num_distributed_optimizer_instances,
             what=what,
         )
+        vars(self.engine)["config"] = config
         if call.sums_gradients:
             for buffer in self.engine.buffers:
                 if buffer.grads is not None:
@@ -539,7 +543,7 @@ class MegatronFSDPBuffer:
         Raises:
             RuntimeError: ``nccl_ub`` is not set.
         """
-        if not self._engine.config.nccl_ub:
+        if not self._engine.memory.is_fixed:
             raise RuntimeError(
                 "manual_buffer_registration: expected nccl_ub=True in the config; found False"
             )

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.comm.mesh import device_of, mesh_of_group, ranks_that_meet
-from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.megatron.config import DistributedDataParallelConfig
 from fsdp_engine.megatron.process_groups import CollectedGroups, collect_groups
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import keeps_after_forward

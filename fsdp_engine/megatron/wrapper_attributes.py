@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.megatron.config import DistributedDataParallelConfig
 from fsdp_engine.megatron.process_groups import CollectedGroups
 from fsdp_engine.megatron.wrapper_arguments import WrapperArguments
 
@@ -70,7 +70,7 @@ class WrapperAttributes(MegatronClassMixin, nn.Module):
         self.ddp_config: DistributedDataParallelConfig = copy.copy(config)
         self.ddp_config.use_megatron_fsdp = self.ddp_config.use_custom_fsdp = False
         closes_by_size = config.num_buckets is None
-        self.bucket_size = config.closing_size(num_ranks) if closes_by_size else None
+        self.bucket_size = config.to_options().closing_size(num_ranks) if closes_by_size else None
         self.groups = call.groups if call.groups is not None else _NO_GROUPS
         self.bucket_groups: list[object] = []
         self.expert_parallel_bucket_groups: list[object] = []

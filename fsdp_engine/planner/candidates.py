@@ -8,16 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 
 Mesh = tuple[int, ...]
-# The argument ``checkpointing`` of :func:`~fsdp_engine.shard`.
+# What becomes of activations: see :class:`Candidate`.
 Activations = Any
 SELECTIVE = "selective"
 OFFLOAD = "offload"
+# Names of the extensions for activations.
+_ACTIVATIONS = ("OffloadActivations", "Recompute")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Candidate:
         mesh: ranks that parameters are sharded over on each axis, (inner,) or (outer, inner).
         strategy, outer_strategy: names of the levels.
         checkpointing: blocks' activations are recomputed in backward; "selective" or a
-            :class:`~fsdp_engine.Checkpointing`: some of them; "offload": they are on the host until
+            :class:`~fsdp_engine.Recompute`: some of them; "offload": they are on the host until
             then.
         microbatch_size: the argument of the batch function; None: the batch has one size.
         offload: where state lies between its uses; None: on the device.
@@ -153,21 +156,33 @@ class Candidate:
 
 
 def recomputed_by(checkpointing: Activations) -> Any:
-    """Returns the :class:`~fsdp_engine.Checkpointing` that an argument means; None: it means
-    none."""
-    kind = find_name("Checkpointing")
+    """Returns the :class:`~fsdp_engine.Recompute` that the value selects; None: none."""
+    kind = find_name("Recompute")
     return kind and kind.of(checkpointing)
+
+
+def merged_extensions(
+    candidate: Candidate, given: Iterable[EngineExtension] | None
+) -> list[EngineExtension]:
+    """Returns the extensions of ``candidate``, and those that are given, which override them."""
+    known = [*(given or ())]
+    own: list[EngineExtension | None] = [candidate.offload]
+    activations = [each for name in _ACTIVATIONS if (each := find_name(name)) is not None]
+    if not any(isinstance(each, tuple(activations)) for each in known):
+        own += [kind.of(candidate.checkpointing) for kind in activations]
+    kinds = {type(each) for each in known}
+    return [*known, *(each for each in own if each is not None and type(each) not in kinds)]
 
 
 def check_checkpointing(value: object) -> None:
     """Check how a candidate treats activations.
 
     Raises:
-        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Checkpointing`.
+        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Recompute`.
     """
     if not (isinstance(value, bool) or value == OFFLOAD or recomputed_by(value) is not None):
         raise TypeError(
-            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Checkpointing, "
+            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Recompute, "
             f"or several of them in a tuple; found {value!r}"
         )
 

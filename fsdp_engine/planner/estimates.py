@@ -38,25 +38,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
-from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
+from fsdp_engine.codecs import CastCodec, ParamCodec
+from fsdp_engine.deprecated_arguments import replaced
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import DEVICE, DISK, HOST, Offload
+from fsdp_engine.options import Options, StagingBudget
 from fsdp_engine.planner.simulation.simulation_error import (
-    check_callable,
     check_count,
     check_type,
     listed,
 )
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
+from fsdp_engine.sharding import check_extensions
 from fsdp_engine.strategies import ALL_STRATEGIES, AXIS_BELOW_DEPTH, NO_SHARD, Axis, Role, Strategy
 from fsdp_engine.units.assignment import Expected, UnitSelector, collect_records, expect
 from fsdp_engine.units.dtensors import set_spreads
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, PlanSettings, plan_units
 
 AxisSizes = dict[Axis, int]
 
@@ -350,23 +352,17 @@ class _UnitOptions:
 
     units: UnitSelector | Iterable[UnitSelector] | None = None
     mp_policy: MixedPrecisionPolicy | None = None
-    config: DistributedDataParallelConfig | None = None
-    granule: Granule | None = None
-    codec_rules: Sequence[CodecRule] = ()
-    min_unit_size: int | None = None
-    offload: Offload | None = None
+    options: Options | None = None
+    extensions: Sequence[EngineExtension] = ()
 
     def __post_init__(self) -> None:
         for name, value, kind in (
             ("mp_policy", self.mp_policy, MixedPrecisionPolicy),
-            ("config", self.config, DistributedDataParallelConfig),
-            ("offload", self.offload, Offload),
+            ("options", self.options, Options),
         ):
             if value is not None:
                 check_type(name, value, kind, f"a {kind.__name__}")
-        listed("codec_rules", self.codec_rules, "a sequence of rules")
-        if self.granule is not None:
-            check_callable("granule", self.granule, "a function of a name and a parameter, or None")
+        check_extensions(listed("extensions", self.extensions, "a sequence of extensions"))
 
 
 def estimate(
@@ -397,13 +393,13 @@ def estimate(
         dtype: for a number of elements: the parameters' own dtype.
         on_cpu: the model is on a CPU, which takes main weights or gradients on a disk alone, at
             all levels, and needs no staging.
-        **options: ``units``, ``mp_policy``, ``config``, ``granule``, ``codec_rules``,
-            ``min_unit_size`` and ``offload``, as for :func:`~fsdp_engine.sharding.shard`.
+        **options: ``units``, ``mp_policy``, ``options`` and ``extensions``, as for
+            :func:`~fsdp_engine.sharding.shard`.
 
     Raises:
-        OffloadLevelError: the levels do not allow ``offload``; a ``ValueError``.
+        OffloadLevelError: the levels do not allow :class:`~fsdp_engine.Offload`; a ``ValueError``.
         ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
-            strategy is unknown, or ``units``, ``granule`` or ``offload`` are invalid for
+            strategy is unknown, or ``units``, ``options`` or ``extensions`` are invalid for
             ``shard()``.
         TypeError: ``model`` is neither a module nor a number.
     """
@@ -411,18 +407,15 @@ def estimate(
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
     if outer_size == 1:
         levels = Strategy(levels.inner, NO_SHARD)  # as in the engine
-    asked = _UnitOptions(**options)
+    asked = _UnitOptions(**replaced(options, "estimate()"))
     check_type("dtype", dtype, torch.dtype, "a dtype")
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     check_count("num_microbatches", num_microbatches, "1 or more")
-    config = asked.config or DistributedDataParallelConfig()
     settings = PlanSettings(
-        config.applied_to(asked.mp_policy or MixedPrecisionPolicy()),
-        config,
+        asked.mp_policy or MixedPrecisionPolicy(),
+        asked.options or Options(),
         AxisPlans(AxisPlan(sizes, levels)),
-        asked.granule,
-        asked.codec_rules,
-        asked.min_unit_size,
+        asked.extensions,
     )
     if isinstance(model, nn.Module):
         planned, expected = _units_of(model, asked.units, settings)
@@ -434,7 +427,7 @@ def estimate(
         expected = Expected(order, order[::-1], [set() for _ in planned])
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
-    where = asked.offload or Offload()
+    where = next((each for each in asked.extensions if isinstance(each, Offload)), Offload())
     if not on_cpu:
         where.check_pair()
     _check_levels(where, levels, planned, on_cpu=on_cpu)
@@ -447,7 +440,7 @@ def estimate(
     ]
     blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
     others = [unit.numel for unit in footprints if unit.buffers]
-    prefetched, staged = config.budgets(blocks, others)
+    prefetched, staged = settings.options.budgets(blocks, others)
     every = [each for unit in footprints for each in unit.buffers]
     states = [
         math.ceil(
@@ -599,7 +592,7 @@ def _equal_units(
 ) -> list[_Unit]:
     """A root without parameters, and equal units of one tensor each."""
     param = torch.empty(0, dtype=dtype, device="meta").requires_grad_()
-    narrow = settings.config.reduce_scatter_with_fp32_accumulation
+    narrow = settings.options.sum_in_fp32
     dtypes = settings.policy.resolve(param, narrow)
     axes = settings.axis_plans.data
     codec = CastCodec(dtypes.main, dtypes.compute)

@@ -19,7 +19,7 @@ from fsdp_engine.planner.batch_search import (
     largest_fitting,
     rows_of_rank,
 )
-from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.candidates import Candidate, merged_extensions
 from fsdp_engine.planner.fewer_blocks import Repeated, of_all_blocks
 from fsdp_engine.planner.outcome import Outcome, Trial
 from fsdp_engine.planner.plan_cache import JobCache, cache_of, compiler_settings, digest
@@ -161,8 +161,7 @@ class Job:
                 **options.shard,
                 "strategy": candidate.strategy,
                 "outer_strategy": candidate.outer_strategy,
-                "checkpointing": candidate.checkpointing,
-                "offload": candidate.offload,
+                "extensions": merged_extensions(candidate, options.shard.get("extensions")),
             },
         )
 

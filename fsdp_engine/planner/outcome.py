@@ -305,7 +305,7 @@ class Outcome:
         if candidate.get("offload") is not None:
             candidate["offload"] = Offload(**candidate["offload"])
         if isinstance(candidate.get("checkpointing"), dict):
-            candidate["checkpointing"] = find_name("Checkpointing")(**candidate["checkpointing"])
+            candidate["checkpointing"] = find_name("Recompute")(**candidate["checkpointing"])
         times = values.pop("times")
         times = None if times is None else Times(**times)
         found = cls(Candidate(**candidate), **values, times=times)

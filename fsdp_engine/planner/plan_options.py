@@ -113,7 +113,7 @@ class PlanOptions(GivenOptions):
         stage_loss: of the last stage's output and the targets. None: the cross-entropy of logits.
         checkpointing: values to try for what becomes of blocks' activations: they are kept
             (False), recomputed in backward (True), partly kept ("selective", or a
-            :class:`~fsdp_engine.Checkpointing`), or on the host until then ("offload"). None:
+            :class:`~fsdp_engine.Recompute`), or on the host until then ("offload"). None:
             False, "selective" and True; and "offload", unless ``offload`` is None, for candidates
             whose activations do not fit and that would be the fastest if copies took no time.
             "selective" is left out, with a warning, for a model that it does not work with.

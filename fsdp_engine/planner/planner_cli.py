@@ -27,6 +27,7 @@ from torch import nn
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.offload import Offload
+from fsdp_engine.options import Options
 from fsdp_engine.planner.command_inputs import (
     AUTO,
     batch_shape,
@@ -175,7 +176,7 @@ def plan(context: typer.Context, **values: Any) -> None:
         options["offload"] = _offload(values["offload"], details.offload_folder)
         options["shard"] = {
             "units": details.units or None,
-            "min_unit_size": details.min_unit_size,
+            "options": Options(min_unit_size=details.min_unit_size),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=details.dtype,
                 main_params_dtype=details.main_dtype,
@@ -213,7 +214,7 @@ def _print_estimates(inputs: _Inputs, options: Mapping[str, Any], details: _Deta
         optimizer_bytes_per_element=details.optimizer_bytes,
         num_microbatches=options["microbatches"],
         num_units=details.num_units,
-        offload=None if offload == AUTO else offload,
+        extensions=[] if offload is None or offload == AUTO else [offload],
         **options["shard"],
     )
     memory = options["memory"]

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.engine import Engine
 from fsdp_engine.planner.candidate_sharding import shard_as
-from fsdp_engine.planner.candidates import SELECTIVE, Candidate, Mesh
+from fsdp_engine.planner.candidates import SELECTIVE, Candidate, Mesh, merged_extensions
 from fsdp_engine.planner.comparison import ComparedRow, Comparison, named_machines
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
@@ -257,7 +258,7 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     elif kind == "transient":
         lines.append(
             "Possible changes: smaller units (`units=`), or a smaller "
-            "suggested_communication_unit_size."
+            "`prefetch_window` and `staging_limit` of fe.Options."
         )
     else:
         lines.append(
@@ -391,6 +392,7 @@ class StrategyPlan:
         """The chosen candidate for all ranks, and the arguments of ``shard``."""
         self._check_ranks(num_ranks, self.setting.world_size)
         chosen = self._fitting().candidate
+        given = replaced(given, "StrategyPlan.shard()")
         return chosen, self.arguments(chosen.mesh, chosen.data_parallel, given)
 
     def arguments(
@@ -399,7 +401,7 @@ class StrategyPlan:
         world_size: int | None = None,
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Arguments for ``fe.shard``: strategies, checkpointing, offload, ``options``, and the
+        """Arguments for ``fe.shard``: strategies, extensions, ``options``, and the
         sizes of the mesh unless ``mesh`` is given.
 
         Args:
@@ -425,11 +427,9 @@ class StrategyPlan:
                 )
             raise ValueError(f"plan: expected a candidate that fits{where}; found {reason}\n{self}")
         candidate = chosen.candidate
-        found = {
-            **self.options,
-            "checkpointing": candidate.checkpointing,
-            **({} if candidate.offload is None else {"offload": candidate.offload}),
-            **{name: value for name, value in given.items() if value is not None},
+        found = {**self.options, **{name: each for name, each in given.items() if each is not None}}
+        found |= {
+            "extensions": merged_extensions(candidate, found.get("extensions")),
             "strategy": candidate.strategy,
             "outer_strategy": candidate.outer_strategy,
         }

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.offload import Offload
+from fsdp_engine.options import Options
 from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Candidate, candidates, is_quick
 from fsdp_engine.planner.command_inputs import AUTO
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
@@ -50,7 +51,7 @@ QUICK_SECONDS = 6.0
 def plan(
     build: Callable[[], nn.Module] | str,
     batch: Any,
-    options: PlanOptions | None = None,
+    options: PlanOptions | Options | None = None,
     **given: Any,
 ) -> StrategyPlan:
     """Select a strategy: simulate a step of the model under each strategy, with fake tensors in
@@ -62,9 +63,10 @@ def plan(
             context-parallel ranks, or a function that returns them;
             with ``microbatch_sizes`` or ``global_batch`` a function of the size, with ``sequences``
             one that also takes ``sequence=``. See :func:`~.simulation.simulate`.
-        options: all other arguments. None: they are keyword arguments.
+        options: all other arguments. None: they are keyword arguments. An
+            ``fe.Options`` is one of these, the argument of ``fe.shard``.
         **given: fields of :class:`~.plan_options.PlanOptions`, of which ``world_size`` is required;
-            and arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``, ``config``,
+            and arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``, ``options``,
             ...
 
     Returns:
@@ -90,7 +92,7 @@ def plan(
 
 
 # Options of ``shard`` that may select single blocks.
-_BY_NAME = ("units", "codec_rules", "granule", "expert_mesh")
+_BY_NAME = ("units", "extensions", "expert_mesh")
 
 
 class _Planning:
@@ -109,7 +111,8 @@ class _Planning:
         self._options = options = request.options
         self._model = model = build_meta_module(request.make_model)
         self._job = job = Job(request, known, options.microbatches)
-        if not any(options.shard.get(name) for name in _BY_NAME):
+        has_granule = getattr(options.shard.get("options"), "granule", None) is not None
+        if not (has_granule or any(options.shard.get(name) for name in _BY_NAME)):
             repeated = find_repeated(model)
             job.repeated = repeated if repeated is not None and repeated.is_deep else None
         total = options.global_batch
@@ -274,8 +277,10 @@ class _Planning:
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         options = self._options
-        known = ("units", "mp_policy", "config", "granule", "codec_rules", "min_unit_size")
+        known = ("units", "mp_policy", "options")
         shard = {name: value for name, value in options.shard.items() if name in known}
+        is_offloaded = candidate.offload is not None and options.where.host_runs_ahead
+        offload = [candidate.offload] if is_offloaded else []
         return estimate(
             self._model,
             world_size=candidate.data_parallel,
@@ -283,7 +288,7 @@ class _Planning:
             strategy=candidate.strategy,
             outer_strategy=candidate.outer_strategy,
             num_microbatches=options.microbatches,
-            offload=candidate.offload if options.where.host_runs_ahead else None,
+            extensions=[*(options.shard.get("extensions") or ()), *offload],
             **shard,
         )
 

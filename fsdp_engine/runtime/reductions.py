@@ -62,7 +62,7 @@ from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.comm.pending_steps import finish_pending_steps
-from fsdp_engine.config import StagingBudget, Timing
+from fsdp_engine.options import StagingBudget, Timing
 from fsdp_engine.runtime.gather_order import GatherOrder, Place
 from fsdp_engine.runtime.gradient_observer import GradientObserver
 from fsdp_engine.runtime.step_message import StepMessage

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from fsdp_engine.config import StagingBudget
+from fsdp_engine.options import StagingBudget
 from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.assignment import Expected

@@ -38,9 +38,9 @@ from typing import Any
 import torch
 
 from fsdp_engine.comm.lanes import Ticket
-from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.options import Timing
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
 from fsdp_engine.runtime.gather_order import GatherOrder, Place
 from fsdp_engine.runtime.parameter_watch import ModelWatch

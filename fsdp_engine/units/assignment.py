@@ -513,29 +513,8 @@ def _describe(selector: Any) -> str:
 MIN_UNIT_SIZE = 1_000_000
 
 
-def least_size(min_unit_size: object) -> int:
-    """The elements that a default unit has at least, if others can be joined with it.
-
-    Raises:
-        TypeError: neither an integer nor None, which stands for ``MIN_UNIT_SIZE``.
-        ValueError: negative.
-    """
-    if min_unit_size is None:
-        return MIN_UNIT_SIZE
-    if isinstance(min_unit_size, bool) or not isinstance(min_unit_size, int):
-        raise TypeError(
-            "min_unit_size: expected an integer of 0 or more (elements), or None; found "
-            f"{min_unit_size!r}"
-        )
-    if min_unit_size < 0:
-        raise ValueError(
-            f"min_unit_size: expected 0 or more elements, or None; found {min_unit_size}"
-        )
-    return min_unit_size
-
-
 def join_small(
-    model: nn.Module, sets: Sequence[ModuleSet], records: Sequence[ParamRecord], least: int
+    model: nn.Module, sets: Sequence[ModuleSet], records: Sequence[ParamRecord], least: int | None
 ) -> list[ModuleSet]:
     """``sets`` in module order, neighbours joined until each has ``least`` elements.
 
@@ -546,11 +525,12 @@ def join_small(
         model: the root.
         sets: the default ones, in module order.
         records: the model's parameters.
-        least: elements. 0: nothing is joined.
+        least: elements. 0: nothing is joined. None: ``MIN_UNIT_SIZE``.
 
     Worked example: sets of 2, 3, 9, 1 and 2 elements with ``least=5`` become (2, 3), (9), (1, 2)
     and, since the last is small, (2, 3), (9, 1, 2).
     """
+    least = MIN_UNIT_SIZE if least is None else least
     if least == 0:
         return list(sets)
     owned = assign(model, sets, records)

@@ -31,13 +31,20 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.optim.parameter_sites import BufferSite, add_site
+from fsdp_engine.options import Options
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.installing import install_where_complete, watch_reads
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
+from fsdp_engine.units.plan import (
+    AxisPlan,
+    AxisPlans,
+    Plan,
+    PlannedUnit,
+    PlanSettings,
+    label_of,
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,8 @@ class EngineSetup:
     Attributes:
         model: The user's module, unsharded.
         units: The argument of :func:`~fsdp_engine.sharding.shard`.
+        settings: The options, axes and extensions that the plan follows.
         plan: The units and buffers to build.
-        axis_plans: The mesh axes and levels of each kind of buffer.
         data: All data-parallel ranks.
         experts: The data-parallel ranks of this rank's experts, if they are others.
         kept: Objects that extensions keep from one of their methods to the next.
@@ -87,11 +94,16 @@ class EngineSetup:
 
     model: nn.Module
     units: UnitSelector | Iterable[UnitSelector] | None
+    settings: PlanSettings
     plan: Plan
-    axis_plans: AxisPlans
     data: DataMesh
     experts: DataMesh | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def axis_plans(self) -> AxisPlans:
+        """The mesh axes and levels of each kind of buffer."""
+        return self.settings.axis_plans
 
 
 # Modules whose parameters units have.
@@ -110,10 +122,11 @@ class Resources:
     other, stands in the same queues, under numbers that no other buffer has.
 
     Attributes:
-        config: the options they are built with.
+        options: those that they are built with.
         lanes: queues of work.
         memory: where it comes from.
         placement: makes the shards of buffers.
+        parts: parts that extensions add to the engine.
         placements: placements that extensions have made, by what they made them for.
         next_tag: the first that no buffer's messages have.
     """
@@ -121,14 +134,15 @@ class Resources:
     def __init__(
         self,
         mesh: DataMesh,
-        config: DistributedDataParallelConfig,
+        options: Options,
         memory: Memory | None = None,
     ) -> None:
-        self.config = config
+        self.options = options
         self.memory = Memory(mesh.device) if memory is None else memory
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self.placement = Placement()
         self.placements: dict[Any, Placement] = {}
+        self.parts: list[Any] = []
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
@@ -152,6 +166,8 @@ class Resources:
 
 
 SAME = "same"
+# Of other interfaces: parameters start from the first rank's values, which are not compared.
+FIRST_PARAMETERS = "rank0 parameters"
 
 
 class InitialValues:
@@ -326,7 +342,7 @@ def build_unit(
             ),
             part.records,
             part.make_codec(),
-            resources.config,
+            resources.options,
             broadcast=from_first,
         )
         buffers.append(buffer)

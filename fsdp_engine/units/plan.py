@@ -27,13 +27,13 @@ from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.codecs.base import PARAM_CLASSES, class_rule, param_class_of
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.layout.expert_place import ExpertPlace
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.optim.step_listeners import find_optimizers
+from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import (
@@ -45,13 +45,10 @@ from fsdp_engine.units.assignment import (
     find_units,
     has_parameters,
     join_small,
-    least_size,
     split_by_count,
     split_by_size,
 )
 from fsdp_engine.units.dtensors import set_spreads
-
-Granule = Callable[[str, nn.Parameter], int]
 
 # Parameters with these marks are summed over groups of pipeline stages, slice by slice. Stages hold
 # different parameters beside them: only in a buffer of its own has one the same slices on all.
@@ -92,22 +89,15 @@ class PlanSettings:
     """What a plan follows, beside the model."""
 
     policy: MixedPrecisionPolicy
-    config: DistributedDataParallelConfig
+    options: Options
     axis_plans: AxisPlans
-    granule: Granule | None = None
-    codec_rules: Sequence[CodecRule] = ()
-    min_unit_size: int | None = None
+    extensions: Sequence[EngineExtension] = ()
 
     @cached_property
     def rules(self) -> Sequence[CodecRule]:
-        """The codec rules, behind that for weights which are fp8 already; and what
-        ``fp8_param_gather`` adds where none of them is about fp8."""
-        rules = (class_rule(self.config), *self.codec_rules)
-        if not self.config.fp8_param_gather:
-            return rules
-        kind = find_name("Float8")
-        has_fp8 = any(isinstance(rule, kind) for rule in self.codec_rules)
-        return rules if has_fp8 else (*rules, kind())
+        """The codec rules: first those of classes of parameters, last those of the extensions."""
+        given = (rule for each in self.extensions for rule in each.codec_rules)
+        return (class_rule(self.extensions), *given)
 
 
 @dataclass(frozen=True)
@@ -207,9 +197,6 @@ def make_plan(
     _check_no_optimizer(records)
     on_meta = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
     planned = plan_units(model, records, units, settings)
-    for each in PARAM_CLASSES:
-        codecs = (buffer.make_codec() for unit in planned for buffer in unit.buffers)
-        each.check_config(settings.config, settings.axis_plans.data.strategy, codecs)
     return Plan(planned, records, on_meta)
 
 
@@ -220,14 +207,14 @@ def plan_units(
     settings: PlanSettings,
 ) -> list[PlannedUnit]:
     """Units with their buffers, the root first; see the module docstring."""
-    least = least_size(settings.min_unit_size)
+    least = settings.options.min_unit_size
     sets = find_units(model, selectors, records)
     if selectors is None:
         sets = join_small(model, sets, records, least)
-    elif settings.min_unit_size:
+    elif least:
         raise ValueError(
             "min_unit_size: expected None or 0 beside units, which are taken as they are named; "
-            f"found {settings.min_unit_size}"
+            f"found {settings.options.min_unit_size}"
         )
     owned = assign(model, sets, records)
     root, *buckets = _plan_root(model, owned[""], settings)
@@ -289,12 +276,12 @@ def _split(
     """Parameters of one kind, in reverse registration order, in buckets."""
     backwards = list(reversed(records))
     sizes = [record.param.numel() for record in backwards]
-    config = settings.config
-    if config.num_buckets is not None:
-        buckets = split_by_count(sizes, config.num_buckets)
+    options = settings.options
+    if options.num_buckets is not None:
+        buckets = split_by_count(sizes, options.num_buckets)
     else:
         num_ranks = settings.axis_plans.of(kind).num_ranks
-        buckets = split_by_size(sizes, config.closing_size(num_ranks))
+        buckets = split_by_size(sizes, options.closing_size(num_ranks))
     return [[backwards[place] for place in bucket] for bucket in buckets]
 
 
@@ -311,13 +298,14 @@ def _lay_out(
     for record in records:
         shard = record.shard
         shape = tuple(shard.shape)
-        wanted = settings.granule(record.name, shard) if settings.granule is not None else 1
+        granule = settings.options.granule
+        wanted = granule(record.name, shard) if granule is not None else 1
         checked = TensorRequest(record.name, shape, wanted).granule
         together = math.lcm(checked, codec.granule(shape))
         requests.append(TensorRequest(record.name, shape, together))
     axes, multiple = settings.axis_plans.of(kind), ALIGNMENT
     inner_size, outer_size = axes.cut(Axis.INNER), axes.cut(Axis.OUTER)
-    padded = settings.config.pad_buckets_for_high_nccl_busbw
+    padded = settings.options.pad_shards
     if is_bucket or padded:
         whole = bucket_multiple(axes.num_ranks, padded=padded)
         multiple = whole // math.gcd(whole, inner_size * outer_size)
@@ -338,7 +326,7 @@ def _kind_of(
     if any(keeps_statistics(module) for module, _ in record.owners):
         # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
         policy = dataclasses.replace(policy, param_dtype=None)
-    dtypes = policy.resolve(param, settings.config.reduce_scatter_with_fp32_accumulation)
+    dtypes = policy.resolve(param, settings.options.sum_in_fp32)
     of_experts = is_expert(param)
     divisor = float(getattr(param, "gradient_divisor", 1.0))
     if of_experts and settings.axis_plans.expert is not None:
@@ -414,10 +402,11 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
             "allreduce=False; found None"
         )
     puts_off = param.requires_grad and getattr(param, "skip_backward_post_hook", False)
-    if puts_off and not settings.config.delay_wgrad_compute:
+    if puts_off and not any(each.awaits_late_gradients for each in settings.extensions):
         raise ValueError(
-            f"{record.name}: expected delay_wgrad_compute=True, since its module puts off weight "
-            "gradients (skip_backward_post_hook); found False, so that they would be lost"
+            f"{record.name}: expected the extension for late weight gradients "
+            "(delay_wgrad_compute=True), since its module puts off weight gradients "
+            "(skip_backward_post_hook); found none, so that they would be lost"
         )
 
 

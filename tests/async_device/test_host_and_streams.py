@@ -37,7 +37,7 @@ ranks = device.ranks
 def test_the_engine_without_a_mesh_is_on_the_accelerator_and_its_lanes_are_streams() -> None:
     for level in ("optim", "optim_grads_params"):
         model = Small(2)
-        engine = fe.shard(copy.deepcopy(model), strategy=level, min_unit_size=0)
+        engine = fe.shard(copy.deepcopy(model), strategy=level, options=fe.Options(min_unit_size=0))
         assert engine.mesh.device == on.DEVICE
         assert all(isinstance(lane, DeviceLane) for lane in make_lanes(engine.mesh.device).all)
         state = engine.full_state_dict()
@@ -50,7 +50,7 @@ def test_the_engine_without_a_mesh_is_on_the_accelerator_and_its_lanes_are_strea
 def test_the_host_waits_for_nothing_in_a_steady_step() -> None:
     for level in LEVELS:
         model = Small()
-        engine = fe.shard(model, strategy=level, min_unit_size=0)
+        engine = fe.shard(model, strategy=level, options=fe.Options(min_unit_size=0))
         assert len(engine.units) > 3
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         batch = [part.to(on.DEVICE) for part in vector_batch(2, dist.get_rank())]
@@ -186,9 +186,14 @@ def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart
     rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     model = Small(2)
     on_device = copy.deepcopy(model)
-    fe.shard(model, dist.init_device_mesh("cpu", (2,)), strategy=level, min_unit_size=0)
+    fe.shard(
+        model,
+        dist.init_device_mesh("cpu", (2,)),
+        strategy=level,
+        options=fe.Options(min_unit_size=0),
+    )
     train_on(model, rows, None, None)
-    engine = fe.shard(on_device, strategy=level, min_unit_size=0)
+    engine = fe.shard(on_device, strategy=level, options=fe.Options(min_unit_size=0))
     forward = torch.deferred.Stream()
     backward = torch.deferred.Stream() if apart else forward
     for stream in (forward, backward):

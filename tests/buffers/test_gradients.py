@@ -145,11 +145,9 @@ def test_a_backward_after_the_last_reduction_adds_to_what_is_reduced(
     strategy: str, outer: str, average: bool, fused: bool
 ) -> None:
     """Exactly: integers, so that no order of summation matters."""
-    config = fe.DistributedDataParallelConfig(
-        average_in_collective=average, gradient_reduce_div_fusion=fused
-    )
+    options = fe.Options(average_in_collective=average, scale_while_copying=fused)
     model = nn.Linear(3, 50, bias=False)
-    engine = fe.shard(model, square_mesh(), strategy, outer, config=config)
+    engine = fe.shard(model, square_mesh(), strategy, outer, options=options)
     inputs = torch.tensor([[1.0, 2.0, 4.0]]) * 4 ** (dist.get_rank() + 1)
     one = torch.tensor([1.0, 2.0, 4.0]) * (4 + 16 + 64 + 256) / 4
     for step in range(2):
@@ -186,9 +184,9 @@ def test_gradients_are_those_of_the_mean_over_all_ranks(
     strategy: str, outer: str, average: bool
 ) -> None:
     """Integers, so that every order of summation gives the same and the figure is exact."""
-    config = fe.DistributedDataParallelConfig(average_in_collective=average)
+    options = fe.Options(average_in_collective=average)
     model = nn.Linear(3, 5, bias=False)
-    fe.shard(model, square_mesh(), strategy, outer, config=config)
+    fe.shard(model, square_mesh(), strategy, outer, options=options)
     rank = dist.get_rank()
     inputs = torch.tensor([[1.0, 2.0, 4.0]]) * 4 ** (rank + 1)
     model(inputs).sum().backward()
@@ -201,9 +199,9 @@ def test_gradients_are_those_of_the_mean_over_all_ranks(
 @on_ranks(3)
 def test_three_ranks_average_by_three() -> None:
     for strategy, average in itertools.product(LEVELS, (False, True)):
-        config = fe.DistributedDataParallelConfig(average_in_collective=average)
+        options = fe.Options(average_in_collective=average)
         model = nn.Linear(3, 5, bias=False)
-        fe.shard(model, strategy=strategy, config=config)
+        fe.shard(model, strategy=strategy, options=options)
         model(torch.full((1, 3), 3.0 * (dist.get_rank() + 1))).sum().backward()
         gradient = full_gradients(model)["weight"]
         assert gradient is not None
@@ -546,13 +544,13 @@ def test_gradients_may_be_scaled_in_place_before_a_step() -> None:
 @on_ranks(2)
 def test_a_gradient_divisor_of_a_parameter_is_applied_once() -> None:
     for strategy, average in itertools.product(LEVELS, (False, True)):
-        config = fe.DistributedDataParallelConfig(average_in_collective=average)
+        options = fe.Options(average_in_collective=average)
         torch.manual_seed(0)
         model = models.Chain(models.Mlp(), models.Mlp())
         alone = copy.deepcopy(model)
         expert = model.blocks[1].up.weight  # type: ignore[union-attr]
         expert.gradient_divisor = 8.0  # type: ignore[union-attr]
-        fe.shard(model, strategy=strategy, config=config)
+        fe.shard(model, strategy=strategy, options=options)
         model(*vector_batch(2, 10 + dist.get_rank())).backward()
         expected = expected_gradients(alone, vector_batch, [10])
         expected["blocks.1.up.weight"] /= 8

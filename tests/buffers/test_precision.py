@@ -225,11 +225,9 @@ def test_on_one_axis_a_bf16_wire_with_fp32_sums_rounds_once_at_most(way: str) ->
         policy = fe.MixedPrecisionPolicy(
             param_dtype=BF16, grad_comm_dtype=BF16 if way == "grad_comm_dtype" else None
         )
-        config = fe.DistributedDataParallelConfig(
-            reduce_scatter_with_fp32_accumulation=way != "grad_comm_dtype"
-        )
+        options = fe.Options(sum_in_fp32=way != "grad_comm_dtype")
         model = BigAndSmall()
-        fe.shard(model, strategy=strategy, mp_policy=policy, config=config)
+        fe.shard(model, strategy=strategy, mp_policy=policy, options=options)
         model(torch.full((64,), 4096.0 if dist.get_rank() == 0 else 4.0)).backward()
         gradient = full_gradients(model)["weight"]
         assert gradient is not None
@@ -249,9 +247,9 @@ def test_division_by_the_ranks_makes_no_zeros_of_what_fp16_can_send(
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     for reduce_dtype, fused in itertools.product((torch.float16, torch.float32), (True, False)):
         policy = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.float16, reduce_dtype=reduce_dtype)
-        config = fe.DistributedDataParallelConfig(gradient_reduce_div_fusion=fused)
+        options = fe.Options(scale_while_copying=fused)
         model = BigAndSmall()
-        engine = fe.shard(model, mesh, strategy, outer, mp_policy=policy, config=config)
+        engine = fe.shard(model, mesh, strategy, outer, mp_policy=policy, options=options)
         for _ in range(2):  # the second is added to the reduced gradient
             with engine.no_sync():
                 model(torch.full((64,), SMALL)).backward()

@@ -332,8 +332,8 @@ def test_no_more_units_are_full_than_the_one_in_use_and_those_gathered_ahead(
     model = Wandering(*(models.Mlp() for _ in range(5)))
     alone = copy.deepcopy(model)
     size = 640  # what a unit takes with its gaps on two ranks
-    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=num_ahead * size)
-    engine = fe.shard(model, config=config)
+    options = fe.Options(prefetch_window=num_ahead * size, staging_limit=num_ahead * size)
+    engine = fe.shard(model, options=options)
     assert {unit.num_elements for unit in engine.units if unit.name} == {size}
     watch = Watch(engine)
     optimizer, alone_optimizer = reference.once(reference.sgd), reference.once(reference.sgd)

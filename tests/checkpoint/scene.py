@@ -89,7 +89,7 @@ def shard(model: nn.Module, config: Config) -> fe.Engine:
         config["strategy"],
         config["outer"],
         mp_policy=fe.MixedPrecisionPolicy(param_dtype=config.get("param_dtype")),
-        granule=rows if config.get("granule") else None,
+        options=fe.Options(granule=rows if config.get("granule") else None),
     )
 
 

@@ -79,7 +79,7 @@ def test_what_one_rank_raises_all_raise() -> None:
 
     before = cut(Model(), mesh["tp"])
     with pytest.raises(KeyError if rank == 3 else Exception, match="embedding"):
-        fe.shard(before, mesh["dp"], granule=granule)
+        fe.shard(before, mesh["dp"], options=fe.Options(granule=granule))
 
 
 @on_ranks(4)

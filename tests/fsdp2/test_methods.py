@@ -312,9 +312,9 @@ def test_classes() -> None:
 
 
 UNSUPPORTED: dict[str, Callable[[Any], object]] = {
-    "nccl_ub": lambda model: model.set_allocate_memory_from_process_group_for_comm(True),
-    "set_symm_mem_for_comm.*nccl_ub": lambda model: model.set_symm_mem_for_comm(),
-    "suggested_communication": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+    "Arenas": lambda model: model.set_allocate_memory_from_process_group_for_comm(True),
+    "set_symm_mem_for_comm.*Arenas": lambda model: model.set_symm_mem_for_comm(),
+    "prefetch_window": lambda model: model.set_reduce_scatter_max_input_buffers(2),
     "implements all-gathers itself": lambda model: model.set_custom_all_gather(None),
     "implements reductions itself": lambda model: model.set_custom_reduce_scatter(None),
     "2-D mesh": lambda model: model.set_all_reduce_hook(print),

@@ -119,8 +119,8 @@ def test_the_next_unit_is_gathered_while_this_one_computes_unless_the_budget_is_
     mesh: DeviceMesh, budget: int
 ) -> None:
     model = make_model()
-    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget)
-    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
+    options = fe.Options(prefetch_window=budget, staging_limit=budget)
+    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, options=options)
     gather: Any = engine.lanes.inner_gather
     full_bytes, overlapped = [], []
 
@@ -145,8 +145,8 @@ def test_the_next_unit_is_gathered_while_this_one_computes_unless_the_budget_is_
 
 def test_a_step_holds_no_more_full_units_than_the_budget_allows(mesh: DeviceMesh) -> None:
     model = make_model()
-    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=BLOCK_ELEMENTS)
-    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
+    options = fe.Options(prefetch_window=BLOCK_ELEMENTS, staging_limit=BLOCK_ELEMENTS)
+    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, options=options)
     for x, target in make_batches(2):
         model(x, target).backward()
         for param in model.parameters():
@@ -163,8 +163,8 @@ def test_the_allocator_hands_out_what_the_engine_books(mesh: DeviceMesh, level: 
     gc.collect()
     before = requested_bytes("current")
     model = make_model()
-    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=BLOCK_ELEMENTS)
-    engine = fe.shard(model, mesh=mesh, strategy=level, config=config)
+    options = fe.Options(prefetch_window=BLOCK_ELEMENTS, staging_limit=BLOCK_ELEMENTS)
+    engine = fe.shard(model, mesh=mesh, strategy=level, options=options)
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -59,7 +59,13 @@ def with_adamw(
 ) -> tuple[Model, fe.Engine, torch.optim.Optimizer]:
     """A model, its engine and its optimizer."""
     model = make_model()
-    engine = fe.shard(model, mesh=mesh, strategy=level, offload=offload, min_unit_size=0)
+    engine = fe.shard(
+        model,
+        mesh=mesh,
+        strategy=level,
+        options=fe.Options(min_unit_size=0),
+        extensions=[] if offload is None else [offload],
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return model, engine, fe.shard_optimizer(optimizer)
 
@@ -299,9 +305,9 @@ def test_everything_on_the_host_trains_as_on_the_device(
         engine = fe.shard(
             model,
             mesh=mesh,
-            offload=offload,
+            options=fe.Options(min_unit_size=0),
+            extensions=[] if offload is None else [offload],
             mp_policy=fe.MixedPrecisionPolicy(param_dtype=compute),
-            min_unit_size=0,
         )
         optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
         losses = []
@@ -368,7 +374,11 @@ def test_activations_on_the_host_train_as_on_the_device_in_less_memory(
     for checkpointing in (False, fe.OffloadActivations(in_flight=0)):
         model = make_model()
         engine = fe.shard(
-            model, mesh=mesh, strategy=level, checkpointing=checkpointing, min_unit_size=0
+            model,
+            mesh=mesh,
+            strategy=level,
+            checkpointing=checkpointing,
+            options=fe.Options(min_unit_size=0),
         )
         optimizer = fe.shard_optimizer(make_sgd(model))
         first, *rest = make_batches(4, rows)

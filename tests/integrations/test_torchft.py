@@ -71,7 +71,7 @@ class Replica:
     ) -> None:
         self.model = make_model(seed, width)
         mesh = mesh_of(2, 1)["inner"] if mesh is None else mesh
-        self.engine = fe.shard(self.model, mesh, level, min_unit_size=0)
+        self.engine = fe.shard(self.model, mesh, level, options=fe.Options(min_unit_size=0))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
         fe.shard_optimizer(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
@@ -233,7 +233,9 @@ def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) ->
 def test_a_torn_state_is_not_trained_with() -> None:
     """One rank got the state of a replica, which was lost before the other rank did."""
     rank = dist.get_rank()
-    engine = fe.shard(make_model(), strategy="optim_grads_params", min_unit_size=0)
+    engine = fe.shard(
+        make_model(), strategy="optim_grads_params", options=fe.Options(min_unit_size=0)
+    )
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
     with lighthouse(1) as address:
         replicas = ElasticReplicas(engine, optimizer, num_microbatches=1, lighthouse=address)
@@ -285,7 +287,9 @@ def test_a_replica_of_another_model_or_configuration_is_refused(
 
 @on_ranks(2)
 def test_too_few_replicas_are_an_error_on_all_ranks() -> None:
-    engine = fe.shard(make_model(), strategy="optim_grads_params", min_unit_size=0)
+    engine = fe.shard(
+        make_model(), strategy="optim_grads_params", options=fe.Options(min_unit_size=0)
+    )
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
     weights = engine.full_state_dict()
     with lighthouse(1) as address:

@@ -183,7 +183,7 @@ def peak_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, A
                 outer,
                 units="blocks.*",
                 mp_policy=POLICIES[name][0],
-                config=fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget),
+                options=fe.Options(prefetch_window=budget, staging_limit=budget),
             )
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             root, *blocks = (unit.num_elements for unit in engine.units)

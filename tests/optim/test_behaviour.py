@@ -165,7 +165,7 @@ def test_whether_matrices_are_multiplied(rule: Callable[..., None], multiplies: 
 def test_an_empty_parameter_has_its_dims(rule: Callable[..., None], needs: int) -> None:
     model = nn.Linear(8, 8)
     model.nothing = nn.Parameter(torch.empty(0, 3))
-    fe.shard(model, None, "optim_grads_params", min_unit_size=0)
+    fe.shard(model, None, "optim_grads_params", options=fe.Options(min_unit_size=0))
     shapes = []
 
     def noting(self: Rule) -> None:
@@ -202,7 +202,7 @@ def test_a_parameter_of_one_element_may_have_empty_slices(
 @on_ranks(2)
 def test_a_step_that_communicates_is_refused() -> None:
     model = nn.Linear(8, 8)
-    fe.shard(model, None, "optim_grads_params", min_unit_size=0)
+    fe.shard(model, None, "optim_grads_params", options=fe.Options(min_unit_size=0))
     optimizer = Rule(model.parameters(), communicates)
     with pytest.raises(ValueError, match=r"weight, .*Rule raises RuntimeError: expected a step"):
         fe.shard_optimizer(optimizer)

@@ -98,8 +98,8 @@ class _Weighted(nn.Module):
 @on_ranks(1)
 def test_the_check_for_large_gradients_is_as_accurate() -> None:
     model = _Weighted()
-    config = fe.DistributedDataParallelConfig(check_for_large_grads=True)
-    fe.shard(model, strategy="optim_grads", config=config)
+    checks = fe.GradientChecks(nan=False, large=True)
+    fe.shard(model, strategy="optim_grads", extensions=[checks])
     torch.manual_seed(0)
     large, one = torch.randn(2_400_000), torch.zeros(2_400_000)
     # The norm of one element is exact. That of all is 10 times as large and a bit.

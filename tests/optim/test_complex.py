@@ -73,10 +73,7 @@ def _expected(optimizer_name: str, num_ranks: int) -> tuple[list[float], dict[st
 
 def _found(level: str, optimizer_name: str, clip: str) -> tuple[list[float], dict[str, Tensor]]:
     model = _seeded()
-    config = fe.DistributedDataParallelConfig(
-        check_for_nan_in_grad=True, check_for_large_grads=True
-    )
-    engine = fe.shard(model, strategy=level, config=config)
+    engine = fe.shard(model, strategy=level, extensions=[fe.GradientChecks(large=True)])
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     if optimizer_name.startswith("sharded"):
         fe.shard_optimizer(optimizer)
@@ -110,8 +107,7 @@ def test_complex_parameters_take_each_optimizer(ranks: Ranks, name: str) -> None
 
 def _nan_in_a_part(level: str) -> None:
     model = _seeded()
-    config = fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)
-    fe.shard(model, strategy=level, config=config)
+    fe.shard(model, strategy=level, extensions=[fe.GradientChecks()])
     loss = model(_batch(0, dist.get_rank())).square().mean()
     if dist.get_rank() == 1:
         loss = loss * float("nan")
@@ -136,8 +132,8 @@ def _large(level: str) -> int:
             return (self.weights[0] * scale).abs().sum()
 
     summed = Sum()
-    config = fe.DistributedDataParallelConfig(check_for_large_grads=True)
-    fe.shard(summed, strategy=level, config=config)
+    checks = fe.GradientChecks(nan=False, large=True)
+    fe.shard(summed, strategy=level, extensions=[checks])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for scale in (1.0, 1.0, 30.0):

@@ -44,7 +44,7 @@ def test_gradients_that_a_later_hook_replaces_are_used() -> None:
         torch.manual_seed(0)
         model = nn.Linear(5, 3)
         if shards:
-            fe.shard(model, None, "optim_grads_params", min_unit_size=0)
+            fe.shard(model, None, "optim_grads_params", options=fe.Options(min_unit_size=0))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if shards:
             fe.shard_optimizer(optimizer)

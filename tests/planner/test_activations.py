@@ -59,7 +59,7 @@ def test_they_are_the_choice_where_they_do_not_fit_and_copies_are_hidden() -> No
     assert chosen.peak_bytes <= limit
     recomputed = [each.rate for each in planning.outcomes if each.candidate.checkpointing is True]
     assert max(recomputed) < 0.95 * chosen.rate
-    assert planning.best["checkpointing"] == "offload"
+    assert planning.best["extensions"] == [fe.OffloadActivations()]
     text = str(planning)
     assert "ranks, no checkpointing, activations on the host: " in text
     assert "Each node keeps 40.0 MiB on the host, 10.0 MiB of each rank." in text

@@ -221,7 +221,10 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ("--outer 2 --tensor-parallel 1,2", {"meshes": [(16,), (2, 8), (8,), (2, 4)]}),
     ("--memory 2 --machine a100", {"memory": 2.0**31, "machine": fe.A100}),
     ("--quick-only --no-cache --compile", {"quick": True, "cache": False, "compile": True}),
-    ("--units blocks.* --min-unit-size 7", {"units": ["blocks.*"], "min_unit_size": 7}),
+    (
+        "--units blocks.* --min-unit-size 7",
+        {"units": ["blocks.*"], "options": fe.Options(min_unit_size=7)},
+    ),
     (
         "--dtype bf16 --main-dtype fp64 --grad-dtype fp16 --reduce-dtype bf16",
         {
@@ -251,7 +254,7 @@ def test_without_options_arguments_are_those_of_the_plan(asked: dict[str, Any]) 
     ours |= {"progress": True, "cache": True}
     expected = {**vars(PlanOptions(world_size=16)), "shard": asked["shard"], **ours}
     assert {name: asked[name] for name in expected} == expected
-    assert (asked["units"], asked["min_unit_size"]) == (None, None)
+    assert (asked["units"], asked["options"]) == (None, fe.Options())
 
 
 def test_functions_are_named_and_inputs_of_transformers_have_sizes(asked: dict[str, Any]) -> None:
@@ -428,7 +431,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("planned_models:needs", "without arguments; found TypeError"),
         ("planned_models:build --units x.*", "units: expected pattern 'x.*'"),
         ("planned_models:build --num-units 2", "--num-units: expected with"),
-        ("planned_models:build --min-unit-size -1", "min_unit_size: expected 0 or more elements"),
+        ("planned_models:build --min-unit-size -1", "min_unit_size: expected 0 or more"),
         ("planned_models:build --batch 2x1024", "not of transformers; found the"),
         ("planned_models:build --batch a", "--batch: expected module:function"),
     ],

@@ -363,7 +363,7 @@ def _shard_the_data_parallel_ranks(path: str) -> str:
     mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = llama()
     fe.apply_tp_plan(model, mesh["tp"])
-    return str(fe.shard(model, mesh["dp"], strategy="auto", plan=planning).strategy)
+    return str(fe.shard(model, mesh["dp"], strategy=planning).strategy)
 
 
 def test_auto_takes_the_candidates_of_the_meshs_ranks(ranks: Ranks, tmp_path: Path) -> None:

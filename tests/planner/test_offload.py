@@ -158,13 +158,13 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
     planned_tightly().save(path)
     loaded = fe.StrategyPlan.load(path)
     assert loaded.outcomes == planned_tightly().outcomes
-    assert loaded.best["offload"] == HOST
+    assert loaded.best["extensions"] == [HOST]
     content = json.loads(path.read_text())
     for each in content["outcomes"]:  # a file of before
         del each["elsewhere"], each["candidate"]["offload"]
     path.write_text(json.dumps(content))
     old = fe.StrategyPlan.load(path)
-    assert "offload" not in old.best
+    assert old.best["extensions"] == []
     mpl: Any = pytest.importorskip("matplotlib")
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
     save_figure(planned_tightly(), tmp_path / "plan.svg")
@@ -177,26 +177,29 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
 def test_a_given_offload_is_that_of_all_candidates_and_of_shard(tmp_path: Path) -> None:
     planning = planned(HOST)
     assert {each.candidate.offload for each in planning.outcomes} == {HOST}
-    assert planning.best["offload"] == HOST
-    own = planning.arguments(given={"offload": fe.Offload()})
-    assert own["offload"] == fe.Offload()
+    assert planning.best["extensions"] == [HOST]
+    own = planning.arguments(given={"extensions": [fe.Offload()]})
+    assert own["extensions"] == [fe.Offload()]
     disk = fe.Offload(optimizer_state="disk", folder=tmp_path)
     planning = plan(disk, machine=replace(MACHINE, host_runs_ahead=False))
-    assert planning.best["offload"] == disk
+    assert planning.best["extensions"] == [disk]
     planning.save(tmp_path / "plan.json")
-    loaded = fe.StrategyPlan.load(tmp_path / "plan.json").best["offload"]
+    loaded = fe.StrategyPlan.load(tmp_path / "plan.json").best["extensions"][0]
     assert (loaded.optimizer_state, loaded.folder) == ("disk", str(tmp_path))
     on_device = plan(disk, machine=replace(MACHINE, disk=MACHINE.host_link))
-    assert on_device.best["offload"] == disk
+    assert on_device.best["extensions"] == [disk]
     assert on_device.outcomes[0].elsewhere["host"] == disk_staging.NUM_BYTES
     everything = fe.Offload(folder=tmp_path, **dict.fromkeys(ROLES, "disk"))
     on_device = planned(everything)
     assert {each.candidate.strategy for each in on_device.outcomes} == {LEVELS[-1]}
-    assert on_device.best["offload"] == everything
+    assert on_device.best["extensions"] == [everything]
 
 
 def shard_by_plan(path: str) -> str:
-    with_plan = {"strategy": "auto", "plan": fe.StrategyPlan.load(path), "min_unit_size": 0}
+    with_plan = {
+        "strategy": fe.StrategyPlan.load(path),
+        "options": fe.Options(min_unit_size=0),
+    }
     engine = fe.shard(build(), initial_values="rank0", **with_plan)
     assert dist.get_world_size() == WORLD
     return engine.offload.optimizer_state
@@ -222,7 +225,7 @@ def test_formulas_try_it_too() -> None:
 def test_an_estimate_holds_two_units_of_state_on_the_device(level: str) -> None:
     options: dict[str, Any] = {"world_size": 8, "num_units": 32, "strategy": level}
     kept = estimate(8e9, **options)
-    found = estimate(8e9, offload=HOST, **options)
+    found = estimate(8e9, extensions=[] if HOST is None else [HOST], **options)
     assert found.elsewhere == {"host": kept.optimizer_bytes}
     assert found.optimizer_bytes == kept.optimizer_bytes / 16
     assert kept.peak_bytes - found.peak_bytes == kept.optimizer_bytes * 15 / 16
@@ -230,9 +233,20 @@ def test_an_estimate_holds_two_units_of_state_on_the_device(level: str) -> None:
 
 
 def test_an_estimate_is_at_most_the_simulation_of_chunks() -> None:
-    found = estimate(build(), world_size=WORLD, offload=HOST, min_unit_size=0)
+    found = estimate(
+        build(),
+        world_size=WORLD,
+        options=fe.Options(min_unit_size=0),
+        extensions=[] if HOST is None else [HOST],
+    )
     assert found.optimizer_bytes == 2 * STATE / BLOCKS / WORLD
-    step = fe.simulate(build, WORLD, batch=batch(), offload=HOST, min_unit_size=0)
+    step = fe.simulate(
+        build,
+        WORLD,
+        batch=batch(),
+        options=fe.Options(min_unit_size=0),
+        extensions=[] if HOST is None else [HOST],
+    )
     assert step.elsewhere == found.elsewhere
     assert step.memory["optimizer"] <= found.optimizer_bytes + 64
 
@@ -392,7 +406,7 @@ def test_an_estimate_is_the_simulation_of_what_lies_elsewhere(
 
 def test_weights_alone_on_the_host_are_no_estimate() -> None:
     with pytest.raises(ValueError, match=r"offload\.gradients: expected 'host', where main"):
-        estimate(1e9, world_size=8, offload=fe.Offload(main_weights="host"))
+        estimate(1e9, world_size=8, extensions=[fe.Offload(main_weights="host")])
 
 
 def test_levels_that_do_not_allow_it_are_left_out() -> None:
@@ -421,7 +435,7 @@ def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     assert {each.strategy for each in tried} == {LEVELS[-1]}
     assert any(each.candidate.offload == HOST for each in planning.outcomes)
     assert all(each.lacking for each in planning.outcomes if each.candidate.offload != EVERYTHING)
-    assert planning.best["offload"] == EVERYTHING
+    assert planning.best["extensions"] == [EVERYTHING]
     text = str(planning)
     assert "everything on the host" in text
     assert "Each node keeps" in text

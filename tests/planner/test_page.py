@@ -82,7 +82,10 @@ def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
     """A simulated plan, and the step of its choice."""
     machine = replace(fe.H100, between_nodes=replace(fe.H100.between_nodes, bandwidth=1e8))
     planning = fe.plan(
-        *(Small, torch.zeros(64, 256)), world_size=16, machine=machine, min_unit_size=0
+        *(Small, torch.zeros(64, 256)),
+        world_size=16,
+        machine=machine,
+        options=fe.Options(min_unit_size=0),
     )
     assert planning.simulate is not None
     return planning, planning.simulate(planning.outcomes[0].candidate)

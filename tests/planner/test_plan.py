@@ -35,7 +35,7 @@ from tests.pool import Ranks
 WORLD, ROWS = 4, 8
 MACHINE = replace(fe.H100, ranks_per_node=2)
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-OPTIONS = {"mp_policy": POLICY, "min_unit_size": 0}
+OPTIONS = {"mp_policy": POLICY, "options": fe.Options(min_unit_size=0)}
 SLOW = fe.A100.between_nodes.__class__(1e6, 0.0)
 
 
@@ -390,8 +390,9 @@ def _shard_by_plan(path: str) -> list[tuple[object, ...]]:
     for sizes in MESHES:
         mesh = None if sizes is None else init_device_mesh("cpu", sizes)
         model = build()
-        options: Any = {"plan": fe.StrategyPlan.load(path), "min_unit_size": 0}
-        engine = fe.shard(model, mesh, strategy="auto", initial_values="rank0", **options)
+        options = fe.Options(min_unit_size=0)
+        plan = fe.StrategyPlan.load(path)
+        engine = fe.shard(model, mesh, plan, initial_values="rank0", options=options)
         model(batch()).backward()
         wrapped = {type(block.forward).__name__ for block in model.blocks}
         axes = (engine.mesh.outer.size, engine.mesh.inner.size)
@@ -439,7 +440,7 @@ def test_auto_refuses_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
         each.save(path)
     for told in ranks.run(_refusals, *paths, world_size=2):
         assert len(told) == 6
-        assert "plan: expected what fe.plan found" in told[0]
+        assert "strategy: expected the result of fe.plan" in told[0]
         assert 'strategy: expected "auto" with a plan' in told[1]
         assert "outer_strategy: expected None with" in told[2]
         assert "expected a candidate that fits; found none" in told[3]
@@ -458,7 +459,7 @@ def test_the_previous_name_of_the_class_is_deprecated() -> None:
 def test_best_contains_the_options_of_the_plan() -> None:
     best = planned().best
     assert best["mp_policy"] is POLICY
-    assert best["min_unit_size"] == 0
+    assert best["options"] == fe.Options(min_unit_size=0)
     assert planned().chosen is not None
     assert best["mesh"] == planned().chosen.candidate.mesh
     given = planned().arguments((2, 2), WORLD, {"mp_policy": fe.MixedPrecisionPolicy()})

@@ -181,7 +181,7 @@ def keeps_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 def test_rows_with_a_policy_of_the_user_are_not_cached(simulated: list[Any]) -> None:
     for count in (1, 2):
-        planned(checkpointing=(fe.Checkpointing(policy=keeps_all),))
+        planned(checkpointing=(fe.Recompute(policy=keeps_all),))
         assert len(simulated) == count
     assert not list(cache_folder().glob("*.json"))
 

@@ -19,7 +19,7 @@ from tests.planner.made_plans import quick_plan
 from tests.pool import Ranks
 
 WORLD = 2
-EVERY_SECOND = fe.Checkpointing(every=2)
+EVERY_SECOND = fe.Recompute(every=2)
 # Whose host does not limit steps of a small model.
 MACHINE = replace(
     fe.H100,
@@ -73,18 +73,18 @@ def test_memory_and_times_are_between_those_of_all_and_of_nothing() -> None:
 def test_it_is_tried_and_chosen_where_nothing_faster_fits(tmp_path: Path) -> None:
     planning = limited()
     assert planning.chosen is not None
-    assert planning.best["checkpointing"] == "selective"
+    assert planning.best["extensions"] == [fe.Recompute("selective")]
     assert "ranks, activation checkpointing (selective): " in str(planning)
     path = tmp_path / "plan.json"
     planning.save(path)
-    assert fe.StrategyPlan.load(path).best["checkpointing"] == "selective"
+    assert fe.StrategyPlan.load(path).best["extensions"] == [fe.Recompute("selective")]
 
 
 def test_every_kth_block_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     every_second().save(path)
     assert fe.StrategyPlan.load(path).outcomes == every_second().outcomes
-    assert every_second().best["checkpointing"] == EVERY_SECOND
+    assert every_second().best["extensions"] == [EVERY_SECOND]
     assert "activation checkpointing (blocks, every 2nd): " in str(every_second())
     path.write_text(path.read_text().replace('"every": 2', '"every": 0'))
     with pytest.raises(ValueError, match="every: expected 1 or more; found 0"):
@@ -92,9 +92,9 @@ def test_every_kth_block_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_a_policy_is_planned_and_not_saved(tmp_path: Path) -> None:
-    policy = fe.Checkpointing(policy=[torch.ops.aten.mm.default])
+    policy = fe.Recompute(policy=[torch.ops.aten.mm.default])
     planning = planned(checkpointing=(policy,), seconds=0)
-    assert planning.best["checkpointing"] is policy
+    assert planning.best["extensions"] == [policy]
     with pytest.raises(ValueError, match="checkpointing: expected a policy of None or 'selective'"):
         planning.save(tmp_path / "plan.json")
 
@@ -139,8 +139,8 @@ def test_texts() -> None:
         "offload": "no",
         "selective": "selective",
         EVERY_SECOND: "blocks, every 2nd",
-        fe.Checkpointing(3, "selective"): "selective, every 3rd",
-        fe.Checkpointing(policy=[torch.ops.aten.mm.default]): "by a policy",
+        fe.Recompute("selective", 3): "selective, every 3rd",
+        fe.Recompute(policy=[torch.ops.aten.mm.default]): "by a policy",
     }
     for checkpointing, text in texts.items():
         assert Candidate((2,), "optim", "no_shard", checkpointing).recomputed == text
@@ -151,7 +151,11 @@ def _shard_by_plans(paths: list[str]) -> list[list[str]]:
     for path in paths:
         torch.manual_seed(0)
         model = build()
-        fe.shard(model, strategy="auto", plan=fe.StrategyPlan.load(path), min_unit_size=0)
+        fe.shard(
+            model,
+            strategy=fe.StrategyPlan.load(path),
+            options=fe.Options(min_unit_size=0),
+        )
         found.append([type(block.forward).__name__ for block in model.blocks])
         model(*token_batch(4, 0)).backward()
     return found

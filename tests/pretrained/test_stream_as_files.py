@@ -104,7 +104,9 @@ def as_joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
 @on_few_ranks
 def test_a_tensor_of_several_units() -> None:
     model = Chain(Mlp(), Mlp(), Mlp())
-    engine = fe.shard(model, strategy="optim_grads_params", units=[Mlp], min_unit_size=0)
+    engine = fe.shard(
+        model, strategy="optim_grads_params", units=[Mlp], options=fe.Options(min_unit_size=0)
+    )
     assert len(engine.units) == 4
     expected = as_joined(sent_state(engine, torch.bfloat16))
     with (

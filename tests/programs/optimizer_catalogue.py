@@ -195,7 +195,7 @@ def tried(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = model_of(use)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    engine = fe.shard(model, mesh, strategy=level, min_unit_size=0)
+    engine = fe.shard(model, mesh, strategy=level, options=fe.Options(min_unit_size=0))
     try:
         optimizer = made(kind, model)
         if way != WAYS[0]:
@@ -234,7 +234,7 @@ def run(library: str, name: str) -> Found:
 def stepped(kind: type[Optimizer], use: Use) -> str:
     """How ``fe.shard_optimizer`` steps it."""
     model = model_of(use)
-    fe.shard(model, None, strategy=LEVELS[-1], min_unit_size=0)
+    fe.shard(model, None, strategy=LEVELS[-1], options=fe.Options(min_unit_size=0))
     try:
         return how_stepped(model, fe.shard_optimizer(made(kind, model)))
     except Exception:  # the outcomes have it

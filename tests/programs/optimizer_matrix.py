@@ -166,7 +166,9 @@ def in_one_process(kind: Any) -> tuple[Use, dict[str, Tensor], dict[str, Tensor]
 
 def sharded(level: Sequence[str], mesh: Any, use: Use, kind: Any) -> tuple[Any, fe.Engine, Any]:
     model = Ragged(use.dtype)
-    engine = fe.shard(model, mesh, *level, units=[nn.Linear, nn.Conv2d], min_unit_size=0)
+    engine = fe.shard(
+        model, mesh, *level, units=[nn.Linear, nn.Conv2d], options=fe.Options(min_unit_size=0)
+    )
     return model, engine, fe.shard_optimizer(catalogue.made_of(kind, use.params(model)))
 
 
@@ -207,7 +209,9 @@ def with_experts(kind: Any, use: Use) -> float:
     most = 0.0
     for level in LEVELS:
         model = experts.build([held], mesh["experts"].get_group()).to(use.dtype)
-        fe.shard(model, strategy=level, expert_mesh=mesh["copies"], min_unit_size=0)
+        fe.shard(
+            model, strategy=level, expert_mesh=mesh["copies"], options=fe.Options(min_unit_size=0)
+        )
         optimizer = fe.shard_optimizer(catalogue.made_of(kind, use.params(model)))
         if hasattr(optimizer, "train"):
             optimizer.train()

@@ -66,7 +66,9 @@ def _shard(model: nn.Module, level: str, mesh: Any = None, **options: Any) -> fe
         param.gradient_divisor = 1 / dist.get_world_size()  # type: ignore[attr-defined]
     dtype = next(model.parameters()).dtype
     policy = fe.MixedPrecisionPolicy(main_params_dtype=dtype)
-    return fe.shard(model, mesh, level, mp_policy=policy, min_unit_size=0, **options)
+    return fe.shard(
+        model, mesh, level, mp_policy=policy, options=fe.Options(min_unit_size=0), **options
+    )
 
 
 def _train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
@@ -336,7 +338,7 @@ def _bytes_of_training(kind: str) -> tuple[int, int]:
         policy = fe.MixedPrecisionPolicy(
             param_dtype=bf16, main_params_dtype=bf16, main_grads_dtype=bf16
         )
-    engine = fe.shard(model, mp_policy=policy, min_unit_size=0)
+    engine = fe.shard(model, mp_policy=policy, options=fe.Options(min_unit_size=0))
     name = "pytorch_optimizer.FlashAdamW in bf16"
     is_flash = kind == "FlashAdamW"
     made = _optimizer(name, model) if is_flash else torch.optim.AdamW(model.parameters())

@@ -80,7 +80,11 @@ class Job:
         self.model = catalogue.model_of(use)
         offload = None if folder is None else fe.Offload(optimizer_state="disk", folder=folder)
         self.engine = fe.shard(
-            self.model, self._mesh, strategy=level, min_unit_size=0, offload=offload
+            self.model,
+            self._mesh,
+            strategy=level,
+            options=fe.Options(min_unit_size=0),
+            extensions=[] if offload is None else [offload],
         )
         self.optimizer = catalogue.made(kind, self.model)
         if hasattr(self.optimizer, "train"):

@@ -65,7 +65,7 @@ def train(name: str, level: str | None) -> list[float]:
     model = _model()
     if level is None:
         return _steps(model, _optimizer(name, model), 0, 10)
-    fe.shard(model, strategy=level, min_unit_size=0)
+    fe.shard(model, strategy=level, options=fe.Options(min_unit_size=0))
     optimizer = fe.shard_optimizer(_optimizer(name, model))
     return _steps(model, optimizer, 0, 10)
 
@@ -91,7 +91,7 @@ KEEPERS = ("checkpointer", "torch.save", "dcp")
 
 def _built(name: str, level: str) -> tuple[nn.Module, fe.Engine, Any]:
     model = _model()
-    engine = fe.shard(model, strategy=level, min_unit_size=0)
+    engine = fe.shard(model, strategy=level, options=fe.Options(min_unit_size=0))
     return model, engine, fe.shard_optimizer(_optimizer(name, model))
 
 
@@ -155,7 +155,7 @@ def test_checkpoints_have_the_values_of_quantised_state(
 
 def _save_without_shard_optimizer(folder: str) -> None:
     model = _model()
-    engine = fe.shard(model, strategy="no_shard", min_unit_size=0)
+    engine = fe.shard(model, strategy="no_shard", options=fe.Options(min_unit_size=0))
     optimizer = _optimizer("AdamW8bit", model)
     _steps(model, optimizer, 0, 1)
     with pytest.raises(ValueError, match=r"found a OptimState8bit in 'exp_avg'. Call fe.shard_opt"):

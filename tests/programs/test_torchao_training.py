@@ -107,7 +107,7 @@ def _under_both(kind: str, way: str, dtype: torch.dtype) -> dict[str, list[float
             fsdp2.fully_shard(model, mp_policy=policy)
         else:
             of_shard = fe.MixedPrecisionPolicy(param_dtype=dtype, main_grads_dtype=torch.float32)
-            fe.shard(model, strategy=way, mp_policy=of_shard, min_unit_size=0)
+            fe.shard(model, strategy=way, mp_policy=of_shard, options=fe.Options(min_unit_size=0))
         return {
             "found": _train(model, kind, [dist.get_rank()]),
             "fsdp2": _under_fsdp2(kind, dtype),
@@ -145,7 +145,7 @@ def _from_meta(kind: str, way: str, level: str) -> dict[str, list[float]]:
                 fsdp2.fully_shard(block, strategy=level)
             fsdp2.fully_shard(model, strategy=level)
         else:
-            fe.shard(model, strategy=level, min_unit_size=0)
+            fe.shard(model, strategy=level, options=fe.Options(min_unit_size=0))
         if way != "shard":
             model.to_empty(device="cpu")
         options = StateDictOptions(full_state_dict=True)

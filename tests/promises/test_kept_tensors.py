@@ -101,7 +101,7 @@ def test_an_output_that_is_a_view_may_be_changed_in_place(place: Place) -> None:
 @on_ranks(2)
 def test_full_parameters_have_no_memory_before_their_gather_has_been_waited_for() -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    engine = fe.shard(model, units=[nn.Linear], min_unit_size=0)
+    engine = fe.shard(model, units=[nn.Linear], options=fe.Options(min_unit_size=0))
     unit = next(each for each in engine.units if each.num_elements)
     weight = unit.buffers[0].full_params[0]
     for _ in range(2):

@@ -100,12 +100,7 @@ def test_what_was_loaded_can_be_gathered(place: Place) -> None:
 @on_ranks(world_size=4)
 def test_what_was_loaded_can_be_gathered_within_rows_of_a_mesh() -> None:
     model = make()
-    config = fe.DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        data_parallel_sharding_strategy="optim_grads",
-        num_distributed_optimizer_instances=2,
-    )
-    engine = fe.shard(model, config=config)
+    engine = fe.shard(model, (2, 2), "optim_grads")
     assert (engine.mesh.outer.size, engine.mesh.inner.size) == (2, 2)
     assert_gathers(model)
 

@@ -178,8 +178,10 @@ def test_models_share_a_module_without_parameters() -> None:
         one, other, plain = (
             nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared) for _ in range(3)
         )
-        engine = fe.shard(one, strategy=level, min_unit_size=0)
-        other_engine = fe.shard(other, strategy=level, mp_policy=policy, min_unit_size=0)
+        engine = fe.shard(one, strategy=level, options=fe.Options(min_unit_size=0))
+        other_engine = fe.shard(
+            other, strategy=level, mp_policy=policy, options=fe.Options(min_unit_size=0)
+        )
         plain.load_state_dict(engine.full_state_dict())
         x = torch.randn(3, 4)
         assert torch.equal(one(x), plain(x))

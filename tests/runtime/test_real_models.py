@@ -292,7 +292,7 @@ def test_a_block_that_one_rank_skips(strategy: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = models.Skipping()
     alone = copy.deepcopy(model)
-    engine = fe.shard(model, strategy=strategy, min_unit_size=EVERYTHING)
+    engine = fe.shard(model, strategy=strategy, options=fe.Options(min_unit_size=EVERYTHING))
     assert unit_names(engine) == ["blocks.0-2"]
     optimizers = [reference.sgd(each.parameters()) for each in (model, alone)]
     for step in range(4):
@@ -425,7 +425,9 @@ class ReadsInputs(Chain):
 def test_blocks_get_inputs_in_the_compute_dtype_also_beside_loose_modules() -> None:
     for strategy in LEVELS:
         model = ReadsInputs()
-        engine = fe.shard(model, strategy=strategy, min_unit_size=EVERYTHING, **BF16)
+        engine = fe.shard(
+            model, strategy=strategy, options=fe.Options(min_unit_size=EVERYTHING), **BF16
+        )
         assert unit_names(engine) == ["blocks.0-1 + norm"]
         for step in range(2):
             model(*vector_batch(2, step)).backward()
@@ -441,7 +443,7 @@ def noted(calls: list[str], name: str, real: Callable[..., None], *args: Any) ->
 def test_a_joined_unit_is_gathered_once_for_all_of_its_blocks() -> None:
     for reentrant in (False, True):
         model = Small(num_blocks=4, checkpoints=reentrant)
-        engine = fe.shard(model, min_unit_size=400)
+        engine = fe.shard(model, options=fe.Options(min_unit_size=400))
         first, last = "first + blocks.0-1", "blocks.2-3 + last"
         assert unit_names(engine) == [first, last]
         gathers: list[str] = []

@@ -111,8 +111,8 @@ def settings(
 ) -> PlanSettings:
     levels = Strategy.from_names("optim_grads_params", outer_level)
     axis_plans = AxisPlans(AxisPlan({Axis.OUTER: outer, Axis.INNER: inner}, levels))
-    options = fe.DistributedDataParallelConfig()
-    return PlanSettings(fe.MixedPrecisionPolicy(**dtypes), options, axis_plans, granule)  # type: ignore[arg-type]
+    policy = fe.MixedPrecisionPolicy(**dtypes)  # type: ignore[arg-type]
+    return PlanSettings(policy, fe.Options(granule=granule), axis_plans)
 
 
 def plan_of(model: nn.Module, num_ranks: int, granule: Any = None) -> Plan:

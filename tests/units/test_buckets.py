@@ -98,7 +98,9 @@ def buckets_of(buffers: Sequence[Any]) -> list[Bucket]:
 
 def planned(model: nn.Module, config: Config, level: str, dp: int) -> list[PlannedBuffer]:
     axes = AxisPlan({Axis.INNER: dp, Axis.OUTER: 1}, Strategy.from_names(level))
-    plan = make_plan(model, (), PlanSettings(fe.MixedPrecisionPolicy(), config, AxisPlans(axes)))
+    plan = make_plan(
+        model, (), PlanSettings(fe.MixedPrecisionPolicy(), config.to_options(), AxisPlans(axes))
+    )
     return [buffer for unit in plan.units for buffer in unit.buffers]
 
 

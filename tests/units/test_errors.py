@@ -319,9 +319,9 @@ def test_a_rank_whose_data_breaks_the_model_can_start_again() -> None:
 @on_ranks(2)
 def test_a_rank_that_waits_for_another_in_vain_says_for_what() -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
-    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
+    options = fe.Options(prefetch_window=0, staging_limit=0)
     model = models.Chain(Mlp(), Mlp(), Mlp())
-    fe.shard(model, DeviceMesh.from_group(group, "cpu"), config=config)
+    fe.shard(model, DeviceMesh.from_group(group, "cpu"), options=options)
     if dist.get_rank() == 1:
         model.blocks[1].register_forward_pre_hook(break_down, prepend=True)
         with pytest.raises(ArithmeticError):
@@ -359,13 +359,17 @@ WRONG_ON_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], 
         "Unheard: only here",
     ),
     "granule": (
-        lambda: {"granule": lambda name, parameter: raises_here() or 1},
+        lambda: {"options": fe.Options(granule=lambda name, parameter: raises_here() or 1)},
         RuntimeError,
         "Unheard: only here",
     ),
-    "a codec rule": (lambda: {"codec_rules": [raises_here]}, RuntimeError, "Unheard: only here"),
-    "codec rules that are iterated": (
-        lambda: {"codec_rules": (raises_here() or raises_here for _ in range(2))},
+    "a codec rule": (
+        lambda: {"extensions": [fe.CodecRules([raises_here])]},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "extensions that are iterated": (
+        lambda: {"extensions": (raises_here() or fe.GradientChecks() for _ in range(1))},
         RuntimeError,
         "Unheard: only here",
     ),

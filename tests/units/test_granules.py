@@ -36,7 +36,12 @@ def test_rows_are_whole() -> None:
     loss(expected).backward()
     with torch.no_grad():
         step_rows([(p, p.grad, max(p.shape[1:].numel(), 1)) for p in expected.parameters()])  # type: ignore[misc]
-    fe.shard(model, None, "optim_grads_params", min_unit_size=0, granule=fe.whole_rows)
+    fe.shard(
+        model,
+        None,
+        "optim_grads_params",
+        options=fe.Options(granule=fe.whole_rows, min_unit_size=0),
+    )
     loss(model).backward()
     of_rank = []
     for param in model.parameters():
@@ -55,7 +60,12 @@ def test_rows_are_whole() -> None:
 @on_ranks(3)
 def test_tensors_are_whole() -> None:
     model = build()
-    fe.shard(model, None, "optim_grads_params", min_unit_size=0, granule=fe.whole_tensors)
+    fe.shard(
+        model,
+        None,
+        "optim_grads_params",
+        options=fe.Options(granule=fe.whole_tensors, min_unit_size=0),
+    )
     for param in model.parameters():
         assert isinstance(param, fe.FlatDTensor)
         assert param.local.numel() in (0, param.numel())

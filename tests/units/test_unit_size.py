@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +19,6 @@ from fsdp_engine.units.assignment import (
     expect,
     find_units,
     join_small,
-    least_size,
     reads_weights_in_backward,
     split_by_least,
 )
@@ -31,12 +28,12 @@ from tests.pool import on_ranks
 from tests.units.refusals import assert_still_trains, refused
 
 
-def joined(model: nn.Module, least: int) -> list[ModuleSet]:
+def joined(model: nn.Module, least: int | None) -> list[ModuleSet]:
     records = collect_records(model)
     return join_small(model, find_units(model, None, records), records, least)
 
 
-def names_of(model: nn.Module, least: int) -> list[str]:
+def names_of(model: nn.Module, least: int | None) -> list[str]:
     return [unit.name for unit in joined(model, least)]
 
 
@@ -198,6 +195,13 @@ def test_numbered_neighbours_are_shown_as_a_run(names: list[str], name: str) -> 
 # What users say.
 
 
+def test_none_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignment, "MIN_UNIT_SIZE", MIN_UNIT_SIZE)
+    with torch.device("meta"):
+        model = Transformer(num_blocks=3, dim=64)
+    assert names_of(model, None) == names_of(model, MIN_UNIT_SIZE) != names_of(model, 0)
+
+
 def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_ones() -> None:
     with torch.device("meta"):
         usual = Transformer(num_blocks=3, dim=768)  # as GPT-2's smallest, but for its vocabulary
@@ -207,31 +211,11 @@ def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_one
     assert names_of(small, MIN_UNIT_SIZE) == ["embedding + blocks.0-2 + norm + head"]
 
 
-def test_none_is_the_default_and_zero_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assignment, "MIN_UNIT_SIZE", MIN_UNIT_SIZE)
-    assert least_size(None) == MIN_UNIT_SIZE > 0
-    assert least_size(0) == 0
-    assert least_size(12) == 12
-
-
-@pytest.mark.parametrize("wrong", ["5", 1.0, True, -1])
-@on_ranks(2)
-def test_a_size_that_is_none_is_refused_on_all_ranks(wrong: Any) -> None:
-    kind = ValueError if wrong == -1 else TypeError
-    model = Transformer(num_blocks=1)
-    found = wrong if dist.get_rank() == 0 else 7
-    with refused(model, "min_unit_size: expected", repr(wrong), kind=kind):
-        fe.shard(model, min_unit_size=found)
-    with pytest.raises(kind, match="min_unit_size: expected"):
-        fe.estimate(model, world_size=2, min_unit_size=wrong)
-    assert_still_trains(model)
-
-
 @on_ranks(2)
 def test_sizes_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
     model = Transformer(num_blocks=1)
     with refused(model, "min_unit_size=5", "min_unit_size=6", "rank 1"):
-        fe.shard(model, min_unit_size=5 + dist.get_rank())
+        fe.shard(model, options=fe.Options(min_unit_size=5 + dist.get_rank()))
     assert_still_trains(model)
 
 
@@ -239,8 +223,8 @@ def test_sizes_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
 def test_units_that_are_named_are_taken_as_they_are_named() -> None:
     model = Transformer(num_blocks=2)
     with refused(model, "min_unit_size: expected None or 0 beside units", "found 5"):
-        fe.shard(model, units="blocks.*", min_unit_size=5)
-    engine = fe.shard(model, units="blocks.*", min_unit_size=0)
+        fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=5))
+    engine = fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=0))
     assert [unit.name for unit in engine.units] == ["", "blocks.0", "blocks.1"]
 
 
@@ -248,5 +232,5 @@ def test_units_that_are_named_are_taken_as_they_are_named() -> None:
 def test_what_is_said_is_what_is_built() -> None:
     for least in (None, 0, BLOCK, 10**9):
         model = Transformer(num_blocks=3)
-        engine = fe.shard(model, min_unit_size=least)
+        engine = fe.shard(model, options=fe.Options(min_unit_size=least))
         assert [unit.name for unit in engine.units[1:]] == names_of(model, least or 0)

@@ -22,6 +22,7 @@ recomputation needs it as it was before.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -37,8 +38,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.blocks import find_blocks
+from fsdp_engine.units.build import EngineSetup, Resources
 
 # Arguments by which layers of ``transformers`` fill a cache of keys and values. A second run would
 # fill it twice, so that its own checkpointing leaves them out, too. From 5.24 on it is ``cache``,
@@ -91,23 +94,23 @@ _Policy = Callable[..., Any] | Sequence[Any] | str
 
 
 @dataclass(frozen=True)
-class Checkpointing:
+class Recompute(EngineExtension):
     """Blocks whose forward backward runs again, and the operations in them that it does not.
 
     Attributes:
-        every: only each ``every``-th block is checkpointed; the others keep their activations.
         policy: None: all operations run again. "selective": outputs of attention kernels,
             reductions over ranks and every second matrix product are kept, see
             [Note: Selective checkpointing]. Or a policy of
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: a function, or a list
             of operations whose outputs are kept.
+        every: only each ``every``-th block is checkpointed; the others keep their activations.
 
     Raises:
         TypeError, ValueError: ``every`` is no whole number of 1 or more, or ``policy`` is none.
     """
 
-    every: int = 1
     policy: _Policy | None = None
+    every: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool):
@@ -129,8 +132,16 @@ class Checkpointing:
                 )
         object.__setattr__(self, "policy", tuple(policy))
 
+    def signature(self) -> str:
+        """See the base class. Addresses of functions are left out."""
+        return str(self)
+
+    def prepare(self, setup: EngineSetup, resources: Resources) -> None:
+        """Wrap the blocks of the model."""
+        checkpoint_units(setup.model, setup.units, self)
+
     @classmethod
-    def of(cls, checkpointing: object) -> Checkpointing | None:
+    def of(cls, checkpointing: object) -> Recompute | None:
         """Returns the blocks and operations that the argument of ``shard`` has recomputed; None:
         none are."""
         if isinstance(checkpointing, cls):
@@ -140,19 +151,31 @@ class Checkpointing:
         return cls(policy=SELECTIVE) if checkpointing == SELECTIVE else None
 
     def __str__(self) -> str:
-        """Equal on all ranks, as addresses of functions are not."""
         policy = self.policy
         if callable(policy):
             policy = f"{policy.__module__}.{getattr(policy, '__qualname__', type(policy).__name__)}"
         elif isinstance(policy, tuple):
             policy = ", ".join(map(str, policy))
-        return f"Checkpointing(every={self.every}, policy={policy})"
+        return f"Recompute(policy={policy}, every={self.every})"
+
+
+class Checkpointing(Recompute):
+    """The old name of :class:`Recompute`, with its arguments in the other order."""
+
+    def __init__(self, every: int = 1, policy: _Policy | None = None) -> None:
+        warnings.warn(
+            "fsdp_engine.Checkpointing is deprecated and will be removed in 0.3; use "
+            "fsdp_engine.Recompute",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        super().__init__(policy, every)
 
 
 def checkpoint_units(
     model: nn.Module,
     units: UnitSelector | Iterable[UnitSelector] | None = None,
-    checkpointing: bool | str | Checkpointing = True,
+    checkpointing: bool | str | Recompute = True,
 ) -> tuple[str, ...]:
     """Checkpoint the activations of every module that is a unit of :func:`~fsdp_engine.shard`.
 
@@ -174,7 +197,7 @@ def checkpoint_units(
         model: any module.
         units: as for ``shard``, which should be given the same.
         checkpointing: True: the whole forward runs again. "selective": outputs of attention kernels
-            and of every second matrix product are kept. Or a :class:`Checkpointing`.
+            and of every second matrix product are kept. Or a :class:`Recompute`.
 
     Returns:
         Names of the modules that are checkpointed, in module order; none if nothing says what a
@@ -187,11 +210,10 @@ def checkpoint_units(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
-    how = Checkpointing.of(checkpointing)
+    how = Recompute.of(checkpointing)
     if how is None:
         raise ValueError(
-            f"checkpointing: expected True, {SELECTIVE!r} or fe.Checkpointing; "
-            f"found {checkpointing!r}"
+            f"checkpointing: expected True, {SELECTIVE!r} or fe.Recompute; found {checkpointing!r}"
         )
     found = list(find_blocks(model, units).items())
     blocks = dict(found[how.every - 1 :: how.every])
@@ -234,7 +256,7 @@ class CheckpointedForward(WrappedForward):
 
     Args:
         module, own: see :class:`WrappedForward`.
-        policy: of :class:`Checkpointing`.
+        policy: of :class:`Recompute`.
     """
 
     def __init__(

@@ -46,11 +46,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_engine import backend
 from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, make_copy_lanes
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.activations.checkpointing import (
     SELECTIVE,
-    Checkpointing,
+    Recompute,
     WrappedForward,
 )
 from fsdp_engine.extensions.activations.host_pool import HostPool
@@ -60,6 +62,8 @@ from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.scheduler import in_backward
+from fsdp_engine.units.blocks import find_blocks
+from fsdp_engine.units.build import EngineSetup, Resources
 
 OFFLOAD = "offload"
 # The role of the host's memory in ledgers.
@@ -72,7 +76,7 @@ _ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
-class OffloadActivations:
+class OffloadActivations(EngineExtension):
     """The tensors that blocks save for backward are in pinned host memory between forward and
     backward. On a CPU nothing changes. See ``docs/offload.md``.
 
@@ -95,6 +99,24 @@ class OffloadActivations:
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ValueError(f"{name}: expected a number of bytes; found {value}")
 
+    def check(self, setup: EngineSetup) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: activations are recomputed, too.
+        """
+        if any(isinstance(each, Recompute) for each in setup.settings.extensions):
+            raise ValueError(
+                "extensions: expected fe.OffloadActivations or fe.Recompute; found both"
+            )
+
+    def prepare(self, setup: EngineSetup, resources: Resources) -> None:
+        """Wrap the blocks of the model."""
+        if backend.current().runs_ahead(resources.memory.device):
+            moves = ActivationOffload(resources.memory, resources.lanes.compute, self)
+            moves.install(find_blocks(setup.model, setup.units))
+            resources.parts.append(moves)
+
     @classmethod
     def of(cls, checkpointing: object) -> OffloadActivations | None:
         """Returns how activations are offloaded by the argument of ``shard``; None: they are not.
@@ -102,14 +124,14 @@ class OffloadActivations:
         Raises:
             ValueError: the argument is none of those that ``shard`` takes.
         """
-        if isinstance(checkpointing, bool) or Checkpointing.of(checkpointing) is not None:
+        if isinstance(checkpointing, bool) or Recompute.of(checkpointing) is not None:
             return None
         if checkpointing == OFFLOAD:
             return cls()
         if not isinstance(checkpointing, cls):
             raise ValueError(
                 f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, "
-                f"fe.Checkpointing or fe.OffloadActivations; found {checkpointing!r}"
+                f"fe.Recompute or fe.OffloadActivations; found {checkpointing!r}"
             )
         return checkpointing
 

@@ -31,10 +31,10 @@ from fsdp_engine.buffers.spec import BufferKind
 from fsdp_engine.codecs import CastCodec, ParamCodec
 from fsdp_engine.comm.groups import timeout_of_group
 from fsdp_engine.comm.rendezvous import meet
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import clear_gradients, gradients_of
 from fsdp_engine.memory import allocator
+from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.parameter_guard import AppliedFunctions
 from fsdp_engine.runtime.unit import Unit
@@ -86,7 +86,7 @@ class Conversions(AppliedFunctions):
         by_unit = {
             unit: changes
             for unit in engine.units
-            if (changes := list(changes_of(unit, fn, engine.config, inside)))
+            if (changes := list(changes_of(unit, fn, engine.options, inside)))
         }
         changes = [each for found in by_unit.values() for each in found]
         if changes:
@@ -131,14 +131,14 @@ class Conversions(AppliedFunctions):
 def changes_of(
     unit: Unit,
     fn: Callable[[Tensor], Tensor],
-    config: DistributedDataParallelConfig,
+    options: Options,
     inside: Sequence[nn.Module],
 ) -> Iterator[Change]:
     """The changes that ``fn`` makes to the buffers of a unit, found by a tensor without elements.
 
     Args:
         fn: the function given to ``nn.Module._apply``.
-        config: the options that the unit was made with.
+        options: those that the unit was made with.
         inside: modules whose parameters are converted.
 
     Raises:
@@ -167,14 +167,14 @@ def changes_of(
                 f"gathered with it to be converted; found {buffer.records[other].name} left out. "
                 "Convert the whole unit or model, or single modules before it is sharded"
             )
-        yield Change(buffer, *kind_after(buffer, probe.dtype, unit.policy, config))
+        yield Change(buffer, *kind_after(buffer, probe.dtype, unit.policy, options))
 
 
 def kind_after(
     buffer: ParamAndGradBuffer,
     dtype: torch.dtype,
     policy: MixedPrecisionPolicy,
-    config: DistributedDataParallelConfig,
+    options: Options,
 ) -> tuple[BufferKind, ParamCodec]:
     """The kind and the codec of ``buffer`` with main weights of ``dtype``.
 
@@ -191,9 +191,9 @@ def kind_after(
     compute = None if any(map(keeps_statistics, modules)) else policy.param_dtype
     policy = dataclasses.replace(policy, main_params_dtype=dtype, param_dtype=compute)
     probe = allocator.empty(0, dtype, "cpu").requires_grad_(buffer.kind.requires_grad)
-    dtypes = policy.resolve(probe, config.reduce_scatter_with_fp32_accumulation)
+    dtypes = policy.resolve(probe, options.sum_in_fp32)
     kind = dataclasses.replace(buffer.kind, dtypes=dtypes)
-    if config.nccl_ub:
+    if buffer.is_fixed:
         raise ValueError(
             f"{name}: expected {buffer.kind.dtypes.main} to stay, since nccl_ub registers memory "
             f"once; found a conversion to {dtype}. Convert the model before shard()"

@@ -30,7 +30,7 @@ class Float8Codec(ScaledCodec):
 
 @dataclass(frozen=True)
 class Float8(ScaledEncoding):
-    """Which parameters travel as fp8, and how; one of ``codec_rules``.
+    """Which parameters travel as fp8, and how; one of the ``extensions`` of ``fe.shard``.
 
     Floating-point parameters of two dims and more do. Norms, biases and other vectors travel in
     the compute dtype.

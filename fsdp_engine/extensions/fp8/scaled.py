@@ -11,7 +11,7 @@ rank computes the scales, and so the bytes, of the unsharded parameter.
 
 A subclass of :class:`ScaledCodec` gives ``largest``, ``encoded_dtype`` (of another size than one
 byte with ``wire_dtype``) and :meth:`~ScaledCodec.to_encoded`; a subclass of :class:`ScaledEncoding`
-is its rule for ``fe.shard(codec_rules=...)``. ``float8.py`` is one, the int8 codec of
+is its rule for ``fe.shard(extensions=...)``. ``float8.py`` is one, the int8 codec of
 ``tests/extensions/fp8/int8_codec.py`` another. NaN and Inf pass through the scale: a scale that is
 NaN or Inf makes all elements that share it NaN.
 """
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdp_engine.codecs.base import ParamCodec, Piece
+from fsdp_engine.codecs.base import CodecRule, ParamCodec, Piece
 from fsdp_engine.comm.collectives import Steps, max_steps
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.fp8.decoded_weights import DecodingCodec
 from fsdp_engine.memory import allocator
 from fsdp_engine.patterns import compile_pattern
@@ -44,7 +45,7 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class ScaledEncoding:
+class ScaledEncoding(EngineExtension):
     """Base class of rules: which parameters a :class:`ScaledCodec` encodes, and how.
 
     The rule takes floating-point parameters of two dims and more. Norms, biases and other vectors
@@ -80,6 +81,11 @@ class ScaledEncoding:
             )
         if isinstance(self.exclude, str) or not all(isinstance(p, str) for p in self.exclude):
             raise TypeError(f"exclude: expected a tuple of name patterns; found {self.exclude!r}")
+
+    @property
+    def codec_rules(self) -> Sequence[CodecRule]:
+        """See the base class."""
+        return (self,)
 
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes

@@ -244,6 +244,8 @@ _REGISTER = "register_wgrad_accumulation_and_reduce_hooks"
 class LateGradients(EngineExtension):
     """Modules may compute weight gradients after backward; see [Note: Late weight gradients]."""
 
+    awaits_late_gradients = True
+
     def start(self, engine: Engine) -> None:
         """Await the late gradients of ``engine``.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_engine.codecs.base import CodecRule, ParamClass, ParamCodec, add_param_class
-from fsdp_engine.strategies import Strategy
+from fsdp_engine.codecs.base import CodecRule, ParamClass, add_param_class
+from fsdp_engine.engine_extension import EngineExtension
 
 __all__ = ["TransformerEngine", "TransformerEngineCodec"]
 
@@ -39,10 +39,9 @@ class QuantizedTensors(ParamClass):
         """See :class:`ParamClass`."""
         return is_quantized(param)
 
-    def rule(self, config: Any) -> CodecRule:
+    def rule(self, extensions: Sequence[EngineExtension]) -> CodecRule:
         """See :class:`ParamClass`."""
-        keeps, through = config.keep_fp8_transpose_cache, config.reuse_grad_buf_for_mxfp8_param_ag
-        rule: CodecRule = _codec().TransformerEngine(keeps, through)
+        rule: CodecRule = _codec().TransformerEngine.of(extensions)
         return rule
 
     def extra_tensors(self, module: nn.Module) -> Mapping[str, Tensor]:
@@ -57,11 +56,6 @@ class QuantizedTensors(ParamClass):
             for name in ("scale", "amax_history")
             if isinstance(tensor := getattr(meta.get(direction), name, None), Tensor)
         }
-
-    def check_config(self, config: Any, strategy: Strategy, codecs: Iterable[ParamCodec]) -> None:
-        """See :class:`ParamClass`."""
-        if config.keep_fp8_transpose_cache or config.reuse_grad_buf_for_mxfp8_param_ag:
-            _codec().check_config(config, strategy, codecs)
 
 
 def register() -> None:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,12 @@ from torch import Tensor, nn
 
 from fsdp_engine.codecs.base import ParamCodec, Piece
 from fsdp_engine.comm.collectives import MaxGroup, Steps
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.transformer_engine import is_quantized
 from fsdp_engine.extensions.transformer_engine.quantized_weights import QuantizedWeights
 from fsdp_engine.precision import ParamDtypes
-from fsdp_engine.strategies import Role, Strategy
+from fsdp_engine.strategies import Role
+from fsdp_engine.units.build import EngineSetup
 
 KNOWN_VERSIONS = "2.20"
 CODEC_PREFIX = "transformer engine"
@@ -122,8 +124,9 @@ RECIPES = (
 
 
 @dataclass(frozen=True)
-class TransformerEngine:
-    """The codec rule for weights that Transformer Engine has quantized.
+class TransformerEngine(EngineExtension):
+    """The codec rule for weights that Transformer Engine has quantized. Models with such weights
+    need it only for other arguments than the defaults.
 
     Args:
         keep_transposes: keep the transposes that backward needs while the bytes are freed.
@@ -136,6 +139,39 @@ class TransformerEngine:
 
     keep_transposes: bool = False
     through_gradients: bool = False
+
+    @classmethod
+    def of(cls, extensions: Sequence[EngineExtension]) -> TransformerEngine:
+        """Returns that of ``extensions``, or one with the defaults."""
+        return next((each for each in extensions if isinstance(each, cls)), cls())
+
+    def check(self, setup: EngineSetup) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: the model has no weights that an argument is for, or full gradients are
+                sharded.
+        """
+        codecs = [buffer.make_codec() for unit in setup.plan.units for buffer in unit.buffers]
+        quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
+        if self.keep_transposes and not any(each.has_transposes for each in quantized):
+            raise ValueError(
+                "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised "
+                "by the delayed, current or block recipe, which alone have transposes; found none"
+            )
+        if not self.through_gradients:
+            return
+        if not any(each.num_encodings > 1 for each in quantized):
+            raise ValueError(
+                "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
+                "quantised by the MXFP8 recipe; found none"
+            )
+        strategy = setup.axis_plans.data.strategy
+        if strategy.depth(Role.GRAD) > 0:
+            raise ValueError(
+                "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
+                f"whole weights can pass; found levels that cut them: {strategy}"
+            )
 
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes
@@ -331,28 +367,6 @@ class TransformerEngineCodec(ParamCodec):
     def _drop_columns(self, weight: Any) -> None:
         if self.has_transposes:
             weight.update_usage(rowwise_usage=True, columnwise_usage=False)
-
-
-def check_config(config: Any, strategy: Strategy, codecs: Iterable[ParamCodec]) -> None:
-    """See :meth:`~fsdp_engine.codecs.base.ParamClass.check_config`."""
-    quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
-    if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
-        raise ValueError(
-            "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised by "
-            "the delayed, current or block recipe, which alone have transposes; found none"
-        )
-    if not config.reuse_grad_buf_for_mxfp8_param_ag:
-        return
-    if not any(each.num_encodings > 1 for each in quantized):
-        raise ValueError(
-            "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
-            "quantised by the MXFP8 recipe; found none"
-        )
-    if strategy.depth(Role.GRAD) > 0:
-        raise ValueError(
-            "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
-            f"whole weights can pass; found levels that cut them: {strategy}"
-        )
 
 
 def _put(weight: Any, parts: Mapping[str, Tensor]) -> None:

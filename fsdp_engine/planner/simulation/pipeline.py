@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
+from fsdp_engine.options import Options
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages
 from fsdp_engine.planner.simulation.machine import Machine
@@ -153,7 +154,7 @@ def simulate_pipeline(
     stages_per_rank: int | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
     quick: bool = False,
-    options: StepOptions | None = None,
+    options: StepOptions | Options | None = None,
     **given: Any,
 ) -> PipelineSimulation:
     """Simulate a step of pipeline-parallel training; see [Note: Simulated pipelines].
@@ -177,7 +178,8 @@ def simulate_pipeline(
         loss: ``loss(output, target)`` of the last stage. None: the cross-entropy of logits.
         quick: simulate each different stage once, with few microbatches, instead of all forwards
             and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``.
-        options: the other options. None: they are keyword arguments.
+        options: the other options. None: they are keyword arguments. An
+            ``fe.Options`` is one of these, the argument of ``fe.shard``.
         **given: fields of :class:`~.step_options.StepOptions`, of which ``microbatches`` is
             required; with context parallelism ``batch`` and ``target`` have whole sequences, stages
             and their messages this part of them. And options of

@@ -37,11 +37,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
-from fsdp_engine.config import StagingBudget
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
 from fsdp_engine.offload import Offload
 from fsdp_engine.optim import shard_optimizer
+from fsdp_engine.options import Options, StagingBudget
 from fsdp_engine.planner.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.planner.simulation.compiled import (
     compile_blocks,
@@ -503,7 +503,7 @@ def simulate(
     *,
     batch: Any,
     loss: Callable[[Any], Tensor] | None = None,
-    options: StepOptions | None = None,
+    options: StepOptions | Options | None = None,
     **given: Any,
 ) -> Simulation:
     """Simulate a training step: its time, exposed communication and memory.
@@ -519,11 +519,12 @@ def simulate(
             one of these. Only the shapes and dtypes of tensors are used.
         loss: returns the loss for the model's output. None: the output, or its attribute ``loss``,
             summed if it has several elements.
-        options: the other options. None: they are keyword arguments.
+        options: the other options. None: they are keyword arguments. An
+            ``fe.Options`` is one of these, the argument of ``fe.shard``.
         **given: fields of :class:`~.step_options.StepOptions`: ``mesh``, ``machine``,
             ``optimizer``, ``microbatches``, ...; and options of
             :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``, ``units``,
-            ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
+            ``mp_policy``, ``options``, ``extensions``, ...
 
     Raises:
         SimulationError: the model, the loss or the optimizer cannot run with fake tensors (for
@@ -534,8 +535,8 @@ def simulate(
         ValueError: ``mesh`` does not have the data-parallel ranks, ``tensor_parallel`` does not
             divide ``world_size`` or the model's heads, ``context_parallel`` does not divide the
             inner axis, or half of a sequence, or the model's attention cannot be ring attention on
-            this machine, there is no microbatch, the config enables
-            checks of gradients' values, there are no blocks to compile, the machine's link to
+            this machine, there is no microbatch, an extension
+            checks values of gradients, there are no blocks to compile, the machine's link to
             offloaded tensors is unknown, no parameter requires grad, or there is no loss that
             requires grad.
     """

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import DISK, HOST, Offload
+from fsdp_engine.options import Options
 from fsdp_engine.planner.simulation.context_parallel import check_context_parallel
 from fsdp_engine.planner.simulation.machine import H100, Machine
 from fsdp_engine.planner.simulation.operations import OperationCache
@@ -25,6 +26,7 @@ from fsdp_engine.planner.simulation.simulation_error import (
     check_type,
     listed,
 )
+from fsdp_engine.sharding import check_extensions
 
 # Applies tensor parallelism to a model over a mesh of one axis.
 Parallelize = Callable[[nn.Module, DeviceMesh], object]
@@ -37,22 +39,26 @@ class GivenOptions:
 
     Attributes:
         shard: options of :func:`~fsdp_engine.shard`: ``strategy``, ``outer_strategy``, ``units``,
-            ``mp_policy``, ``config``, ``checkpointing``, ``offload``, ...
+            ``mp_policy``, ``options``, ``extensions``, ...
     """
 
     shard: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: Self | None, given: Mapping[str, Any]) -> Self:
+    def of(cls, options: Self | Options | None, given: Mapping[str, Any]) -> Self:
         """Returns the options of a function that takes the object or keyword arguments.
 
         Args:
-            options: the object. None: there are keyword arguments.
+            options: the object. None: there are keyword arguments. ``fe.Options``: one of them, the
+                option of ``shard``.
             given: keyword arguments. Names that are no fields are options of ``shard``.
 
         Raises:
             TypeError: both are given, ``options`` has another type, or a required one is missing.
         """
+        if isinstance(options, Options):
+            given = {**given, "options": options}
+            options = None
         if options is not None:
             check_type("options", options, cls, f"a {cls.__name__}, or None")
             if given:
@@ -63,7 +69,8 @@ class GivenOptions:
             return options
         names = {each.name for each in dataclasses.fields(cls)} - {"shard"}
         own = {name: value for name, value in given.items() if name in names}
-        return cls(**own, shard={name: given[name] for name in given if name not in names})
+        shard = {name: given[name] for name in given if name not in names}
+        return cls(**own, shard=replaced(shard, f"the function of {cls.__name__}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,29 +148,22 @@ class StepOptions(GivenOptions):
         """Check options of ``shard`` that simulations restrict.
 
         Raises:
-            TypeError: ``config`` is none.
-            ValueError: the config enables checks of gradients' values, or the machine's link to
+            TypeError: ``extensions`` has other objects.
+            ValueError: an extension checks the values of gradients, or the machine's link to
                 offloaded tensors is unknown.
         """
-        config = self.shard.get("config")
-        if config is not None:
-            check_type(
-                "config", config, DistributedDataParallelConfig, "a DistributedDataParallelConfig"
-            )
-        if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
-            raise ValueError(
-                "config: expected no checks of gradients, since they have no values; found "
-                "check_for_nan_in_grad or check_for_large_grads"
-            )
-        machine, offload = self.machine, self.shard.get("offload")
-        settings = find_name("ActivationSettings")
-        asked = self.shard.get("checkpointing", False)
-        activations = None if settings is None else settings(asked).offload
-        if activations is not None and machine.host_runs_ahead:
-            machine.link_to_state(HOST, world_size)
-        if isinstance(offload, Offload):
-            for place in sorted(set(offload.places.values())):
-                if machine.host_runs_ahead or place == DISK:
-                    machine.link_to_state(place, world_size)
-            if machine.host_runs_ahead and offload.main_weights == HOST:
-                machine.host_rate(world_size)
+        machine = self.machine
+        for each in check_extensions(self.shard.get("extensions") or ()):
+            if type(each) is find_name("GradientChecks"):
+                raise ValueError(
+                    "extensions: expected no checks of gradients, since they have no values; found "
+                    f"{each!r}"
+                )
+            if type(each) is find_name("OffloadActivations") and machine.host_runs_ahead:
+                machine.link_to_state(HOST, world_size)
+            if isinstance(each, Offload):
+                for place in sorted(set(each.places.values())):
+                    if machine.host_runs_ahead or place == DISK:
+                        machine.link_to_state(place, world_size)
+                if machine.host_runs_ahead and each.main_weights == HOST:
+                    machine.host_rate(world_size)

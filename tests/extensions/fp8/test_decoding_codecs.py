@@ -109,7 +109,7 @@ def test_a_quantising_codec_trains_like_one_process_with_the_same_quantiser(
 @on_ranks(2)
 def test_a_decoding_codec_holds_its_full_wire_only_while_it_is_decoded() -> None:
     model = Transformer(num_blocks=2)
-    engine = fe.shard(model, codec_rules=[matrices_in_bytes])
+    engine = fe.shard(model, extensions=[fe.CodecRules([matrices_in_bytes])])
     rest = sum(engine.memory_bytes().values())
     model(*token_batch(2, dist.get_rank())).backward()
     held = engine.memory_bytes()

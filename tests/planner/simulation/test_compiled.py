@@ -100,7 +100,9 @@ def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
     allocator hands out, compiled kernels' memory included."""
     torch._dynamo.reset()
     model = Decoder("in place")
-    fe.shard(model, strategy="no_shard", min_unit_size=0, checkpointing=checkpointing)
+    fe.shard(
+        model, strategy="no_shard", options=fe.Options(min_unit_size=0), checkpointing=checkpointing
+    )
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
     tokens = torch.randint(0, WORDS, BATCH)
     for _ in range(3):
@@ -213,7 +215,7 @@ def test_checkpoints_of_compiled_blocks_of_sequence_parallel_ranks() -> None:
             batch={"input_ids": tokens, "labels": tokens},
             tensor_parallel=2,
             parallelize=_sequence_parallel,
-            checkpointing=True,
+            extensions=[fe.Recompute()],
             compile=is_compiled,
         )
         for is_compiled in (False, True)

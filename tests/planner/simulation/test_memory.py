@@ -120,7 +120,9 @@ class Kinds(nn.Module):
 def test_kinds_of_memory_by_hand() -> None:
     batch = torch.zeros(2, WIDTH)
     whole, state, cut = (
-        fe.simulate(Kinds, 4, batch=batch, strategy=level, min_unit_size=0).memory
+        fe.simulate(
+            Kinds, 4, batch=batch, strategy=level, options=fe.Options(min_unit_size=0)
+        ).memory
         for level in ("no_shard", "optim", LEVEL_3)
     )
     one = WIDTH * WIDTH * 4

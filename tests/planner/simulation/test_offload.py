@@ -262,7 +262,12 @@ def peak_of_a_real_run(level: str, roles: Sequence[str]) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         offload = on_disk(roles, folder)
         model = Blocks()
-        engine = fe.shard(model, strategy=level, offload=offload, min_unit_size=0)
+        engine = fe.shard(
+            model,
+            strategy=level,
+            options=fe.Options(min_unit_size=0),
+            extensions=[] if offload is None else [offload],
+        )
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         fe.shard_optimizer(optimizer)
         for _ in range(2):

@@ -31,7 +31,7 @@ def simulated(num_ranks: int, optimizer: Any = muon, **options: Any) -> fe.Simul
         batch=torch.zeros(8, WIDTH),
         optimizer=optimizer,
         loss=lambda output: output.square().mean(),
-        min_unit_size=0,
+        options=fe.Options(min_unit_size=0),
         **arguments,
     )
 
@@ -78,7 +78,7 @@ def test_a_plan_takes_it() -> None:
         checkpointing=(False,),
         optimizer=muon,
         loss=lambda output: output.square().mean(),
-        min_unit_size=0,
+        options=fe.Options(min_unit_size=0),
     )
     assert planning.chosen is not None
 

@@ -206,7 +206,7 @@ def test_a_replay_has_the_times_of_its_tape(
         2,
         batch=torch.zeros(ROWS, WIDTH),
         loss=lambda output: output.sum(),
-        min_unit_size=0,
+        options=fe.Options(min_unit_size=0),
         microbatches=2,
         **options,
     )
@@ -234,7 +234,7 @@ def measured(schedule: str, level: str) -> tuple[int, list[Action]]:
     with LiveStorages() as watch:
         modules = [blocks(index, num_stages) for index in indices]
         for module in modules:
-            fe.shard(module, mesh["dp"], level, min_unit_size=0)
+            fe.shard(module, mesh["dp"], level, options=fe.Options(min_unit_size=0))
         params = [param for module in modules for param in module.parameters()]
         optimizer = fe.shard_optimizer(torch.optim.AdamW(params, fused=True))
         group = mesh.get_group("pp")

@@ -76,7 +76,7 @@ def test_more_first_steps_add_nothing(
                 microbatches=microbatches,
                 strategy=levels[0],
                 outer_strategy=levels[1],
-                min_unit_size=0,
+                options=fe.Options(min_unit_size=0),
             )
         )
     second, third = found

@@ -53,7 +53,7 @@ def simulated_pair(world_size: int, size: int, rows: int = ROWS) -> fe.Simulatio
         batch=torch.zeros(rows, WIDTH),
         tensor_parallel=size,
         parallelize=cut_pair,
-        min_unit_size=0,
+        options=fe.Options(min_unit_size=0),
         strategy="optim_grads_params",
     )
 
@@ -101,7 +101,7 @@ def test_a_mesh_of_the_users_model_gives_the_same() -> None:
 
     batch = torch.zeros(2, 8, dtype=torch.long)
     found = [
-        fe.simulate(make, NUM_RANKS, batch=batch, min_unit_size=0, **options)
+        fe.simulate(make, NUM_RANKS, batch=batch, options=fe.Options(min_unit_size=0), **options)
         for make, options in (
             (Model, {"tensor_parallel": TP, "parallelize": cut}),
             (build, {}),
@@ -174,7 +174,7 @@ def measured(case: str, level: str) -> tuple[int, list[float]]:
     with LiveStorages() as watch:
         model = build()
         parallelize(model, mesh["tp"])
-        engine = fe.shard(model, mesh["dp"], strategy=level, min_unit_size=0)
+        engine = fe.shard(model, mesh["dp"], strategy=level, options=fe.Options(min_unit_size=0))
         losses, peaks = trained(engine.model, batch(), watch)
     dist.barrier()
     return min(peaks), losses
@@ -190,7 +190,9 @@ def test_memory_and_losses_are_those_of_four_gloo_ranks(
     found = ranks.run(measured, case, level, world_size=NUM_RANKS)
     expected, _ = trained(build(), batch())
     options = {"tensor_parallel": TP, "parallelize": parallelize, "strategy": level}
-    planned = fe.simulate(build, NUM_RANKS, batch=batch, machine=HOST, min_unit_size=0, **options)
+    planned = fe.simulate(
+        build, NUM_RANKS, batch=batch, machine=HOST, options=fe.Options(min_unit_size=0), **options
+    )
     most = max(peak for peak, _ in found)
     assert 0.9999 * most <= planned.peak_bytes <= limit * most
     for _, losses in found:

@@ -46,7 +46,7 @@ def simulated(checkpointing: bool | str = False, *, on_host: bool = False) -> fe
         machine=HOST if on_host else fe.H100,
         strategy="optim_grads_params",
         checkpointing=checkpointing,
-        min_unit_size=0,
+        options=fe.Options(min_unit_size=0),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import re
 import warnings
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
+from fsdp_engine.options import Timing
 from fsdp_engine.strategies import LEVELS
 from tests.megatron.configs import Config, Layers, config_of
 from tests.pool import on_ranks
@@ -201,13 +203,11 @@ def test_a_config_may_be_changed_until_an_engine_has_it() -> None:
     config = Config()
     config.bucket_size = 5
     config.use_distributed_optimizer = True
-    engine = fe.shard(nn.Linear(2, 2), config=config)
-    assert engine.config.bucket_size == 5
+    ddp = fe.DistributedDataParallel(nn.Linear(2, 2), config)
+    assert ddp.ddp_config.bucket_size == 5
     config.bucket_size = 7
-    assert engine.config.bucket_size == 5
+    assert ddp.ddp_config.bucket_size == 5
     config.overlap_param_gather = True
-    with pytest.raises(ValueError, match="overlap_param_gather: expected overlap_grad_reduce"):
-        fe.shard(nn.Linear(2, 2), config=config)
     with pytest.raises(ValueError, match="overlap_param_gather: expected overlap_grad_reduce"):
         fe.DistributedDataParallel(nn.Linear(2, 2), config)
     dist.destroy_process_group()
@@ -271,14 +271,57 @@ def test_levels_are_those_that_the_fields_name(
     assert config.names_strategy is named
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "size"), [(1, 40_000_000), (40, 40_000_000), (41, 41_000_000)]
-)
-def test_buckets_close_at_forty_million_elements_or_a_million_for_each_rank(
-    num_ranks: int, size: int
-) -> None:
-    assert Config().closing_size(num_ranks) == size
-    assert Config(bucket_size=7).closing_size(num_ranks) == 7
+def test_fields_are_translated_to_options_of_the_engine() -> None:
+    fields: dict[str, tuple[Any, dict[str, Any]]] = {
+        "bucket_size": (7, {"bucket_size": 7}),
+        "num_buckets": (3, {"num_buckets": 3}),
+        "pad_buckets_for_high_nccl_busbw": (True, {"pad_shards": True}),
+        "reduce_scatter_with_fp32_accumulation": (True, {"sum_in_fp32": True}),
+        "average_in_collective": (True, {"average_in_collective": True}),
+        "gradient_reduce_div_fusion": (False, {"scale_while_copying": False}),
+        "suggested_communication_unit_size": (5, {"prefetch_window": 5, "staging_limit": 5}),
+    }
+    for name, (value, options) in fields.items():
+        assert Config(**{name: value}).to_options() == fe.Options(**options), name
+    assert Config().to_options() == fe.Options()
+
+
+def test_fields_are_translated_to_extensions() -> None:
+    assert Config().to_extensions() == []
+    found = Config(check_for_large_grads=True, fp8_param_gather=True).to_extensions()
+    assert found == [fe.Float8(), fe.GradientChecks(nan=False, large=True)]
+    found = Config(fp8_param_gather=True, keep_fp8_transpose_cache=True).to_extensions()
+    assert found == [fe.Float8(), fe.TransformerEngine(keep_transposes=True)]
+    for fields, expected in (
+        ({"delay_wgrad_compute": True}, fe.LateGradients()),
+        ({"fsdp_double_buffer": True}, fe.Arenas()),
+        ({"nccl_ub": True}, fe.Arenas(registered=True)),
+        (
+            {"nccl_ub": True, "disable_symmetric_registration": True},
+            fe.Arenas(registered=True, symmetric=False),
+        ),
+    ):
+        assert Config(**fields).to_extensions() == [expected]
+
+
+def test_fields_of_time_are_translated_to_the_timing() -> None:
+    assert Config().timing == Timing(
+        reduces_in_backward=False,
+        finishes_backward=False,
+        gathers_in_forward=False,
+        gathers_ahead=True,
+    )
+    fields = ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather")
+    assert Config(**dict.fromkeys(fields, True)).timing == Timing(
+        finishes_backward=False, gathers_ahead=False
+    )
+
+
+def test_the_class_has_its_old_places() -> None:
+    module = importlib.import_module("fsdp_engine.config")
+    assert module.DistributedDataParallelConfig is fe.DistributedDataParallelConfig
+    with pytest.raises(AttributeError, match="has no attribute 'Timing'"):
+        module.Timing  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["main_grads_dtype", "reduce_dtype", "grad_comm_dtype"])
@@ -357,7 +400,7 @@ def test_each_older_keyword_sets_its_field() -> None:
     for keyword, (field, value) in OLDER.items():
         ddp = fe.DistributedDataParallel(linear(), **{keyword: value})
         assert ddp.ddp_config == Config(**{field: value}), keyword
-        assert ddp.engine.config == ddp.ddp_config, keyword
+        assert ddp.engine.options == ddp.ddp_config.to_options(), keyword
     together = {keyword: value for keyword, (_, value) in OLDER.items()}
     expected = Config(**dict(OLDER.values()))
     assert fe.DistributedDataParallel(linear(), **together).ddp_config == expected
