@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import ACTIVATION_LANES
+from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES
 from gpt import GPT, GPTConfig
 
 WIDTHS = (4096, 6144, 8192, 12288, 16384)

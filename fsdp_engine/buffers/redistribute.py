@@ -142,8 +142,8 @@ class Gather:
     Attributes:
         label: of the buffer, for people.
         tag: distinguishes its messages from others in flight.
-        source: this rank's shard: a tensor; an encoding, which writes it into the one tensor that
-            it is given; None: it is in place.
+        source: this rank's shard: a tensor; an encoding, which writes it into the first of the
+            tensors that it is given; None: it is in place.
         reads: tensors that the encoding reads.
         writes: tensors that it writes beside the shard.
     """

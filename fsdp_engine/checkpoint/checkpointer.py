@@ -49,7 +49,7 @@ from fsdp_engine.checkpoint.joint_optimizer import Optimizers
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.sharded_model import Engines
-from fsdp_engine.comm import lanes
+from fsdp_engine.comm import copy_lanes
 from fsdp_engine.comm.agreement import agree, agree_on_same
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.flat_dtensor import FlatDTensor
@@ -99,7 +99,7 @@ class HostMemory:
                 else piece
             )
             start += _padded_bytes(tensor)
-        lanes.finish_compute(self._device)
+        copy_lanes.finish_compute(self._device)
         copied: dict[str, Any] = tree_map(
             lambda leaf: copies[id(leaf)] if isinstance(leaf, Tensor) else copy.deepcopy(leaf),
             entries,

@@ -37,7 +37,7 @@ from fsdp_engine.accelerator import current_accelerator, module_of
 from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
-from fsdp_engine.flat_dtensor.norms import real_dtype, slice_norm, slice_norms
+from fsdp_engine.flat_dtensor.norms import ROW, real_dtype, slice_norm
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
 
 # Functions used by ``torch.nn.utils.get_total_norm``; the results of all others are plain tensors.
@@ -310,6 +310,31 @@ def _order(cls: Any, func: Function, args: Args, p: Any) -> float:
     if not isinstance(p, int | float) or (p < 0 and p != -math.inf):
         raise refusal(cls, func, args, f"the norm of order {p!r} is not additive over slices")
     return float(p)
+
+
+def slice_norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Returns the p-norm of each slice as 0-d fp64 tensors; :func:`slice_norm` of a list.
+
+    Args:
+        slices: 1-D, none of them empty.
+        order: p.
+    """
+    # One call for all slices for which it is as accurate: small ones, and on devices that sum in
+    # trees.
+    batched = [
+        place
+        for place, each in enumerate(slices)
+        if (each.numel() < ROW or each.device.type != "cpu")
+        and real_dtype(each.dtype).itemsize >= 4
+        and not each.requires_grad
+        and math.isfinite(order)
+    ]
+    found = torch._foreach_norm([slices[place] for place in batched], order) if batched else ()
+    norms = dict(zip(batched, found, strict=True))
+    return [
+        norms[place].double() if place in norms else slice_norm(each, order)
+        for place, each in enumerate(slices)
+    ]
 
 
 def _slice_norms(locals_: list[Tensor], order: float) -> list[Tensor]:

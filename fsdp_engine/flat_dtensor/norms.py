@@ -9,13 +9,10 @@ error is 3e-9 for 1e8 elements, at the same speed (30 ms; fp64 throughout takes 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-_ROW = 4096
+ROW = 4096
 
 
 def slice_norm(values: Tensor, order: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -30,11 +27,11 @@ def slice_norm(values: Tensor, order: float, dtype: torch.dtype | None = None) -
     wide = dtype or torch.promote_types(real_dtype(values.dtype), torch.float32)
     if values.is_complex():
         wide = wide.to_complex()
-    in_rows = flat.numel() // _ROW * _ROW
+    in_rows = flat.numel() // ROW * ROW
     if not in_rows:
         norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=wide).double()
         return norm
-    norms: Tensor = torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), order, 1, dtype=wide)
+    norms: Tensor = torch.linalg.vector_norm(flat[:in_rows].view(-1, ROW), order, 1, dtype=wide)
     if in_rows < flat.numel():
         rest = torch.linalg.vector_norm(flat[in_rows:], order, dtype=wide)
         norms = torch.cat([norms, rest.view(1)])
@@ -42,31 +39,6 @@ def slice_norm(values: Tensor, order: float, dtype: torch.dtype | None = None) -
         return norms.double().sum()
     norm = torch.linalg.vector_norm(norms, order, dtype=torch.float64)
     return norm
-
-
-def slice_norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Returns the p-norm of each slice as 0-d fp64 tensors; :func:`slice_norm` of a list.
-
-    Args:
-        slices: 1-D, none of them empty.
-        order: p.
-    """
-    # One call for all slices for which it is as accurate: small ones, and on devices that sum in
-    # trees.
-    batched = [
-        place
-        for place, each in enumerate(slices)
-        if (each.numel() < _ROW or each.device.type != "cpu")
-        and real_dtype(each.dtype).itemsize >= 4
-        and not each.requires_grad
-        and math.isfinite(order)
-    ]
-    found = torch._foreach_norm([slices[place] for place in batched], order) if batched else ()
-    norms = dict(zip(batched, found, strict=True))
-    return [
-        norms[place].double() if place in norms else slice_norm(each, order)
-        for place, each in enumerate(slices)
-    ]
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

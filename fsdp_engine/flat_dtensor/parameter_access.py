@@ -337,32 +337,3 @@ class _Read(torch.autograd.Function):
         if ctx.spread is not None:
             grad = ctx.spread.wrap(ctx.spread.shard_of(grad).contiguous())
         return grad, None, None, None
-
-
-def check_leads_to_slices(outputs: Sequence[Any], backrefs: Sequence[ParameterBackref]) -> None:
-    """Check ``torch.autograd.grad`` with respect to sharded parameters.
-
-    Raises:
-        ValueError: the graph leads to the full parameter of one of them, whose gradient would have
-            to be reduced.
-    """
-    names = {
-        id(backref.full_param): backref.name
-        for backref in backrefs
-        if backref.full_param is not None
-    }
-    waiting = [getattr(output, "grad_fn", None) for output in outputs] if names else []
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
-        if name is not None:
-            raise ValueError(
-                f"autograd.grad: expected inputs that are not parameters of a sharded model; found "
-                f"{name}, whose gradient is reduced over the ranks by backward() only. Call "
-                "backward() and read .grad, or shard at level no_shard without mixed precision"
-            )
-        waiting += [following for following, _ in node.next_functions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
-from fsdp_engine.flat_dtensor.parameter_access import check_leads_to_slices
+from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
 from fsdp_engine.flat_dtensor.slices import (
     Args,
     Function,
@@ -146,6 +147,35 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
     local.backward(*rest, **kwargs)
 
 
+def _check_leads_to_slices(outputs: Sequence[Any], backrefs: Sequence[ParameterBackref]) -> None:
+    """Check ``torch.autograd.grad`` with respect to sharded parameters.
+
+    Raises:
+        ValueError: the graph leads to the full parameter of one of them, whose gradient would have
+            to be reduced.
+    """
+    names = {
+        id(backref.full_param): backref.name
+        for backref in backrefs
+        if backref.full_param is not None
+    }
+    waiting = [getattr(output, "grad_fn", None) for output in outputs] if names else []
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise ValueError(
+                f"autograd.grad: expected inputs that are not parameters of a sharded model; found "
+                f"{name}, whose gradient is reduced over the ranks by backward() only. Call "
+                "backward() and read .grad, or shard at level no_shard without mixed precision"
+            )
+        waiting += [following for following, _ in node.next_functions]
+
+
 def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad``. ``grad_outputs`` of sharded outputs are gradients of slices."""
     outputs = args[0] if args else kwargs["outputs"]
@@ -154,7 +184,7 @@ def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     backrefs = [
         value.backref for value in inputs if isinstance(value, cls) and value.backref is not None
     ]
-    check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, backrefs)
+    _check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, backrefs)
     seeds = (*args[2:3], kwargs.get("grad_outputs"))
     for seed in tree_leaves(seeds):
         if isinstance(seed, cls):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable.contract import STATE_KEY
 
-from fsdp_engine.comm.lanes import compute_waits_for
+from fsdp_engine.comm.copy_lanes import compute_waits_for
 from fsdp_engine.fsdp2.param_group import ParamGroup, UsageError, group_of
 from fsdp_engine.fsdp2.root_module import convert, ensure_engine
 from fsdp_engine.runtime.hooks import hooks_of

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.accelerator import is_accelerator, module_of
-from fsdp_engine.comm.lanes import finish_compute
+from fsdp_engine.comm.copy_lanes import finish_compute
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine import Engine

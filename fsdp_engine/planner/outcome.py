@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.comm.lanes import ACTIVATION_LANES, COPY_IN, STATE_LANES
+from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, STATE_LANES
+from fsdp_engine.comm.lanes import COPY_IN
 from fsdp_engine.extension_list import find_name
 from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate, check_checkpointing

@@ -107,7 +107,7 @@ def save_with_a_copy_that_races(folder: str) -> None:
         # what an earlier run left there.
         run_steps(engine, optimizer, JOB.data())
         checkpointer.save(0)
-        patch.setattr(checkpointer_module.lanes, "finish_compute", lambda device: None)
+        patch.setattr(checkpointer_module.copy_lanes, "finish_compute", lambda device: None)
         run_steps(engine, optimizer, JOB.data())
         checkpointer.save_async(1)
         checkpointer.wait()

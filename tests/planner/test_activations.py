@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import ACTIVATION_LANES
+from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.plan_options import EVERYTHING
 from tests.planner.made_plans import simulated

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import COPY_IN, STATE_LANES
+from fsdp_engine.comm.copy_lanes import STATE_LANES
+from fsdp_engine.comm.lanes import COPY_IN
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import ROLES
 from fsdp_engine.planner.candidates import Candidate

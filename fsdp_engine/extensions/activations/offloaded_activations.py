@@ -47,14 +47,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_engine import backend
-from fsdp_engine.comm.lanes import (
-    ACTIVATION_LANES,
-    GradientStream,
-    Lane,
-    Steps,
-    Ticket,
-    make_copy_lanes,
-)
+from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, make_copy_lanes
+from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.activations.checkpointing import (
     SELECTIVE,

@@ -25,7 +25,7 @@ from fsdp_engine.comm.collectives import gather_objects, start_all_reduce
 from fsdp_engine.comm.lanes import SideStream
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.flat_dtensor.norms import slice_norms
+from fsdp_engine.flat_dtensor.full_reductions import slice_norms
 from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.gradient_observer import GradientObserver
 

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_engine import backend
-from fsdp_engine.comm.lanes import Lane, make_state_lanes, make_step_lane, mark
+from fsdp_engine.comm.copy_lanes import make_state_lanes, make_step_lane, mark
+from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads

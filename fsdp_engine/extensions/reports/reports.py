@@ -20,14 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_engine.comm.lanes import (
-    ACTIVATION_LANES,
-    COPY_IN,
-    LANES,
-    STATE_LANES,
-    name_of_wait,
-    unit_of,
-)
+from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, STATE_LANES
+from fsdp_engine.comm.lanes import COPY_IN, LANES, name_of_wait, unit_of
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.engine import Engine
 from fsdp_engine.extension_list import implementation

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.collectives import Communicator, all_reduce_
-from fsdp_engine.comm.lanes import device_seconds
+from fsdp_engine.comm.copy_lanes import device_seconds
 from fsdp_engine.comm.mesh import DataMesh, MeshAxis, init_from_environment
 from fsdp_engine.memory import allocator
 from fsdp_engine.planner.simulation.kernels import Kernels

@@ -37,17 +37,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.lanes import (
-    COMPUTE,
-    COPY_IN,
-    LANES,
-    STEP_LANE,
-    Lanes,
-    Meter,
-    Operation,
-    Steps,
-    unit_of,
-)
+from fsdp_engine.comm.copy_lanes import STEP_LANE
+from fsdp_engine.comm.lanes import COMPUTE, COPY_IN, LANES, Lanes, Meter, Operation, Steps, unit_of
 from fsdp_engine.offload import HOST
 from fsdp_engine.planner.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_engine.comm.lanes import device_seconds, finish_compute
+from fsdp_engine.comm.copy_lanes import device_seconds, finish_compute
 from fsdp_engine.memory import allocator
 from fsdp_engine.planner.simulation.machine import Processor
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_engine.comm.lanes import device_seconds, make_lanes, make_state_lanes
+from fsdp_engine.comm.copy_lanes import device_seconds, make_state_lanes
+from fsdp_engine.comm.lanes import make_lanes
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
 from fsdp_engine.memory.home import HostHome

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import DeviceLane, ThreadLane, ThreadTicket
+from fsdp_engine.comm.copy_lanes import ThreadLane, ThreadTicket
+from fsdp_engine.comm.lanes import DeviceLane
 from fsdp_engine.extensions.offload.offloaded_step import _Chunk
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward

@@ -18,7 +18,8 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm import lanes
-from fsdp_engine.comm.lanes import LANES, STATE_LANES, name_of_wait
+from fsdp_engine.comm.copy_lanes import STATE_LANES
+from fsdp_engine.comm.lanes import LANES, name_of_wait
 from fsdp_engine.extensions.reports.reports import Measurement
 from fsdp_engine.memory.disk_memory import DiskBlock
 from tests.models import DIM, Mlp, Regression, vector_batch

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import ACTIVATION_LANES, STATE_LANES
+from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, STATE_LANES
 from fsdp_engine.planner.simulation.machine import TwoWayLink
 from fsdp_engine.planner.simulation.memory_tracker import MemoryTracker
 from tests.planner.simulation.copying import (

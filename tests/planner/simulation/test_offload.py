@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import STATE_LANES
+from fsdp_engine.comm.copy_lanes import STATE_LANES
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import ROLES
 from fsdp_engine.planner.simulation import machine as simulated_machine
