@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_engine.extension_list import EXTENSIONS
 from fsdp_engine.extras import EXTRAS
 from tools.style import count_words, own_private_names, private_attributes, words_to_replace
 
@@ -379,6 +380,35 @@ def test_a_use_of_an_extension_is_caught() -> None:
             assert any(
                 folder in used_extensions(path.read_text(encoding="utf-8")) for path in paths
             )
+
+
+def imported_extensions(path: str, text: str) -> set[str]:
+    """Extensions that a file of the package names, but the one that it is part of."""
+    own = path.split("/")[1] if path.startswith("extensions/") else ""
+    return set(re.findall(r"fsdp_engine\.extensions\.(\w+)", text)) - {own}
+
+
+def test_an_extension_is_imported_by_its_own_files_alone() -> None:
+    files = {file for each in EXTENSIONS for file in each.files}
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        imported = imported_extensions(name, path.read_text(encoding="utf-8"))
+        if imported and name not in files:
+            found[name] = imported
+    assert not found
+
+
+def test_an_import_of_another_extension_is_found() -> None:
+    text = "from fsdp_engine.extensions.checks import GradientChecks"
+    assert imported_extensions("runtime/hooks.py", text) == {"checks"}
+    assert imported_extensions("extensions/mean_loss/mean_loss.py", text) == {"checks"}
+    assert not imported_extensions("extensions/checks/__init__.py", text)
+
+
+def test_the_list_of_extensions_is_that_of_the_folders() -> None:
+    folders = [path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py")]
+    assert sorted(folders) == sorted(each.folder for each in EXTENSIONS)
 
 
 def test_files_do_not_import_each_other_in_a_circle() -> None:
