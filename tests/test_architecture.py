@@ -345,7 +345,7 @@ TESTS_WITHOUT_EXTENSIONS = (
     *("random_programs", "runtime", "strategies"),
 )
 EXTENSION_USES = {
-    "activations": r"\bcheckpointing=|fe\.Checkpointing\(",
+    "activations": r"\bcheckpointing=|fe\.(Checkpointing|Recompute)\(",
     "arenas": r"\b(fsdp_double_buffer|nccl_ub)=True",
     "different_modules": r"\.together\(\)",
     "fp8": r"fe\.Float8\b",

@@ -29,7 +29,7 @@ from tests.pool import on_ranks
 from tests.scenario import assert_same_bits
 
 ALL_BLOCKS = tuple(f"blocks.{number}" for number in range(BLOCKS))
-EVERY_SECOND = fe.Checkpointing(every=2)
+EVERY_SECOND = fe.Recompute(every=2)
 
 
 def test_blocks_are_checkpointed_and_nothing_else_changes() -> None:
@@ -70,7 +70,7 @@ def test_units_are_named_as_for_shard(units: Any, names: tuple[str, ...]) -> Non
 def test_every_kth_block_is_recomputed() -> None:
     for every, expected in ((1, [2, 2, 2, 2]), (2, [1, 2, 1, 2]), (3, [1, 1, 2, 1])):
         model = made()
-        names = fe.checkpoint_units(model, None, fe.Checkpointing(every=every))
+        names = fe.checkpoint_units(model, None, fe.Recompute(every=every))
         assert names == ALL_BLOCKS[every - 1 :: every]
         model(*token_batch(2, 0)).backward()
         assert [block.runs for block in model.blocks] == expected
@@ -83,7 +83,7 @@ def test_what_cannot_be_checkpointed() -> None:
         fe.checkpoint_units(made(), "layers.*")
     assert fe.checkpoint_units(nn.Linear(2, 2)) == ()
     for given in ("select", False, "offload", 2):
-        with pytest.raises(ValueError, match=r"checkpointing: expected True, 'selective' or fe\.C"):
+        with pytest.raises(ValueError, match=r"checkpointing: expected True, 'selective' or fe\.R"):
             fe.checkpoint_units(made(), None, given)
 
 
@@ -128,7 +128,7 @@ WAYS: dict[str, Any] = {
     "checkpoint_units after": False,
     "selective": "selective",
     "every second": EVERY_SECOND,
-    "every second, selective": fe.Checkpointing(2, "selective"),
+    "every second, selective": fe.Recompute("selective", 2),
 }
 
 
