@@ -25,6 +25,9 @@ _REPLACEMENTS = {
     "plan": "strategy=plan",
 }
 
+NAMES = frozenset(_REPLACEMENTS)
+"""Deprecated arguments of :func:`~fsdp_engine.sharding.shard`."""
+
 
 def current_arguments(
     given: Mapping[str, Any], deprecated: Mapping[str, Any], what: str, *, stacklevel: int = 3

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from fsdp_engine import deprecated_arguments
 from fsdp_engine.checkpoint.optimizer_state import name_params
 from fsdp_engine.checkpoint.sharded_model import saved_params
 from fsdp_engine.comm.agreement import agree
@@ -24,7 +25,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import WHAT, shard
 from fsdp_engine.sharding import shard as shard_model
 
-_ARGUMENTS = frozenset(inspect.signature(shard_model).parameters) - {"model"}
+_ARGUMENTS = frozenset(inspect.signature(shard_model).parameters) - {"model", "deprecated"}
 
 
 def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:
             "shard: expected arguments of fsdp_engine.shard by name, such as "
             f"dict(strategy='optim_grads_params'), or None; found {type(shard).__name__}"
         )
-    unknown = sorted(map(str, set(shard) - _ARGUMENTS))
+    unknown = sorted(map(str, set(shard) - _ARGUMENTS - deprecated_arguments.NAMES))
     if unknown:
         known = ", ".join(sorted(_ARGUMENTS))
         raise ValueError(
@@ -107,7 +108,7 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
     "bf16-true": MixedPrecisionPolicy(main_params_dtype=torch.bfloat16),
     "16-true": MixedPrecisionPolicy(main_params_dtype=torch.float16),
 }
-_OWN_NAMES = ("model", "mp_policy")
+_OWN_NAMES = ("model", "mp_policy", "deprecated")
 
 
 class EngineArguments:
@@ -123,7 +124,7 @@ class EngineArguments:
 
     def __init__(self, policy: MixedPrecisionPolicy | None, arguments: Mapping[str, Any]) -> None:
         known = [name for name in inspect.signature(shard).parameters if name not in _OWN_NAMES]
-        if unknown := sorted(arguments.keys() - {*known}):
+        if unknown := sorted(arguments.keys() - {*known} - deprecated_arguments.NAMES):
             raise TypeError(
                 f"strategy: expected arguments of fsdp_engine.shard ({', '.join(known)}) or "
                 f"policy; found {', '.join(unknown)}"

@@ -174,7 +174,7 @@ def measured_on_two_nodes() -> Machine:
         patch.object(state_links, "_LARGE_ON_DISK", 2**20),
         tempfile.TemporaryDirectory() as folder,
     ):
-        machine = fe.simulation.calibrate.calibrate(seconds=0.02, folder=folder)
+        machine = fe.planner.simulation.calibrate.calibrate(seconds=0.02, folder=folder)
     assert machine.name == "2 x 2 gloo ranks of 1 thread(s)"
     assert machine.ranks_per_node == 2
     assert not machine.host_runs_ahead
@@ -216,7 +216,7 @@ def test_nodes_of_different_numbers_of_ranks_are_refused() -> None:
         patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "3"}),
         pytest.raises(ValueError, match="same number of ranks on each node; found 4 ranks, 3"),
     ):
-        fe.simulation.calibrate.calibrate(seconds=0.02)
+        fe.planner.simulation.calibrate.calibrate(seconds=0.02)
 
 
 def test_two_ranks_that_are_started_measure_the_given_folder(tmp_path: Path) -> None:
