@@ -129,7 +129,7 @@ class Engine:
         for unit in self.units:
             unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)
-        self.parts: list[EnginePart] = []
+        self.parts: list[EnginePart] = [*resources.parts]
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():

@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.runtime.record import BOTH
 from tests.pool import on_ranks
 from tests.promises.everywhere import Place, everywhere
 from tests.promises.keeping import (
@@ -105,7 +106,7 @@ def test_full_parameters_have_no_memory_before_their_gather_has_been_waited_for(
     unit = next(each for each in engine.units if each.num_elements)
     weight = unit.buffers[0].full_params[0]
     for _ in range(2):
-        unit.gather(fe.codecs.base.BOTH)
+        unit.gather(BOTH)
         with pytest.raises(RuntimeError):
             weight.t().sum()
         unit.wait()

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.backend import Backend
 from fsdp_engine.comm.lanes import make_lanes
-from fsdp_engine.extensions.activations import settings
+from fsdp_engine.extensions.activations import offloaded_activations
 from fsdp_engine.extensions.activations.offloaded_activations import ActivationOffload
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.strategies import LEVELS
@@ -50,7 +50,7 @@ class _Ahead(Backend):
 def host_as_device() -> Iterator[None]:
     """Within it ``shard`` moves activations of the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "backend", SimpleNamespace(current=_Ahead))
+        patch.setattr(offloaded_activations, "backend", SimpleNamespace(current=_Ahead))
         yield
 
 

@@ -313,7 +313,7 @@ def test_waits_for_a_slow_disk_are_those_of_the_state_lanes() -> None:
         text = str(engine.describe())
         assert "for communication and copies of state" in text
         assert "state in" in text
-        assert not any(lane.meters for lane in (*engine.lanes.all, *engine._offloadings[0].lanes))
+        assert not any(lane.meters for lane in (*engine.lanes.all, *engine.parts[0].lanes))
 
 
 @on_ranks(1)
