@@ -4,8 +4,8 @@ The program shards three blocks at level 3 over two ranks (one process, a fake g
 compute weights over fp32 main weights, clipping and AdamW. It trains five steps, and traces the
 building of the engine, the fourth step and the fifth. ``tools/structure.py`` reads the result:
 
-- ``shard``, ``step``: lines, functions and files of the package that ran; lines of modules and of
-  classes, which run when a module is imported, do not count;
+- ``shard``, ``step``: lines, functions and files of the package that ran, also those that run when
+  a module is imported;
 - ``gather``, ``reduction``: the calls from a hook to the collective that it leads to, on the path
   through most files: different files, changes of file, calls, and the files in order;
 - ``loaded``: modules of the package that are loaded at the end.
@@ -14,7 +14,6 @@ building of the engine, the fourth step and the fifth. ``tools/structure.py`` re
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -64,7 +63,7 @@ class Coverage:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if not (code.co_filename.startswith(self._root) and code.co_flags & inspect.CO_OPTIMIZED):
+        if not code.co_filename.startswith(self._root):
             return None
         if event == "call":
             self._functions.add((code.co_filename, code.co_name, code.co_firstlineno))
@@ -171,6 +170,7 @@ def main() -> None:
                 model,
                 strategy="optim_grads_params",
                 mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+                initial_values="rank0",
                 options=fe.Options(min_unit_size=0),
             )
             return engine.clip_grad_norm_
