@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
-from fsdp_engine.extension_list import find_method, implementation
+from fsdp_engine.extension_list import find_method, implementation, method_names
 from fsdp_engine.memory.allocator import DEVICE, PLACES, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
@@ -144,6 +144,10 @@ class Engine:
         if found is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return found.__get__(self)
+
+    def __dir__(self) -> list[str]:
+        """Returns the names of attributes, also of those that extensions have."""
+        return [*super().__dir__(), *method_names()]
 
     def extension(self, kind: Callable[[Engine], T]) -> T:
         """Returns what an extension keeps for this engine; made by ``kind`` when it is first asked

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
+from fsdp_engine.extension_list import method_names
 from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
@@ -72,3 +73,9 @@ def test_a_step_leaves_attributes_of_the_engine_s_objects_quick_to_read() -> Non
     for each in objects:
         held = gc.get_referents(each)  # before `vars` makes the dict
         assert not any(vars(each) is referent for referent in held), type(each)
+
+
+def test_engines_list_the_methods_of_extensions() -> None:
+    engine = fe.shard(torch.nn.Linear(2, 2))
+    assert "clip_grad_norm_" in dir(engine)
+    assert set(method_names()) <= set(dir(engine))
