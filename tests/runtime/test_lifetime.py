@@ -75,6 +75,7 @@ def test_a_step_leaves_attributes_of_the_engine_s_objects_quick_to_read() -> Non
         assert not any(vars(each) is referent for referent in held), type(each)
 
 
+@on_ranks(1)
 def test_engines_list_the_methods_of_extensions() -> None:
     engine = fe.shard(torch.nn.Linear(2, 2))
     assert "clip_grad_norm_" in dir(engine)
