@@ -24,7 +24,7 @@ from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.options import Timing
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.hooks import hook_gradients
+from fsdp_engine.runtime.gradient_hooks import hook_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ModuleApply, ParameterGuard
 from fsdp_engine.runtime.parameter_watch import ModelWatch

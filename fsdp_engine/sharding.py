@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.buffers.redistribute import MeshCommunicators
+from fsdp_engine.buffers.sharded_buffer import MeshCommunicators
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_threads import announce_rank, share_cores
 from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet

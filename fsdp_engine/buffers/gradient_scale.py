@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffers.redistribute import MeshCommunicators, ShardedBuffer
+from fsdp_engine.buffers.sharded_buffer import MeshCommunicators, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.options import Options
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffers.redistribute import BufferContext, Gather, ShardedBuffer
+from fsdp_engine.buffers.sharded_buffer import BufferContext, Gather, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.lanes import Chain, Lane

@@ -61,6 +61,7 @@ class ParamCodec(ABC):
             may lie elsewhere and be brought for it.
         keeps_wire: this rank's part of the wire is held at rest at every level.
         num_gathers: gathers that bring all that forward and backward read.
+        follows_gathers: a subclass has :meth:`after_gather` or :meth:`before_release`.
         weights_class: subclass of :class:`~.buffers.weights.Weights` for weights with this codec.
             None: one of the classes there.
     """
@@ -70,7 +71,16 @@ class ParamCodec(ABC):
     encodes_shards: bool = True
     keeps_wire: bool = False
     num_gathers: int = 1
+    follows_gathers: bool = False
     weights_class: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Find out whether the subclass follows gathers."""
+        super().__init_subclass__(**kwargs)
+        cls.follows_gathers = (
+            cls.after_gather is not ParamCodec.after_gather
+            or cls.before_release is not ParamCodec.before_release
+        )
 
     def full_itemsize(self, dtypes: ParamDtypes) -> int:
         """Bytes of an element of full parameters from gather to free, with what they are made

@@ -19,7 +19,7 @@ disagree about which unit comes next, both time out with the unit's name, and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,20 @@ class Communicator:
                 yield from self._exchange_into(full, own, tag)
         else:
             yield self._to_wait_for(self._all_gather(full, source, self._options.gather))
+
+    def gather_encoded(
+        self, full: Tensor, own: Tensor, encode: Callable[[Sequence[Tensor]], Steps], tag: int = 0
+    ) -> Steps:
+        """Fill ``full`` with the ranks' parts, in place, of which each rank encodes its own first.
+
+        Args:
+            full: the destination.
+            own: this rank's part of it.
+            encode: writes the tensor in the sequence that it is given.
+            tag: tells this message from others in flight.
+        """
+        yield from encode((own,))
+        yield from self.all_gather(full, None, tag)
 
     def reduce_scatter(
         self,

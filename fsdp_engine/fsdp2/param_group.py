@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG
-from fsdp_engine.buffers.redistribute import MeshCommunicators
+from fsdp_engine.buffers.sharded_buffer import MeshCommunicators
 from fsdp_engine.buffers.spec import ParamRecord
 from fsdp_engine.comm.groups import Ranks, default_group
 from fsdp_engine.comm.mesh import DataMesh

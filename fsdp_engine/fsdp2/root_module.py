@@ -19,8 +19,9 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.optim.step_listeners import find_optimizers
 from fsdp_engine.options import Timing
 from fsdp_engine.patterns import joined_names
-from fsdp_engine.runtime.hooks import hooks_of, not_compiled
+from fsdp_engine.runtime.hooks import hooks_of
 from fsdp_engine.runtime.inputs import iter_tensors, map_tensors
+from fsdp_engine.runtime.not_compiled import not_compiled
 from fsdp_engine.runtime.parameter_guard import check_same
 from fsdp_engine.units.assignment import collect_records
 from fsdp_engine.units.installing import hidden

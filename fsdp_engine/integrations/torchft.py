@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_engine.accelerator import is_accelerator
-from fsdp_engine.buffers.gradients import like
+from fsdp_engine.buffers.gradient_memory import like
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine

@@ -233,8 +233,8 @@ class Footprint:
 
     def _grad_itemsize(self, axis: Axis, elements: int) -> float:
         """Bytes per element of gradients along ``axis``, averaged over both halves of an
-        all-reduce. If sums have a wider dtype than summands (``redistribute.py``), the second half
-        sends sums; if the ranks do not divide ``elements`` evenly, both halves use the wider
+        all-reduce. If sums have a wider dtype than summands (``sharded_buffer.py``), the second
+        half sends sums; if the ranks do not divide ``elements`` evenly, both halves use the wider
         dtype."""
         dtypes = self.buffer.dtypes
         if self.strategy.shards(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:

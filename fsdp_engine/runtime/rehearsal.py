@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from fsdp_engine.options import StagingBudget
-from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.schedule import Use, prefetch_windows
+from fsdp_engine.runtime.unit import FORWARD, Unit
 from fsdp_engine.units.assignment import Expected
 
 

@@ -32,7 +32,7 @@ from fsdp_engine.comm import collectives
 from fsdp_engine.comm.activity import naming
 from fsdp_engine.comm.host_message import bytes_to
 from fsdp_engine.comm.lanes import SideStream
-from fsdp_engine.runtime.record import order_digest
+from fsdp_engine.runtime.schedule import order_digest
 
 _DIGEST_BYTES = 8
 _WHAT = "the message of the step"

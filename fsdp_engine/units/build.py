@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.placement import Placement
-from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
+from fsdp_engine.buffers.sharded_buffer import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree

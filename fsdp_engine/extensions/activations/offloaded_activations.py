@@ -59,9 +59,9 @@ from fsdp_engine.extensions.activations.host_pool import HostPool
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.memory.host_memory import HostBlock
-from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
-from fsdp_engine.runtime.scheduler import in_backward
+from fsdp_engine.runtime.not_compiled import compiled_within, not_compiled
+from fsdp_engine.runtime.passes import in_backward
 from fsdp_engine.units.blocks import find_blocks
 from fsdp_engine.units.build import EngineSetup, Resources
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from fsdp_engine.buffers.placement import GradientShard
-from fsdp_engine.buffers.redistribute import BufferContext, ShardedBuffer
+from fsdp_engine.buffers.sharded_buffer import BufferContext, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.lanes import Chain, Lane
 from fsdp_engine.memory.allocator import TransientStorage, alias

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.placement import MainShard
-from fsdp_engine.buffers.redistribute import BufferContext, Gather
+from fsdp_engine.buffers.sharded_buffer import BufferContext, Gather
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.collectives import Steps

@@ -8,7 +8,7 @@ import torch
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.buffers.placement import GradientShard, MainShard, Placement
-from fsdp_engine.buffers.redistribute import BufferContext
+from fsdp_engine.buffers.sharded_buffer import BufferContext
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.lanes import Lane

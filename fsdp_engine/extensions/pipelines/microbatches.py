@@ -50,9 +50,10 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.runtime.inputs import iter_tensors
-from fsdp_engine.runtime.record import BACKWARD
-from fsdp_engine.runtime.scheduler import Backward, Scheduler
-from fsdp_engine.runtime.unit import Call, Unit
+from fsdp_engine.runtime.passes import Backward
+from fsdp_engine.runtime.schedule import Use
+from fsdp_engine.runtime.scheduler import Scheduler
+from fsdp_engine.runtime.unit import BACKWARD, Call, Unit
 
 
 class WeightGradients(NamedTuple):
@@ -94,12 +95,12 @@ class BackwardOfWeights(Backward):
             return
         self._read.append(unit)
         self.touched[unit.index] = unit
-        scheduler.provide(unit, BACKWARD)
-        scheduler.use_reserved(unit)
+        scheduler.schedule.provide(unit, BACKWARD)
+        scheduler.schedule.use_reserved(unit)
         may_prefetch = scheduler.prefetches and not scheduler.ranks_differ
-        if following is not None and following.needs_gather(BACKWARD) and may_prefetch:
-            scheduler.prefetch(following, BACKWARD)
-        scheduler.install(unit)
+        if following is not None and may_prefetch:
+            scheduler.schedule.gather_ahead([Use(following.index, BACKWARD)], None)
+        unit.install()
         unit.enter()
 
     def gradients_came(self, unit: Unit) -> None:
@@ -107,7 +108,7 @@ class BackwardOfWeights(Backward):
         if unit in self._read:
             self._read.remove(unit)
             unit.leave()
-            if unit.uses == 0 and not self._scheduler.is_reserved(unit):
+            if unit.uses == 0 and not self._scheduler.schedule.is_reserved(unit):
                 unit.release()
         self._scheduler.reductions.unit_is_ready(unit)
 
@@ -223,7 +224,9 @@ class Microbatches:
         gradients.compute()
         with torch.no_grad():
             for unit, number, index in places:
-                unit.trainable[number].gradient_arrived(index)
+                buffer = unit.trainable[number]
+                assert buffer.gradient_hooks is not None
+                buffer.gradient_hooks.arrived(index, buffer.full_params[index])
 
     @contextmanager
     def _within(self, microbatch: Hashable, *, last: bool, inputs_only: bool) -> Iterator[None]:

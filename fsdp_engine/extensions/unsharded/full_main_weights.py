@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.buffers.redistribute import ShardedBuffer
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.fingerprints import fingerprints

@@ -75,7 +75,7 @@ from fsdp_engine.planner.simulation.memory_access import (
     tensors_of,
 )
 from fsdp_engine.planner.simulation.memory_tracker import TRANSIENT, MemoryTracker, as_returned
-from fsdp_engine.runtime.hooks import not_compiled
+from fsdp_engine.runtime.not_compiled import not_compiled
 
 # Types of values that are part of the key. Their type is as well, since 1, 1.0 and True are equal.
 _PLAIN = {type(None), bool, int, float, str}
