@@ -105,14 +105,14 @@ class Engine:
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = options.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
-        self.reductions = Reductions(
+        self.reductions = implementation(Reductions)(
             self.units,
             self.lanes,
             self.ranks,
             self.staging_budget,
             timing,
         )
-        self.scheduler = Scheduler(
+        self.scheduler = implementation(Scheduler)(
             self.units,
             self._memory,
             self.budget,

@@ -97,6 +97,13 @@ EXTENSIONS = (
     Extension(
         "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
     ),
+    Extension(
+        "nested_backwards",
+        classes=[
+            ("Reductions", "reductions.NestedReductions"),
+            ("Scheduler", "scheduler.NestedScheduler"),
+        ],
+    ),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
     # Before "tensor_hooks": its tensor classes can have such hooks, too.

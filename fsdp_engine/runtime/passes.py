@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fsdp_engine.flat_dtensor import accumulator_of
-from fsdp_engine.runtime.schedule import Record
 from fsdp_engine.runtime.unit import Call, Unit
 
 # Whether the running backward reaches a node.
@@ -26,11 +25,9 @@ class Forward:
     Attributes:
         open: numbers of the units that are entered, outermost first, without one-off uses. A unit
             of several modules can be in it more than once.
-        outer: the backward within which it runs, and its recorded order; None: none of the engine.
     """
 
-    def __init__(self, outer: tuple[Backward, Record] | None = None) -> None:
-        self.outer = outer
+    def __init__(self) -> None:
         self.open: list[int] = []
 
 
@@ -46,21 +43,13 @@ class Backward:
         run_again: numbers of units of several calls whose graph was retained and runs once more:
             the number of calls that will come again is not known.
         num_run_again: calls of modules that ran again within this backward, by unit.
-        outer: the backward within which it runs, and the recorded order of that; None: it is not
-            nested, or the engine has no use in the outer one.
         run: number of the run of autograd that it is.
-        in_slices: units of which a nested run of autograd has brought all gradients, perhaps of a
-            slice of their input, by number.
-        last_nested_run: the last run that has brought such gradients.
     """
 
     is_recorded = True
 
-    def __init__(self, outer: tuple[Backward, Record] | None = None) -> None:
-        self.outer = outer
+    def __init__(self) -> None:
         self.run = current_run()
-        self.in_slices: dict[int, Unit] = {}
-        self.last_nested_run = -1
         self.creates_graph = False
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
@@ -87,13 +76,6 @@ class Backward:
         """Whether the backward of a call of ``units``, or of a unit that contains others (whose
         numbers are ``containing``), has begun and is not over."""
         return any(call.unit in units or call.unit.index in containing for call in self._awaited)
-
-    def note_slice(self, unit: Unit) -> None:
-        """A nested run of autograd has brought the gradients of ``unit``, which are complete later:
-        see [Note: Nested backwards] in
-        ``scheduler.py``."""
-        self.in_slices[unit.index] = unit
-        self.last_nested_run = current_run()
 
     def open_calls(self, unit: Unit) -> list[Call]:
         """Calls of ``unit`` whose backward has begun and is not over."""

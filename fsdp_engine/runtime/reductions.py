@@ -26,14 +26,6 @@ under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduc
 accumulates, and ``finish_grad_sync`` does the rest. Axes that shard gradients are reduced in
 every backward, whatever the timing.
 
-[Note: Passes]
-Backwards within a backward ([Note: Nested backwards] in ``scheduler.py``) can bring gradients of a
-unit whose reduction is submitted. Then the queue is completed as that of a microbatch, and another
-*pass* begins. Ranks may need different numbers of passes. Where passes reduce (axes that shard
-gradients), a rank says so when it begins another one, and waits for none. When the outermost
-backward ends, ranks ask each other whether one has begun another pass, and take part in it with
-zeros. Then the last axes are reduced. ``schedule.py`` has the messages.
-
 [Note: Reductions left in flight]
 A backward that is not the step's last has said that gradients are not complete, so where lanes go
 on without the host (``Lane.runs_ahead``) it ends without waiting for its reductions. They are over
@@ -237,8 +229,6 @@ class Reductions:
             min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
         )
         self._wait_later = weakref.WeakMethod(self.wait) if self._runs_ahead else None
-        # [Note: Passes]. Whether backwards run within the present one.
-        self._is_nested = False
         # Of the backward and of the step; None between two of them.
         self._queue: ReductionQueue | None = None
         self._step: StepReductions | None = None
@@ -310,8 +300,6 @@ class Reductions:
                 microbatches.
             Exception: of an observer.
         """
-        if self._is_nested and self._queue is not None:
-            return  # the pass continues
         self.stream.begin()
         finish_pending_steps()
         self._message.finish()
@@ -336,73 +324,21 @@ class Reductions:
         self._move_to(Phase.ACCUMULATING)
         # Decided now: gradients may arrive late, after a no_sync() has ended.
         partial = frozenset(unit.index for unit in self.order if not unit.options.syncs)
-        is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
-        is_last = is_last and not self._is_nested
-        is_last = is_last and len(partial) < max(len(self.order), 1)
+        is_last = not inputs_only and self._is_last(partial)
         if is_last:
             self._check_last(partial)
         self._queue = ReductionQueue(
             self.order, is_last=is_last, inputs_only=inputs_only, partial=partial
         )
 
+    def _is_last(self, partial: Collection[int]) -> bool:
+        """Whether a backward that leaves gradients of the units ``partial`` is the step's last."""
+        is_last = self.sync and self._timing.reduces_in_backward
+        return is_last and len(partial) < max(len(self.order), 1)
+
     def _check_last(self, partial: frozenset[int]) -> None:
         for each in self.observers:
             each.check_last([self._units[index] for index in sorted(partial)])
-
-    def begin_nested(self) -> None:
-        """A backward of its own is to run within the present one, or within one in which this
-        engine has had no use."""
-        queue = self._queue
-        if queue is not None and queue.is_last:
-            # All ranks are here, but may have submitted different ones of its reductions.
-            with self._on_stream():
-                self._end_pass(queue)
-                self._close(queue)
-        self._is_nested = True
-        if queue is not None and queue.is_last:
-            self.begin_backward()
-
-    def end_nested(self) -> None:
-        """The outermost backward is over: reduce what nested ones have left, and publish it."""
-        if self._queue is None:
-            self.begin_backward()
-        queue = self._queue
-        assert queue is not None
-        with self._on_stream():
-            self._end_pass(queue)
-            while self.schedule.has_another_pass():
-                queue = self._begin_pass(queue)
-                self._end_pass(queue)
-            self._is_nested = False
-            is_last = self.sync and self._timing.reduces_in_backward
-            is_last = is_last and len(queue.partial) < max(len(self.order), 1)
-            if is_last:
-                self._check_last(queue.partial)
-                self.wait()  # the last axes are reduced from the sums of passes
-                self._start_last(queue.partial)
-            queue.is_last = is_last
-            self._close(queue)
-
-    def _end_pass(self, queue: ReductionQueue) -> None:
-        """Reduce the units that ``queue`` still has, with the gradients that have come."""
-        queue.autograd_is_done = True
-        self._advance(queue)
-        self.schedule.await_ranks(queue.place)
-
-    def _begin_pass(self, queue: ReductionQueue) -> ReductionQueue:
-        """Returns the queue of the pass that follows that of ``queue``."""
-        assert self._step is not None
-        self._step.reduced_units.update(queue.reduced)
-        self._queue = ReductionQueue(
-            self.order, is_last=False, inputs_only=queue.inputs_only, partial=queue.partial
-        )
-        return self._queue
-
-    def _next_pass(self, queue: ReductionQueue) -> ReductionQueue:
-        """This rank has gradients for another pass."""
-        self._end_pass(queue)
-        self.schedule.begin_pass()
-        return self._begin_pass(queue)
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -411,15 +347,8 @@ class Reductions:
         arrival = queue.arrival(unit)
         if arrival is GradientArrival.SOME:
             return  # a gradient that is put off has opened it
-        if arrival is GradientArrival.REDUCED and self._is_nested:
-            queue = self._next_pass(queue)
-        elif arrival is GradientArrival.REDUCED:
-            raise RuntimeError(
-                f"a gradient for unit {unit.label} came after its reduction had started: expected "
-                "one gradient per parameter and backward; found a second one (a parameter that is "
-                "used in several re-entrant checkpoints?). Put the modules that share it into one "
-                "unit, or use checkpoint(..., use_reentrant=False)"
-            )
+        if arrival is GradientArrival.REDUCED:
+            queue = self._reduce_again(queue, unit)
         if not self._pending.have_room(unit):
             self.schedule.await_reductions(queue.place)
         self._pending.make_room(unit)
@@ -427,6 +356,20 @@ class Reductions:
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.begin()
+
+    def _reduce_again(self, queue: ReductionQueue, unit: Unit) -> ReductionQueue:
+        """A gradient of ``unit`` has come, whose reduction is submitted. Returns the queue of its
+        next reduction.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        raise RuntimeError(
+            f"a gradient for unit {unit.label} came after its reduction had started: expected "
+            "one gradient per parameter and backward; found a second one (a parameter that is "
+            "used in several re-entrant checkpoints?). Put the modules that share it into one "
+            "unit, or use checkpoint(..., use_reentrant=False)"
+        )
 
     def unit_is_ready(self, unit: Unit) -> None:
         """All gradients of the unit that this backward brings have arrived, or are put off."""
@@ -454,8 +397,6 @@ class Reductions:
         gradients, as far as this engine's timing has it."""
         queue = self._queue
         assert queue is not None
-        if self._is_nested:
-            return  # its pass ends with the outermost backward, or when another one begins
         queue.autograd_is_done = True
         with self._on_stream():
             self._advance(queue)
@@ -571,7 +512,6 @@ class Reductions:
     def reset(self) -> None:
         """Drop this backward and the step with all accumulated gradients."""
         self._pending.discard()
-        self._is_nested = False
         self._queue = self._step = None
         self._message.forget()
         self._discard()

@@ -33,8 +33,6 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fsdp_engine.comm.groups import Ranks
-from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.runtime.unit import BACKWARD, BOTH, FORWARD, Call, Unit
 
@@ -281,25 +279,17 @@ class Schedule:
     Args:
         units: all of them, in module order, the root first.
         record: the recorded order.
-        ranks: all ranks of the model.
-        sends_passes: backwards reduce gradients, so that ranks have to agree on how many passes
-            nested backwards take ([Note: Passes] in ``reductions.py``).
 
     Attributes:
         ranks_differ: ranks may use different units.
-        record: see the argument; another one while nested backwards run.
+        record: the recorded order of the uses that come now.
     """
 
     ranks_differ = False
 
-    def __init__(
-        self, units: Sequence[Unit], record: Record, ranks: Ranks, *, sends_passes: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], record: Record) -> None:
         self.record = record
         self._units = units
-        self._ranks = ranks
-        self._sends_passes = sends_passes
-        self._passes: HostMessage | None = None
         # Units that are unsharded, or in flight, for a use that is expected, with its phase.
         self._reserved: dict[int, int] = {}
         # Of the forward that runs.
@@ -355,23 +345,10 @@ class Schedule:
     def after_reduction(self, num_submitted: int) -> None:
         """This rank has submitted that many reductions in its backward."""
 
-    def begin_pass(self) -> None:
-        """This rank begins another pass of reductions."""
-        self._send_pass(b"\1")
-
     def has_another_pass(self) -> bool:
-        """Whether another rank has begun another pass, where this one has not. Collective."""
-        self._send_pass(b"\0")
-        message, self._passes = self._passes, None
-        return message is not None and message.finish() != [0]
-
-    def _send_pass(self, content: bytes) -> None:
-        if not self._sends_passes:
-            return
-        if self._passes is not None:
-            self._passes.finish()
-        self._passes = HostMessage("the message of nested backwards", self._ranks)
-        self._passes.start(bytearray(content))
+        """Whether another rank reduces gradients of its units once more in this backward, and this
+        one does not. Collective."""
+        return False
 
     # Uses.
 
@@ -540,7 +517,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Drop what an exception has interrupted."""
-        self._passes = self._refreshes = None
+        self._refreshes = None
         self._reserved.clear()
 
 

@@ -3,26 +3,14 @@
 The scheduler tells the schedule (``schedule.py``) which unit is used and which one is left, and the
 reductions (``reductions.py``) which gradients have come.
 
-[Note: Nested backwards]
-A backward can run forwards that have backwards of their own: the hook of a loss that has cached
-embeddings embeds each mini-batch again (GradCache). Such a *nested* forward repeats no other one,
-since no call of its units is pending or runs. It is gathered, freed and prefetched as any forward,
-and its backward is a :class:`Backward` of its own, on top of the one that runs. Gradients of nested
-backwards are accumulated like those of microbatches, and axes that are left to the last microbatch
-are reduced when the outermost backward ends ([Note: Passes] in ``reductions.py``).
-
-A forward of a single unit within a ``torch.autograd.Function`` repeats an earlier one (a re-entrant
-checkpoint), and one of the model is nested.
-
-Other functions run autograd once for each slice of their input (a tiled MLP). All gradients of a
-unit can then come several times. So a unit whose gradients a nested run of autograd has brought is
-reduced when another run reaches another unit, or the backward ends.
+A forward within a backward repeats an earlier one (a checkpoint). A forward that repeats none, or
+gradients of a unit that come in several runs of autograd, are those of a subclass.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -64,7 +52,15 @@ class Scheduler:
         schedule: gathers units, and frees them.
         microbatch: to which forwards and backwards belong: of a pipeline, say.
         inputs_only: backwards compute no gradients of parameters.
+        outer_run: the run of autograd within which the present forward runs, if the engine had uses
+            in it before; else None.
     """
+
+    outer_run: int | None = None
+    # Other forwards and backwards run within a backward.
+    _has_nested = False
+    # Backwards with units whose gradients come in several runs of autograd.
+    _in_slices: Sized = ()
 
     def __init__(
         self,
@@ -90,10 +86,7 @@ class Scheduler:
             [unit.num_elements if unit.reshards else 0 for unit in units],
             budget,
         )
-        sends_passes = any(unit.num_staged for unit in units)
-        self._own_schedule = Schedule(
-            self.units, self.make_record(), reductions.ranks, sends_passes=sends_passes
-        )
+        self._own_schedule = Schedule(self.units, self.make_record())
         self.schedule = reductions.schedule = self._own_schedule
         self._containing = expected.containing
         self.prefetches = budget > 0
@@ -102,12 +95,6 @@ class Scheduler:
         self._refreshes_ahead = timing.gathers_ahead and self.prefetches and self._has_refreshes
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        # [Note: Nested backwards]. The run of autograd within which the present forward runs, if
-        # the engine had uses in it before.
-        self.outer_run: int | None = None
-        self._has_nested = False
-        self._outermost_is_over = False
-        self._nested_record: Record | None = None
         # Of units of several modules, calls that ran without autograd (re-entrant checkpoints may
         # run them again) or whose outputs are not observed. While any of such a unit's gradients
         # is missing it may be yet to come.
@@ -183,40 +170,23 @@ class Scheduler:
             return False
         return is_model or not in_function_of_autograd()
 
-    def _begin_nested(self) -> tuple[Backward, Record] | None:
-        """A forward begins within a backward. Returns that backward, which has to wait, and its
-        recorded order; None: the engine has had no use in it."""
-        if not self._has_nested and torch.is_grad_enabled():
-            self._has_nested = True
-            self.reductions.begin_nested()
-            when_autograd_ends(self._end_outermost)
-        outer = self._backward
-        if outer is None:
-            return None
-        found = outer, self.schedule.record
-        self._backward = None
-        self._nested_record = self._nested_record or self.make_record()
-        self.schedule.record = self._nested_record
-        return found
+    def _make_forward(self) -> Forward:
+        """Returns the forward that begins.
 
-    def _end_outermost(self) -> None:
-        """The backward that nested ones ran in is over."""
-        if self._backward is not None:  # its own callback follows
-            self._outermost_is_over = True
-            return
-        self._has_nested = self._outermost_is_over = False
-        self.reductions.end_nested()
-        self._finish_backward()
+        Raises:
+            NotImplementedError: it begins within a backward.
+        """
+        if in_backward():
+            raise _unknown("a forward within a backward that repeats no earlier one")
+        return Forward()
 
     def _begin_forward(self) -> Forward:
-        outer: tuple[Backward, Record] | None = None
-        if in_backward():
-            outer = self._begin_nested()
-        elif self._backward is not None or self._has_nested:
+        if not in_backward() and not self.is_at_rest:
             raise RuntimeError(
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
             )
+        forward = self._make_forward()
         if self.reductions.stream.is_new():
             # Autograd accumulates on the stream that was current as its node was made.
             self.reductions.stream.begin()
@@ -233,8 +203,7 @@ class Scheduler:
             if unit.state is State.GATHERING and not unit.is_current:
                 unit.wait()  # gathered before the forward, and changed since: to be gathered again
         self._watch.begin_forward()
-        self.outer_run = None if outer is None else outer[0].run
-        forward = self._forward = Forward(outer)
+        self._forward = forward
         self.schedule.begin_forward(
             self.reductions.canonical_order,
             refreshes_now=self._refreshes_ahead or self.ranks_differ,
@@ -254,8 +223,7 @@ class Scheduler:
                 order = record.units_in_forward
                 self.reductions.order_seen(first_use_order(order, len(self.units)))
         self._watch.end_forward()
-        if forward.outer is not None:
-            self._backward, self.schedule.record = forward.outer
+        self._resume(forward)
         if not self._has_nested:
             self._watch.check(ranks_differ=self.ranks_differ)
 
@@ -304,7 +272,7 @@ class Scheduler:
         Nothing is freed before the unit's own backward is over.
         """
         backward = self.begin_backward()
-        if backward.in_slices:
+        if self._in_slices:
             self._complete_slices(backward, unit)
         backward.touched[unit.index] = unit
         if unit.uses:
@@ -332,10 +300,10 @@ class Scheduler:
         if backward is None:
             backward = self.begin_backward()
         elif backward.run == call.outer_run:
-            backward = self.run_backward(Backward((backward, self.schedule.record)))
+            backward = self._begin_nested(backward)
         if not backward.observes(call):
             return
-        if backward.in_slices:
+        if self._in_slices:
             self._complete_slices(backward, call.unit)
         backward.enter(call, inputs)
         if call.reads_weights:
@@ -353,7 +321,7 @@ class Scheduler:
             if current_run() == backward.run:
                 self._check_ready(call.unit)
             else:
-                backward.note_slice(call.unit)
+                self._note_slice(backward, call.unit)
 
     def _leave_backward(self, backward: Backward, call: Call) -> None:
         """The backward of ``call`` is over."""
@@ -369,25 +337,21 @@ class Scheduler:
         if current_run() == backward.run:
             self._leave_calls(backward, unit)
         else:
-            backward.note_slice(unit)
+            self._note_slice(backward, unit)
+
+    def _begin_nested(self, outer: Backward) -> Backward:
+        """The backward of a forward that ran within ``outer`` begins; returns it."""
+        raise _unknown("a backward within a backward")
+
+    def _note_slice(self, backward: Backward, unit: Unit) -> None:
+        """Another run of autograd within ``backward`` has brought all gradients of ``unit``."""
+        raise _unknown("gradients of a unit that come in several runs of autograd")
 
     def _complete_slices(self, backward: Backward, following: Unit | None) -> None:
         """This run of autograd reaches ``following``, or (None) the backward ends."""
-        if following is not None and (
-            following.index in backward.in_slices or current_run() == backward.last_nested_run
-        ):
-            return
-        units = list(backward.in_slices.values())
-        backward.in_slices.clear()
-        for unit in units:
-            self._complete(backward, unit)
 
-    def _complete(self, backward: Backward, unit: Unit) -> None:
-        """The gradients of ``unit`` have come in this backward, unless calls are to bring more."""
-        if unit.misses_gradients or unit.index in self._containing:
-            self._check_ready(unit)
-        else:
-            self._leave_calls(backward, unit)
+    def _resume(self, ended: Forward | Backward) -> None:
+        """A forward or backward is over: resume the backward within which it ran."""
 
     def _leave_calls(self, backward: Backward, unit: Unit) -> None:
         """All gradients of ``unit`` have come: leave its calls whose end is not observed."""
@@ -410,7 +374,7 @@ class Scheduler:
         """``unit`` is about to get its first gradient of this backward, or will get it later."""
         backward = self.begin_backward()
         backward.creates_graph = torch.is_grad_enabled()
-        if backward.in_slices:
+        if self._in_slices:
             self._complete_slices(backward, unit)
         self.reductions.open_unit(unit)
 
@@ -435,9 +399,6 @@ class Scheduler:
             # Parameters may have been frozen and thawed since forward, as adapters are around the
             # forward of a reference model.
             unit.follow_requires_grad_in_backward()
-        if backward.outer is not None:
-            assert self._nested_record is not None
-            self.schedule.record = self._nested_record
         self._backward = backward
         self.schedule.backward_begins()
         if backward.is_recorded:
@@ -450,7 +411,8 @@ class Scheduler:
         """Autograd has finished this backward."""
         backward = self._backward
         assert backward is not None
-        self._complete_slices(backward, None)
+        if self._in_slices:
+            self._complete_slices(backward, None)
         self.reductions.end_backward()
         if backward.is_recorded:
             self.schedule.record.end_backward()
@@ -468,12 +430,9 @@ class Scheduler:
             if unit.uses == 0:
                 unit.end_backward()
         self._backward = None
-        if backward.outer is not None:
-            self._backward, self.schedule.record = backward.outer
+        self._resume(backward)
         self.schedule.backward_ends()
-        if self._outermost_is_over and self._backward is None:
-            self._end_outermost()
-        elif not self._has_nested:
+        if not self._has_nested:
             self._finish_backward()
 
     def _finish_backward(self) -> None:
@@ -505,12 +464,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop the running forward and backward; communication must be over."""
-        running: Backward | Forward | None
-        for running in (self._backward, self._forward):
-            while running is not None and running.outer is not None:
-                running, self.schedule.record = running.outer
         self._forward = self._backward = None
-        self._has_nested = self._outermost_is_over = False
         self._uncounted.clear()
         self.schedule.reset()
         self._watch.reset()
@@ -518,3 +472,10 @@ class Scheduler:
         for unit in self.units:
             unit.reset()
         self._memory.release_idle()
+
+
+def _unknown(found: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"expected one backward at a time, which autograd runs once; found {found}. The extension "
+        "nested_backwards, which is missing from this package, trains them"
+    )

@@ -128,7 +128,8 @@ class GatherRounds(Schedule):
 
     def __init__(self, engine: Engine) -> None:
         self._uses = engine.extension(_Uses)
-        super().__init__(engine.units, self._uses.record, engine.ranks, sends_passes=False)
+        super().__init__(engine.units, self._uses.record)
+        self._ranks = engine.ranks
         self._message = HostMessage("together()", engine.ranks)
         self._scheduler, self._reductions = engine.scheduler, engine.reductions
         self._num_reductions = len(engine.reductions.order)
