@@ -154,7 +154,7 @@ class Gradients:
         writer: of the current backward; None: it has no gradients, or they are reduced.
         optim_depth: the depth of the optimizer's shard.
         writes_to_staging: whether gradients are sharded, so that full ones are transient.
-        rounds_again: reduced gradients cannot be reduced again without loss.
+        is_inexact: reduced gradients cannot be reduced again without loss.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Gradients:
         )
         # [Note: Reducing again]
         has_comm = self._memory.has_comm_buffer
-        self.rounds_again = has_comm or dtypes.optim_grad != dtypes.main_grad
+        self.is_inexact = has_comm or dtypes.optim_grad != dtypes.main_grad
         self.step: StepGradients | None = None
         self.writer: GradientWriter | None = None
         if context.memory.is_fixed:

@@ -393,10 +393,10 @@ class PublishedGradients:
         self, step: StepGradients, without: set[int], hooked: Collection[int]
     ) -> None:
         """Reduced gradients, but for those that are cleared, are to be added to."""
-        rounds_again, published = self._gradients.rounds_again, self._published()
+        is_inexact, published = self._gradients.is_inexact, self._published()
         kept = [
             index
-            for index in (range(len(published)) if rounds_again else hooked)
+            for index in (range(len(published)) if is_inexact else hooked)
             if index not in without
         ]
         for index in kept:

@@ -170,9 +170,9 @@ class Gather:
     Attributes:
         label: of the buffer, for people.
         tag: distinguishes its messages from others in flight.
-        source: this rank's shard: a tensor; an encoding, which writes it into the first of the
+        source: this rank's shard: a tensor; a function, which writes it into the first of the
             tensors that it is given; None: it is in place.
-        reads: tensors that the encoding reads.
+        reads: tensors that the function reads.
         writes: tensors that it writes beside the shard.
     """
 

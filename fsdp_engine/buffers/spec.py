@@ -62,7 +62,7 @@ class BufferKind:
     """The properties that all parameters of a buffer share.
 
     Attributes:
-        codec: name of the encoding.
+        codec: name of the codec.
         dtypes: of weights and gradients.
         requires_grad: they are trainable.
         extra_divisor: gradients are divided by it, beside the mean over ranks (a parameter's

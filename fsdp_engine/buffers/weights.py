@@ -17,9 +17,9 @@ class for each case; :func:`make_weights` chooses one. A codec can have a class 
     ======================  ============================  ====================================
 
 *Refreshing* updates wire[PARAM] from main, once after every change of main. *Unsharding* gathers
-the full buffer, for every use. Each is a chain of operations that is built once. Encoding and the
-first gather are one operation where no other has to be between them: such a gather takes the
-encoding as its source (``sharded_buffer.py``).
+the full buffer, for every use. Each is a chain of operations that is built once. A cast and the
+first gather are one operation where no other has to be between them: such a gather has the codec's
+function as its source (``sharded_buffer.py``).
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Weights:
         had to be allocated. If so, the chain must be ordered behind the work that compute has so
         far.
 
-        The memory is compute's own, as that of activations, so that either can reuse the other's.
+        The memory is compute's own, as the model's is, so that either can reuse the other's.
         """
         allocates = False
         for storage in storages:

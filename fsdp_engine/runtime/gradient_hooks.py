@@ -47,7 +47,7 @@ class GradientHooks:
 
     def follow(self) -> None:
         """Put hooks on the accumulators of sharded parameters: the first time, and when they have
-        become others, by a conversion of dtypes or because another stream is current."""
+        become others, since dtypes have changed or another stream is current."""
         buffer, hooks = self._buffer, weakref.ref(self)
         self._accumulators = [accumulator_of(param) for param in buffer.sharded_params]
         for index, node in enumerate(self._accumulators):
@@ -65,7 +65,7 @@ class GradientHooks:
         if grad is None:
             return  # a function that returned None, or computes it later
         param.grad = None
-        grads = self._buffer.grads  # other ones since a conversion
+        grads = self._buffer.grads  # other ones, if dtypes have changed
         assert grads is not None
         writer = grads.writer
         if writer is None:

@@ -99,8 +99,8 @@ def _outside_selection() -> Iterator[None]:
 
 
 def outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs without modes of selective checkpoints; see
-    [Note: Selective checkpointing] in ``extensions/activations``."""
+    """Returns a hook that runs without the dispatch modes of selective checkpoints, which would
+    keep or replace the results of the engine's own operations."""
 
     @functools.wraps(method)
     def hook(*args: Any) -> Any:
@@ -152,7 +152,7 @@ class _Entered:
         units: that were entered for it and have to be left, and whether the use is recorded.
         calls: of these units, those whose backward is to come and is not observed by the call of an
             earlier forward.
-        recomputes: it runs within backward.
+        repeats: it runs within backward, and repeats an earlier call.
         wants_calls: a backward is to come.
         alone: the only input, if it is one tensor, and its version.
         inputs: all inputs, if they are more than that.
@@ -166,15 +166,15 @@ class _Entered:
         "calls",
         "containers",
         "inputs",
-        "recomputes",
+        "repeats",
         "units",
         "wants_calls",
     )
 
-    def __init__(self, *, recomputes: bool, wants_calls: bool) -> None:
+    def __init__(self, *, repeats: bool, wants_calls: bool) -> None:
         self.units: list[tuple[Unit, bool]] = []
         self.calls: list[Call] = []
-        self.recomputes = recomputes
+        self.repeats = repeats
         self.wants_calls = wants_calls
         self.alone: tuple[Tensor, int] | None = None
         self.inputs: Inputs | None = None
@@ -276,7 +276,7 @@ class ModuleHooks:
 
     def enter_now(self, unit: Unit) -> bool:
         """Enter ``unit`` with the module's running call; returns False if there is none."""
-        if not self._entered or self._entered[-1].recomputes:
+        if not self._entered or self._entered[-1].repeats:
             return False
         self._enter(self._entered[-1], unit, is_recorded=False)
         return True
@@ -290,19 +290,19 @@ class ModuleHooks:
             return None
         if not self._scheduler.schedule.ranks_differ:
             self.was_called = True
-        recomputes = current_run() != NO_RUN and not self._scheduler.is_nested_forward(
+        repeats = current_run() != NO_RUN and not self._scheduler.is_nested_forward(
             self.units, is_model=self.model is not None
         )
-        if not recomputes:
+        if not repeats:
             if self.model is not None and self._scheduler.is_at_rest:
                 self.model.begins()
             if _inside_transform() is not None:
                 _refuse_transform(self.units[0])
-        entered = _Entered(recomputes=recomputes, wants_calls=torch.is_grad_enabled())
+        entered = _Entered(repeats=repeats, wants_calls=torch.is_grad_enabled())
         self._entered.append(entered)
         for unit in self.units:
             self._enter(entered, unit)
-        if self.model is not None and not recomputes:
+        if self.model is not None and not repeats:
             for unit in self.model.implicit_uses():
                 self._enter(entered, unit, is_recorded=False)
         calls = entered.calls
@@ -330,8 +330,8 @@ class ModuleHooks:
 
     def _enter(self, entered: _Entered, unit: Unit, *, is_recorded: bool = True) -> None:
         wants_call = entered.wants_calls
-        if entered.recomputes:
-            self._scheduler.recompute(unit)
+        if entered.repeats:
+            self._scheduler.repeat(unit)
             if wants_call:
                 self._scheduler.note_run_again(unit)
             # Calls of the first forward still wait for their backward, unless it ran without
@@ -372,7 +372,7 @@ class ModuleHooks:
         output = _copy_params(units or self.units, output, entered.containers)
         if not entered.units:
             return None if output is given else output
-        if self.model is not None and not entered.recomputes:
+        if self.model is not None and not entered.repeats:
             self.model.ends()
         calls = entered.calls
         has_backward = False
@@ -380,13 +380,13 @@ class ModuleHooks:
             if calls:
                 ways_in = self._ways_in(entered, calls, output)
                 has_backward = self._listen_for_backward(entered, calls, ways_in)
-                if not entered.recomputes:
+                if not entered.repeats:
                     if not has_backward:
                         self._note_hidden(calls, output)
                     if self._kept.needs_search(entered.began, ways_in):
                         has_backward |= self._listen_for_kept(entered, calls, ways_in)
         finally:
-            if not entered.recomputes:
+            if not entered.repeats:
                 reads_again = has_backward and self._reads_weights
                 for unit, is_recorded in reversed(entered.units):
                     again = reads_again and unit.options.gathers_in_backward

@@ -50,7 +50,7 @@ class Scheduler:
         before_changes: called when users may change main weights next: after a forward without
             autograd, and before a step of an optimizer.
         schedule: gathers units, and frees them.
-        microbatch: to which forwards and backwards belong: of a pipeline, say.
+        microbatch: to which forwards and backwards belong, where several microbatches are pending.
         inputs_only: backwards compute no gradients of parameters.
         outer_run: the run of autograd within which the present forward runs, if the engine had uses
             in it before; else None.
@@ -99,7 +99,7 @@ class Scheduler:
         # run them again) or whose outputs are not observed. While any of such a unit's gradients
         # is missing it may be yet to come.
         self._uncounted: Counter[int] = Counter()
-        # The last forward ran within a pipeline stage of torch's own.
+        # The last forward ran within a stage of torch.distributed.pipelining.
         self._in_stage_of_torch = False
 
     # Forward.
@@ -266,7 +266,7 @@ class Scheduler:
 
     # Backward.
 
-    def recompute(self, unit: Unit) -> None:
+    def repeat(self, unit: Unit) -> None:
         """A module of the unit is called within backward: its forward is repeated.
 
         Nothing is freed before the unit's own backward is over.
@@ -396,8 +396,8 @@ class Scheduler:
             check_is_whole(self.units)
         self.reductions.begin_backward(inputs_only=self.inputs_only)
         for unit in self.units:
-            # Parameters may have been frozen and thawed since forward, as adapters are around the
-            # forward of a reference model.
+            # Parameters may have been frozen and thawed since forward, for the forward of a
+            # reference model.
             unit.follow_requires_grad_in_backward()
         self._backward = backward
         self.schedule.backward_begins()

@@ -243,7 +243,7 @@ class Unit:
         self.buffers = buffers
         self.policy = policy
         self.output_dtype = output_dtype
-        # Fixed: a conversion of dtypes changes none of them.
+        # Fixed: other dtypes change none of them.
         self.trainable = [buffer for buffer in buffers if buffer.grads is not None]
         self.num_elements = sum(buffer.layout.numel for buffer in buffers)
         self.reshards = any(buffer.weights.reshards for buffer in buffers)

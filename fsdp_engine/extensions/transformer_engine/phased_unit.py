@@ -120,7 +120,7 @@ class PhasedUnit(Unit):
         @outside_checkpoints
         def before(module: nn.Module, args: Any) -> None:
             if in_backward() and not scheduler.is_nested_forward([self], is_model=False):
-                scheduler.recompute(self)
+                scheduler.repeat(self)
 
         for module in holders(self.buffers):
             module.register_forward_pre_hook(before, prepend=True)
