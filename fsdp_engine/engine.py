@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
-from fsdp_engine.extension_list import find_method, implementation, method_names
-from fsdp_engine.memory.allocator import DEVICE, PLACES, Memory
+from fsdp_engine.extension_list import find_method, implementation, method_names, other_places
+from fsdp_engine.memory.allocator import DEVICE, HOST, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.options import Timing
@@ -382,14 +382,14 @@ class Engine:
         """Bytes that the engine holds now on this rank, by role.
 
         Args:
-            place: "device": where the engine computes. "host", "disk": those that ``offload`` keeps
-                there, and on the host those of offloaded activations, also between steps.
+            place: "device": where the engine computes. "host", or another place of extensions:
+                bytes that they hold there, also between steps.
 
         Raises:
             ValueError: there is no such place.
         """
-        if place not in PLACES:
-            raise ValueError(f"place: expected one of {PLACES}; found {place!r}")
+        if place not in (places := (DEVICE, HOST, *other_places())):
+            raise ValueError(f"place: expected one of {places}; found {place!r}")
         memory = self._memory
         held = memory.ledger.held if place == DEVICE else memory.elsewhere.get(place, Counter())
         return {role: count for role, count in held.items() if count}

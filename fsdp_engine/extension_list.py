@@ -32,6 +32,8 @@ class Extension:
             whose first argument is the engine, and properties.
         classes: names of classes of the kernel that extensions can replace, and the module and the
             name of the subclass in the folder: see :func:`implementation`.
+        places: places of memory beside the device and the host, of which
+            :meth:`.Engine.memory_bytes` has the bytes.
         registers: the folder has a function ``register()``, which is called when the package is
             imported.
         files: modules of the package that are part of it, for names that users import from there.
@@ -43,6 +45,7 @@ class Extension:
     codecs: Sequence[str] = ()
     methods: Sequence[str] = ()
     classes: Sequence[tuple[str, str]] = ()
+    places: Sequence[str] = ()
     registers: bool = False
     files: Sequence[str] = ()
     words: Sequence[str] = ()
@@ -91,6 +94,7 @@ EXTENSIONS = (
         "offload",
         names=("Offload",),
         methods=("offload",),
+        places=("disk",),
         classes=[("StepPlacement", "offloaded_steps.OffloadedSteps")],
         words=("offload=",),
     ),
@@ -156,6 +160,11 @@ def find_method(name: str) -> Any:
     """Returns the function or property that is an attribute of engines; None: no extension has
     it."""
     return _find(_FOLDER_OF_METHOD, name)
+
+
+def other_places() -> Iterator[str]:
+    """Returns the places of memory that extensions have beside the device and the host."""
+    return (place for each in EXTENSIONS for place in each.places)
 
 
 def implementation(plain: type[T]) -> type[T]:

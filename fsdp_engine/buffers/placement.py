@@ -156,6 +156,10 @@ class Placement:
         """Returns the main weights of a buffer, which are no part of compute weights."""
         return MainShard(spec, context, codec)
 
+    def device_of_main(self, device: torch.device) -> torch.device:
+        """Returns the device of main weights of a model that computes on ``device``."""
+        return device
+
     def make_gradients(
         self, spec: BufferSpec, context: BufferContext, depth: int, dtype: torch.dtype
     ) -> GradientShard:

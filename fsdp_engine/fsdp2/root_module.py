@@ -101,8 +101,9 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
         main = buffer.weights.main.tensor
         if main.is_meta:
             probe = fn(allocator.empty(0, main.dtype, main.device))
-            # To the device, or to its place between uses, as FSDP2 wants it.
-            if probe.device.type == device.type or group.offload.moves("main_weights", device):
+            # To the device, or to host memory where main weights are there, as FSDP2 wants it.
+            place = group.own_resources.placement.device_of_main(device)
+            if probe.device.type in (device.type, place.type):
                 found[main.dtype] = probe.dtype
     return found
 

@@ -64,9 +64,8 @@ _set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_m
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
 
-# Places of state: the device of an engine, and those of :meth:`Memory.book_elsewhere`.
-DEVICE, HOST, DISK = "device", "host", "disk"
-PLACES = (DEVICE, HOST, DISK)
+# Places of memory: the device of an engine, and one of :meth:`Memory.book_elsewhere`.
+DEVICE, HOST = "device", "host"
 
 
 class Ledger:
@@ -226,7 +225,7 @@ class Memory:
 
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
-        elsewhere: bytes of offloaded state by place ("host", "disk") and role, not on ``device``.
+        elsewhere: bytes at other places than ``device``, by place and role.
         is_steady: gradients stay allocated, so that steady steps allocate nothing.
         is_fixed: tensors that collectives use are allocated while the engine is made.
         transients: its transient storages, by their keys.
@@ -289,12 +288,11 @@ class Memory:
         keys = storage_keys(tensor)
         return any(key in self._persistent or key in self.transients for key in keys)
 
-    def book_elsewhere(self, owner: object, place: str, role: str, tensor: torch.Tensor) -> None:
-        """Book memory at another place than the device ("host", "disk"), as long as ``owner`` is
-        alive."""
+    def book_elsewhere(self, holder: object, place: str, role: str, tensor: torch.Tensor) -> None:
+        """Book memory at another place than the device, as long as ``holder`` is alive."""
         held = self.elsewhere.setdefault(place, Counter())
         held[role] += tensor.nbytes
-        weakref.finalize(owner, held.subtract, {role: tensor.nbytes}).atexit = False
+        weakref.finalize(holder, held.subtract, {role: tensor.nbytes}).atexit = False
         backend.current().booked_elsewhere(tensor, place)
 
     def transient(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_engine.offload import HOST, Offload
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.candidates import (
     OFFLOAD,
     SELECTIVE,
@@ -36,11 +36,7 @@ from fsdp_engine.planner.simulation.simulation_error import (
     listed,
 )
 from fsdp_engine.planner.simulation.step_options import GivenOptions, MakeOptimizer, Parallelize
-
-# Everything that can be on the host.
-EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
-# The offloads that are tried, until some fit.
-_AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
+from fsdp_engine.planner.state_places import StatePlaces, is_offload, offloads_to_host
 
 
 class Where(StrEnum):
@@ -265,7 +261,7 @@ class PlanOptions(GivenOptions):
         False,
         needs=Needs.batch,
     )
-    offload: Offload | str | None = option(
+    offload: StatePlaces | str | None = option(
         "optimizer state on the host or on a disk; everything: also main weights and gradients on "
         "the host; auto: with --batch, the first of none, host and everything with which something "
         "fits",
@@ -288,8 +284,10 @@ class PlanOptions(GivenOptions):
         check_count("microbatches", self.microbatches, "at least 1")
         if self.memory is not None:
             check_positive("memory", self.memory, "a number of bytes, such as 80e9")
-        if self.offload is not None and self.offload != AUTO:
-            check_type("offload", self.offload, Offload, "an fe.Offload, 'auto' or None")
+        if self.offload not in (None, AUTO) and not is_offload(self.offload):
+            raise TypeError(
+                f"offload: expected an fe.Offload, 'auto' or None; found {self.offload!r}"
+            )
         for name in ("loss", "optimizer", "parallelize", "stages", "stage_loss"):
             if (function := getattr(self, name)) is not None:
                 check_callable(name, function, "a function, or None")
@@ -377,10 +375,10 @@ class PlanOptions(GivenOptions):
         return self.tries_offloads and self.checkpointing is None and self.offload is not None
 
     @property
-    def more_offloads(self) -> tuple[Offload, ...]:
+    def more_offloads(self) -> tuple[StatePlaces, ...]:
         """Offloads that are tried where nothing fits."""
         if self.offload != AUTO or not self.tries_offloads:
             return ()
         if self.where.host_memory_bandwidth is None:  # which the host needs to cast main weights
-            return tuple(each for each in _AUTO_OFFLOADS if each.main_weights != HOST)
-        return _AUTO_OFFLOADS
+            return tuple(each for each in offloads_to_host() if each.main_weights != HOST)
+        return offloads_to_host()

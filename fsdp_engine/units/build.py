@@ -153,12 +153,6 @@ class Resources:
         other.memory, other.placement = Memory(device), Placement()
         return other
 
-    def placed(self, placement: Placement) -> Resources:
-        """The same, for buffers whose shards ``placement`` makes."""
-        other = copy(self)
-        other.placement = placement
-        return other
-
     def take_tag(self) -> int:
         """The number of a buffer's messages; the next one is its, too: a reduction may take two."""
         self.next_tag += 2

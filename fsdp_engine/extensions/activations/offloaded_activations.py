@@ -47,7 +47,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_engine import backend
-from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, make_copy_lanes
+from fsdp_engine.comm.copy_lanes import make_copy_lanes
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.activations.checkpointing import (
@@ -323,7 +323,7 @@ class ActivationOffload:
         self._memory = memory
         self._compute = compute
         self._options = options
-        self.lanes = lanes = make_copy_lanes(memory.device, ACTIVATION_LANES)
+        self.lanes = lanes = make_copy_lanes(memory.device, "activations")
         self._into, self._out = lanes
 
         def drain() -> None:

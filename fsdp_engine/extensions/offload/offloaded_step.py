@@ -44,6 +44,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
+from fsdp_engine.extensions.offload.home import Home, HomePart, Homes, Steps
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.owned_homes import copy_moved
 from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
@@ -51,7 +52,6 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
-from fsdp_engine.memory.home import Home, HomePart, Homes, Steps
 from fsdp_engine.optim.chunked_step import Shadows, called_once, entries_of, with_closures
 from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import (

@@ -37,9 +37,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.copy_lanes import STEP_LANE
 from fsdp_engine.comm.lanes import COMPUTE, COPY_IN, LANES, Lanes, Meter, Operation, Steps, unit_of
-from fsdp_engine.offload import HOST
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine
 
@@ -395,15 +394,9 @@ class Clock:
         del device
         return Lanes(*self.lanes.values())
 
-    def make_copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane]:
-        """Lanes of copies to the device and from it."""
-        into, out = (self.make_lane(name) for name in names)
-        return into, out
-
-    def make_step_lane(self, device: torch.device) -> SimulatedLane:
-        """The lane of steps beside forward."""
-        del device
-        return self.make_lane(STEP_LANE)
+    def make_other_lanes(self, names: Sequence[str]) -> Sequence[SimulatedLane]:
+        """Returns new lanes beside those of an engine."""
+        return [self.make_lane(name) for name in names]
 
     def make_lane(self, name: str) -> SimulatedLane:
         """A new lane."""

@@ -37,12 +37,12 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.memory.disk_memory import PIECE
-from fsdp_engine.offload import DISK, HOST
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation import machine_fields as fields
 from fsdp_engine.planner.simulation.json_lines import lines_of
 from fsdp_engine.planner.simulation.machine_fields import FLOPS
 from fsdp_engine.planner.simulation.simulation_error import read_json
+from fsdp_engine.planner.state_places import DISK, implementation_of
 
 _DTYPES = {
     "float64": torch.float64,
@@ -417,7 +417,8 @@ class Machine:
         if place != DISK or not self.host_runs_ahead:
             return 0.0
         link = self.link_to_state(HOST, num_ranks)
-        return link.latency + min(num_bytes, PIECE) / (link.into if to_device else link.out)
+        piece: float = min(num_bytes, implementation_of("disk_memory").PIECE)
+        return link.latency + piece / (link.into if to_device else link.out)
 
     def _known(self, name: str, place: str) -> TwoWayLink:
         link: TwoWayLink | None = getattr(self, name)

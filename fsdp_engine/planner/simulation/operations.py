@@ -59,7 +59,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_engine.comm.lanes import LANES
-from fsdp_engine.offload import HOST
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation import chunked_products
 from fsdp_engine.planner.simulation.chunked_products import ChunkedProduct
 from fsdp_engine.planner.simulation.clock import CONTEXT_LANE, MODEL_LANE, Clock, SimulatedTicket

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty
-from fsdp_engine.offload import Offload
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
@@ -46,6 +45,7 @@ from fsdp_engine.planner.simulation.simulation_error import SimulationError, as_
 from fsdp_engine.planner.simulation.stage_messages import Message
 from fsdp_engine.planner.simulation.step_options import StepOptions
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
+from fsdp_engine.planner.state_places import offload_of
 from fsdp_engine.sharding import shard
 
 CPU = torch.device("cpu")
@@ -443,7 +443,7 @@ class PipelineRank:
     @property
     def overlaps_forward(self) -> bool:
         """Whether the optimizer steps beside the next forward."""
-        return any(getattr(engine, "offload", Offload()).overlap_forward for engine in self.engines)
+        return any(offload_of(engine).overlap_forward for engine in self.engines)
 
     @property
     def num_targets(self) -> int:

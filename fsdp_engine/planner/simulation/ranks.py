@@ -22,7 +22,7 @@ from fsdp_engine.backend import Backend, using
 from fsdp_engine.comm.mesh import joint_mesh
 
 if TYPE_CHECKING:
-    from fsdp_engine.comm.lanes import ComputeLane, Lanes
+    from fsdp_engine.comm.lanes import Lanes
     from fsdp_engine.planner.simulation.clock import Clock, SimulatedLane
 
 
@@ -57,13 +57,9 @@ class SimulatedBackend(Backend):
         """See :meth:`Backend.lanes`."""
         return None if self._clock is None else self._clock.make_lanes(device)
 
-    def copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane] | None:
-        """See :meth:`Backend.copy_lanes`."""
-        return None if self._clock is None else self._clock.make_copy_lanes(names)
-
-    def step_lane(self, device: torch.device) -> ComputeLane | None:
-        """See :meth:`Backend.step_lane`."""
-        return None if self._clock is None else self._clock.make_step_lane(device)
+    def other_lanes(self, names: Sequence[str]) -> Sequence[SimulatedLane] | None:
+        """See :meth:`Backend.other_lanes`."""
+        return None if self._clock is None else self._clock.make_other_lanes(names)
 
     def booked_elsewhere(self, tensor: Tensor, place: str) -> None:
         """See :meth:`Backend.booked_elsewhere`."""

@@ -39,7 +39,6 @@ from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
-from fsdp_engine.offload import Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.options import Options, StagingBudget
 from fsdp_engine.planner.simulation.clock import Clock, Exposed, Mark, Span, StepPart
@@ -64,6 +63,7 @@ from fsdp_engine.planner.simulation.simulation_error import (
 from fsdp_engine.planner.simulation.step_options import Parallelize, StepOptions
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of, family_of
 from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
+from fsdp_engine.planner.state_places import offload_of
 from fsdp_engine.sharding import shard
 
 _aten = torch.ops.aten
@@ -579,7 +579,7 @@ def simulate(
         if context is not None:
             context.check_batch(inputs)
         step = _Step(process, engine, trained, inputs, loss, context)
-        for count in FIRST_STEPS + (1,) * getattr(engine, "offload", Offload()).overlap_forward:
+        for count in FIRST_STEPS + (1,) * offload_of(engine).overlap_forward:
             step.run(count)
         start = clock.finish()
         process.restart()

@@ -205,7 +205,7 @@ def _recorded(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("make_copy_lanes", "make_step_lane", "restart", "call", "compute", "spend"),
+    *("make_other_lanes", "restart", "call", "compute", "spend"),
     *("compute_on_host", "send", "copy"),
 ):
     setattr(RecordingClock, _name, _recorded(_name))
