@@ -35,6 +35,7 @@ from fsdp_engine.integrations.preparation import (
 )
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
+from fsdp_engine.sharding import is_plan
 from fsdp_engine.sharding import shard as shard_model
 
 with naming_extra():
@@ -381,7 +382,9 @@ class FSDPEngineAccelerator(Accelerator):
     def _shard(self, model: nn.Module) -> Engine:
         arguments = dict(self.shard_arguments)
         is_meta = any(param.is_meta for param in model.parameters())
-        if self.mixed_precision == "bf16" and not {"mp_policy", "plan"} & arguments.keys():
+        has_policy = bool({"mp_policy", "plan"} & arguments.keys())
+        has_policy |= is_plan(arguments.get("strategy"))
+        if self.mixed_precision == "bf16" and not has_policy:
             arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         if not is_meta:  # as in DDP
             arguments.setdefault("initial_values", "rank0")
