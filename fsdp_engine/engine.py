@@ -73,7 +73,8 @@ class Engine:
         units: its units, the root first.
         budget: elements to prefetch.
         staging_budget: staging buffers of gradients that can be in flight.
-        pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
+        model_part: the part of a larger model that this module is, such as "1 of 4", for the names
+            of checkpoints; "": it is the whole model.
         communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
         parts: objects with lanes of their own: see :class:`EnginePart`.
     """
@@ -96,7 +97,7 @@ class Engine:
         self.options = options
         self.policy = policy
         self._timing = timing
-        self.pipeline_stage = ""
+        self.model_part = ""
         self._memory, self.lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):
@@ -129,7 +130,7 @@ class Engine:
         for unit in self.units:
             unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)
-        self.parts: list[EnginePart] = [*resources.parts]
+        self.parts: list[EnginePart] = []
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -477,8 +478,7 @@ def engine_of(module: nn.Module) -> Engine | None:
 def engine_within(model: nn.Module) -> str | None:
     """Returns the name of a module of ``model`` that an engine has already, or None.
 
-    A module without parameters does not count: models share activation functions, as default
-    arguments.
+    A module without parameters does not count: models share such modules, as default arguments.
     """
     for name, module in model.named_modules():
         if engine_of(module) is not None and has_parameters(module):

@@ -23,7 +23,7 @@ class ParamRecord:
     Attributes:
         name: its first fully qualified name.
         param: the user's parameter.
-        owners: (module, attribute) pairs; several for a tied parameter.
+        holders: (module, attribute) pairs that have the parameter; several for a tied one.
         aliases: all its names, the first included.
         spread: of a DTensor: its placement on mesh dimensions other than the engine's. Set when it
             is planned.
@@ -35,11 +35,16 @@ class ParamRecord:
 
     name: str
     param: nn.Parameter
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    holders: list[tuple[nn.Module, str]] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
     spread: TensorParallelSpec | None = None
     is_written: bool = True
     expert: ExpertPlace | None = None
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The same as :attr:`holders`."""
+        return self.holders
 
     @property
     def shard(self) -> nn.Parameter:
@@ -62,7 +67,7 @@ class BufferKind:
     """The properties that all parameters of a buffer share.
 
     Attributes:
-        codec: name of the encoding.
+        codec: name of the codec.
         dtypes: of weights and gradients.
         requires_grad: they are trainable.
         extra_divisor: gradients are divided by it, beside the mean over ranks (a parameter's

@@ -196,7 +196,7 @@ def save_checkpoint(
             entries[EXTRA] = packed
         entries |= tensors.section
         if model.ranks.rank == 0:
-            claim_folder(folder, place_of(model.ranks, model.pipeline_stage))
+            claim_folder(folder, place_of(model.ranks, model.model_part))
     except Exception as caught:
         error = caught
     same = {"optimizer": optimizer_kind(optimizer), "trainable_only": trainable_only}
@@ -346,7 +346,7 @@ def training_entries(
     entries: dict[str, Any] = {MODEL: model_entries(engine, trainable_only=trainable_only)}
     if trainable_only and engine.ranks.rank == 0:
         entries[TRAINABLE_ONLY] = True
-    place = place_of(engine.ranks, engine.pipeline_stage)
+    place = place_of(engine.ranks, engine.model_part)
     if place and engine.ranks.rank == 0:
         entries[STAGE] = json.dumps(place)
     if optimizer is not None:
@@ -461,7 +461,7 @@ class FolderMatch:
             return
         objects: Targets = {STAGE: None}
         read_entries(self._folder, self._metadata, objects, trust=trust)
-        own = place_of(self._engine.ranks, self._engine.pipeline_stage)
+        own = place_of(self._engine.ranks, self._engine.model_part)
         if text := differences(read_place(objects[STAGE]), own):
             self.problems.append(f"{STAGE}: {text}. Each stage has a folder of its own")
 

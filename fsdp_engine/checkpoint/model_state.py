@@ -108,7 +108,7 @@ def check_at_rest(engine: ShardedModel) -> None:
     _check_expert_buffers(engine)
     for buffer in engine.buffers:
         for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
-            if any(module._parameters.get(name) is not param for module, name in record.owners):
+            if any(module._parameters.get(name) is not param for module, name in record.holders):
                 raise RuntimeError(
                     f"checkpoint: expected {record.name} to hold its sharded parameter; found "
                     "another (within a forward, a backward or engine.unsharded(); after an "

@@ -97,7 +97,7 @@ class Run:
     @property
     def place(self) -> Place:
         """See :func:`.place_of`."""
-        return place_of(self._engine.ranks, self._engine.pipeline_stage)
+        return place_of(self._engine.ranks, self._engine.model_part)
 
     def entries(self) -> dict[str, Any]:
         """Entries that this rank saves: views of the current tensors, not copies.

@@ -66,7 +66,7 @@ class FlatDTensor(DTensor):
     # Tensors over the same memory that ``.data`` and ``.detach()`` returned; not copied.
     _aliases: list[weakref.ref[FlatDTensor]] | None = None
 
-    # --- construction and conversion ---
+    # --- from plain tensors, and to them ---
 
     @classmethod
     def from_flat_local(

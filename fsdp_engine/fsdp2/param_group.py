@@ -357,7 +357,7 @@ class _UnshardedParams:
         for module in modules:
             for group in groups_within(module):
                 for record in group.records:
-                    for owner, attribute in record.owners:
+                    for owner, attribute in record.holders:
                         self._owned[id(owner), attribute] = group.unit.label
             for each in module.modules():
                 if _is_replicated(each):
@@ -371,7 +371,7 @@ class _UnshardedParams:
         """
         if id(record.param) in self._ignored:
             return False
-        places = [(id(module), attribute) for module, attribute in record.owners]
+        places = [(id(module), attribute) for module, attribute in record.holders]
         owners = {self._owned[place] for place in places if place in self._owned}
         if all(place in self._owned for place in places):
             return False

@@ -258,14 +258,14 @@ def _rename(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     places = {
         (id(module), attribute): record.aliases
         for record in collect_records(root)
-        for module, attribute in record.owners
+        for module, attribute in record.holders
     }
     names = {module: name for name, module in root.named_modules()}
     for group in groups:
         group.unit.rename(joined_names([names[module] for module in group.modules]))
         for buffer in group.unit.buffers:
             for index, record in enumerate(buffer.records):
-                module, attribute = record.owners[0]
+                module, attribute = record.holders[0]
                 record.aliases = list(places[id(module), attribute])
                 buffer.rename(index, record.aliases[0])
 

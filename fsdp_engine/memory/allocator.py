@@ -116,7 +116,7 @@ def empty(
     *,
     pinned: bool = False,
 ) -> torch.Tensor:
-    """An uninitialised tensor that is not booked: scratch, results handed to the user.
+    """An uninitialised tensor that is not booked: temporary tensors, results for the user.
 
     Args:
         shape, dtype, device: of the tensor.

@@ -107,7 +107,7 @@ def initialize_from_base(engine: Engine, following: Iterable[Place]) -> None:
     """Compute tensors of adapters from base weights. Collective; unshards one unit at a time."""
     layers, left = adapter_layers(engine.model), list(following)
     for unit in engine.units if left else ():
-        owners = {module for each in unit.buffers for r in each.records for module, _ in r.owners}
+        owners = {module for each in unit.buffers for r in each.records for module, _ in r.holders}
         here = [p for p in left if not owners.isdisjoint(layers.layer(p).modules())]
         if here:
             left = [place for place in left if place not in here]

@@ -126,7 +126,6 @@ class Resources:
         lanes: queues of work.
         memory: where it comes from.
         placement: makes the shards of buffers.
-        parts: parts that extensions add to the engine.
         placements: placements that extensions have made, by what they made them for.
         next_tag: the first that no buffer's messages have.
     """
@@ -142,7 +141,6 @@ class Resources:
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self.placement = Placement()
         self.placements: dict[Any, Placement] = {}
-        self.parts: list[Any] = []
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
@@ -354,7 +352,7 @@ def build_unit(
             same_on_replicas(buffer)
     for buffer in buffers:
         for record in buffer.records:
-            _OWNED.update(module for module, _ in record.owners)
+            _OWNED.update(module for module, _ in record.holders)
             del record.param
     return buffers
 

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_engine import backend
 from fsdp_engine.comm.copy_lanes import make_copy_lanes
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket
+from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.activations.checkpointing import (
     SELECTIVE,
@@ -73,6 +74,8 @@ _PLAIN = (Tensor, FakeTensor)
 # Copied ranges begin at multiples of so many bytes, as memory of allocators does: tensors stay as
 # aligned as they were, by which kernels are chosen.
 _ALIGNMENT = 512
+# By model, from the preparation of an engine to its start.
+_PREPARED: WeakKeyDictionary[nn.Module, ActivationOffload] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,12 @@ class OffloadActivations(EngineExtension):
         if backend.current().runs_ahead(resources.memory.device):
             moves = ActivationOffload(resources.memory, resources.lanes.compute, self)
             moves.install(find_blocks(setup.model, setup.units))
-            resources.parts.append(moves)
+            _PREPARED[setup.model] = moves
+
+    def start(self, engine: Engine) -> None:
+        """Let ``engine.reset()`` end copies that an exception has interrupted."""
+        if (moves := _PREPARED.pop(engine.model, None)) is not None:
+            engine.parts.append(moves)
 
     @classmethod
     def of(cls, checkpointing: object) -> OffloadActivations | None:

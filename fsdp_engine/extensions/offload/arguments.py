@@ -118,6 +118,17 @@ class _Selected:
         self.offload = Offload()
 
 
+def from_argument(value: object) -> list[Offload]:
+    """Returns the extension that the deprecated argument ``offload`` of ``fe.shard`` selects.
+
+    Raises:
+        TypeError: ``value`` is no :class:`Offload`.
+    """
+    if not isinstance(value, Offload):
+        raise TypeError(f"offload: expected an fe.Offload or None; found {value!r}")
+    return [value]
+
+
 @property  # type: ignore[misc]
 def offload(engine: Engine) -> Offload:
     """The places of an engine's state between its uses."""

@@ -267,11 +267,11 @@ def hook_delayed_gradients(scheduler: Scheduler, unit: Unit) -> None:
             if not getattr(param, "skip_backward_post_hook", False):
                 continue
             record = buffer.records[index]
-            modules = [module for module, _ in record.owners if hasattr(module, _REGISTER)]
+            modules = [module for module, _ in record.holders if hasattr(module, _REGISTER)]
             if not modules:
                 raise ValueError(
                     f"{record.name}: expected a module with {_REGISTER}, since the parameter is "
-                    f"marked skip_backward_post_hook; found {type(record.owners[0][0]).__name__}"
+                    f"marked skip_backward_post_hook; found {type(record.holders[0][0]).__name__}"
                 )
             awaited = _Awaited(scheduler, unit, buffer, index)
             for module in modules:

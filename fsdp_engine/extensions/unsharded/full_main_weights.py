@@ -133,7 +133,7 @@ class FullMainWeights:
     @staticmethod
     def _held(buffer: ParamAndGradBuffer, index: int) -> Tensor:
         """What the modules hold for parameter ``index``, in the first of its places."""
-        module, attribute = buffer.records[index].owners[0]
+        module, attribute = buffer.records[index].holders[0]
         held = dict.__getitem__(module._parameters, attribute)
         assert held is not None
         return held
@@ -160,7 +160,7 @@ class FullMainWeights:
     ) -> Tensor:
         buffer, view = installed.buffer, installed.views[index]
         record, sharded = buffer.records[index], buffer.sharded_params[index]
-        held = [dict.get(module._parameters, name) for module, name in record.owners]
+        held = [dict.get(module._parameters, name) for module, name in record.holders]
         value: Tensor | None = held[0]
         problem = ""
         if any(each is None for each in held):
