@@ -26,7 +26,7 @@ class Extension:
     """One extension.
 
     Attributes:
-        folder: of ``fsdp_engine/extensions/``.
+        folder: The name of the folder in ``fsdp_engine/extensions/``.
         names: public names of the package that are imported from the folder.
         codecs: public names of ``fsdp_engine.codecs`` that are imported from the folder.
         methods: attributes of :class:`~.engine.Engine` that are imported from the folder: functions

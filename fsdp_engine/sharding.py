@@ -369,7 +369,7 @@ def keeps_after_forward(asked: object, size: int, levels: Strategy) -> bool:
     Args:
         asked: the argument: True, False, a number of ranks, or None, which is True.
         size: ranks that share a parameter.
-        levels: those of the engine.
+        levels: The levels of the engine.
 
     Raises:
         ValueError: ``asked`` is none of these, no divisor of ``size``, or True where parameters

@@ -24,7 +24,7 @@ class MainShard:
     """The main weights, and how gathers read them.
 
     Args:
-        spec, context: those of the buffer.
+        spec, context: The spec and context of the buffer.
         codec: the codec of the buffer.
         tensor: memory of the shard, 1-D; None: it is allocated.
 
@@ -94,8 +94,8 @@ class GradientShard:
     """Accumulated gradients, and where reductions write them.
 
     Args:
-        spec, context: those of the buffer.
-        depth, dtype: those of the shard.
+        spec, context: The spec and context of the buffer.
+        depth, dtype: The depth and dtype of the shard.
 
     Attributes:
         is_resident: the shard has memory also while gradients are cleared.

@@ -370,7 +370,7 @@ class FolderMatch:
     """Match of a checkpoint with an engine and an optimizer. Not collective before :meth:`fetch`.
 
     Args:
-        files: of the checkpoint.
+        files: The files of the checkpoint.
         engine: the engine whose weights are replaced.
         optimizer: the optimizer whose state is replaced; None: load weights only.
         others: keys of packed objects to read in addition, where they exist.
@@ -490,7 +490,7 @@ class FolderMatch:
 
         Args:
             what: name of the operation, for messages.
-            group: of all ranks; None: there is one rank.
+            group: The group of all ranks; None: there is one rank.
             check: raises if they do not fit.
 
         Raises:
@@ -531,7 +531,7 @@ class FolderMatch:
 
         Args:
             what: name of the operation, for messages.
-            group: of all ranks; None: there is one rank.
+            group: The group of all ranks; None: there is one rank.
 
         Raises:
             RuntimeError: reading tensors failed on some rank. The engine's values are then missing.
@@ -587,8 +587,8 @@ def read_entries(
     """Read ``targets``.
 
     Args:
-        folder: of the checkpoint.
-        metadata: of the checkpoint.
+        folder: The folder of the checkpoint.
+        metadata: The metadata of the checkpoint.
         targets: tensors are filled in place, objects are set.
         group: the ranks that read together.
         alone: not collective.

@@ -288,9 +288,9 @@ class _JointModel:
 
     Attributes:
         model: contains the model of each engine under the engine's name.
-        mesh, ranks: of the first engine.
-        missing_values: of all engines.
-        model_part: of each engine that has one.
+        mesh, ranks: The mesh and ranks of the first engine.
+        missing_values: The missing values of all engines.
+        model_part: The model parts of the engines that have one.
     """
 
     def __init__(self, engines: Mapping[str, EngineLike]) -> None:

@@ -202,7 +202,7 @@ class ParamClass:
         """Returns the codec rule of such parameters, which precedes the user's rules.
 
         Args:
-            extensions: those of the engine.
+            extensions: The extensions of the engine.
         """
         raise NotImplementedError
 

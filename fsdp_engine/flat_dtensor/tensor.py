@@ -77,7 +77,7 @@ class FlatDTensor(DTensor):
         Args:
             local: plain, contiguous, shape ``(placement.stop - placement.start,)``.
             placement: the slice.
-            requires_grad: of the result.
+            requires_grad: Whether the result requires grad.
 
         Raises:
             ValueError: ``local`` has another shape, is not contiguous, or requires grad.

@@ -101,7 +101,7 @@ class ParamGroup:
         values: handles assignments to the unit's parameters.
         first_call_hooks: (module, handle of the hook that constructs the engine, handle of the hook
             that reserves the position of the engine's forward hook).
-        divisor: of sums of gradients; None: the number of ranks.
+        divisor: The divisor of sums of gradients; None: the number of ranks.
     """
 
     modules: Sequence[nn.Module]
@@ -208,7 +208,7 @@ def make_group(
     Args:
         modules: none is inside another.
         mesh: the ranks over which their parameters are sharded.
-        levels: of both axes.
+        levels: The levels of both axes.
         policy: dtypes; None if there is an ``error``.
         extensions: extensions of the unit.
         ignored: parameters that are not sharded.

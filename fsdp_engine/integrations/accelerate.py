@@ -60,7 +60,7 @@ class _SyncsRanks:
     """True where ranks have to run equally many forwards in ``generate``.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -150,7 +150,8 @@ class FSDPEngineAccelerator(Accelerator):
 
         Args:
             model: any module.
-            optimizers: of its parameters; they hold the sharded parameters afterwards.
+            optimizers: The optimizers of its parameters; they hold the sharded parameters
+                afterwards.
 
         Raises:
             ValueError, TypeError: see ``fsdp_engine.shard``; or the model is a submodule of a

@@ -119,7 +119,7 @@ def empty(
     """An uninitialised tensor that is not booked: temporary tensors, results for the user.
 
     Args:
-        shape, dtype, device: of the tensor.
+        shape, dtype, device: The shape, dtype and device of the tensor.
         pinned: it is host memory that the accelerator copies from and to by itself.
     """
     return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
@@ -179,7 +179,8 @@ def tensor_over(
     """A tensor over ``storage``, which must have the memory, with a version counter of its own.
 
     Args:
-        storage, dtype, device, shape, strides: of the tensor.
+        storage, dtype, device, shape, strides: The storage, dtype, device, shape and strides of the
+            tensor.
         offset: in elements.
     """
     tensor = torch.empty(0, dtype=dtype, device=device)
@@ -397,7 +398,7 @@ def resize_foreign(tensor: torch.Tensor, num_bytes: int) -> None:
 
     Args:
         tensor: at any offset of its storage.
-        num_bytes: of the whole storage; 0 frees its memory.
+        num_bytes: The number of bytes of the whole storage; 0 frees its memory.
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() != num_bytes:
@@ -410,7 +411,7 @@ class TransientStorage:
     See [Note: Transient storage]. On CUDA, :meth:`fill` and :meth:`drain` must run on one stream.
 
     Args:
-        memory: of the engine.
+        memory: The memory of the engine.
         numel, dtype: its size.
         role: in the ledger.
         is_kept_idle: its memory is kept within a step when it is freed.

@@ -36,13 +36,13 @@ class Candidate:
             then.
         microbatch_size: the argument of the batch function; None: the batch has one size.
         offload: where state lies between its uses; None: on the device.
-        microbatches: of a step; None: those of the job.
+        microbatches: The microbatches of a step; None: those of the job.
         sequence: length of sequences, for the batch function; None: the batch has one.
         tensor_parallel: consecutive ranks that share the model's matrices, at each place of
             ``mesh``.
         context_parallel: consecutive ranks of the inner axis that share each sequence.
         pipeline: ranks of a pipeline, each with the others at every place of ``mesh``.
-        schedule: of the pipeline, by torch's name; None: there is no pipeline.
+        schedule: The schedule of the pipeline, by torch's name; None: there is no pipeline.
     """
 
     mesh: Mesh

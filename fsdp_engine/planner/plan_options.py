@@ -101,12 +101,13 @@ class PlanOptions(GivenOptions):
             more than 1, levels are those of ``context_parallel``; a step needs at least so many
             microbatches. They are simulated from the
             costs of their stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
-        schedules: of pipelines, those that split backwards included; see
+        schedules: The schedules of pipelines, those that split backwards included; see
             :func:`~.simulation.pipeline.simulate_pipeline`.
         stages: builds a stage, ``stages(index, num_stages)``. None:
             :class:`~fsdp_engine.CausalLMStages` of the model. The batch is then a dict with
             ``input_ids`` and ``labels``, or a tuple of the first stage's input and the targets.
-        stage_loss: of the last stage's output and the targets. None: the cross-entropy of logits.
+        stage_loss: The loss of the last stage's output and the targets. None: the cross-entropy of
+            logits.
         checkpointing: values to try for what becomes of blocks' activations: they are kept
             (False), recomputed in backward (True), partly kept ("selective", or a
             :class:`~fsdp_engine.Recompute`), or on the host until then ("offload"). None:
@@ -130,10 +131,10 @@ class PlanOptions(GivenOptions):
         optimizer, loss: see :func:`~.simulation.simulate`.
         formulas: do not run the model; use formulas, without activations and times. Whether
             candidates fit is then unknown.
-        offload: of all candidates, without those whose levels do not allow it; None: all state is
-            on the device. "auto": if no candidate fits, those that might are tried again with
-            optimizer state on the host; and if none fits then, with main weights and gradients
-            there, too.
+        offload: The offload of all candidates, without those whose levels do not allow it; None:
+            all state is on the device. "auto": if no candidate fits, those that might are tried
+            again with optimizer state on the host; and if none fits then, with main weights and
+            gradients there, too.
 
     Raises:
         TypeError, ValueError: an option is invalid.

@@ -195,7 +195,7 @@ class PlanRequest:
         order.
 
         Args:
-            degrees: of tensor parallelism.
+            degrees: The degrees of tensor parallelism.
             pipelines: numbers of ranks of a pipeline.
 
         Raises:

@@ -393,7 +393,7 @@ def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
 
     Args:
         given: names of the options on the command line.
-        values: of all options.
+        values: The values of all options.
 
     Raises:
         ValueError: an option has none.

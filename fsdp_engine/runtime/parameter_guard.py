@@ -113,7 +113,7 @@ class ModuleApply:
 
     Args:
         module: the module.
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, module: nn.Module, engine: Any) -> None:

@@ -192,7 +192,7 @@ class ModuleSet:
     Attributes:
         names: their fully qualified names.
         modules: none within another.
-        loose: those of them that are; see [Note: Default units].
+        loose: The loose modules among them; see [Note: Default units].
     """
 
     names: tuple[str, ...]

@@ -56,7 +56,7 @@ class EngineCommunicators:
         ranks: all ranks of the model, including those of other mesh dimensions, over which
             parameters can be DTensors.
         data: the communicators of all data-parallel ranks.
-        expert: those of experts' data-parallel ranks, if they are others.
+        expert: The communicators of experts' data-parallel ranks, if they are others.
     """
 
     axis_plans: AxisPlans
@@ -167,7 +167,7 @@ class InitialValues:
     them, and they are not compared.
 
     Args:
-        setup: of the engine.
+        setup: The setup of the engine.
         choice: ``initial_values`` of :func:`~fsdp_engine.sharding.shard`.
         from_first: parameters start from the first rank's values, whatever others have.
 
@@ -194,8 +194,8 @@ class InitialValues:
         """Returns what gives the model its values, when ranks have agreed on the plan. Collective.
 
         Args:
-            notes: of all data-parallel ranks.
-            all_notes: of all ranks of the model.
+            notes: The notes of all data-parallel ranks.
+            all_notes: The notes of all ranks of the model.
             ranks: these ranks.
             what: who asks, in messages.
 
@@ -240,7 +240,7 @@ def agree_on_plan(
 
     Args:
         values: None where there is an ``error``.
-        error: of this rank.
+        error: The error of this rank.
         signature: everything that must be the same, in lines.
         mesh: all data-parallel ranks.
         ranks: all ranks of the model.
@@ -285,7 +285,7 @@ def build_units(
     """Make the buffers and put sharded parameters into the model, unit by unit.
 
     Args:
-        plan: of the model.
+        plan: The plan of the model.
         communicators: where buffers are built.
         resources: with which.
         values: what parameters begin with; where they are not the first rank's, each rank's

@@ -13,7 +13,7 @@ def whole_rows(name: str, param: Tensor) -> int:
     dim. Vectors are cut anywhere.
 
     Args:
-        name: of the parameter.
+        name: The name of the parameter.
         param: full parameter, of any shape.
     """
     return max(math.prod(param.shape[1:]), 1)
@@ -24,7 +24,7 @@ def whole_tensors(name: str, param: Tensor) -> int:
     send them only where this makes the steps of ranks equally long.
 
     Args:
-        name: of the parameter.
+        name: The name of the parameter.
         param: full parameter, of any shape.
     """
     return max(param.numel(), 1)

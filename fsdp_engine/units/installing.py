@@ -75,7 +75,7 @@ def install_where_complete(
     have no values yet keeps full ones: it will give itself values once more.
 
     Args:
-        buffers: of the unit.
+        buffers: The buffers of the unit.
         built: sharded parameters of units before, by module and attribute; those of this one are
             added.
     """

@@ -123,8 +123,8 @@ class PlannedUnit:
         name: fully qualified names of its modules; "" for the root.
         modules: whose calls need its parameters.
         buffers: its parameters, by kind.
-        loose: those of its modules that lie beside the model's blocks, so that forwards around
-            them may read their parameters without calling them.
+        loose: The modules of the unit beside the model's blocks, so that forwards around them may
+            read their parameters without calling them.
     """
 
     name: str
@@ -431,7 +431,7 @@ def plan_one(
     """A plan of one unit. Changes nothing, sends nothing.
 
     Args:
-        name: of the unit, for people.
+        name: The name of the unit, for people.
         modules: its modules; none within another.
         is_free: whether a parameter is the unit's; it may raise.
         settings: what the plan follows.

@@ -183,7 +183,7 @@ class _Moved:
         bytes: on the device; None: they are on the host alone.
         is_restored: ``bytes`` have been copied back.
         pending: the copy for which compute has to wait before ``bytes`` are freed.
-        num_users: of ``bytes``.
+        num_users: The number of users of ``bytes``.
     """
 
     def __init__(self, tensor: Tensor, start: int, num_bytes: int, pool: HostPool) -> None:
@@ -235,15 +235,15 @@ class _Call:
     """One forward of a block.
 
     Args:
-        number, name: of the block.
+        number, name: The number and name of the block.
         device: where.
 
     Attributes:
         number, name: see the arguments.
         stream: on which the block computes, and its memory is allocated.
         moved: what it has saved, as far as it is moved.
-        own: those of them that no call before has moved.
-        num_bytes: of ``own``.
+        own: The parts of ``moved`` that no earlier call has moved.
+        num_bytes: The number of bytes of ``own``.
         previous: see :meth:`find_previous`.
     """
 
@@ -316,12 +316,12 @@ class ActivationOffload:
     """Moves the activations of an engine's blocks. See [Note: Offloaded activations].
 
     Args:
-        memory: of the engine, on its device.
+        memory: The memory of the engine, on its device.
         compute: the engine's lane.
         options: how.
 
     Attributes:
-        lanes: of copies to the device and from it.
+        lanes: The lanes of copies to the device and from it.
         pool: the memory on the host.
     """
 
@@ -577,7 +577,7 @@ class OffloadedForward(WrappedForward):
     Args:
         module, own: see :class:`~.checkpointing.WrappedForward`.
         offload: that moves them.
-        number, name: of the block.
+        number, name: The number and name of the block.
     """
 
     def __init__(

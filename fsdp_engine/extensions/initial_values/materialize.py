@@ -143,7 +143,7 @@ def materialize(
     """Give the meta parameters of one unit real values.
 
     Args:
-        tree: of the whole model.
+        tree: The tree of the whole model.
         records: the unit's parameters; ``record.param`` and the modules get the real ones.
         device: where.
         seed: the same on all ranks, so that all ranks draw the same values.
@@ -259,7 +259,7 @@ def materialize_buffers(
     """Real values for modules that own meta buffers but no meta parameter.
 
     Args:
-        tree: of the whole model.
+        tree: The tree of the whole model.
         device: where.
         seed: the same on all ranks.
         values: False: memory alone, for another rank's values.

@@ -51,7 +51,7 @@ class HomePart(NamedTuple):
     Attributes:
         home: the whole.
         first: first byte of the range.
-        num_bytes: of the range.
+        num_bytes: The number of bytes of the range.
     """
 
     home: Home

@@ -36,7 +36,7 @@ class HomedShard(GradientShard):
     Args:
         spec, context, depth, dtype: see :class:`GradientShard`.
         homes: makes the home.
-        lanes: those of copies to the device and from it.
+        lanes: The lanes of copies to the device and from it.
     """
 
     is_resident = True

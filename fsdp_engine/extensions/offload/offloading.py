@@ -36,7 +36,7 @@ class Offloading:
 
     Args:
         offload: says where state lies.
-        memory: of the engine, on its device.
+        memory: The memory of the engine, on its device.
         compute: the engine's lane.
         files: by role, those that there are already.
 

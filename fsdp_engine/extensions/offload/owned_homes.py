@@ -30,7 +30,7 @@ class StateHome(StatePlace):
     """The state of a chunk, at a home.
 
     Args:
-        offload: of the engine.
+        offload: The offload of the engine.
         homes: makes homes of state.
     """
 

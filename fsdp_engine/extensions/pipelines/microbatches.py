@@ -59,7 +59,7 @@ class WeightGradients(NamedTuple):
     """Gradients that are computed together.
 
     Attributes:
-        params: of these full parameters.
+        params: The full parameters that get the gradients.
         compute: adds them to ``.grad`` of ``params``.
     """
 
@@ -71,7 +71,7 @@ class BackwardOfWeights(Backward):
     """A backward that computes gradients of weights alone, in several runs of autograd.
 
     Args:
-        scheduler: of the engine.
+        scheduler: The scheduler of the engine.
     """
 
     is_recorded = False
@@ -122,7 +122,7 @@ class Microbatches:
     """See the module docstring.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -157,7 +157,8 @@ class Microbatches:
 
         Args:
             microbatch: as its forward had it.
-            last: of the step, unless an outer ``no_sync()`` denies it.
+            last: Whether this backward is the step's last one, unless an outer ``no_sync()`` denies
+                it.
         """
         with self._within(microbatch, last=last, inputs_only=False):
             yield

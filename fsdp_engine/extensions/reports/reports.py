@@ -48,7 +48,7 @@ class Waited:
         unit: whose, by its label: "the root module" for the root; of activations the block.
         lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce",
             "state in", "state out", "activations in" or "activations out".
-        phase: of the program: "forward", "backward" or "step".
+        phase: The phase of the program: "forward", "backward" or "step".
         seconds: how long, in all steps.
         count: in how many waits.
     """
@@ -280,8 +280,8 @@ class Description:
     """Rows and totals; ``str`` gives a table.
 
     Attributes:
-        title: of the table.
-        rows: of each unit.
+        title: The title of the table.
+        rows: A row for each unit.
         measured: by the latest ``engine.measure()``, a table of its own; None: there was none.
         elsewhere: bytes of offloaded state and activations on this rank by role, by place ("host",
             "disk").

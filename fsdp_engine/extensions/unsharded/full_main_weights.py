@@ -39,7 +39,7 @@ class _Installed:
     """The full main weights of one buffer, and the parameters over them that modules hold.
 
     Attributes:
-        buffer: of the unit.
+        buffer: The buffer of the unit.
         main: its full main weights.
         params: that were installed, in the layout's order.
         views: tensors over the same memory that keep it, whatever becomes of ``params``.
@@ -71,7 +71,7 @@ class FullMainWeights:
 
     Args:
         units: whose parameters.
-        guard: of the model's parameters; checks values.
+        guard: The guard of the model's parameters; checks values.
         group: all ranks of the model; None: there is one.
 
     Attributes:
@@ -207,7 +207,7 @@ class FullMainWeights:
         """Check that no rank has an error, and that ranks changed values alike. Collective.
 
         Args:
-            error: of this rank.
+            error: The error of this rank.
             found: values to write back.
         """
         pairs = list(zip(self._installed, found, strict=False))
@@ -293,7 +293,7 @@ def unsharded(engine: Engine, *modules: nn.Module) -> Iterator[None]:
     Modules that an outer context has unsharded are left to it.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
         *modules: whose parameters; none: the whole model.
 
     Raises:

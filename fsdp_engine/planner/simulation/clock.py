@@ -73,8 +73,8 @@ class Span:
 
     Attributes:
         lane: its name.
-        label: of the operation.
-        phase: of the program: "forward", "backward" or "step".
+        label: The label of the operation.
+        phase: The phase of the program: "forward", "backward" or "step".
         start, end: in seconds.
         module: name of the module whose operation it is; "" if it is none's.
     """
@@ -114,7 +114,7 @@ class Moment:
 
     Attributes:
         known: seconds since the start of the simulation, without those of ``copy``.
-        label, lane: of the longest operation.
+        label, lane: The label and lane of the longest operation.
         seconds: its duration.
         copy: a copy of the operation, whose end later copies may move.
         after_copy: seconds from its end to the operation's.
@@ -182,7 +182,7 @@ class SimulatedLane:
     """A lane that advances in simulated time; see :class:`~fsdp_engine.comm.lanes.Lane`.
 
     Attributes:
-        end: of the last operation.
+        end: The end of the last operation.
         runs_ahead, meters: see :class:`~fsdp_engine.comm.lanes.Lane`.
     """
 
@@ -338,19 +338,19 @@ class Clock:
 
     Args:
         machine: the machine.
-        num_ranks: of the job.
+        num_ranks: The number of ranks of the job.
 
     Attributes:
         machine, num_ranks: the arguments.
-        own_code: of the engine on this machine.
+        own_code: The time of the code of the engine on this machine.
         host: the host's time.
-        phase: of the program: "build", "forward", "backward" or "step".
+        phase: The phase of the program: "build", "forward", "backward" or "step".
         spans: operations in the order of their submission.
         exposed: waits of compute for communication.
         sent_bytes: bytes sent on lanes, by axis.
         copied_bytes: bytes copied on lanes, by lane.
-        model_flops, seconds_at_peak: of products, without recomputation, and the time that they
-            take at the machine's peak.
+        model_flops, seconds_at_peak: The FLOPs of products, without recomputation, and the seconds
+            that they take at the machine's peak.
         entered: lanes that run what compute would.
         every_lane: lanes in the order in which they were made.
         memory_changed: called when the engine has allocated or freed memory.
@@ -459,7 +459,7 @@ class Clock:
         """Run a part of a step whose times are known.
 
         Args:
-            label: of the part.
+            label: The label of the part.
             part: its times on the device.
             host_seconds: that the host of a device needs to issue it.
         """
@@ -512,7 +512,7 @@ class Clock:
         """Start a collective of the model, which compute has reached, on a lane of its own.
 
         Args:
-            name: of the operation.
+            name: The name of the operation.
             num_bytes, seconds, of_compute: see :meth:`send`.
             lane_name: the lane.
 
@@ -555,7 +555,7 @@ class Clock:
         Args:
             place: "host" or "disk".
             direction: from the device's point of view.
-            num_bytes: of the copy.
+            num_bytes: The number of bytes of the copy.
         """
         queues = self._queues_of(place)
         into = direction is Direction.INTO

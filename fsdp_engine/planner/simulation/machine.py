@@ -181,7 +181,7 @@ class Processor:
         call_seconds: minimum duration of an operation.
         achievable_flops: the fraction of ``matrix_flops`` that large products achieve.
         achievable_bandwidth: the fraction of ``memory_bandwidth`` that large operations achieve.
-        overlap: of an operation that computes and accesses memory, the fraction of the shorter of
+        overlap: For an operation that computes and accesses memory, the fraction of the shorter of
             the two times that overlaps with the longer. 1 is a roofline, as for a GPU, where
             thousands of threads wait for memory while others compute. 0 is a core that computes
             only after memory access: operations take the sum of both times.
@@ -286,8 +286,8 @@ class Processor:
             flops: floating-point operations of matrix products; of causal attention those of all
                 keys.
             num_bytes: bytes read and written.
-            dtype: of the products.
-            attention: of the operation, if it is attention.
+            dtype: The dtype of the products.
+            attention: The attention of the operation, if it is attention.
             product_elements: elements of a product's result.
             function_elements: elements of a function's result.
             irregular_elements: elements that the operation does not stream through.
@@ -332,7 +332,7 @@ class Machine:
 
     Attributes:
         name: for titles and errors.
-        processor: of one rank.
+        processor: The processor of one rank.
         within_node: the link between ranks of one node.
         between_nodes: the link between ranks of two nodes: the port of one rank, or its share of
             the node's port.

@@ -83,7 +83,7 @@ def simulated_ranks(
     what it sends goes nowhere, what it receives is whatever was there.
 
     Args:
-        sizes: of each data-parallel axis.
+        sizes: The sizes of each data-parallel axis.
         on_host: messages go as they do over gloo, between CPUs, and not as between devices.
         clock: makes the lanes of engines. None: they have those of CPUs.
         moved: called with memory that is booked on the host or on a disk.
@@ -124,8 +124,8 @@ def data_mesh_beside(
     """The axes that parameters are sharded over, of a root mesh of all ranks.
 
     Args:
-        device_type: of the mesh.
-        sizes: of these axes, (inner,) or (outer, inner).
+        device_type: The device type of the mesh.
+        sizes: The sizes of these axes, (inner,) or (outer, inner).
         context_parallel: consecutive ranks of the inner axis that share sequences: the dimension
             "cp" of the root mesh, if it is more than 1.
         tensor_parallel: consecutive ranks at each place of these axes: the innermost dimension,

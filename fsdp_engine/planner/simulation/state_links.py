@@ -81,8 +81,8 @@ def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: A
     multiply in place, as optimizers step, which reads and writes each byte once.
 
     Args:
-        num_ranks: of the node.
-        num_cores: of the node, of which each rank uses its share.
+        num_ranks: The number of ranks of the node.
+        num_cores: The number of cores of the node, of which each rank uses its share.
         seconds: measurement time.
         agree: combines the ranks' values by the maximum.
     """
@@ -101,7 +101,7 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
     """Measure reads and writes of files in a folder.
 
     Args:
-        folder: of a local disk.
+        folder: The folder of a local disk.
         seconds: measurement time.
         agree: combines the ranks' values by the maximum.
 

@@ -282,7 +282,7 @@ class Replay:
 
     Args:
         tape: the tape.
-        num_ranks: of the job.
+        num_ranks: The number of ranks of the job.
         posted: called with each message that compute posts, and the time.
         machine: None: that of the tape.
 
