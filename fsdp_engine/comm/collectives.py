@@ -258,13 +258,13 @@ class Communicator:
         self, full: Tensor, out: Tensor, wide: torch.dtype | None, accumulate: bool, tag: int
     ) -> Steps:
         own = self.part(full)
-        # The first part to come may land in its destination, if that is free: two ranks need
-        # no other memory.
+        # The first part that arrives is received into its destination, if that is free. Two ranks
+        # then need no other memory.
         in_place = _at_one_place(out, own)
         lands = not accumulate and not in_place and out.dtype == full.dtype and wide is None
-        num_apart = self.size - 1 - int(lands)
-        apart = allocator.empty(num_apart * own.numel(), full.dtype, full.device)
-        slots = [apart[i * own.numel() : (i + 1) * own.numel()] for i in range(num_apart)]
+        num_slots = self.size - 1 - int(lands)
+        memory = allocator.empty(num_slots * own.numel(), full.dtype, full.device)
+        slots = [memory[i * own.numel() : (i + 1) * own.numel()] for i in range(num_slots)]
         if lands:
             slots.insert(0, out)
         works, received = [], {}

@@ -102,8 +102,9 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
         main = buffer.weights.main.tensor
         if main.is_meta:
             probe = fn(allocator.empty(0, main.dtype, main.device))
-            # To the device, or to its place between uses, as FSDP2 wants it.
-            if probe.device.type == device.type or group.offload.moves("main_weights", device):
+            # To the device, or to host memory where main weights are there, as FSDP2 wants it.
+            place = group.own_resources.placement.device_of_main(device)
+            if probe.device.type in (device.type, place.type):
                 found[main.dtype] = probe.dtype
     return found
 
@@ -258,14 +259,14 @@ def _rename(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     places = {
         (id(module), attribute): record.aliases
         for record in collect_records(root)
-        for module, attribute in record.owners
+        for module, attribute in record.holders
     }
     names = {module: name for name, module in root.named_modules()}
     for group in groups:
         group.unit.rename(joined_names([names[module] for module in group.modules]))
         for buffer in group.unit.buffers:
             for index, record in enumerate(buffer.records):
-                module, attribute = record.owners[0]
+                module, attribute = record.holders[0]
                 record.aliases = list(places[id(module), attribute])
                 buffer.rename(index, record.aliases[0])
 

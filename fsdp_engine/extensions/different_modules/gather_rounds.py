@@ -121,7 +121,7 @@ class GatherRounds(Schedule):
     """See the module docstring. Collective: all ranks make one, and take part until none is busy.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     ranks_differ = True
@@ -494,7 +494,7 @@ def together(engine: Engine) -> Iterator[None]:
             optimizer.zero_grad()
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
 
     Raises:
         RuntimeError: a forward or backward is running, or contexts are nested; or another rank
@@ -545,7 +545,7 @@ def to_gather(votes: bytes, expected: bytes, phases: bytes) -> list[int]:
     """Units that are gathered in a round; see [Note: Gather rounds].
 
     Args:
-        votes: of all ranks, by unit.
+        votes: The votes of all ranks, by unit.
         expected: whether a rank will use it after the unit that it votes for.
         phases: whether ranks are in forward, and in backward.
     """

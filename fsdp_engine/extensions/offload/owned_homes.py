@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.comm.lanes import Ticket
+from fsdp_engine.extensions.offload.home import Home, Homes
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import TransientStorage, begin_together, storage_keys
-from fsdp_engine.memory.home import Home, Homes
 from fsdp_engine.optim.owner_messages import ROLE
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StatePlace
@@ -30,7 +30,7 @@ class StateHome(StatePlace):
     """The state of a chunk, at a home.
 
     Args:
-        offload: of the engine.
+        offload: The offload of the engine.
         homes: makes homes of state.
     """
 

@@ -60,7 +60,7 @@ class WeightGradients(NamedTuple):
     """Gradients that are computed together.
 
     Attributes:
-        params: of these full parameters.
+        params: The full parameters that get the gradients.
         compute: adds them to ``.grad`` of ``params``.
     """
 
@@ -72,7 +72,7 @@ class BackwardOfWeights(Backward):
     """A backward that computes gradients of weights alone, in several runs of autograd.
 
     Args:
-        scheduler: of the engine.
+        scheduler: The scheduler of the engine.
     """
 
     is_recorded = False
@@ -123,7 +123,7 @@ class Microbatches:
     """See the module docstring.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -158,7 +158,8 @@ class Microbatches:
 
         Args:
             microbatch: as its forward had it.
-            last: of the step, unless an outer ``no_sync()`` denies it.
+            last: Whether this backward is the step's last one, unless an outer ``no_sync()`` denies
+                it.
         """
         with self._within(microbatch, last=last, inputs_only=False):
             yield
@@ -270,11 +271,11 @@ def hook_delayed_gradients(scheduler: Scheduler, unit: Unit) -> None:
             if not getattr(param, "skip_backward_post_hook", False):
                 continue
             record = buffer.records[index]
-            modules = [module for module, _ in record.owners if hasattr(module, _REGISTER)]
+            modules = [module for module, _ in record.holders if hasattr(module, _REGISTER)]
             if not modules:
                 raise ValueError(
                     f"{record.name}: expected a module with {_REGISTER}, since the parameter is "
-                    f"marked skip_backward_post_hook; found {type(record.owners[0][0]).__name__}"
+                    f"marked skip_backward_post_hook; found {type(record.holders[0][0]).__name__}"
                 )
             awaited = _Awaited(scheduler, unit, buffer, index)
             for module in modules:

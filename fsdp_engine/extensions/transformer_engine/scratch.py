@@ -33,7 +33,7 @@ class ThroughScratch:
     """See the module docstring.
 
     Args:
-        spec, context: those of the buffer.
+        spec, context: The spec and context of the buffer.
         codec: the codec of the buffer, a ``TransformerEngineCodec``.
         main: the main weights.
         targets: the full lines, which persist, of all encodings.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.offload import offloaded_step
-from fsdp_engine.offload import ROLES
+from fsdp_engine.extensions.offload.places import ROLES
 from tests.async_device import device as on
 from tests.extensions.offload.offloaded import (
     FULL,

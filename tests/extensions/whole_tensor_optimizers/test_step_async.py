@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.offload.home import HostHome, Steps
 from fsdp_engine.extensions.offload.owned_homes import StateHome
-from fsdp_engine.memory.home import HostHome, Steps
 from fsdp_engine.optim.owned_params import Chunk
 from tests.async_device import device as on
 from tests.async_device import ranks as device
