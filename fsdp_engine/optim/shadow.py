@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import count, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -42,10 +43,10 @@ class StepHook:
     """A step pre-hook that steps sharded parameters in place of torch, on a shadow.
 
     Attributes:
-        takes_offload: also those whose state lies elsewhere.
+        takes_moved_state: It also steps parameters whose state is elsewhere between steps.
     """
 
-    takes_offload = False
+    takes_moved_state = False
 
     def __call__(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -69,8 +70,27 @@ class StepHook:
             ValueError: ``param`` is one of this optimizer, and its state has no memory for it.
         """
 
+    def keeps_full_state(self, param: Tensor) -> bool:
+        """Returns whether the state of ``param`` is in full tensors of any shapes, each on one
+        rank, and in any containers."""
+        return False
+
+    def target_of(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Returns new memory for a full state tensor from a checkpoint. None: ``param`` has no
+        full state."""
+        return None
+
+    def put_state(self, param: Tensor, state: Any) -> None:
+        """Set the full state of ``param`` to values that were read into :meth:`target_of`."""
+
+    def describe(self, params: Collection[int]) -> str:
+        """Returns in a line how parameters with these ``id``s are stepped. Empty: the hook steps
+        none of them, or only slices."""
+        return ""
+
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer. Other hooks see in a step's end what it has stored."""
+        _REGISTERED[next(_NUMBERS)] = self
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_hook_last))
         self._number = optimizer.register_step_pre_hook(self).id
@@ -87,6 +107,9 @@ class StepHook:
 
 
 _HOOKS: list[object] = []  # registered once for this process
+# All step hooks of this process, in the order of their registration.
+_REGISTERED: weakref.WeakValueDictionary[int, StepHook] = weakref.WeakValueDictionary()
+_NUMBERS = count()
 AnyHook = TypeVar("AnyHook", bound=StepHook)
 
 
@@ -94,6 +117,13 @@ def step_hook_of(optimizer: Optimizer, kind: type[AnyHook]) -> AnyHook | None:
     """The hook of a kind that steps an optimizer; None if there is none."""
     hooks: Iterable[Any] = optimizer._optimizer_step_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
+
+
+def describe_steps(params: Collection[int]) -> list[str]:
+    """Returns a line for each optimizer of this process that steps parameters with these ``id``s,
+    unless it steps only slices."""
+    lines = (hook.describe(params) for hook in list(_REGISTERED.values()))
+    return [line for line in lines if line]
 
 
 def _hook_last(optimizer: Optimizer, *args: object) -> None:

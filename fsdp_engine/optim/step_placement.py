@@ -55,14 +55,14 @@ class StepPlacement:
         """See the class."""
 
     def make_place(self) -> StatePlace:
-        """Returns a place of state of parameters with owners."""
+        """Returns a place of the state of full tensors."""
         return StatePlace()
 
-    def check_owners(self, name: str) -> None:
-        """Check that parameters of an optimizer of class ``name`` can have owners.
+    def check_whole_tensors(self, name: str) -> None:
+        """Check that an optimizer of class ``name`` can step whole tensors.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: It cannot.
         """
 
     def make_hook(self, optimizer: Optimizer) -> StepHook | None:

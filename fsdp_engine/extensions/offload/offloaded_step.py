@@ -44,6 +44,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.owned_homes import copy_moved
 from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
@@ -53,7 +54,6 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
 from fsdp_engine.memory.home import Home, HomePart, Homes, Steps
 from fsdp_engine.optim.chunked_step import Shadows, called_once, entries_of, with_closures
-from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import (
     Shadow,
     Slices,
@@ -62,6 +62,7 @@ from fsdp_engine.optim.shadow import (
     slice_of,
     step_hook_of,
 )
+from fsdp_engine.optim.state_format import StateFormat
 from fsdp_engine.optim.state_leaves import is_plain
 from fsdp_engine.optim.step_listeners import add_step_check
 
@@ -183,7 +184,7 @@ def refuse_offloaded(optimizer: Optimizer) -> None:
             :func:`~fsdp_engine.shard_optimizer`.
     """
     hook = step_hook_of(optimizer, StepHook)
-    if hook is not None and hook.takes_offload:
+    if hook is not None and hook.takes_moved_state:
         return
     if _OFFLOADS and find_offload(optimizer) is not None:
         raise RuntimeError(
@@ -512,10 +513,10 @@ class OffloadedStep(StepHook):
         OSError: there is too little space on the disk.
     """
 
-    takes_offload = True
+    takes_moved_state = True
 
     def __init__(self, optimizer: Optimizer, offload: Offloading) -> None:
-        if is_blockwise(optimizer):
+        if not implementation(StateFormat).of(optimizer).has_plain_tensors:
             raise ValueError(
                 f"optimizer: expected state in plain tensors, since it lies elsewhere between "
                 f"steps (offload); found {type(optimizer).__name__}, whose state is quantised"

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,43 @@ from fsdp_engine.comm.groups import group_of_ranks
 from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import Lanes, Ticket
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.extensions.whole_tensor_optimizers.owner_messages import ROLE, ChunkMessages, Owned
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory.allocator import Memory, storage_keys
 from fsdp_engine.optim.chunked_step import Stored
-from fsdp_engine.optim.owner_messages import ROLE, ChunkMessages, Owned
-from fsdp_engine.optim.state_leaves import NumberLeaf, described, leaves_of, map_leaves
+from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StatePlace
 
 _TAGS = 2, 3  # of messages of gradients and weights
 _version_of = attrgetter("_version")
+
+
+class TensorLeaf(NamedTuple):
+    """A tensor in the state of a parameter, as ranks that do not own it know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class NumberLeaf(NamedTuple):
+    """A number in the state of a parameter, whose value ranks exchange after each step."""
+
+    kind: type
+
+
+class OtherLeaf(NamedTuple):
+    """Another object in the state of a parameter, that ranks exchange when it changes."""
+
+    value: Any
+
+
+def described(value: Any) -> Any:
+    """What other ranks know of a value in the state of a parameter."""
+    if isinstance(value, Tensor):
+        return TensorLeaf(tuple(value.shape), value.dtype)
+    if isinstance(value, bool | int | float):
+        return NumberLeaf(type(value))
+    return OtherLeaf(value if value is None or isinstance(value, str) else type(value).__name__)
 
 
 @dataclass(eq=False)

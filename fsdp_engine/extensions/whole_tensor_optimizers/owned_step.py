@@ -29,7 +29,6 @@ must call it.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -43,48 +42,46 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
-from fsdp_engine.memory import allocator
-from fsdp_engine.optim.behaviour import Found, Needs, TrialFailed, Trials
-from fsdp_engine.optim.chunked_step import (
-    Shadows,
-    called_once,
-    entries_of,
-    with_closures,
+from fsdp_engine.extensions.whole_tensor_optimizers.behaviour import (
+    Found,
+    Needs,
+    TrialFailed,
+    Trials,
 )
-from fsdp_engine.optim.owned_params import (
+from fsdp_engine.extensions.whole_tensor_optimizers.owned_params import (
     Chunk,
     MeshOwners,
+    NumberLeaf,
     OwnedParam,
+    TensorLeaf,
+    described,
     flat_slice,
 )
-from fsdp_engine.optim.owner_messages import Owned
-from fsdp_engine.optim.ownership import (
+from fsdp_engine.extensions.whole_tensor_optimizers.owner_messages import Owned
+from fsdp_engine.extensions.whole_tensor_optimizers.ownership import (
     Item,
     assign_owners,
     in_chunks,
     shares_of,
     step_work,
 )
+from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
+from fsdp_engine.memory import allocator
+from fsdp_engine.optim.chunked_step import (
+    Shadows,
+    called_once,
+    entries_of,
+    with_closures,
+)
 from fsdp_engine.optim.parameter_sites import ParamSite, site_of
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot, StepHook
-from fsdp_engine.optim.state_leaves import (
-    NumberLeaf,
-    TensorLeaf,
-    described,
-    leaves_of,
-    map_leaves,
-)
+from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StepPlacement
+from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
 
 _MOST_CHUNKS = 8
 # Of one rank in one chunk, at least.
 _CHUNK_ELEMENTS = 2**20
-
-
-# Those that step, in the order in which they were made.
-_STEPS: weakref.WeakValueDictionary[int, OwnedStep] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
 
 
 class _Work(NamedTuple):
@@ -126,6 +123,21 @@ def _site(param: Tensor) -> ParamSite:
     site = site_of(param)
     assert site is not None
     return site
+
+
+def _central_part(site: ParamSite) -> tuple[Sequence[int], int]:
+    """The ranks that hold the middle element of a parameter, and the elements that each of them
+    holds; none if all ranks hold all of it."""
+    layout, mesh, depth = site.buffer.layout, site.buffer.mesh, site.buffer.depth
+    if depth == 0:
+        return (), 0
+    slot = layout.slots[site.number]
+    inner, place = divmod(slot.offset + slot.numel // 2, layout.numel // layout.inner_size)
+    ranks: Sequence[int] = range(inner, mesh.size, mesh.inner.size)
+    if depth == 2:
+        ranks = (place // layout.shard_numel * mesh.inner.size + inner,)
+    start, stop = site.range_of(ranks[0])
+    return ranks, stop - start
 
 
 def _tried(
@@ -288,7 +300,7 @@ class OwnedStep(StepHook):
         ValueError: a trial step failed, or a parameter cannot have an owner.
     """
 
-    takes_offload = True
+    takes_moved_state = True
 
     def __init__(
         self, optimizer: Optimizer, whole: Sequence[str], placement: StepPlacement
@@ -321,23 +333,20 @@ class OwnedStep(StepHook):
         """Whether some parameter has an owner."""
         return bool(self._owners)
 
-    def owns(self, param: Tensor) -> bool:
-        """Whether ``param`` has an owner."""
+    def keeps_full_state(self, param: Tensor) -> bool:
+        """See :class:`StepHook`: those that have owners do."""
         return id(param) in self._owned
-
-    def owns_id(self, param: int) -> bool:
-        """As :meth:`owns`, by ``id``."""
-        return param in self._owned
 
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer."""
-        _STEPS[next(_NUMBERS)] = self
         super().register(optimizer)
         optimizer.register_state_dict_post_hook(self._complete_state_dict)
         optimizer.register_load_state_dict_post_hook(self._take_loaded)
 
-    def describe(self) -> str:
-        """Which parameters are stepped how, and this rank's share, in a sentence each."""
+    def describe(self, params: Collection[int]) -> str:
+        """See :class:`StepHook`: which parameters are stepped how, and this rank's share."""
+        if self._owned.keys().isdisjoint(params):
+            return ""
         kind, needs = type(self._optimizer()).__name__, list(self.needs.values())
         lines = [
             f"{kind}: {needs.count(Needs.ELEMENT):,} parameters are stepped on slices, "
@@ -484,7 +493,7 @@ class OwnedStep(StepHook):
             numel = sum(torch.Size(shape).numel() for shape in shapes)
             work = sum(self._work[id(param)] for _, param in unit)
             is_one = len(sites) == 1
-            near = (sites[0].central_ranks, sites[0].central_numel) if is_one else ()
+            near = _central_part(sites[0]) if is_one else ()
             items.append(Item(work, numel, *near))
         owners = assign_owners(items, mesh.size)
         chunk_of = _chunks_of(items, owners, mesh.size)
@@ -832,7 +841,7 @@ class OwnedStep(StepHook):
     # Saving and loading.
 
     def target_of(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Memory for the state of ``param`` in a checkpoint; None if it has no owner."""
+        """See :class:`StepHook`."""
         if (each := self._owned.get(id(param))) is None:
             return None
         placement = each.placement(shape)
@@ -901,7 +910,7 @@ class OwnedStep(StepHook):
                         optimizer.state[each.param] = map_leaves(partial(_empty, each), values)
 
     def put_state(self, param: Tensor, state: Any) -> None:
-        """Set the state of a parameter that has an owner to values that its owner has whole."""
+        """See :class:`StepHook`."""
         optimizer = self._optimizer()
         each = self._owned[id(param)]
         self._loaded = [pair for pair in self._loaded if pair[0] is not each]
@@ -935,7 +944,16 @@ def _describe_shares(shares: Sequence[Item], rank: int, num_items: int) -> str:
     )
 
 
-def describe_owners(params: Collection[int]) -> list[str]:
-    """A line for each optimizer of this process with owners for some of ``params``, by ``id``."""
-    steps = [step for step in list(_STEPS.values()) if any(map(step.owns_id, params))]
-    return [step.describe() for step in steps]
+class OwnedSteps(WholeTensorSteps):
+    """See :class:`WholeTensorSteps`."""
+
+    @staticmethod
+    def make_hook(
+        optimizer: Optimizer, whole: Sequence[str], placement: StepPlacement
+    ) -> StepHook | None:
+        """See :class:`WholeTensorSteps`."""
+        step = OwnedStep(optimizer, whole, placement)
+        if not step.has_owners:
+            return None
+        placement.check_whole_tensors(type(optimizer).__name__)
+        return step
