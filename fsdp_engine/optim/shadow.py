@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from itertools import count, repeat
 from typing import Any, TypeVar
 
@@ -51,12 +51,23 @@ class StepHook:
     def __call__(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Called by torch before a step; returns its arguments."""
+        """Step pre-hook. A subclass's step may call its parent's, on the shadow."""
+        return None if isinstance(optimizer, Shadow) else self.begin(optimizer, args, kwargs)
+
+    def begin(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before torch steps the optimizer; returns the arguments of its step."""
         raise NotImplementedError
 
-    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Called by torch after a step."""
+    def finish(self, optimizer: Any) -> None:
+        """Called after torch has stepped the optimizer."""
         raise NotImplementedError
+
+    def _finish(self, optimizer: Any, args: object, kwargs: object) -> None:
+        """Step post-hook."""
+        if not isinstance(optimizer, Shadow):
+            self.finish(optimizer)
 
     def kept_state(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
         """Returns the memory of a state between steps, as ``optimizer.state`` will hold it, for the
@@ -96,7 +107,7 @@ class StepHook:
         self._number = optimizer.register_step_pre_hook(self).id
         hooks = optimizer._optimizer_step_post_hooks
         others = list(hooks)
-        optimizer.register_step_post_hook(self.finish)
+        optimizer.register_step_post_hook(self._finish)
         for number in others:
             hooks[number] = hooks.pop(number)
 
@@ -193,7 +204,7 @@ class Slot:
     def to_flat(self, key: Any, value: Any) -> Any:
         """Convert state of the slice to state of the parameter."""
         placement = self.state_placement(key, self.param.flat_placement)
-        if placement is None or not isinstance(value, Tensor):
+        if placement is None or not isinstance(value, Tensor) or isinstance(value, FlatDTensor):
             return value
         if value.shape == (placement.numel,):
             return FlatDTensor.from_flat_local(value, placement)
@@ -224,6 +235,42 @@ class Slot:
             full = value.full_tensor() if isinstance(value, DTensor) else value
             local = placement.slice_of_full(full).clone()
             return FlatDTensor.from_flat_local(local, placement), local
+        return value, value
+
+    def load(self, state: MutableMapping[Any, Any]) -> dict[Any, Any]:
+        """Returns the state of the slice, and shards that of the parameter, ``state``, in place."""
+        values = {}
+        for key, value in state.items():
+            state[key], values[key] = self.to_local(key, value)
+        return values
+
+    def keep(self, state: MutableMapping[Any, Any], found: Mapping[Any, Any]) -> None:
+        """Store the state of the slice after a step, ``found``, in that of the parameter,
+        ``state``. Objects that the step did not replace stay."""
+        for key in [key for key in state if key not in found]:
+            del state[key]
+        for key, value in found.items():
+            before = state.get(key, found)
+            if before is not value and slice_within(before) is not value:
+                state[key] = self.to_flat(key, value)
+
+
+def slice_within(value: Any) -> Any:
+    """Returns the slice of a FlatDTensor; any other object itself."""
+    return slice_of(value) if isinstance(value, FlatDTensor) else value
+
+
+class PlainSlot(Slot):
+    """A parameter that is not sharded. It is stepped on itself."""
+
+    def __init__(self, param: Any) -> None:
+        self.param: Any = param
+        self.local = self.param_local = param
+
+    def to_flat(self, key: Any, value: Any) -> Any:
+        return value
+
+    def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
         return value, value
 
 

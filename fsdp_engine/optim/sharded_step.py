@@ -300,10 +300,8 @@ class _LocalStates(_WriteThrough):
 
     def load(self, slot: Slot, param_state: dict[Any, Any]) -> None:
         """Set a slice's state from its parameter's, and shard the parameter's state in place."""
-        values = {}
-        for key, value in param_state.items():
-            param_state[key], values[key] = slot.to_local(key, value)
-        dict.__setitem__(self, slot.local, _LocalState(self._original, slot, values))
+        local_state = _LocalState(self._original, slot, slot.load(param_state))
+        dict.__setitem__(self, slot.local, local_state)
 
 
 class _LocalStep(StepHook):
@@ -330,11 +328,10 @@ class _LocalStep(StepHook):
         super().register(optimizer)
         self._format.register(optimizer)
 
-    def __call__(
+    def begin(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
-            return None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See :class:`StepHook`: update the shadow."""
         self._refresh_params(optimizer)
         if self._original.changed or not self._state_is_known(optimizer.state):
             self._load_state(optimizer.state)
@@ -346,10 +343,8 @@ class _LocalStep(StepHook):
         kwargs = {k: self._closure(v) if k == "closure" and v else v for k, v in kwargs.items()}
         return (shadow, *arguments), kwargs
 
-    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Step post-hook. The step has written all changes of the state through already."""
-        if isinstance(optimizer, Shadow):
-            return
+    def finish(self, optimizer: Any) -> None:
+        """See :class:`StepHook`. The step has written all changes of the state through already."""
         self._slices.clear_gradients()
         if self._original.changed:
             self._remember(optimizer.state)
