@@ -289,12 +289,12 @@ class Memory:
         keys = storage_keys(tensor)
         return any(key in self._persistent or key in self.transients for key in keys)
 
-    def book_elsewhere(self, owner: object, place: str, role: str, tensor: torch.Tensor) -> None:
-        """Book memory at another place than the device ("host", "disk"), as long as ``owner`` is
+    def book_elsewhere(self, holder: object, place: str, role: str, tensor: torch.Tensor) -> None:
+        """Book memory at another place than the device ("host", "disk"), as long as ``holder`` is
         alive."""
         held = self.elsewhere.setdefault(place, Counter())
         held[role] += tensor.nbytes
-        weakref.finalize(owner, held.subtract, {role: tensor.nbytes}).atexit = False
+        weakref.finalize(holder, held.subtract, {role: tensor.nbytes}).atexit = False
         backend.current().booked_elsewhere(tensor, place)
 
     def transient(

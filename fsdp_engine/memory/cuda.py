@@ -24,8 +24,8 @@ def allocating_from(pool: Any, device: torch.device) -> AbstractContextManager[N
     return torch.cuda.use_mem_pool(pool, device)
 
 
-def pin(tensor: torch.Tensor, owner: object) -> str | None:
-    """Pins the host memory of ``tensor``, until ``owner`` is garbage.
+def pin(tensor: torch.Tensor, holder: object) -> str | None:
+    """Pins the host memory of ``tensor``, until ``holder`` is garbage.
 
     Returns:
         None, or the error of CUDA, which has pinned nothing then.
@@ -36,7 +36,7 @@ def pin(tensor: torch.Tensor, owner: object) -> str | None:
     if int(code) != 0:
         _forget_last_error()
         return str(code)
-    release = weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    release = weakref.finalize(holder, runtime.cudaHostUnregister, address)
     release.atexit = False  # CUDA may be gone by then
     return None
 

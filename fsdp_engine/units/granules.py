@@ -20,8 +20,8 @@ def whole_rows(name: str, param: Tensor) -> int:
 
 
 def whole_tensors(name: str, param: Tensor) -> int:
-    """A granule that keeps each parameter on one rank, so that those with owners travel only where
-    this makes steps even.
+    """A granule that keeps each parameter on one rank. Steps on whole tensors then send parameters
+    only to balance the work of ranks.
 
     Args:
         name: of the parameter.
