@@ -36,7 +36,13 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_engine as fe
 from fsdp_engine.comm.collectives import Communicator
-from fsdp_engine.optim.ownership import Item, assign_owners, least_share, shares_of, step_work
+from fsdp_engine.extensions.whole_tensor_optimizers.ownership import (
+    Item,
+    assign_owners,
+    least_share,
+    shares_of,
+    step_work,
+)
 
 SIZES = ((4, 512), (2, 1024))  # blocks, and how wide they are
 LIMIT = 0.55

@@ -9,7 +9,6 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_name, public_names, register
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
@@ -87,16 +86,7 @@ __all__ = [
 ]
 
 
-def _check_torchao(optimizer: Any) -> None:
-    """Refuses a step of torchao's optimizers that would fail half way."""
-    if any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__):
-        from fsdp_engine.optim.sharded_step import refuse_blockwise
-
-        refuse_blockwise(optimizer)
-
-
 register()
-add_step_check(_check_torchao)
 
 # Names that are imported at their first use, by module. A training run loads only what it uses.
 _LAZY_NAMES = {

@@ -101,6 +101,12 @@ EXTENSIONS = (
         words=("fp8_param_gather",),
     ),
     Extension(
+        "low_bit_state",
+        classes=[("StateFormat", "low_bit_formats.LowBitFormats")],
+        registers=True,
+        words=("torchao.optim", "bitsandbytes", "FlashAdamW"),
+    ),
+    Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
     ),
@@ -144,6 +150,11 @@ EXTENSIONS = (
     ),
     Extension("tensor_hooks", registers=True),
     Extension("unsharded", methods=("is_unsharded", "unsharded")),
+    Extension(
+        "whole_tensor_optimizers",
+        classes=[("WholeTensorSteps", "owned_step.OwnedSteps")],
+        words=("Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP", "whole=True)", "whole=["),
+    ),
     Extension(
         "written_weights",
         classes=[

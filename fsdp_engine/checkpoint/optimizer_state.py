@@ -40,11 +40,11 @@ from fsdp_engine.checkpoint.model_state import (
     nested,
 )
 from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.owned_step import OwnedStep
-from fsdp_engine.optim.quantized_state import flattened, state_placement
-from fsdp_engine.optim.shadow import AnyHook, StepHook, method_of, step_hook_of
+from fsdp_engine.optim.shadow import StepHook, method_of, step_hook_of
+from fsdp_engine.optim.state_format import StateFormat
 from fsdp_engine.optim.state_leaves import map_leaves
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
@@ -84,7 +84,8 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
     """
     groups = name_params(saved_params(engine), optimizer)
     packed = optimizer.state_dict()
-    owned = _step_hooks(optimizer, OwnedStep)
+    hooks = _step_hooks(optimizer)
+    flattened = implementation(StateFormat).flattened
     member_of = {
         index: member
         for group, members in zip(packed[GROUPS], groups, strict=True)
@@ -96,9 +97,9 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
         member = member_of.get(index)
         if member is None:
             raise ValueError(f"optimizer: expected state of parameters; found state of {index!r}")
-        if any(step.owns(member.held) for step in owned):
+        if any(hook.keeps_full_state(member.held) for hook in hooks):
             states[member.name] = {
-                key: map_leaves(partial(_owned_as_saved, member, key), value)
+                key: map_leaves(partial(_full_as_saved, member, key), value)
                 for key, value in state.items()
             }
             continue
@@ -176,10 +177,9 @@ class OptimizerMatch:
         self._saved = saved
         named = saved_params(engine)
         self._members = name_params(named, optimizer)
-        self._hooks = _step_hooks(optimizer, StepHook)
-        self._owned = _step_hooks(optimizer, OwnedStep)
-        self._of_owners: dict[str, Tensor] = {}
-        self._state_placement = state_placement(optimizer)
+        self._hooks = _step_hooks(optimizer)
+        self._full: dict[str, Tensor] = {}  # memory of full state tensors, by key
+        self._format = implementation(StateFormat).of(optimizer)
         self._canonical = {alias: param.name for param in named.values() for alias in param.aliases}
         self.targets: Targets = {}
         self.problems: list[str] = []
@@ -232,7 +232,7 @@ class OptimizerMatch:
         self._optimizer.load_state_dict({STATE: states, GROUPS: groups})
         for group, members in zip(packed[GROUPS], self._members, strict=True):
             for index, member in zip(group["params"], members, strict=True):
-                if self._put_with_owner(member, states.get(index)):
+                if self._put_full_state(member, states.get(index)):
                     continue
                 loaded = self._optimizer.state[member.held] if index in states else {}
                 for name, value in states.get(index, {}).items():
@@ -242,18 +242,18 @@ class OptimizerMatch:
                     if casts and _class_within(loaded[name]) is None:
                         loaded[name] = value.to(loaded[name].device)
 
-    def _put_with_owner(self, member: SavedParam, state: Any) -> bool:
-        """Give the state of a parameter that has an owner its saved dtypes."""
-        for owned in self._owned:
-            if owned.owns(member.held):
+    def _put_full_state(self, member: SavedParam, state: Any) -> bool:
+        """Restore the saved dtypes of a parameter's full state. False: its state is sharded."""
+        for hook in self._hooks:
+            if hook.keeps_full_state(member.held):
                 if state:
-                    owned.put_state(member.held, state)
+                    hook.put_state(member.held, state)
                 return True
         return False
 
     def _as_held(self, member: SavedParam, key: str, value: Any) -> Any:
-        if key in self._of_owners:
-            return self._of_owners[key]  # over the memory that was read into
+        if key in self._full:
+            return self._full[key]  # over the memory that was read into
         return member.as_held(value) if isinstance(value, Tensor) else value
 
     def _check_kind(self, kind: str | None, saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -357,14 +357,13 @@ class OptimizerMatch:
             follows = is_torchs and target is not None and target.ndim > 0
             if target is not None and (follows or self._is_like_parameter(member, state, key)):
                 target = target.to(self._dtype_of_state(member, target.dtype))
-            for owned in self._owned:
-                if target is None:
-                    break
-                held = owned.target_of(member.held, target.shape, target.dtype)
-                if held is not None:
-                    self._of_owners[key] = held
-            if key in self._of_owners:
-                self.targets[key] = _owned_as_saved(member, state, self._of_owners[key])
+            if target is not None:
+                for hook in self._hooks:
+                    held = hook.target_of(member.held, target.shape, target.dtype)
+                    if held is not None:
+                        self._full[key] = held
+            if key in self._full:
+                self.targets[key] = _full_as_saved(member, state, self._full[key])
                 continue
             if (scales := self._scales_of_blocks(member, state, target)) is not None:
                 target = scales
@@ -393,7 +392,7 @@ class OptimizerMatch:
         if target is None or not isinstance(member.held, FlatDTensor):
             return None
         of_param = member.held.flat_placement
-        placement = self._state_placement(state, of_param)
+        placement = self._format.placement_of(state, of_param)
         if placement in (None, of_param) or placement.shape != target.shape:
             return None
         local = allocator.zeros(placement.numel, target.dtype, member.held.device)
@@ -490,13 +489,13 @@ def _checked_groups(read: Any) -> list[dict[str, Any]]:
     return list(groups)  # type: ignore[arg-type]
 
 
-def _step_hooks(optimizer: torch.optim.Optimizer, kind: type[AnyHook]) -> list[AnyHook]:
-    hooks = (step_hook_of(each, kind) for each in single_optimizers(optimizer))
+def _step_hooks(optimizer: torch.optim.Optimizer) -> list[StepHook]:
+    hooks = (step_hook_of(each, StepHook) for each in single_optimizers(optimizer))
     return [hook for hook in hooks if hook is not None]
 
 
-def _owned_as_saved(member: SavedParam, key: Any, value: Any) -> Any:
-    """A value in the state of a parameter that has an owner, with its placement in a checkpoint.
+def _full_as_saved(member: SavedParam, key: Any, value: Any) -> Any:
+    """A value in the full state of a parameter, with its placement in a checkpoint.
 
     Raises:
         ValueError: it is no tensor and no number, or of an expert, and of another shape.

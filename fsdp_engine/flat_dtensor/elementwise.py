@@ -48,7 +48,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         return _run_gathered(cls, func, args, kwargs)
     flat: FlatPlacement | None = None
     takes_slices = is_gradient = False
-    owners: dict[int, Any] = {}
+    flat_of: dict[int, Any] = {}  # FlatDTensors by id of the slice
     locals_: list[Any] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, cls):
@@ -61,13 +61,13 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             check_inplace(func, value)
             takes_slices = takes_slices or value.takes_slices
             is_gradient = is_gradient or value.is_gradient
-            value = _remember(owners, value)
+            value = _remember(flat_of, value)
         locals_.append(value)
     if flat is None:  # only inside a list
         raise refusal(cls, func, (args, kwargs))
     locals_ = [
         scalar(cls, func, value, flat, takes_slices)
-        if isinstance(value, Tensor) and id(value) not in owners
+        if isinstance(value, Tensor) and id(value) not in flat_of
         else value
         for value in locals_
     ]
@@ -77,11 +77,11 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     # In-place functions and no-ops return their argument; return its FlatDTensor.
     if "out" in kwargs:
         return kwargs["out"]
-    owner = owners.get(id(result))
-    if owner is not None:
+    operand = flat_of.get(id(result))
+    if operand is not None:
         if is_gradient:
-            owner.is_gradient = not _has_full_operand(cls, args, kwargs)
-        return owner
+            operand.is_gradient = not _has_full_operand(cls, args, kwargs)
+        return operand
     result = rewrap(cls, result, flat)
     if (takes_slices or is_gradient) and isinstance(result, cls):
         result.takes_slices, result.is_gradient = takes_slices, is_gradient
@@ -314,9 +314,9 @@ def is_replicated(source: DTensor) -> bool:
     return all(isinstance(placement, Replicate) for placement in source._spec.placements)
 
 
-def _remember(owners: dict[int, Any], tensor: Any) -> Tensor:
+def _remember(flat_of: dict[int, Any], tensor: Any) -> Tensor:
     local = unwrap(tensor)
-    owners.setdefault(id(local), tensor)
+    flat_of.setdefault(id(local), tensor)
     return local
 
 

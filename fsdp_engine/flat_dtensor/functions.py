@@ -134,10 +134,10 @@ def handler_of(func: Function) -> Handler:
 def _classify(func: Function) -> Handler:
     name = getattr(func, "__name__", "")
     if name in {"__get__", "__set__"}:
-        owner = func.__self__.__name__  # type: ignore[attr-defined]
-        if owner in _RESHAPING_PROPERTIES:
+        property_name = func.__self__.__name__  # type: ignore[attr-defined]
+        if property_name in _RESHAPING_PROPERTIES:
             return gathers
-        if owner == "grad" and name == "__get__":
+        if property_name == "grad" and name == "__get__":
             return _gradient
         return _metadata if name == "__get__" else _set_metadata
     if name in _SPECIAL:

@@ -326,8 +326,8 @@ def _stepping() -> str | None:
     called if a full tensor is about to be gathered or refused, so not in a step that succeeds."""
     frame = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self") if "step" in frame.f_code.co_name else None
-        if isinstance(owner, torch.optim.Optimizer):
-            return type(owner).__name__
+        stepped = frame.f_locals.get("self") if "step" in frame.f_code.co_name else None
+        if isinstance(stepped, torch.optim.Optimizer):
+            return type(stepped).__name__
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -8,6 +8,7 @@ groups without parameters. Every chunk sees the hyperparameters that groups had 
 what a step stores in a group, in the optimizer, or in the state under a key that is no parameter (a
 counter), is stored once, after the last chunk; tensors of one element in groups and attributes are
 copies in each chunk, which a step may change in place. A closure is called once, before the first.
+:func:`step_in_turn` overlaps the step of a chunk with the copies of its neighbours.
 
 Attributes of the optimizer that are lists of its parameters (``_params`` of LBFGS) hold those of
 the chunk in its shadow.
@@ -16,6 +17,7 @@ the chunk in its shadow.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_engine.optim.shadow import Shadow, method_of, shadow_class
+from fsdp_engine.optim.shadow import Shadow, StepHook, method_of, shadow_class
 from fsdp_engine.optim.state_leaves import is_plain
 
 
@@ -72,6 +74,7 @@ class Shadows:
     Attributes:
         function: its step.
         lists: its attributes that are lists of its parameters.
+        stepped: numbers of the param groups of shadows that were stepped.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -80,6 +83,7 @@ class Shadows:
         )
         self.function: Callable[..., Any] = method_of(type(optimizer), "step")
         self.lists: dict[str, list[Tensor]] = {}
+        self.stepped: set[int] = set()
         self.refresh(optimizer)
         self._groups: dict[tuple[int, str], Any] = {}
         self._attributes: dict[str, Any] = {}
@@ -121,25 +125,25 @@ class Shadows:
 
     def keep(
         self,
-        optimizer: Any,
         shadow: Any,
-        numbers: Sequence[int],
+        numbers: Collection[int],
         known: Collection[int] = (),
     ) -> None:
-        """A step on ``shadow`` is over: remember what it stored, unless another one did.
+        """Keep what a step on ``shadow`` stored, unless another step stored it.
 
         Args:
-            optimizer: whose shadow it is.
-            shadow: was stepped.
-            numbers: those of its groups in the optimizer.
-            known: of these, groups of which other steps stored everything. If there are any, these
-                have also stored all that is in no group.
+            shadow: The shadow, which was stepped.
+            numbers: The numbers of its groups in the optimizer.
+            known: Those of these groups of which other steps stored everything. If there are any,
+                these steps have also stored all that is in no group.
         """
         *starts, start = shadow.chunk_start
+        is_all = not known  # ``known`` may be ``stepped``
         for number, group, before in zip(numbers, shadow.chunk_groups, starts, strict=True):
             for key, value in _changed(before, group) if number not in known else ():
                 self._groups.setdefault((number, key), value)
-        if known:
+        self.stepped.update(numbers)
+        if not is_all:
             return
         for key, value in _changed(start, vars(shadow)):
             if key not in self.lists:
@@ -178,10 +182,109 @@ class Shadows:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what steps stored."""
+        """Forget the steps, and what they stored."""
+        self.stepped.clear()
         self._groups.clear()
         self._attributes.clear()
         self._entries.clear()
+
+
+class StepChunk:
+    """Memory on the device that the step of a chunk needs. Each method does nothing here."""
+
+    def bring(self) -> None:
+        """Begin to bring what the step needs to the device."""
+
+    def await_brought(self) -> None:
+        """Let compute wait for what :meth:`bring` began."""
+
+    def leave(self) -> None:
+        """Free the memory when what the step changed has returned."""
+
+
+def step_in_turn(steps: Sequence[tuple[StepChunk, Callable[[], object]]]) -> None:
+    """Step chunks. While one is stepped, the next one is brought, and the one before it returns, so
+    that two of them have memory at a time.
+
+    Args:
+        steps: Each chunk, and the function that steps it and begins to return what changed.
+    """
+    chunks = [chunk for chunk, _ in steps]
+    for number, (chunk, step) in enumerate(steps):
+        if number:
+            chunks[number - 1].leave()
+        else:
+            chunk.bring()
+        for following in chunks[number + 1 : number + 2]:
+            following.bring()
+        chunk.await_brought()
+        step()
+    for chunk in chunks[-1:]:
+        chunk.leave()
+
+
+class ChunkedStep(StepHook):
+    """Step hooks of an optimizer that is stepped in chunks. See [Note: Steps in chunks].
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    takes_moved_state = True
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._shadows = Shadows(optimizer)
+        self._groups: list[list[Tensor]] = []  # the parameters of each param group
+
+    def finish(self, optimizer: Any) -> None:
+        """See :class:`StepHook`: torch has stepped groups without parameters."""
+        self._shadows.store(optimizer)
+
+    def _changed_groups(self, optimizer: Any) -> list[list[Tensor]] | None:
+        """The parameters of each param group; None: they are those of ``_groups``."""
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        is_same = [*map(len, groups)] == [*map(len, self._groups)]
+        if is_same and all(map(operator.is_, chain(*groups), chain(*self._groups))):
+            return None
+        return groups
+
+    def _step_members(
+        self,
+        optimizer: Any,
+        members: Mapping[int, Sequence[Tensor]],
+        states: dict[Any, Any],
+        local_of: Mapping[int, Tensor],
+        arguments: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Step a shadow, and keep what it stores elsewhere than in the state of parameters.
+
+        Args:
+            optimizer: The optimizer.
+            members: The shadow's parameters by number of a param group.
+            states: Their state, which the step changes.
+            local_of: See :meth:`Shadows.make`.
+            arguments: The arguments of the step.
+            kwargs: Those that have a keyword.
+        """
+        groups = [{**optimizer.param_groups[n], "params": list(members[n])} for n in members]
+        shadow = self._shadows.make(optimizer, groups, states, local_of)
+        self._shadows.function(shadow, *arguments, **kwargs)
+        self._shadows.keep(shadow, members)
+
+    def _without_parameters(self, optimizer: Any, others: Mapping[int, Tensor]) -> Any:
+        """The shadow for torch's own call of the step, which no hook sees fail.
+
+        Args:
+            optimizer: The optimizer.
+            others: Tensors that replace parameters, by ``id`` of the parameter. Groups have no
+                other members.
+        """
+        groups = [
+            {**group, "params": [others[id(p)] for p in group["params"] if id(p) in others]}
+            for group in optimizer.param_groups
+        ]
+        return self._shadows.make(optimizer, groups, entries_of(optimizer), others)
 
 
 def _own(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,43 +73,6 @@ class ParamSite(NamedTuple):
         return self.buffer.layout.tensor_range(
             self.number, self.buffer.depth, Coordinate(outer, inner)
         )
-
-    @property
-    def central_ranks(self) -> Sequence[int]:
-        """The ranks that hold its middle element; none if all hold all."""
-        layout, mesh, depth = self.buffer.layout, self.buffer.mesh, self.buffer.depth
-        if depth == 0:
-            return ()
-        slot = layout.slots[self.number]
-        inner, place = divmod(slot.offset + slot.numel // 2, layout.numel // layout.inner_size)
-        if depth == 2:
-            return (place // layout.shard_numel * mesh.inner.size + inner,)
-        return range(inner, mesh.size, mesh.inner.size)
-
-    @property
-    def central_numel(self) -> int:
-        """The elements that each of :attr:`central_ranks` holds; 0 if there are none."""
-        ranks = self.central_ranks
-        if not ranks:
-            return 0
-        start, stop = self.range_of(ranks[0])
-        return stop - start
-
-    def sources_for(self, rank: int) -> Iterator[int]:
-        """The ranks whose parts, put together, are the parameter: those nearest to ``rank``."""
-        mesh, depth = self.buffer.mesh, self.buffer.depth
-        if depth == 0:
-            yield rank
-        elif depth == 1:
-            first = rank - rank % mesh.inner.size
-            yield from range(first, first + mesh.inner.size)
-        else:
-            yield from range(mesh.size)
-
-    def holds_for(self, source: int, rank: int) -> bool:
-        """Whether ``source`` is one of :meth:`sources_for` ``rank``."""
-        depth, row = self.buffer.depth, self.buffer.mesh.inner.size
-        return source == rank if depth == 0 else depth == 2 or source // row == rank // row
 
 
 _SITES: MutableMapping[Tensor, ParamSite] = WeakIdKeyDictionary()

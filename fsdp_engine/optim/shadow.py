@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from itertools import count, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -42,20 +43,31 @@ class StepHook:
     """A step pre-hook that steps sharded parameters in place of torch, on a shadow.
 
     Attributes:
-        takes_offload: also those whose state lies elsewhere.
+        takes_moved_state: It also steps parameters whose state is elsewhere between steps.
     """
 
-    takes_offload = False
+    takes_moved_state = False
 
     def __call__(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Called by torch before a step; returns its arguments."""
+        """Step pre-hook. A subclass's step may call its parent's, on the shadow."""
+        return None if isinstance(optimizer, Shadow) else self.begin(optimizer, args, kwargs)
+
+    def begin(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before torch steps the optimizer; returns the arguments of its step."""
         raise NotImplementedError
 
-    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Called by torch after a step."""
+    def finish(self, optimizer: Any) -> None:
+        """Called after torch has stepped the optimizer."""
         raise NotImplementedError
+
+    def _finish(self, optimizer: Any, args: object, kwargs: object) -> None:
+        """Step post-hook."""
+        if not isinstance(optimizer, Shadow):
+            self.finish(optimizer)
 
     def kept_state(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
         """Returns the memory of a state between steps, as ``optimizer.state`` will hold it, for the
@@ -69,14 +81,33 @@ class StepHook:
             ValueError: ``param`` is one of this optimizer, and its state has no memory for it.
         """
 
+    def keeps_full_state(self, param: Tensor) -> bool:
+        """Returns whether the state of ``param`` is in full tensors of any shapes, each on one
+        rank, and in any containers."""
+        return False
+
+    def target_of(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Returns new memory for a full state tensor from a checkpoint. None: ``param`` has no
+        full state."""
+        return None
+
+    def put_state(self, param: Tensor, state: Any) -> None:
+        """Set the full state of ``param`` to values that were read into :meth:`target_of`."""
+
+    def describe(self, params: Collection[int]) -> str:
+        """Returns in a line how parameters with these ``id``s are stepped. Empty: the hook steps
+        none of them, or only slices."""
+        return ""
+
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer. Other hooks see in a step's end what it has stored."""
+        _REGISTERED[next(_NUMBERS)] = self
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_hook_last))
         self._number = optimizer.register_step_pre_hook(self).id
         hooks = optimizer._optimizer_step_post_hooks
         others = list(hooks)
-        optimizer.register_step_post_hook(self.finish)
+        optimizer.register_step_post_hook(self._finish)
         for number in others:
             hooks[number] = hooks.pop(number)
 
@@ -87,6 +118,9 @@ class StepHook:
 
 
 _HOOKS: list[object] = []  # registered once for this process
+# All step hooks of this process, in the order of their registration.
+_REGISTERED: weakref.WeakValueDictionary[int, StepHook] = weakref.WeakValueDictionary()
+_NUMBERS = count()
 AnyHook = TypeVar("AnyHook", bound=StepHook)
 
 
@@ -94,6 +128,13 @@ def step_hook_of(optimizer: Optimizer, kind: type[AnyHook]) -> AnyHook | None:
     """The hook of a kind that steps an optimizer; None if there is none."""
     hooks: Iterable[Any] = optimizer._optimizer_step_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
+
+
+def describe_steps(params: Collection[int]) -> list[str]:
+    """Returns a line for each optimizer of this process that steps parameters with these ``id``s,
+    unless it steps only slices."""
+    lines = (hook.describe(params) for hook in list(_REGISTERED.values()))
+    return [line for line in lines if line]
 
 
 def _hook_last(optimizer: Optimizer, *args: object) -> None:
@@ -163,7 +204,7 @@ class Slot:
     def to_flat(self, key: Any, value: Any) -> Any:
         """Convert state of the slice to state of the parameter."""
         placement = self.state_placement(key, self.param.flat_placement)
-        if placement is None or not isinstance(value, Tensor):
+        if placement is None or not isinstance(value, Tensor) or isinstance(value, FlatDTensor):
             return value
         if value.shape == (placement.numel,):
             return FlatDTensor.from_flat_local(value, placement)
@@ -194,6 +235,42 @@ class Slot:
             full = value.full_tensor() if isinstance(value, DTensor) else value
             local = placement.slice_of_full(full).clone()
             return FlatDTensor.from_flat_local(local, placement), local
+        return value, value
+
+    def load(self, state: MutableMapping[Any, Any]) -> dict[Any, Any]:
+        """Returns the state of the slice, and shards that of the parameter, ``state``, in place."""
+        values = {}
+        for key, value in state.items():
+            state[key], values[key] = self.to_local(key, value)
+        return values
+
+    def keep(self, state: MutableMapping[Any, Any], found: Mapping[Any, Any]) -> None:
+        """Store the state of the slice after a step, ``found``, in that of the parameter,
+        ``state``. Objects that the step did not replace stay."""
+        for key in [key for key in state if key not in found]:
+            del state[key]
+        for key, value in found.items():
+            before = state.get(key, found)
+            if before is not value and slice_within(before) is not value:
+                state[key] = self.to_flat(key, value)
+
+
+def slice_within(value: Any) -> Any:
+    """Returns the slice of a FlatDTensor; any other object itself."""
+    return slice_of(value) if isinstance(value, FlatDTensor) else value
+
+
+class PlainSlot(Slot):
+    """A parameter that is not sharded. It is stepped on itself."""
+
+    def __init__(self, param: Any) -> None:
+        self.param: Any = param
+        self.local = self.param_local = param
+
+    def to_flat(self, key: Any, value: Any) -> Any:
+        return value
+
+    def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
         return value, value
 
 

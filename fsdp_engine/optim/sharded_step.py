@@ -34,17 +34,6 @@ from torch.optim import Optimizer
 
 from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.optim.owned_step import OwnedStep
-from fsdp_engine.optim.quantized_state import (
-    SeededRounding,
-    ValueStateDicts,
-    check_blocks,
-    is_blockwise,
-    is_blockwise_class,
-    is_elementwise_of_bitsandbytes,
-    slice_rules,
-    state_placement,
-)
 from fsdp_engine.optim.shadow import (
     Shadow,
     Slices,
@@ -54,7 +43,9 @@ from fsdp_engine.optim.shadow import (
     shadow_class,
     step_hook_of,
 )
+from fsdp_engine.optim.state_format import StateFormat
 from fsdp_engine.optim.step_placement import StepPlacement
+from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
@@ -64,44 +55,14 @@ _STEP = ("step", "_init_group")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-def _is_known(optimizer: Optimizer) -> bool:
-    """Whether its step is that of an optimizer which updates each element by itself."""
-    if is_elementwise_of_bitsandbytes(optimizer):
-        return True
-    return _known_ancestor(optimizer) is not None and _own_method(optimizer) is None
-
-
-def _known_ancestor(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of ``optimizer``, or the first that it inherits from, whose step is known."""
-    for kind in type(optimizer).__mro__:
-        if kind in _ELEMENTWISE or is_blockwise_class(kind):
-            return kind
-    return None
-
-
-def _own_method(optimizer: Optimizer) -> str | None:
-    """The method that a step rests on, and that is not inherited from the known ancestor."""
-    kind, known = type(optimizer), _known_ancestor(optimizer)
-    differs = (name for name in _STEP if method_of(kind, name) is not method_of(known, name))
-    return next(differs, None)
-
-
-def refuse_blockwise(optimizer: Optimizer) -> None:
-    """Check an optimizer before its step, which would fail half way.
-
-    Raises:
-        RuntimeError: an optimizer of torchao holds sharded parameters, and was not passed to
-            :func:`shard_optimizer`.
-    """
-    if not is_blockwise(optimizer) or step_hook_of(optimizer, StepHook) is not None:
-        return
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    if any(isinstance(param, FlatDTensor) for param in params):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
-            "step, so that it steps on slices; found sharded parameters, which its step mixes with "
-            "DTensors of its own"
-        )
+def is_elementwise(optimizer: Optimizer, state_format: StateFormat) -> bool:
+    """Returns whether the step of ``optimizer`` is known to update each element by itself: it is
+    that of a known class, or is inherited from one."""
+    kinds = type(optimizer).__mro__
+    known = (k for k in kinds if k in _ELEMENTWISE or state_format.is_elementwise(optimizer, k))
+    if (ancestor := next(known, None)) is None:
+        return False
+    return all(method_of(kinds[0], name) is method_of(ancestor, name) for name in _STEP)
 
 
 def shard_optimizer(
@@ -115,17 +76,17 @@ def shard_optimizer(
 
     Nothing else changes: ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` hold
     FlatDTensors, and schedulers and hooks work. Plain tensors in the param groups are updated as
-    before. Of parameters that are stepped whole, ``state`` has those that this rank owns; see
-    [Note: Owners] in ``owned_step.py``. All ranks must call it.
+    before. Of parameters that are stepped whole, ``state`` has those that this rank steps
+    (``docs/optimizers.md``). All ranks must call it.
 
     Args:
         optimizer: any whose step treats each element, each tensor or each param group by itself, or
-            all of them together. Which of these it is follows from trial steps on small tensors
-            (``behaviour.py``), except for Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax,
+            all of them together. Which of these it is follows from trial steps on small tensors,
+            except for Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax,
             NAdam, RAdam, ASGD, Rprop of ``torch.optim``, subclasses that inherit their step,
             torchao's AdamW8bit, AdamW4bit, AdamWFp8, whose ``state_dict()`` holds fp32 values, and
             those of bitsandbytes other than LARS and LAMB. State in 8 and 4 bits has the bits of
-            full parameters (``quantized_state.py``).
+            full parameters.
         elementwise: asserts that it updates each element from that element's gradient and state
             alone, and that its state tensors have the parameter's shape, or shape (); no trial.
         whole: patterns (``fnmatch``) of names of parameters that it steps whole, each by itself; no
@@ -153,23 +114,14 @@ def shard_optimizer(
         )
     if step_hook_of(optimizer, StepHook) is not None:
         return optimizer
+    state_format = implementation(StateFormat).of(optimizer)
     placement = implementation(StepPlacement)(optimizer)
-    if whole or not (elementwise or _is_known(optimizer)):
-        owned = OwnedStep(optimizer, ("*",) if whole is True else tuple(whole or ()), placement)
-        if owned.has_owners:
-            placement.check_owners(name)
-            owned.register(optimizer)
-            return optimizer
-    hook = placement.make_hook(optimizer)
-    if hook is not None:
-        hook.register(optimizer)
-        return optimizer
-    check_blocks(optimizer)
-    _LocalStep(optimizer).register(optimizer)
-    if is_blockwise(optimizer):
-        ValueStateDicts().register(optimizer)
-        if getattr(optimizer, "bf16_stochastic_round", False):
-            SeededRounding().register(optimizer)
+    hook: StepHook | None = None
+    if whole or not (elementwise or is_elementwise(optimizer, state_format)):
+        patterns = ("*",) if whole is True else tuple(whole or ())
+        hook = implementation(WholeTensorSteps).make_hook(optimizer, patterns, placement)
+    hook = hook or placement.make_hook(optimizer) or _LocalStep(optimizer, state_format)
+    hook.register(optimizer)
     return optimizer
 
 
@@ -258,7 +210,7 @@ class _LocalShadow(Shadow):
         return self.local_states.param_of(local)
 
 
-class _Owner:
+class _OriginalState:
     """Access of the shadow's state to the optimizer's state.
 
     It refers to the optimizer weakly, and to none of its hooks, so that a deleted optimizer frees
@@ -290,14 +242,14 @@ class _Owner:
 class _LocalState(_WriteThrough):
     """State of a slice. What the step stores is written through to the parameter's state."""
 
-    def __init__(self, owner: _Owner, slot: Slot, values: dict[Any, Any]) -> None:
+    def __init__(self, original: _OriginalState, slot: Slot, values: dict[Any, Any]) -> None:
         super().__init__(values)
-        self._owner = owner
+        self._original = original
         self._slot = slot
 
     def target(self) -> MutableMapping[Any, Any]:
         # ``state`` may be a plain dict, which has no entry for the parameter yet.
-        state: MutableMapping[Any, Any] = self._owner.state_to_change().setdefault(
+        state: MutableMapping[Any, Any] = self._original.state_to_change().setdefault(
             self._slot.param, {}
         )
         return state
@@ -309,23 +261,23 @@ class _LocalState(_WriteThrough):
 class _LocalStates(_WriteThrough):
     """``state`` of the shadow, by slice. Other keys have the optimizer's own entries."""
 
-    def __init__(self, owner: _Owner) -> None:
+    def __init__(self, original: _OriginalState) -> None:
         super().__init__()
-        self._owner = owner
+        self._original = original
 
     def __missing__(self, key: Any) -> Any:
-        slot = self._owner.slot_of.get(id(key))
+        slot = self._original.slot_of.get(id(key))
         if slot is None:
-            entry = self._owner.entry(key)
+            entry = self._original.entry(key)
             dict.__setitem__(self, key, entry)
             return entry
-        state = _LocalState(self._owner, slot, {})
+        state = _LocalState(self._original, slot, {})
         dict.__setitem__(self, key, state)
         return state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if id(key) not in self._owner.slot_of:
-            self._owner.state_to_change()[key] = value
+        if id(key) not in self._original.slot_of:
+            self._original.state_to_change()[key] = value
             dict.__setitem__(self, key, value)
             return
         state = self[key]
@@ -334,12 +286,12 @@ class _LocalStates(_WriteThrough):
 
     def __delitem__(self, key: Any) -> None:
         dict.__delitem__(self, key)
-        slot = self._owner.slot_of.get(id(key))
-        self._owner.state_to_change().pop(key if slot is None else slot.param, None)
+        slot = self._original.slot_of.get(id(key))
+        self._original.state_to_change().pop(key if slot is None else slot.param, None)
 
     def param_of(self, local: Tensor) -> Tensor:
         """The parameter of a slice; a tensor that is no slice itself."""
-        slot = self._owner.slot_of.get(id(local))
+        slot = self._original.slot_of.get(id(local))
         return local if slot is None else slot.param
 
     def load_other(self, key: Any, value: Any) -> None:
@@ -348,37 +300,40 @@ class _LocalStates(_WriteThrough):
 
     def load(self, slot: Slot, param_state: dict[Any, Any]) -> None:
         """Set a slice's state from its parameter's, and shard the parameter's state in place."""
-        values = {}
-        for key, value in param_state.items():
-            param_state[key], values[key] = slot.to_local(key, value)
-        dict.__setitem__(self, slot.local, _LocalState(self._owner, slot, values))
+        local_state = _LocalState(self._original, slot, slot.load(param_state))
+        dict.__setitem__(self, slot.local, local_state)
 
 
 class _LocalStep(StepHook):
     """Step pre-hook: updates the shadow and passes it to ``step`` as ``self``."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, state_format: StateFormat) -> None:
+        state_format.check(optimizer)
         slots = ("local_of", "local_states")
-        self._shadow_class = shadow_class(_LocalShadow, optimizer, slots, slice_rules(optimizer))
-        self._state_placement = state_placement(optimizer)
-        self._owner = _Owner(optimizer)
+        self._shadow_class = shadow_class(_LocalShadow, optimizer, slots, state_format.mixins)
+        self._format = state_format
+        self._original = _OriginalState(optimizer)
         self._params: list[Tensor] = []
         self._slices = Slices([])
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
-        self._local_states = _LocalStates(self._owner)
+        self._local_states = _LocalStates(self._original)
         # The objects of the optimizer's state when the shadow's state last matched it.
         self._known_state: Any = None
         self._known_entries: list[Any] = []
         self._known_dicts: list[dict[Any, Any]] = []
         self._known_values: list[Any] = []
 
-    def __call__(
+    def register(self, optimizer: Optimizer) -> None:
+        """See :class:`StepHook`."""
+        super().register(optimizer)
+        self._format.register(optimizer)
+
+    def begin(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
-            return None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See :class:`StepHook`: update the shadow."""
         self._refresh_params(optimizer)
-        if self._owner.changed or not self._state_is_known(optimizer.state):
+        if self._original.changed or not self._state_is_known(optimizer.state):
             self._load_state(optimizer.state)
         self._slices.set_gradients()
         shadow: Any = object.__new__(self._shadow_class)
@@ -388,12 +343,10 @@ class _LocalStep(StepHook):
         kwargs = {k: self._closure(v) if k == "closure" and v else v for k, v in kwargs.items()}
         return (shadow, *arguments), kwargs
 
-    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Step post-hook. The step has written all changes of the state through already."""
-        if isinstance(optimizer, Shadow):
-            return
+    def finish(self, optimizer: Any) -> None:
+        """See :class:`StepHook`. The step has written all changes of the state through already."""
         self._slices.clear_gradients()
-        if self._owner.changed:
+        if self._original.changed:
             self._remember(optimizer.state)
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(self._slices.locals)
@@ -417,15 +370,15 @@ class _LocalStep(StepHook):
             and self._slices.are_current
         ):
             return
-        check_blocks(optimizer)
+        self._format.check(optimizer)
         known = {id(slot.param): slot for slot in self._slices.slots if slot.is_current}
         self._params = params
         flat = [param for param in params if isinstance(param, FlatDTensor)]
-        slots = [known.get(id(p)) or Slot(p, self._state_placement) for p in flat]
+        slots = [known.get(id(p)) or Slot(p, self._format.placement_of) for p in flat]
         self._slices = Slices(slots)
         self._local_of = {id(slot.param): slot.local for slot in slots}
-        self._owner.slot_of = {id(slot.local): slot for slot in slots}
-        self._owner.changed = True
+        self._original.slot_of = {id(slot.local): slot for slot in slots}
+        self._original.changed = True
 
     def _state_is_known(self, state: Any) -> bool:
         values = chain.from_iterable(map(dict.values, self._known_dicts))
@@ -440,7 +393,7 @@ class _LocalStep(StepHook):
     @torch.no_grad()
     def _load_state(self, state: Any) -> None:
         """Set the shadow's state from the optimizer's."""
-        self._local_states = _LocalStates(self._owner)
+        self._local_states = _LocalStates(self._original)
         slots = {id(slot.param): slot for slot in self._slices.slots}
         for key, value in state.items():
             if (slot := slots.get(id(key))) is not None:
@@ -451,7 +404,7 @@ class _LocalStep(StepHook):
 
     def _remember(self, state: Any) -> None:
         """Keep the objects of the optimizer's state, to detect that it was replaced."""
-        self._owner.changed = False
+        self._original.changed = False
         self._known_state = state
         self._known_entries = list(state.values())
         flat = {id(param) for param in self._slices.params}

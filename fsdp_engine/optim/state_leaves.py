@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a text or None."""
     return value is None or isinstance(value, bool | int | float | complex | str)
-
-
-class TensorLeaf(NamedTuple):
-    """A tensor in the state of a parameter, as ranks that do not own it know it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class NumberLeaf(NamedTuple):
-    """A number in the state of a parameter, whose value ranks exchange after each step."""
-
-    kind: type
-
-
-class OtherLeaf(NamedTuple):
-    """Another object in the state of a parameter, that ranks exchange when it changes."""
-
-    value: Any
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
@@ -52,12 +30,3 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(change, value) for value in tree)
     return change(tree)
-
-
-def described(value: Any) -> Any:
-    """What other ranks know of a value in the state of a parameter."""
-    if isinstance(value, Tensor):
-        return TensorLeaf(tuple(value.shape), value.dtype)
-    if isinstance(value, bool | int | float):
-        return NumberLeaf(type(value))
-    return OtherLeaf(value if value is None or isinstance(value, str) else type(value).__name__)

@@ -8,15 +8,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsdp_engine.optim.chunked_step import StepChunk
 from fsdp_engine.optim.shadow import StepHook
 
 
-class StatePlace:
+class StatePlace(StepChunk):
     """The place of the state of parameters that are stepped together. A seam: here it stays on the
     device."""
-
-    def bring(self) -> None:
-        """Begin to bring the state to the device."""
 
     def on_device(self, state: Any) -> Any:
         """Returns the state as a step reads it. Compute waits for :meth:`bring`."""
@@ -32,9 +30,6 @@ class StatePlace:
             The same with tensors at this place.
         """
         return list(states)
-
-    def leave(self) -> None:
-        """Free the memory on the device when the state is at this place."""
 
     def abandon(self) -> None:
         """As :meth:`leave`, after the lanes have ended what they were given."""
@@ -55,14 +50,14 @@ class StepPlacement:
         """See the class."""
 
     def make_place(self) -> StatePlace:
-        """Returns a place of state of parameters with owners."""
+        """Returns a place of the state of full tensors."""
         return StatePlace()
 
-    def check_owners(self, name: str) -> None:
-        """Check that parameters of an optimizer of class ``name`` can have owners.
+    def check_whole_tensors(self, name: str) -> None:
+        """Check that an optimizer of class ``name`` can step whole tensors.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: It cannot.
         """
 
     def make_hook(self, optimizer: Optimizer) -> StepHook | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import itertools
 import math
@@ -24,81 +23,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.optim import shard_optimizer
+from fsdp_engine.optim.state_format import StateFormat
+from fsdp_engine.optim.step_placement import StepPlacement
+from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
 from tests.optim.optimizers import FUSED, OPTIMIZERS
+from tests.optim.pair import Counting, Pair, check_state, flat, mesh_in_name_only, step_both
 from tests.pool import Ranks
-
-# Shape of the parameter, elements [start, stop) held here.
-SLICES: list[tuple[tuple[int, ...], int, int]] = [
-    ((6, 5), 7, 19),
-    ((), 0, 1),
-    ((), 0, 0),
-    ((6, 5), 4, 4),
-    ((7,), 0, 7),
-    ((9,), 3, 4),
-]
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Rank 1 of four that exist in name only."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield init_device_mesh("cpu", (4,))
-    dist.destroy_process_group()
-
-
-def flat(
-    mesh: DeviceMesh, shape: tuple[int, ...], start: int, stop: int, local: Tensor | None = None
-) -> FlatDTensor:
-    placement = FlatPlacement.on_mesh(shape, start, stop, mesh, 1)
-    local = torch.randn(stop - start) if local is None else local.detach().clone()
-    return FlatDTensor.from_flat_local(local, placement)
-
-
-class Pair:
-    """Sharded parameters, and plain ones that hold the same slices."""
-
-    def __init__(self, mesh: DeviceMesh, slices: list[Any] | None = None) -> None:
-        self.mesh = mesh
-        self.slices = SLICES if slices is None else slices
-        self.flat: list[Any] = [nn.Parameter(flat(mesh, *each)) for each in self.slices]
-        self.plain = [nn.Parameter(p.local.clone()) for p in self.flat]
-
-    def set_grads(self) -> None:
-        for p, q, each in zip(self.flat, self.plain, self.slices, strict=True):
-            p.grad = flat(self.mesh, *each)
-            q.grad = p.grad.local.clone()
-
-    def check(self, *optimizers: Any) -> None:
-        """Parameters agree bit by bit; given both optimizers, so does their state."""
-        for p, q in zip(self.flat, self.plain, strict=True):
-            assert torch.equal(p.local, q.detach())
-        if optimizers:
-            check_state(self, *optimizers)
-
-
-def check_state(pair: Pair, sharded: Any, plain: Any) -> None:
-    assert all(isinstance(key, FlatDTensor) for key in sharded.state)
-    for p, q in zip(pair.flat, pair.plain, strict=True):
-        found, expected = sharded.state[p], plain.state[q]
-        assert found.keys() == expected.keys()
-        for value, other in zip(found.values(), expected.values(), strict=True):
-            if isinstance(other, Tensor) and other.shape == q.shape:
-                assert type(value) is FlatDTensor
-                assert value.flat_placement == p.flat_placement
-                assert torch.equal(value.local, other)
-            else:
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other))
-
-
-def step_both(pair: Pair, sharded: Any, plain: Any, num_steps: int = 1) -> None:
-    for _ in range(num_steps):
-        pair.set_grads()
-        sharded.step()
-        plain.step()
+    with mesh_in_name_only() as made:
+        yield made
 
 
 # --- steps ---
@@ -465,61 +404,11 @@ def test_state_shares_memory_and_objects_stay(mesh: DeviceMesh) -> None:
     pair.check(sharded, plain)
 
 
-class Counting(torch.optim.Optimizer):
-    """SGD with signs, state in Python numbers, state of no parameter, deletions and defaults."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "num_steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.num_calls = getattr(self, "num_calls", 0) + 1
-        self.state["all"] = {"num_calls": self.num_calls}
-        for group in self.param_groups:
-            group["num_steps"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state.setdefault("num_steps", 0)
-                state["num_steps"] += 1
-                state.update(last=p.grad.sign(), scratch=torch.ones(2))
-                state |= {"union": torch.ones(3)}
-                del state["scratch"]
-                state.pop("absent", None)
-                p.sub_(state["last"], alpha=group["lr"] / state["num_steps"])
-
-
 class Renamed(torch.optim.AdamW):
     """A subclass with AdamW's own step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.02)
-
-
-class Centralised(torch.optim.SGD):
-    """Subtracts means of rows, as gradient centralisation does, in a step of its own."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for param in self.param_groups[0]["params"]:
-            param.grad -= param.grad.mean(-1, keepdim=True)
-        return super().step(closure)
-
-
-class Decorated(torch.optim.SGD):
-    """Wraps the step that it inherits, under its name."""
-
-    @functools.wraps(torch.optim.SGD.step)
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.optim.SGD.step(self, *args, **kwargs)
-
-
-class Factored(torch.optim.Adam):
-    """Keeps state that is not elementwise, for the step that it inherits."""
-
-    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._init_group(*args, **kwargs)
 
 
 def test_a_subclass_with_its_ancestors_step_is_taken(mesh: DeviceMesh) -> None:
@@ -530,36 +419,6 @@ def test_a_subclass_with_its_ancestors_step_is_taken(mesh: DeviceMesh) -> None:
         sharded = shard_optimizer(kind(pair.flat))
         step_both(pair, sharded, plain or kind(pair.plain), num_steps=2)
         pair.check()
-
-
-def test_a_step_that_is_not_elementwise_is_refused_without_an_engine(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"since Centralised steps whole tensors; found a ten"):
-            shard_optimizer(Centralised(pair.flat))
-    shard_optimizer(Centralised(pair.flat), elementwise=True)
-
-
-class Raising(torch.optim.SGD):
-    """Raises in each step."""
-
-    def step(self, closure: Any = None) -> Any:
-        raise ZeroDivisionError("no step")
-
-
-def test_a_trial_step_that_raises_is_an_error(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    with pytest.raises(ValueError, match=r"Raising raises ZeroDivisionError: no step\. elementw"):
-        shard_optimizer(Raising(pair.flat))
-    shard_optimizer(Raising(pair.flat), elementwise=True)
-
-
-@pytest.mark.parametrize("kind", [Decorated, Factored])
-def test_a_subclass_with_a_step_of_its_own_is_tried(mesh: DeviceMesh, kind: Any) -> None:
-    pair = Pair(mesh)
-    sharded = shard_optimizer(kind(pair.flat, lr=0.01))
-    step_both(pair, sharded, kind(pair.plain, lr=0.01), num_steps=2)
-    pair.check()
 
 
 class Lookup(torch.optim.Optimizer):
@@ -603,8 +462,6 @@ def test_state_of_plain_parameters_is_found_in_each_way(mesh: DeviceMesh) -> Non
 
 def test_any_elementwise_optimizer_may_be_declared_so(mesh: DeviceMesh) -> None:
     pair = Pair(mesh)
-    with pytest.raises(ValueError, match=r"since Counting steps whole tensors"):  # it has odd state
-        shard_optimizer(Counting(pair.flat))
     sharded, plain = shard_optimizer(Counting(pair.flat), elementwise=True), Counting(pair.plain)
     step_both(pair, sharded, plain, num_steps=3)
     assert sharded.num_calls == 3
@@ -615,15 +472,22 @@ def test_any_elementwise_optimizer_may_be_declared_so(mesh: DeviceMesh) -> None:
     pair.check()
 
 
-def test_optimizers_that_look_beyond_an_element_are_refused(mesh: DeviceMesh) -> None:
+def test_differentiable_optimizers_and_other_objects_are_refused(mesh: DeviceMesh) -> None:
     pair = Pair(mesh, [((6, 5), 7, 19)])
-    for make in (torch.optim.LBFGS, torch.optim.Adafactor):
-        with pytest.raises(ValueError, match=r"since .* steps whole tensors; found a tensor that"):
-            shard_optimizer(make(pair.flat))
     with pytest.raises(ValueError, match="expected differentiable=False"):
         shard_optimizer(torch.optim.SGD(pair.flat, differentiable=True))
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer; found 3"):
         shard_optimizer(3)  # type: ignore[type-var]
+
+
+def test_an_optimizer_that_needs_a_missing_extension_is_refused() -> None:
+    params = [nn.Parameter(torch.ones(3))]
+    optimizer = Counting(params)
+    with pytest.raises(ValueError, match=r"found Counting\. The extension whole_tensor_optimizers"):
+        WholeTensorSteps.make_hook(optimizer, (), StepPlacement(optimizer))
+    kind: Any = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
+    with pytest.raises(ValueError, match=r"found AdamW8bit, .* The extension low_bit_state"):
+        StateFormat.of(kind(params))
 
 
 def test_a_dropped_optimizer_frees_its_state_at_once(mesh: DeviceMesh) -> None:

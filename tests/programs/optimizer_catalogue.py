@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import fsdp_engine as fe
-from fsdp_engine.optim.behaviour import Needs
-from fsdp_engine.optim.owned_step import OwnedStep
+from fsdp_engine.extensions.whole_tensor_optimizers.behaviour import Needs
+from fsdp_engine.extensions.whole_tensor_optimizers.owned_step import OwnedStep
 from fsdp_engine.optim.shadow import step_hook_of
 from tests.pool import Ranks
 from tests.programs.packages import TORCHTITAN

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence, ValuesView
+from functools import partial
 from itertools import chain, count
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.extensions.offload.home import Home, HomePart, Homes, Steps
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.owned_homes import copy_moved
@@ -52,16 +54,23 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
-from fsdp_engine.optim.chunked_step import Shadows, called_once, entries_of, with_closures
-from fsdp_engine.optim.quantized_state import is_blockwise
+from fsdp_engine.optim.chunked_step import (
+    ChunkedStep,
+    StepChunk,
+    called_once,
+    entries_of,
+    step_in_turn,
+    with_closures,
+)
 from fsdp_engine.optim.shadow import (
-    Shadow,
+    PlainSlot,
     Slices,
     Slot,
     StepHook,
-    slice_of,
+    slice_within,
     step_hook_of,
 )
+from fsdp_engine.optim.state_format import StateFormat
 from fsdp_engine.optim.state_leaves import is_plain
 from fsdp_engine.optim.step_listeners import add_step_check
 
@@ -76,11 +85,6 @@ _OF_OPTIMIZER = {"defaults", "param_groups", "state"}
 # An unusual shape: state of it is state of each element. It has more elements than the vectors that
 # some optimizers exempt from quantisation (4096).
 _TRIAL_SHAPE = (4099,)
-
-
-def _slice_within(value: Tensor) -> Tensor:
-    """This rank's part of ``value``."""
-    return slice_of(value) if isinstance(value, FlatDTensor) else value
 
 
 class OffloadedBuffer(NamedTuple):
@@ -145,7 +149,7 @@ def offload_state(
     for buffer in buffers:
         of_param = buffer._replace(params=())  # whose keys are weak
         for param in buffer.params:
-            numel = _slice_within(param).numel()
+            numel = slice_within(param).numel()
             if is_divided and size and size + numel > num_elements:
                 unit, size = _Unit(offload, name, next(_NUMBERS)), 0
             size += numel
@@ -184,27 +188,13 @@ def refuse_offloaded(optimizer: Optimizer) -> None:
             :func:`~fsdp_engine.shard_optimizer`.
     """
     hook = step_hook_of(optimizer, StepHook)
-    if hook is not None and hook.takes_offload:
+    if hook is not None and hook.takes_moved_state:
         return
     if _OFFLOADS and find_offload(optimizer) is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
             "step, since the state of its parameters is offloaded; found that it was not called"
         )
-
-
-class _PlainSlot(Slot):
-    """A parameter that is not sharded: it is stepped on itself."""
-
-    def __init__(self, param: Tensor) -> None:
-        self.param: Any = param
-        self.local = self.param_local = param
-
-    def to_flat(self, key: Any, value: Any) -> Any:
-        return value
-
-    def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
-        return value, value
 
 
 class _WorkSlot(Slot):
@@ -233,7 +223,7 @@ class _Piece(NamedTuple):
     returns: bool
 
 
-class _Chunk:
+class _Chunk(StepChunk):
     """State of a unit's parameters, and what else of them lies elsewhere.
 
     Args:
@@ -252,6 +242,7 @@ class _Chunk:
         work: the same on the device.
         num_bytes: on the device.
         returns_weights: whether main weights are among its bytes.
+        has_state: whether the optimizer has state of its parameters.
     """
 
     def __init__(
@@ -262,6 +253,7 @@ class _Chunk:
         homes: Homes | None,
     ) -> None:
         self.unit = unit
+        self.has_state = False
         self.dtypes = list(dtypes)
         self._offload = offload = unit.offload
         self._moves_state = homes is not None
@@ -273,7 +265,7 @@ class _Chunk:
             places.append({})
             for key, dtype in keys.items():
                 places[-1][key] = size, dtype
-                size += round_up(_slice_within(param).numel() * dtype.itemsize, _ALIGNMENT)
+                size += round_up(slice_within(param).numel() * dtype.itemsize, _ALIGNMENT)
         self._places = places
         if homes is not None:
             home = homes.make(size, offload.state_out.drain)
@@ -302,7 +294,7 @@ class _Chunk:
         self._brought: Ticket | None = None
         self._taken: Ticket | None = None
         self._pending = _unique_objects(buffer.pending for buffer in buffers)
-        self.has_plain = any(isinstance(slot, _PlainSlot) for slot in self.slots)
+        self.has_plain = any(isinstance(slot, PlainSlot) for slot in self.slots)
 
     def _add(self, piece: _Piece) -> int:
         """Where the next piece begins."""
@@ -311,7 +303,7 @@ class _Chunk:
 
     def _slot(self, param: Any) -> Slot:
         if not isinstance(param, FlatDTensor):
-            return _PlainSlot(param)
+            return PlainSlot(param)
         if param not in _OFFLOADS or _OFFLOADS[param].buffer.main is None:
             return Slot(param)
         work = self._copy_of(param.local)
@@ -395,7 +387,10 @@ class _Chunk:
         return {k: v for k, v in values.items() if k in kept and isinstance(v, Tensor)}
 
     def bring(self) -> None:
-        """Take memory on the device, and begin to fill it from home."""
+        """Take memory on the device, and begin to fill it from home, if there is something to
+        bring."""
+        if not (self.has_state or self.brings_more_than_state):
+            return
         compute = self._offload.compute
         self.fill()
         self._brought = self._offload.state_in.submit(
@@ -501,7 +496,7 @@ class _ChunkStep(NamedTuple):
     held: Sequence[Tensor]
 
 
-class OffloadedStep(StepHook):
+class OffloadedStep(ChunkedStep):
     """Step hooks of an optimizer whose state lies elsewhere. See [Note: Offloaded state].
 
     Args:
@@ -513,18 +508,15 @@ class OffloadedStep(StepHook):
         OSError: there is too little space on the disk.
     """
 
-    takes_offload = True
-
     def __init__(self, optimizer: Optimizer, offload: Offloading) -> None:
-        if is_blockwise(optimizer):
+        if not implementation(StateFormat).of(optimizer).has_plain_tensors:
             raise ValueError(
                 f"optimizer: expected state in plain tensors, since it lies elsewhere between "
                 f"steps (offload); found {type(optimizer).__name__}, whose state is quantised"
             )
         self._offload = offload
         self._homes = offload.homes(STATE) if offload.moves(STATE) else None
-        self._shadows = Shadows(optimizer)
-        self._groups: list[list[Tensor]] = []
+        super().__init__(optimizer)
         self._chunks: list[_Chunk] = []
         self._slot_of: dict[int, tuple[_Chunk, int]] = {}  # by id of the parameter
         self._others: dict[Any, Any] = {}  # within a step: state of parameters without a home
@@ -554,11 +546,10 @@ class OffloadedStep(StepHook):
 
     # Steps.
 
-    def __call__(
+    def begin(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
-            return None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See :class:`StepHook`."""
         self._refresh(optimizer)
         self._refit(optimizer)
         arguments, kwargs = with_closures(args, kwargs, called_once)
@@ -577,20 +568,24 @@ class OffloadedStep(StepHook):
         else:
             finish_pending_steps()
             self._step_chunks(optimizer, arguments, kwargs)
-        return (self._without_parameters(optimizer), *arguments), kwargs
+        return (self._without_parameters(optimizer, {}), *arguments), kwargs
 
     def _step_chunks(
         self, optimizer: Any, arguments: Sequence[Any], kwargs: dict[str, Any]
     ) -> list[_ChunkStep]:
         """Submit the steps of all chunks and their copies."""
-        steps = []
+        steps: list[_ChunkStep] = []
+
+        def step(chunk: _Chunk) -> None:
+            states, local_of = self._brought(optimizer, chunk)
+            members = chunk.members
+            self._step_members(optimizer, members, states, local_of, arguments, kwargs)
+            steps.append(self._take(optimizer, chunk, states))
+
+        for chunk in self._chunks:
+            chunk.has_state = any(optimizer.state.get(slot.param) for slot in chunk.slots)
         try:
-            self._bring(optimizer, 0)
-            for number in range(len(self._chunks)):
-                shadow = self._enter(optimizer, number)
-                self._shadows.function(shadow, *arguments, **kwargs)
-                steps.append(self._leave(optimizer, number, shadow))
-            self._chunks[-1].leave()
+            step_in_turn([(chunk, partial(step, chunk)) for chunk in self._chunks])
             self._offload.memory.release_idle()  # of chunks, which no backward would use
         except BaseException:
             self._abandon()
@@ -627,11 +622,9 @@ class OffloadedStep(StepHook):
         if _has_tensors(self._shadows.values):
             self._offload.compute.wait(steps[-1].ticket)
 
-    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Step post-hook: torch has stepped groups without parameters."""
-        if isinstance(optimizer, Shadow):
-            return
-        self._shadows.store(optimizer)
+    def finish(self, optimizer: Any) -> None:
+        """See :class:`StepHook`."""
+        super().finish(optimizer)
         self._others.clear()
         if any(chunk.returns_weights for chunk in self._chunks):
             self._offload.wait()  # users may look at parameters, which lie at home
@@ -640,22 +633,9 @@ class OffloadedStep(StepHook):
             [slot.param_local for chunk in self._chunks for slot in chunk.slots]
         )
 
-    def _bring(self, optimizer: Any, number: int) -> None:
-        """Bring a chunk's state, if it has any."""
-        chunk = self._chunks[number]
-        if chunk.brings_more_than_state or any(
-            optimizer.state.get(slot.param) for slot in chunk.slots
-        ):
-            chunk.bring()
-
-    def _enter(self, optimizer: Any, number: int) -> Any:
-        """Returns the shadow of a chunk, with its state and gradients on the device."""
-        chunk = self._chunks[number]
-        if number:
-            self._chunks[number - 1].leave()
-        if number + 1 < len(self._chunks):
-            self._bring(optimizer, number + 1)
-        chunk.await_brought()
+    def _brought(self, optimizer: Any, chunk: _Chunk) -> tuple[dict[Any, Any], dict[int, Tensor]]:
+        """Returns the state of a chunk on the device, and its slices, which get their gradients, by
+        ``id`` of the parameter."""
         states = entries_of(optimizer)
         states |= self._others
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
@@ -665,17 +645,7 @@ class OffloadedStep(StepHook):
                     for key, value in state.items()
                 }
         chunk.slices.set_gradients()
-        groups = [
-            {**optimizer.param_groups[index], "params": list(members)}
-            for index, members in chunk.members.items()
-        ]
-        local_of = {id(slot.param): slot.local for slot in chunk.slots}
-        return self._shadows.make(optimizer, groups, states, local_of)
-
-    def _without_parameters(self, optimizer: Any) -> Any:
-        """The shadow for torch's own call of the step, which no hook sees fail."""
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        return self._shadows.make(optimizer, groups, entries_of(optimizer), {})
+        return states, {id(slot.param): slot.local for slot in chunk.slots}
 
     @staticmethod
     def _on_device(slot: Slot, key: Any, value: Any, kept: Any, work: Tensor | None) -> Any:
@@ -690,9 +660,8 @@ class OffloadedStep(StepHook):
         return local.to(slot.local.device) if local.ndim else local
 
     @torch.no_grad()
-    def _leave(self, optimizer: Any, number: int, shadow: Any) -> _ChunkStep:
-        """A chunk has stepped: keep what it stored, and write its state home."""
-        chunk = self._chunks[number]
+    def _take(self, optimizer: Any, chunk: _Chunk, states: dict[Any, Any]) -> _ChunkStep:
+        """A chunk has stepped: keep its state, and write it home."""
         transients = self._offload.memory.transients
         held = [
             grad
@@ -702,11 +671,10 @@ class OffloadedStep(StepHook):
         chunk.slices.clear_gradients()
         chunk.fill()  # where there was no state before
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
-            if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
+            if (found := states.pop(slot.local, None)) is not None:
                 of_param = optimizer.state.setdefault(slot.param, {})
                 self._keep(of_param, chunk, slot, found, kept, work)
-        self._shadows.keep(optimizer, shadow, list(chunk.members))
-        for key, value in shadow.chunk_states.items():
+        for key, value in states.items():
             if isinstance(key, Tensor) and self._others.get(key) is not value:
                 self._others[key] = optimizer.state[key] = value
         chunk.take()
@@ -722,8 +690,6 @@ class OffloadedStep(StepHook):
         work: dict[Any, Tensor],
     ) -> None:
         """Take over a slice's state ``found`` after a step into the parameter's ``state``."""
-        for key in [key for key in state if key not in found]:
-            del state[key]
         moved: list[tuple[Tensor, Tensor]] = []
         for key, value in found.items():
             if key in work and isinstance(value, Tensor):
@@ -734,18 +700,18 @@ class OffloadedStep(StepHook):
                     )
                 if value is not work[key]:
                     moved.append((work[key], value))
-                value = kept[key]
-            elif isinstance(value, Tensor) and value.ndim and value.shape == slot.local.shape:
-                if chunk.moves_state_of(slot):
-                    raise RuntimeError(
-                        f"offload.optimizer_state: expected the state {', '.join(map(str, work))}, "
-                        f"which a trial step has; found {key!r} as well after a step"
-                    )
-                before = state.get(key)
-                is_same = before is not None and _slice_within(before) is value
-                value = before if is_same else slot.to_flat(key, value)
-            if state.get(key, found) is not value:
-                state[key] = value
+                found[key] = kept[key]
+            elif (
+                chunk.moves_state_of(slot)
+                and isinstance(value, Tensor)
+                and value.ndim
+                and value.shape == slot.local.shape
+            ):
+                raise RuntimeError(
+                    f"offload.optimizer_state: expected the state {', '.join(map(str, work))}, "
+                    f"which a trial step has; found {key!r} as well after a step"
+                )
+        slot.keep(state, found)
         if moved:
             copy_moved(*zip(*moved, strict=True))
 
@@ -764,10 +730,8 @@ class OffloadedStep(StepHook):
         Raises:
             RuntimeError: a parameter was converted.
         """
-        groups = [list(group["params"]) for group in optimizer.param_groups]
         self._check_converted()
-        pairs = zip(chain(*groups), chain(*self._groups), strict=False)
-        if [*map(len, groups)] == [*map(len, self._groups)] and all(a is b for a, b in pairs):
+        if (groups := self._changed_groups(optimizer)) is None:
             return
         self._groups = groups
         by_unit: dict[_Unit, tuple[list[Tensor], list[dict[Any, torch.dtype]]]] = defaultdict(
@@ -870,7 +834,7 @@ class OffloadedStep(StepHook):
         state = states.get(slot.param, {})
         for key, home in kept.items():
             if (value := state.get(key)) is not None and value is not home:
-                _slice_within(home).copy_(slot.to_local(key, value)[1])
+                slice_within(home).copy_(slot.to_local(key, value)[1])
                 state[key] = home
 
     def _try(
@@ -897,7 +861,7 @@ class OffloadedStep(StepHook):
                 for _ in range(2):
                     param.grad = allocator.zeros(_TRIAL_SHAPE, dtype, device)
                     self._shadows.function(shadow)
-                self._shadows.function(self._without_parameters(optimizer))
+                self._shadows.function(self._without_parameters(optimizer, {}))
         except Exception as error:
             raise ValueError(
                 f"optimizer: expected a step on a parameter of shape {_TRIAL_SHAPE}, from which "

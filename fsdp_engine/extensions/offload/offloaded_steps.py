@@ -32,7 +32,7 @@ class OffloadedSteps(StepPlacement):
             return super().make_place()
         return StateHome(self._offload, self._homes)
 
-    def check_owners(self, name: str) -> None:
+    def check_whole_tensors(self, name: str) -> None:
         """See :class:`StepPlacement`."""
         for role in ("main_weights", "gradients"):
             if self._offload is not None and self._offload.moves(role):

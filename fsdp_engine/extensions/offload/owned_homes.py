@@ -16,10 +16,9 @@ from torch import Tensor
 
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.extensions.offload.home import Home, Homes
-from fsdp_engine.extensions.offload.offloading import Offloading
+from fsdp_engine.extensions.offload.offloading import LEDGER_ROLES, Offloading
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import TransientStorage, begin_together, storage_keys
-from fsdp_engine.optim.owner_messages import ROLE
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StatePlace
 
@@ -140,7 +139,9 @@ class StateHome(StatePlace):
             size += round_up(math.prod(shape) * dtype.itemsize, _ALIGNMENT)
         self._home = self._homes.make(size, self._offload.state_out.drain)
         self._taken = None
-        self._storage = self._offload.memory.transient(size, torch.uint8, ROLE)
+        self._storage = self._offload.memory.transient(
+            size, torch.uint8, LEDGER_ROLES["optimizer_state"]
+        )
         self._fill()
         self._bytes = self._storage.view(0, (size,))
         if old is not None:

@@ -29,7 +29,7 @@ from fsdp_engine.extensions.reports.peaks import Peak, begin_device_peak, device
 from fsdp_engine.extensions.reports.wait_meter import WaitMeter
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.kinds import KIND_OF_ROLE
-from fsdp_engine.optim.owned_step import describe_owners
+from fsdp_engine.optim.shadow import describe_steps
 from fsdp_engine.optim.state_leaves import leaves_of
 from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -364,7 +364,7 @@ def describe(engine: Engine) -> Description:
     held = {place: engine.memory_bytes(place) for place in engine.memory.elsewhere}
     elsewhere = {place: by_role for place, by_role in held.items() if by_role}
     measured = engine.extension(_Latest).measured
-    return Description(title, tuple(rows), measured, elsewhere, tuple(describe_owners(ids)))
+    return Description(title, tuple(rows), measured, elsewhere, tuple(describe_steps(ids)))
 
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:

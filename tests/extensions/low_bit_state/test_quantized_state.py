@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._pytree import tree_map_only
 
 import fsdp_engine as fe
-from fsdp_engine.optim import sharded_step
+from fsdp_engine.extensions.low_bit_state.low_bit_formats import LowBitFormats
+from fsdp_engine.optim.sharded_step import is_elementwise
 from tests.checkpoint.scene import shared_folder
 from tests.composition.tensor_parallel import mesh_of
 from tests.pool import Ranks, on_few_ranks, on_ranks
@@ -387,8 +388,9 @@ def test_norms_of_whole_parameters_are_not_known_to_be_elementwise() -> None:
     for name, value in (("max_unorm", 1.0), ("percentile_clipping", 5), ("block_wise", False)):
         optimizer = Momentum8bit(nn.Linear(2, 2).parameters(), 1e-3)
         setattr(optimizer.args, name, value)
-        assert not sharded_step._is_known(optimizer)
-    assert sharded_step._is_known(Momentum8bit(nn.Linear(2, 2).parameters(), 1e-3))
+        assert not is_elementwise(optimizer, LowBitFormats.of(optimizer))
+    optimizer = Momentum8bit(nn.Linear(2, 2).parameters(), 1e-3)
+    assert is_elementwise(optimizer, LowBitFormats.of(optimizer))
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.offload.disk_memory import DiskBlock
-from fsdp_engine.optim.owned_step import OwnedStep
+from fsdp_engine.extensions.whole_tensor_optimizers.owned_step import OwnedStep
 from fsdp_engine.optim.shadow import step_hook_of
 from tests import reference
 
@@ -240,7 +240,9 @@ def late_disk(read: float = 0.003, write: float = 0.006) -> Iterator[None]:
     """Within it chunks have a parameter of each rank, and state is read, and written, after a
     delay in seconds: a read that no step awaits ends when new state is in its place."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.optim.owned_step._CHUNK_ELEMENTS", 1)
+        patch.setattr(
+            "fsdp_engine.extensions.whole_tensor_optimizers.owned_step._CHUNK_ELEMENTS", 1
+        )
         for name, seconds in (("read", read), ("write", write)):
             call = getattr(DiskBlock, name)
 

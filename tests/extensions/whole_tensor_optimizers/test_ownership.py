@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fsdp_engine.optim.ownership import (
+from fsdp_engine.extensions.whole_tensor_optimizers.ownership import (
     Item,
     assign_owners,
     least_share,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.optim.owned_step import OwnedStep
-from fsdp_engine.optim.owner_messages import ChunkMessages
+from fsdp_engine.extensions.whole_tensor_optimizers.owned_step import OwnedStep
+from fsdp_engine.extensions.whole_tensor_optimizers.owner_messages import ChunkMessages
 from fsdp_engine.optim.shadow import step_hook_of
 from fsdp_engine.optim.state_leaves import leaves_of
 from tests import reference

@@ -13,7 +13,7 @@ from torch import Tensor
 import fsdp_engine as fe
 from fsdp_engine.extensions.offload.home import HostHome, Steps
 from fsdp_engine.extensions.offload.owned_homes import StateHome
-from fsdp_engine.optim.owned_params import Chunk
+from fsdp_engine.extensions.whole_tensor_optimizers.owned_params import Chunk
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import Job, compare, differences, random_delays, train
@@ -65,7 +65,9 @@ def job(pair: tuple[str, str], **options: Any) -> Job:
 @on_ranks(2)
 def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.optim.owned_step._CHUNK_ELEMENTS", 1)
+        patch.setattr(
+            "fsdp_engine.extensions.whole_tensor_optimizers.owned_step._CHUNK_ELEMENTS", 1
+        )
         given = job((inner, outer), sizes=(1, 2))
         expected = train(given, "cpu")
         for seed in range(2):
@@ -81,7 +83,9 @@ def test_weights_are_wrong_where_compute_does_not_wait_for_them() -> None:
         chunk.drop_messages()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.optim.owned_step._CHUNK_ELEMENTS", 1)
+        patch.setattr(
+            "fsdp_engine.extensions.whole_tensor_optimizers.owned_step._CHUNK_ELEMENTS", 1
+        )
         patch.setattr(Chunk, "await_weights", no_wait)
         given = job(("optim_grads_params", "no_shard"))
         found = [compare(given, seed=seed, delay=2e-3) for seed in (0, 1)]

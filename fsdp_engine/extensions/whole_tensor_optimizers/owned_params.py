@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,43 @@ from fsdp_engine.comm.groups import group_of_ranks
 from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import Lanes, Ticket
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.extensions.whole_tensor_optimizers.owner_messages import ROLE, ChunkMessages, Owned
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory.allocator import Memory, storage_keys
-from fsdp_engine.optim.chunked_step import Stored
-from fsdp_engine.optim.owner_messages import ROLE, ChunkMessages, Owned
-from fsdp_engine.optim.state_leaves import NumberLeaf, described, leaves_of, map_leaves
+from fsdp_engine.optim.chunked_step import StepChunk, Stored
+from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StatePlace
 
 _TAGS = 2, 3  # of messages of gradients and weights
 _version_of = attrgetter("_version")
+
+
+class TensorLeaf(NamedTuple):
+    """A tensor in the state of a parameter, as ranks that do not own it know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class NumberLeaf(NamedTuple):
+    """A number in the state of a parameter, whose value ranks exchange after each step."""
+
+    kind: type
+
+
+class OtherLeaf(NamedTuple):
+    """Another object in the state of a parameter, that ranks exchange when it changes."""
+
+    value: Any
+
+
+def described(value: Any) -> Any:
+    """What other ranks know of a value in the state of a parameter."""
+    if isinstance(value, Tensor):
+        return TensorLeaf(tuple(value.shape), value.dtype)
+    if isinstance(value, bool | int | float):
+        return NumberLeaf(type(value))
+    return OtherLeaf(value if value is None or isinstance(value, str) else type(value).__name__)
 
 
 @dataclass(eq=False)
@@ -96,7 +124,7 @@ def flat_slice(tensor: Any) -> Tensor:
     return detached.view(-1) if detached.is_contiguous() else detached.reshape(-1)
 
 
-class Chunk:
+class Chunk(StepChunk):
     """Parameters that are stepped together, of all ranks of a mesh.
 
     Args:
@@ -108,6 +136,8 @@ class Chunk:
     Attributes:
         params, messages, place: see the arguments.
         mine: those that this rank owns, by number.
+        gradients: within a step, this rank's slices by number; None: there is no gradient, on no
+            rank.
     """
 
     def __init__(
@@ -121,27 +151,36 @@ class Chunk:
         self.messages = messages
         self.place = place
         self.mine = {number: params[number] for number in messages.mine}
+        self.gradients: Sequence[Tensor | None] = ()
+        self._brings_weights = False
         self._lanes = lanes
         self._brought: Ticket | None = None
         self._returned: Ticket | None = None
 
-    def bring_state(self) -> None:
-        """Begin to bring the state of what this rank owns, once in a step, to the device."""
-        self.place.bring()
-
-    def bring(self, gradients: Sequence[Tensor | None], *, brings_weights: bool) -> None:
-        """Begin to bring gradients, and weights if other ranks have other ones, to this rank.
+    def begin(self, gradients: Mapping[int, Tensor | None], *, brings_weights: bool) -> None:
+        """Prepare a step.
 
         Args:
-            gradients: this rank's slices, by number; None: there is no gradient, on no rank.
-            brings_weights: as well, into the same memory.
+            gradients: this rank's slices, by ``id`` of the parameter.
+            brings_weights: ranks have other weights than owners.
         """
+        self.gradients = [gradients.get(id(each.param)) for each in self.params]
+        self._brings_weights = brings_weights
+
+    def bring(self) -> None:
+        """Begin to bring to this rank what the step reads: the state of what it owns, gradients,
+        and weights if ranks have other ones."""
+        self.place.bring()
+        self.bring_messages()
+
+    def bring_messages(self) -> None:
+        """As :meth:`bring`, without state."""
         lanes, messages = self._lanes, self.messages
         messages.fill(lanes.compute)
         now = lanes.compute.record()
-        if brings_weights:
+        if self._brings_weights:
             now = messages.bring_weights(lanes.inner_reduce, now, self.locals, self.wholes)
-        self._brought = messages.bring_gradients(lanes.inner_reduce, now, gradients)
+        self._brought = messages.bring_gradients(lanes.inner_reduce, now, self.gradients)
 
     def await_brought(self) -> None:
         """Compute waits for what :meth:`bring` began."""
@@ -167,15 +206,16 @@ class Chunk:
 
     def drop_messages(self) -> None:
         """Free the memory of messages, and of gradients."""
+        self.gradients = ()
         self.messages.drain(self._lanes.compute)
 
-    def end(self) -> None:
+    def leave(self) -> None:
         """The step is over: free what it had on the device."""
         self.await_weights()
         self.place.leave()
 
     def abandon(self) -> None:
-        """As :meth:`end`, after the lanes have ended what they were given."""
+        """As :meth:`leave`, after the lanes have ended what they were given."""
         self._brought = self._returned = None
         self.drop_messages()
         self.place.abandon()

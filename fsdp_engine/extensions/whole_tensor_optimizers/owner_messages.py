@@ -59,6 +59,16 @@ class Owned(NamedTuple):
         return math.prod(self.site.shape)
 
 
+def sources_for(site: ParamSite, rank: int) -> range:
+    """The ranks whose parts, put together, are the parameter: those nearest to ``rank``."""
+    mesh, depth = site.buffer.mesh, site.buffer.depth
+    if depth == 2:
+        return range(mesh.size)
+    row = 1 if depth == 0 else mesh.inner.size
+    first = rank - rank % row
+    return range(first, first + row)
+
+
 class Part(NamedTuple):
     """A part of a parameter in a message.
 
@@ -130,12 +140,12 @@ def _parts(chunk: Sequence[Owned], rank: int, *, to_all: bool) -> tuple[list[Par
     as_owner, as_holder = [], []
     for number, (site, owner, _) in enumerate(chunk):
         if owner == rank:
-            others = range(site.buffer.mesh.size) if to_all else site.sources_for(rank)
+            others = range(site.buffer.mesh.size) if to_all else sources_for(site, rank)
             for other in others:
                 start, stop = site.range_of(other)
                 if other != rank and start < stop:
                     as_owner.append(Part(other, number, start, stop))
-        elif to_all or site.holds_for(rank, owner):
+        elif to_all or rank in sources_for(site, owner):
             start, stop = site.range_of(rank)
             if start < stop:
                 as_holder.append(Part(owner, number, start, stop))

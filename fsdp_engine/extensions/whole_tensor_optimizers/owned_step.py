@@ -29,13 +29,12 @@ must call it.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,67 +42,48 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_engine.comm.mesh import DataMesh
-from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
-from fsdp_engine.memory import allocator
-from fsdp_engine.optim.behaviour import Found, Needs, TrialFailed, Trials
-from fsdp_engine.optim.chunked_step import (
-    Shadows,
-    called_once,
-    entries_of,
-    with_closures,
+from fsdp_engine.extensions.whole_tensor_optimizers.behaviour import (
+    Found,
+    Needs,
+    TrialFailed,
+    Trials,
 )
-from fsdp_engine.optim.owned_params import (
+from fsdp_engine.extensions.whole_tensor_optimizers.owned_params import (
     Chunk,
     MeshOwners,
+    NumberLeaf,
     OwnedParam,
+    TensorLeaf,
+    described,
     flat_slice,
 )
-from fsdp_engine.optim.owner_messages import Owned
-from fsdp_engine.optim.ownership import (
+from fsdp_engine.extensions.whole_tensor_optimizers.owner_messages import Owned
+from fsdp_engine.extensions.whole_tensor_optimizers.ownership import (
     Item,
     assign_owners,
     in_chunks,
     shares_of,
     step_work,
 )
-from fsdp_engine.optim.parameter_sites import ParamSite, site_of
-from fsdp_engine.optim.shadow import Shadow, Slices, Slot, StepHook
-from fsdp_engine.optim.state_leaves import (
-    NumberLeaf,
-    TensorLeaf,
-    described,
-    leaves_of,
-    map_leaves,
+from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
+from fsdp_engine.memory import allocator
+from fsdp_engine.optim.chunked_step import (
+    ChunkedStep,
+    StepChunk,
+    called_once,
+    entries_of,
+    step_in_turn,
+    with_closures,
 )
+from fsdp_engine.optim.parameter_sites import ParamSite, site_of
+from fsdp_engine.optim.shadow import PlainSlot, Slices, Slot, StepHook
+from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StepPlacement
+from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
 
 _MOST_CHUNKS = 8
 # Of one rank in one chunk, at least.
 _CHUNK_ELEMENTS = 2**20
-
-
-# Those that step, in the order in which they were made.
-_STEPS: weakref.WeakValueDictionary[int, OwnedStep] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-class _Work(NamedTuple):
-    """A chunk in a step.
-
-    Attributes:
-        chunk: the parameters.
-        gradients: this rank's slices, by number.
-        brings_weights: whether ranks have other weights than owners.
-    """
-
-    chunk: Chunk
-    gradients: Sequence[Tensor | None]
-    brings_weights: bool
-
-    def bring(self) -> None:
-        """Begin to bring what the step needs."""
-        self.chunk.bring_state()
-        self.chunk.bring(self.gradients, brings_weights=self.brings_weights)
 
 
 def _shape_of(param: Any) -> tuple[int, ...] | None:
@@ -126,6 +106,21 @@ def _site(param: Tensor) -> ParamSite:
     site = site_of(param)
     assert site is not None
     return site
+
+
+def _central_part(site: ParamSite) -> tuple[Sequence[int], int]:
+    """The ranks that hold the middle element of a parameter, and the elements that each of them
+    holds; none if all ranks hold all of it."""
+    layout, mesh, depth = site.buffer.layout, site.buffer.mesh, site.buffer.depth
+    if depth == 0:
+        return (), 0
+    slot = layout.slots[site.number]
+    inner, place = divmod(slot.offset + slot.numel // 2, layout.numel // layout.inner_size)
+    ranks: Sequence[int] = range(inner, mesh.size, mesh.inner.size)
+    if depth == 2:
+        ranks = (place // layout.shard_numel * mesh.inner.size + inner,)
+    start, stop = site.range_of(ranks[0])
+    return ranks, stop - start
 
 
 def _tried(
@@ -217,21 +212,6 @@ def _chunks_of(items: Sequence[Item], owners: Sequence[int], num_ranks: int) -> 
     return [used[chunk] for chunk in chunks]
 
 
-def _keep(states: Any, slot: Slot, found: Any) -> None:
-    """Take over a slice's state after a step."""
-    if not found:
-        return
-    state = states[slot.param]
-    for key in [key for key in state if key not in found]:
-        del state[key]
-    for key, value in found.items():
-        before = state.get(key)
-        if isinstance(before, FlatDTensor) and before.local is value:
-            continue
-        if before is not value:
-            state[key] = slot.to_flat(key, value)
-
-
 def _as_number(key: Any) -> tuple[bool, Any]:
     return (not isinstance(key, int), key if isinstance(key, int) else str(key))
 
@@ -272,7 +252,7 @@ def _settled(now: Any, loaded: Any) -> Any:
     return loaded.to(now.dtype) if isinstance(now, DTensor) else now
 
 
-class OwnedStep(StepHook):
+class OwnedStep(ChunkedStep):
     """Step hooks of an optimizer some of whose parameters have owners. See [Note: Owners].
 
     Args:
@@ -288,27 +268,22 @@ class OwnedStep(StepHook):
         ValueError: a trial step failed, or a parameter cannot have an owner.
     """
 
-    takes_offload = True
-
     def __init__(
         self, optimizer: Optimizer, whole: Sequence[str], placement: StepPlacement
     ) -> None:
+        super().__init__(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._placement = placement
         self._place_of_slices = placement.make_place()
         self._patterns = tuple(whole)
-        self._shadows = Shadows(optimizer)
-        self._groups: list[list[Tensor]] = []
         self._owners: list[MeshOwners] = []
         self._owned: dict[int, OwnedParam] = {}  # by id of the parameter
         self._unit_of: dict[int, object] = {}  # parameters that are stepped at once, by id of each
-        self._slots: list[Slot] = []
         self._slices = Slices([])
-        self._plain: list[Tensor] = []
+        self._plain: list[Slot] = []
         self._reads: list[Any] = []
         # Parameters whose state was loaded since the last step, with what their owner has.
         self._loaded: list[tuple[OwnedParam, Any]] = []
-        self._stepped: set[int] = set()  # groups in this step, on this rank
         self.needs: dict[str, Needs] = {}
         self._work: dict[int, float] = {}  # by id of the parameter
         self._shares: list[str] = []
@@ -321,23 +296,20 @@ class OwnedStep(StepHook):
         """Whether some parameter has an owner."""
         return bool(self._owners)
 
-    def owns(self, param: Tensor) -> bool:
-        """Whether ``param`` has an owner."""
+    def keeps_full_state(self, param: Tensor) -> bool:
+        """See :class:`StepHook`: those that have owners do."""
         return id(param) in self._owned
-
-    def owns_id(self, param: int) -> bool:
-        """As :meth:`owns`, by ``id``."""
-        return param in self._owned
 
     def register(self, optimizer: Optimizer) -> None:
         """Hook it to its optimizer."""
-        _STEPS[next(_NUMBERS)] = self
         super().register(optimizer)
         optimizer.register_state_dict_post_hook(self._complete_state_dict)
         optimizer.register_load_state_dict_post_hook(self._take_loaded)
 
-    def describe(self) -> str:
-        """Which parameters are stepped how, and this rank's share, in a sentence each."""
+    def describe(self, params: Collection[int]) -> str:
+        """See :class:`StepHook`: which parameters are stepped how, and this rank's share."""
+        if self._owned.keys().isdisjoint(params):
+            return ""
         kind, needs = type(self._optimizer()).__name__, list(self.needs.values())
         lines = [
             f"{kind}: {needs.count(Needs.ELEMENT):,} parameters are stepped on slices, "
@@ -367,10 +339,7 @@ class OwnedStep(StepHook):
             ValueError: parameters that are stepped at once have several owners.
         """
         self._check_converted()
-        groups = [list(group["params"]) for group in optimizer.param_groups]
-        if [*map(len, groups)] == [*map(len, self._groups)] and all(
-            a is b for a, b in zip(chain(*groups), chain(*self._groups), strict=True)
-        ):
+        if (groups := self._changed_groups(optimizer)) is None:
             return
         found = self._units_of(optimizer)
         for members in found:
@@ -380,7 +349,8 @@ class OwnedStep(StepHook):
         self._shadows.refresh(optimizer)
         units: dict[int, list[list[tuple[int, Tensor]]]] = {}
         meshes: dict[int, DataMesh] = {}
-        slots, plain = [], []
+        slots: list[Slot] = []
+        plain: list[Slot] = []
         for members in found:
             first = site_of(members[0][1]) if members else None
             if first is None or id(members[0][1]) in self._owned:
@@ -396,8 +366,8 @@ class OwnedStep(StepHook):
                 if isinstance(param, FlatDTensor):
                     slots.append(Slot(param))
                 else:
-                    plain.append(param)
-        self._slots, self._slices, self._plain = slots, Slices(slots), plain
+                    plain.append(PlainSlot(param))
+        self._slices, self._plain = Slices(slots), plain
         num_before = len(self._owners)
         for key, of_mesh in units.items():
             self._add_owners(meshes[key], of_mesh)
@@ -484,7 +454,7 @@ class OwnedStep(StepHook):
             numel = sum(torch.Size(shape).numel() for shape in shapes)
             work = sum(self._work[id(param)] for _, param in unit)
             is_one = len(sites) == 1
-            near = (sites[0].central_ranks, sites[0].central_numel) if is_one else ()
+            near = _central_part(sites[0]) if is_one else ()
             items.append(Item(work, numel, *near))
         owners = assign_owners(items, mesh.size)
         chunk_of = _chunks_of(items, owners, mesh.size)
@@ -512,20 +482,17 @@ class OwnedStep(StepHook):
                     "under torch.no_grad() (param.copy_(values))"
                 )
         if not self._slices.are_current:
-            self._slots = [Slot(slot.param) for slot in self._slots]
-            self._slices = Slices(self._slots)
+            self._slices = Slices([*map(Slot, self._slices.params)])
 
     # Steps.
 
-    def __call__(
+    def begin(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
-            return None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See :class:`StepHook`."""
         self._refresh(optimizer)
         self._settle(optimizer)
         self._shadows.clear()
-        self._stepped.clear()
         try:
             if self._is_joint and any(map(callable, (*args[1:], *kwargs.values()))):
                 error, loss = self._step_jointly(optimizer, args, kwargs)
@@ -555,49 +522,41 @@ class OwnedStep(StepHook):
                 f"{type(optimizer).__name__}: expected its step to succeed on the owners of all "
                 "parameters; found that it raised on another rank, which says why"
             )
-        return (self._without_parameters(optimizer), *arguments), kwargs
+        self._last = self._without_parameters(optimizer, self._dummies())
+        return (self._last, *arguments), kwargs
 
     def _step_all(
         self, optimizer: Any, arguments: list[Any], kwargs: dict[str, Any]
     ) -> Exception | None:
         """Step all chunks; returns the first error of a step, which others need not wait for."""
         self._wait_for_gradients()
-        works: list[_Work] = []
+        error: Exception | None = None
+
+        def attempt(step: Callable[[], None]) -> None:
+            nonlocal error
+            if error is None:
+                try:
+                    step()
+                except Exception as caught:  # of the optimizer; others wait for weights
+                    error = caught
+
+        def step_chunk(chunk: Chunk) -> None:
+            attempt(partial(self._step_chunk, optimizer, chunk, arguments, kwargs))
+            chunk.return_weights()
+
+        of_slices = partial(self._step_slices, optimizer, arguments, kwargs)
+        steps: list[tuple[StepChunk, Callable[[], None]]] = [
+            (self._place_of_slices, partial(attempt, of_slices))
+        ]
         gradients = [self._gradients(owners) for owners in self._owners]
         for owners, found in zip(self._owners, gradients, strict=True):
             owners.start([found[id(each.param)] for each in owners.params])
         for owners, found in zip(self._owners, gradients, strict=True):
-            changed = owners.finish_start()
+            brings_weights = owners.finish_start()
             for chunk in owners.chunks:
-                of_chunk = [found[id(each.param)] for each in chunk.params]
-                works.append(_Work(chunk, of_chunk, changed))
-        error: Exception | None = None
-
-        def step(action: Callable[[], None]) -> None:
-            nonlocal error
-            if error is None:
-                try:
-                    action()
-                except Exception as caught:  # of the optimizer; others wait for weights
-                    error = caught
-
-        self._place_of_slices.bring()
-        if works:
-            works[0].bring()
-        step(partial(self._step_slices, optimizer, arguments, kwargs))
-        for number, work in enumerate(works):
-            work.chunk.await_brought()
-            if number:
-                works[number - 1].chunk.end()
-            else:
-                self._place_of_slices.leave()
-            if number + 1 < len(works):
-                works[number + 1].bring()
-            chunk, grads, _ = work
-            step(partial(self._step_chunk, optimizer, chunk, grads, arguments, kwargs))
-            chunk.return_weights()
-        if works:
-            works[-1].chunk.end()
+                chunk.begin(found, brings_weights=brings_weights)
+                steps.append((chunk, partial(step_chunk, chunk)))
+        step_in_turn(steps)
         return error
 
     def _step_jointly(
@@ -624,14 +583,14 @@ class OwnedStep(StepHook):
             losses.append(loss)
             self._wait_for_gradients()
             found = self._gradients(owners)
-            gradients = [found[id(each.param)] for each in chunk.params]
-            owners.start(gradients)
-            chunk.bring(gradients, brings_weights=owners.finish_start() and len(losses) == 1)
+            owners.start([found[id(each.param)] for each in chunk.params])
+            chunk.begin(found, brings_weights=owners.finish_start() and len(losses) == 1)
+            chunk.bring_messages()
             chunk.await_brought()
             for number, each in chunk.mine.items():
                 assert each.whole is not None
                 grad = chunk.messages.gradients[number]
-                each.whole.grad = None if gradients[number] is None else grad.clone()
+                each.whole.grad = None if chunk.gradients[number] is None else grad.clone()
             chunk.drop_messages()
             return loss
 
@@ -643,11 +602,11 @@ class OwnedStep(StepHook):
             return call
 
         if chunk.mine:
-            chunk.bring_state()
+            chunk.place.bring()
+            chunk.begin({}, brings_weights=False)  # closures bring gradients
             arguments, named = with_closures(args, kwargs, on_owner)
-            nothing = [None] * len(chunk.params)  # closures bring gradients
             try:
-                self._step_chunk(optimizer, chunk, nothing, arguments, named)
+                self._step_chunk(optimizer, chunk, arguments, named)
             except Exception as caught:  # others wait for weights
                 error = caught
             owners.tell(False)
@@ -656,7 +615,7 @@ class OwnedStep(StepHook):
             while owners.tell(False):
                 evaluate(closures[0])
         chunk.return_weights()
-        chunk.end()
+        chunk.leave()
         return error, losses[0] if losses else None
 
     def _wait_for_gradients(self) -> None:
@@ -680,12 +639,7 @@ class OwnedStep(StepHook):
 
     @torch.no_grad()
     def _step_chunk(
-        self,
-        optimizer: Any,
-        chunk: Chunk,
-        gradients: Sequence[Tensor | None],
-        arguments: list[Any],
-        kwargs: dict[str, Any],
+        self, optimizer: Any, chunk: Chunk, arguments: list[Any], kwargs: dict[str, Any]
     ) -> None:
         """Step what this rank owns of a chunk."""
         mine = chunk.mine
@@ -693,120 +647,81 @@ class OwnedStep(StepHook):
             return
         states = entries_of(optimizer)
         members: dict[int, list[Tensor]] = {}
+        local_of: dict[int, Tensor] = {}
         for number, each in mine.items():
-            whole = each.whole
-            assert whole is not None
-            if gradients[number] is not None:
+            assert each.whole is not None
+            whole = local_of[id(each.param)] = each.whole
+            if chunk.gradients[number] is not None:
                 whole.grad = chunk.messages.gradients[number].to(whole.dtype)
             if state := optimizer.state.get(each.param):
                 states[whole] = chunk.place.on_device(state)
             for group in each.groups:
                 members.setdefault(group, []).append(whole)
-        local_of = {id(each.param): each.whole for each in mine.values()}
         try:
-            shadow = self._run(optimizer, members, states, local_of, arguments, kwargs)
-            found = [shadow.chunk_states.pop(each.whole, None) for each in mine.values()]
-            found = chunk.place.take(found)
-            for each, state in zip(mine.values(), found, strict=True):
+            self._step_members(optimizer, members, states, local_of, arguments, kwargs)
+            found = [states.pop(whole, None) for whole in local_of.values()]
+            for each, state in zip(mine.values(), chunk.place.take(found), strict=True):
                 if state:
                     optimizer.state[each.param] = state
-            self._shadows.keep(optimizer, shadow, list(members))
         finally:
-            for each in mine.values():
-                assert each.whole is not None
-                each.whole.grad = None
+            for whole in local_of.values():
+                whole.grad = None
 
     @torch.no_grad()
     def _step_slices(self, optimizer: Any, arguments: list[Any], kwargs: dict[str, Any]) -> None:
         """Step the slices of parameters without an owner, and plain parameters."""
-        if not (self._slots or self._plain):
+        sharded, place = self._slices.slots, self._place_of_slices
+        slots = [*sharded, *self._plain]
+        if not slots:
             return
-        states, place = entries_of(optimizer), self._place_of_slices
-        local_of: dict[int, Tensor] = {id(slot.param): slot.local for slot in self._slots}
-        local_of |= {id(param): param for param in self._plain}
-        for slot in self._slots:
+        states = entries_of(optimizer)
+        for slot in slots:
             if state := optimizer.state.get(slot.param):
-                states[slot.local] = {}
-                for key, value in state.items():
-                    state[key], local = slot.to_local(key, value)
-                    states[slot.local][key] = place.on_device(local)
-        for param in self._plain:
-            if state := optimizer.state.get(param):
-                states[param] = state
+                states[slot.local] = slot.load(state)
+        for slot in sharded:
+            if state := states.get(slot.local):
+                states[slot.local] = place.on_device(state)
+        local_of = {id(slot.param): slot.local for slot in slots}
         members = {}
         for number, group in enumerate(self._groups):
             if found := [local_of[id(p)] for p in group if id(p) in local_of]:
                 members[number] = found
         self._slices.set_gradients()
         try:
-            shadow = self._run(optimizer, members, states, local_of, arguments, kwargs)
+            self._step_members(optimizer, members, states, local_of, arguments, kwargs)
         finally:
             self._slices.clear_gradients()
-        found = [shadow.chunk_states.pop(slot.local, None) for slot in self._slots]
-        found = place.take(found)
-        for slot, kept in zip(self._slots, found, strict=True):
-            _keep(optimizer.state, slot, kept)
-        for param in self._plain:
-            if state := shadow.chunk_states.pop(param, None):
-                optimizer.state[param] = state
-        self._shadows.keep(optimizer, shadow, list(members))
+        stepped = [states.get(slot.local) for slot in slots]
+        taken = place.take(stepped[: len(sharded)]) + stepped[len(sharded) :]
+        for slot, state in zip(slots, taken, strict=True):
+            if state:
+                slot.keep(optimizer.state.setdefault(slot.param, {}), state)
 
-    def _run(
-        self,
-        optimizer: Any,
-        members: Mapping[int, list[Tensor]],
-        states: Any,
-        local_of: Mapping[int, Any],
-        arguments: list[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Step the shadow with ``members`` of groups; returns it."""
-        groups = [
-            {**optimizer.param_groups[number], "params": list(params)}
-            for number, params in members.items()
-        ]
-        shadow = self._shadows.make(optimizer, groups, states, local_of)
-        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
-            self._shadows.function(shadow, *arguments, **kwargs)
-        self._stepped.update(members)
-        return shadow
-
-    def _without_parameters(self, optimizer: Any) -> Any:
-        """The shadow for torch's own call of the step, which no hook sees fail."""
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        states, local_of = entries_of(optimizer), {}
-        if not self._takes_nothing:
-            for group, params in zip(groups, self._groups, strict=True):
-                if not params:
-                    continue
-                like = params[0]
-                dummy = allocator.zeros((1,) * like.ndim, like.dtype, like.device)
-                dummy.grad = allocator.zeros(tuple(dummy.shape), like.dtype, like.device)
-                group["params"] = [dummy]
-                local_of[id(like)] = dummy
-        self._last = self._shadows.make(optimizer, groups, states, local_of)
-        return self._last
+    def _dummies(self) -> dict[int, Tensor]:
+        """A parameter of one element for each group, by ``id`` of the one that it replaces; none:
+        the step takes groups without parameters."""
+        dummies: dict[int, Tensor] = {}
+        for like in (params[0] for params in self._groups if params and not self._takes_nothing):
+            shape = (1,) * like.ndim
+            dummies[id(like)] = dummy = allocator.zeros(shape, like.dtype, like.device)
+            dummy.grad = allocator.zeros(shape, like.dtype, like.device)
+        return dummies
 
     def _try_without_parameters(self, optimizer: Any) -> bool:
         """Whether the step takes groups without parameters."""
-        self._takes_nothing = True
         try:
-            self._shadows.function(self._without_parameters(optimizer))
+            self._shadows.function(self._without_parameters(optimizer, {}))
         except Exception:
             return False
-        finally:
-            self._last = None
         return True
 
-    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Step post-hook: torch has stepped groups without parameters."""
-        if isinstance(optimizer, Shadow):
-            return
+    def finish(self, optimizer: Any) -> None:
+        """See :class:`StepHook`."""
         if self._takes_nothing and not self._is_coupled:
             # Counters of groups of which this rank owns nothing. Of others it may store nonsense.
-            self._shadows.keep(optimizer, self._last, range(len(self._groups)), self._stepped)
+            self._shadows.keep(self._last, range(len(self._groups)), self._shadows.stepped)
         self._last = None  # it refers to hooks
-        self._shadows.store(optimizer)
+        super().finish(optimizer)
         self._note_changed()
         for owners in self._owners:
             owners.remember_versions()
@@ -832,7 +747,7 @@ class OwnedStep(StepHook):
     # Saving and loading.
 
     def target_of(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Memory for the state of ``param`` in a checkpoint; None if it has no owner."""
+        """See :class:`StepHook`."""
         if (each := self._owned.get(id(param))) is None:
             return None
         placement = each.placement(shape)
@@ -901,7 +816,7 @@ class OwnedStep(StepHook):
                         optimizer.state[each.param] = map_leaves(partial(_empty, each), values)
 
     def put_state(self, param: Tensor, state: Any) -> None:
-        """Set the state of a parameter that has an owner to values that its owner has whole."""
+        """See :class:`StepHook`."""
         optimizer = self._optimizer()
         each = self._owned[id(param)]
         self._loaded = [pair for pair in self._loaded if pair[0] is not each]
@@ -935,7 +850,16 @@ def _describe_shares(shares: Sequence[Item], rank: int, num_items: int) -> str:
     )
 
 
-def describe_owners(params: Collection[int]) -> list[str]:
-    """A line for each optimizer of this process with owners for some of ``params``, by ``id``."""
-    steps = [step for step in list(_STEPS.values()) if any(map(step.owns_id, params))]
-    return [step.describe() for step in steps]
+class OwnedSteps(WholeTensorSteps):
+    """See :class:`WholeTensorSteps`."""
+
+    @staticmethod
+    def make_hook(
+        optimizer: Optimizer, whole: Sequence[str], placement: StepPlacement
+    ) -> StepHook | None:
+        """See :class:`WholeTensorSteps`."""
+        step = OwnedStep(optimizer, whole, placement)
+        if not step.has_owners:
+            return None
+        placement.check_whole_tensors(type(optimizer).__name__)
+        return step

@@ -51,9 +51,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fsdp_engine.accelerator import is_accelerator
+from fsdp_engine.extensions.whole_tensor_optimizers.ownership import shorter_side
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.chunked_step import Shadows, entries_of
-from fsdp_engine.optim.ownership import shorter_side
 from fsdp_engine.optim.state_leaves import is_plain, leaves_of
 
 _DIMS = (24, 161)  # at most

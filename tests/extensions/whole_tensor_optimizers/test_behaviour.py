@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.optim.behaviour import Needs, TrialFailed, Trials
-from fsdp_engine.optim.owned_step import OwnedStep
+from fsdp_engine.extensions.whole_tensor_optimizers.behaviour import Needs, TrialFailed, Trials
+from fsdp_engine.extensions.whole_tensor_optimizers.owned_step import OwnedStep
 from fsdp_engine.optim.shadow import step_hook_of
 from tests.pool import on_ranks
 

@@ -1,0 +1,43 @@
+"""The base class of formats whose state is quantised in blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.optim.state_format import StateFormat
+
+# Modules of torchao's optimizers that quantise their state.
+TORCHAO = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
+
+
+class BlockState(StateFormat):
+    """See [Note: Blocks of quantised state] in the folder's ``__init__.py``."""
+
+    def block_size(self, optimizer: Any, number: int, index: int) -> int:
+        """Returns the number of elements of a block of a sharded parameter's state; 0: the state is
+        not quantised.
+
+        Args:
+            optimizer: The optimizer.
+            number: The number of a param group.
+            index: The place of the parameter in the group.
+        """
+        raise NotImplementedError
+
+    def check(self, optimizer: Any) -> None:
+        """See :class:`StateFormat`. All ranks raise."""
+        for number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if not isinstance(param, FlatDTensor):
+                    continue
+                multiple = param.flat_placement.boundary_multiple
+                size = self.block_size(optimizer, number, index)
+                if size and multiple is not None and multiple % size:
+                    raise ValueError(
+                        f"{param.flat_placement.name or 'a parameter'}: expected shard boundaries "
+                        f"on multiples of {size} elements, the blocks in which "
+                        f"{type(optimizer).__name__} quantises its state; found multiples of "
+                        f"{multiple}. Return a multiple of {size} from fe.shard's granule for this "
+                        "parameter"
+                    )

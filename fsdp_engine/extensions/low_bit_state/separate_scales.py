@@ -1,0 +1,107 @@
+"""State of bitsandbytes, and of pytorch_optimizer's FlashAdamW: codes in one tensor, and scales of
+blocks in another.
+
+Both are saved as they are, under the package's names, as slices of the tensors of one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_engine.extensions.low_bit_state.block_state import BlockState
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.optim.state_format import StateFormat
+
+_BLOCK = 256
+_ELEMENTWISE = ("adam", "ademamix", "adagrad", "lion", "momentum", "rmsprop")
+# Scales have an element for each block. Maps of codes are equal for all parameters.
+_SCALES = ("absmax1", "absmax2")
+_MAPS = ("qmap1", "qmap2")
+# FlashAdamW has a scale for each 32 elements of every parameter. All shard boundaries are multiples
+# of 64.
+_FLASH_BLOCK = 32
+
+
+class BitsandbytesRules:
+    """Mixin of a shadow of bitsandbytes': a slice has the configuration of its parameter, and its
+    state is quantised if that of the full parameter is."""
+
+    __slots__ = ()
+
+    state: Mapping[Any, dict[str, Any]]
+
+    def get_config(self, gindex: int, pindex: int, group: Any) -> dict[str, Any]:
+        original = _unsharded(self)
+        config: dict[str, Any] = original.get_config(gindex, pindex, group)
+        param = original.param_groups[gindex]["params"][pindex]
+        if isinstance(param, FlatDTensor):
+            config["min_8bit_size"] = 0 if _is_large(param, config) else sys.maxsize
+        return config
+
+    def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+        if p.numel():
+            super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
+        else:  # kernels cannot be launched for no element
+            self.state[p]["step"] += 1
+
+    def check_overrides(self) -> None:
+        # They are of parameters of modules, which are no slices.
+        _unsharded(self).check_overrides()
+
+
+def _unsharded(shadow: Any) -> Any:
+    """The shadow with the optimizer's own parameters in its groups."""
+    original: Any = object.__new__(type(shadow).__bases__[-1])
+    original.__dict__ = shadow.__dict__
+    return original
+
+
+def _is_large(param: FlatDTensor, config: Mapping[str, Any]) -> bool:
+    return param.flat_placement.sharded_shape.numel() >= int(config["min_8bit_size"])
+
+
+class BitsandbytesState(BlockState):
+    """See :class:`StateFormat`."""
+
+    mixins = (BitsandbytesRules,)
+
+    def is_elementwise(self, optimizer: Any, kind: type) -> bool:
+        """See :class:`StateFormat`: not subclasses, and neither LARS and LAMB nor clipping by norms
+        of parameters."""
+        args = getattr(optimizer, "args", None)
+        # The last two were options of version 0.48 and earlier.
+        return (
+            kind is type(optimizer)
+            and kind.__module__.startswith("bitsandbytes.optim.")
+            and getattr(optimizer, "optimizer_name", "") in _ELEMENTWISE
+            and not getattr(args, "max_unorm", 0)
+            and getattr(args, "percentile_clipping", 100) == 100
+            and getattr(args, "block_wise", True)
+        )
+
+    def placement_of(self, key: Any, placement: FlatPlacement) -> FlatPlacement | None:
+        """See :class:`StateFormat`."""
+        if key in _SCALES and placement.spread is None:
+            return placement.of_blocks(_BLOCK)
+        return None if key in (*_SCALES, *_MAPS) else placement
+
+    def block_size(self, optimizer: Any, number: int, index: int) -> int:
+        """See :class:`BlockState`."""
+        group = optimizer.param_groups[number]
+        config = optimizer.get_config(number, index, group)
+        is_quantized = config["optim_bits"] == 8 and _is_large(group["params"][index], config)
+        return _BLOCK if is_quantized else 0
+
+
+class FlashState(StateFormat):
+    """See :class:`StateFormat`."""
+
+    def placement_of(self, key: Any, placement: FlatPlacement) -> FlatPlacement | None:
+        """See :class:`StateFormat`."""
+        if not str(key).endswith("::scales"):
+            return placement
+        return placement.of_blocks(_FLASH_BLOCK) if placement.spread is None else None

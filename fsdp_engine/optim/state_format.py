@@ -1,0 +1,81 @@
+"""The format in which an optimizer stores the state of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_engine.flat_dtensor import FlatPlacement
+
+# Packages whose optimizers quantise their state in blocks.
+QUANTIZING_PACKAGES = ("torchao.", "bitsandbytes.")
+
+
+class StateFormat:
+    """The format of an optimizer's state. A seam (:func:`.implementation`): here state tensors are
+    plain, and each state of the parameter's shape is sharded like the parameter.
+
+    Attributes:
+        mixins: Further base classes of the optimizer's shadows.
+        has_plain_tensors: No state is in a subclass of ``Tensor``.
+    """
+
+    mixins: tuple[type, ...] = ()
+    has_plain_tensors = True
+
+    @classmethod
+    def of(cls, optimizer: Any) -> StateFormat:
+        """Returns the format of an optimizer's state.
+
+        Raises:
+            ValueError: An extension that is not there implements the format.
+        """
+        modules = (kind.__module__ for kind in type(optimizer).__mro__)
+        if any(module.startswith(QUANTIZING_PACKAGES) for module in modules):
+            raise ValueError(
+                f"optimizer: expected state in plain tensors; found {type(optimizer).__name__}, "
+                "whose state is quantised. The extension low_bit_state shards it, and is not part "
+                "of this installation"
+            )
+        return cls()
+
+    def is_elementwise(self, optimizer: Optimizer, kind: type) -> bool:
+        """Returns whether the step of ``kind``, one of the optimizer's classes, is known to update
+        each element, or each block of quantised state, by itself."""
+        return False
+
+    def placement_of(self, key: Any, placement: FlatPlacement) -> FlatPlacement | None:
+        """Returns the placement of a state; None: each rank holds all of it.
+
+        Args:
+            key: The key of the state.
+            placement: The parameter's placement.
+        """
+        return placement
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Check that the slices of the optimizer's parameters can have state in this format.
+
+        Raises:
+            ValueError: A shard boundary divides a block of quantised state.
+        """
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Register further hooks of an optimizer that steps slices."""
+
+    @staticmethod
+    def flattened(name: str, param: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a parameter's state of a state dict without containers of the format.
+
+        Args:
+            name: The name of the parameter, for errors.
+            param: The parameter.
+            state: Its state.
+
+        Raises:
+            ValueError: A tensor cannot be saved from all ranks together.
+        """
+        return state
