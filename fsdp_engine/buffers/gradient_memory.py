@@ -95,9 +95,10 @@ class ReductionChains:
     only summands are sent narrow: sums are not rounded again.
 
     Attributes:
-        overwriting: of a microbatch whose sums are the first; empty where gradients are full.
-        adding: of every other microbatch.
-        last: of the last microbatch; empty where every axis shards gradients.
+        overwriting: Reductions of a microbatch whose sums are the first; empty where gradients are
+            full.
+        adding: Reductions of every other microbatch.
+        last: Reductions of the last microbatch; empty where every axis shards gradients.
     """
 
     overwriting: Chain
@@ -125,7 +126,7 @@ class GradientTensors:
         accum: the accumulation buffer.
         optim: the optimizer's shard in its own dtype; None: it is part of ``accum``.
         written: what full gradients are written into.
-        chains: that reduce them.
+        chains: The submissions that reduce them.
 
     Attributes:
         published: the tensors that ``.grad`` of the parameters become; none before :meth:`publish`.
@@ -166,7 +167,7 @@ class GradientTensors:
 
         Args:
             params: what users hold: sharded parameters, or plain ones where nothing is sharded.
-            depth: of the optimizer.
+            depth: The depth of the optimizer's shard.
         """
         if not self.published:
             main = self.for_optimizer
@@ -223,7 +224,8 @@ class GradientMemory:
     """Allocates what the gradients of one buffer need. See the module docstring.
 
     Args:
-        spec, context: of the buffer.
+        spec: The layout, the dtypes and the depths of the buffer.
+        context: Its communicators, lanes and memory.
         last_axes: reduced on the last microbatch only, innermost first.
         pending: a step that may read the gradients.
         is_resident: the memory stays allocated while gradients are cleared.
@@ -291,7 +293,7 @@ class GradientMemory:
         """Returns tensors for a step; allocates their memory unless it is allocated.
 
         Args:
-            scale: of the gradients.
+            scale: The factors of the gradients.
             zero: memory that is allocated is zeroed; else only its padding.
         """
         tensors = self.tensors

@@ -63,7 +63,7 @@ class GradientWriter:
 
     Args:
         target: the buffer that is written into.
-        scale: of the gradients.
+        scale: The factors of the gradients.
         adds: per parameter, 1: the next gradient is added, not written over. Not shared.
 
     Attributes:
@@ -145,13 +145,14 @@ class Gradients:
     """See the module docstring.
 
     Args:
-        spec, context: of the buffer.
+        spec: The layout, the dtypes and the depths of the buffer.
+        context: Its communicators, lanes and memory.
         options: says how gradients are divided.
         pending: a step that may read the gradients.
 
     Attributes:
-        step: of the current step; None: gradients are cleared.
-        writer: of the current backward; None: it has no gradients, or they are reduced.
+        step: The gradients of the current step; None: gradients are cleared.
+        writer: The writer of the current backward; None: it has no gradients, or they are reduced.
         optim_depth: the depth of the optimizer's shard.
         writes_to_staging: whether gradients are sharded, so that full ones are transient.
         is_inexact: reduced gradients cannot be reduced again without loss.

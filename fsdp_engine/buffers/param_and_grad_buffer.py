@@ -67,8 +67,9 @@ def gathered(
     """Gather the full buffer of which ``own`` is this rank's part, and wait. Collective.
 
     Args:
-        spec, context: of the buffer.
-        label: of the gather, in messages.
+        spec: The layout, the dtypes and the depths of the buffer.
+        context: Its communicators, lanes and memory.
+        label: The name of the gather in messages.
         own: this rank's part, 1-D, at the depth of the optimizer; also in host memory.
         into: memory for the result, 1-D, in whose dtype parts are sent; None: allocated, with the
             dtype of ``own``.
@@ -123,24 +124,24 @@ class ParamAndGradBuffer:
     """See the module docstring.
 
     Args:
-        spec: what it is.
-        context: what it works with.
-        records: its parameters, in any order.
-        codec: of its own.
+        spec: The layout, the dtypes and the depths of the buffer.
+        context: Its communicators, lanes and memory.
+        records: Its parameters, in any order.
+        codec: Its codec, which serves no other buffer.
         options: says how gradients are divided.
         broadcast: it begins with the values of the first rank of its mesh.
 
     Attributes:
-        spec: what it is.
+        spec: See the argument.
         records: the parameters, in the layout's order.
         weights: their weights.
         grads: their gradients; None for frozen parameters.
         is_plain: full and sharded parameters are the same.
         full_params: what modules compute with.
         sharded_params: what users see.
-        hooks: that users put on its parameters.
-        gradient_hooks: those of the engine; None: it is not built.
-        reads: of its parameters, outside their unit's forward.
+        hooks: The hooks that users put on its parameters.
+        gradient_hooks: The hooks of the engine; None: the engine is not built.
+        reads: Reads of its parameters outside their unit's forward.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class ParamAndGradBuffer:
 
         Args:
             kind: differs in dtypes alone.
-            codec: of its own.
+            codec: The codec, which serves no other buffer.
             resources: with which those are allocated that have been on the meta device; they have
                 no values yet.
         """

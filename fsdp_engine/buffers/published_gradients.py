@@ -69,7 +69,7 @@ class PublishedGradients:
 
     Args:
         params: what users hold.
-        names: of them.
+        names: The names of the parameters.
         gradients: where they are.
         reads: what users look at; None: they hold the full parameters, plain tensors.
 
@@ -182,7 +182,7 @@ class PublishedGradients:
         """Make ``.grad`` of the parameters that were used the accumulated sums.
 
         Args:
-            used: of each parameter, whether any rank had a gradient.
+            used: For each parameter, whether any rank had a gradient.
             reduced: all is reduced: penalties are added to it.
         """
         gradients, found = self._gradients, self._found

@@ -86,9 +86,9 @@ class ShardedBuffer:
 
         Args:
             chain: submissions; these come behind its links.
-            context: of the buffer.
-            from_depth: of the range that this rank gives.
-            to_depth: of the range that it gets.
+            context: The communicators, lanes and memory of the buffer.
+            from_depth: The depth of the range that this rank gives.
+            to_depth: The depth of the range that it gets.
             how: the source of this rank's range, and the names of the messages.
         """
         _gather(chain, context, self, from_depth, to_depth, how)
@@ -100,9 +100,9 @@ class ShardedBuffer:
 
         Args:
             chain: submissions; these come behind its links.
-            context: of the buffer.
-            from_depth: of the range that this rank gives.
-            to_depth: of the range of which it gets the sum.
+            context: The communicators, lanes and memory of the buffer.
+            from_depth: The depth of the range that this rank gives.
+            to_depth: The depth of the range of which it gets the sum.
             how: the axes, the dtype of the sums, and where they go.
         """
         _reduce(chain, context, self, from_depth, to_depth, how)
@@ -130,7 +130,8 @@ class MeshCommunicators:
     Attributes:
         mesh: whose ranks.
         comms: by axis.
-        number: of communicators made before it over the same ranks, the same on all of them.
+        number: The number of communicators made before it over the same ranks, the same on all of
+            them.
     """
 
     def __init__(self, mesh: DataMesh) -> None:
@@ -193,7 +194,7 @@ class Reduction:
             the smaller range, all ranks get the sum.
         into: receives the last sum; None: in place.
         comm_buffer: summands are copied here and sent in its dtype; None: they are sent in place.
-        dtype: of the sums.
+        dtype: The dtype of the sums.
         average: the collectives divide by the number of ranks.
         boost: factor of summands in the communication dtype ([Note: Gradients in fp16]).
         accumulate: the last sum is added to ``into``.

@@ -65,7 +65,8 @@ class Weights:
     Subclasses provide :meth:`_make_wire`, :meth:`_make_refresh` and :meth:`_make_unshard`.
 
     Args:
-        spec, context: those of the buffer.
+        spec: The layout, the dtypes and the depths of the buffer.
+        context: Its communicators, lanes and memory.
         codec: the codec, which serves this buffer alone.
         params: the user's parameters, in the layout's order.
         pending: the step that may be pending.

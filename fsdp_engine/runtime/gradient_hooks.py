@@ -27,9 +27,9 @@ class GradientHooks:
     so the parameter, would keep all of them for ever. So hooks hold this object weakly.
 
     Args:
-        scheduler: told of gradients.
-        unit: that has the buffer.
-        buffer: whose parameters.
+        scheduler: The scheduler, which is told of gradients.
+        unit: The unit of the buffer.
+        buffer: The buffer whose parameters get hooks.
     """
 
     def __init__(self, scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> None:

@@ -149,14 +149,15 @@ class _Entered:
     """One call of a module that has not returned.
 
     Attributes:
-        units: that were entered for it and have to be left, and whether the use is recorded.
+        units: The units that the call has entered and has to leave, each with whether its use is
+            recorded.
         calls: of these units, those whose backward is to come and is not observed by the call of an
             earlier forward.
         repeats: it runs within backward, and repeats an earlier call.
         wants_calls: a backward is to come.
         alone: the only input, if it is one tensor, and its version.
         inputs: all inputs, if they are more than that.
-        containers: of the inputs, those that can hold tensors.
+        containers: The inputs that can hold tensors.
         began: the sequence number of the first function that autograd makes in it.
     """
 
@@ -202,14 +203,14 @@ class ModuleHooks:
     """The forward hooks of one module: its call enters units, and leaves them when it returns.
 
     Args:
-        scheduler: that gathers and frees the units.
-        module: which.
+        scheduler: The scheduler of the units.
+        module: The module.
         casts: floating-point inputs are cast to the first, outputs to the second; None: no cast.
         engine: kept alive as long as the module, also if the user drops it.
 
     Attributes:
-        model: of the model's own hooks: called before and after its forwards.
-        units: those that the module belongs to.
+        model: Called before and after forwards, if the module is the model itself.
+        units: The units to which the module belongs.
         paused: modules hold full main weights (``engine.unsharded()``).
         was_called: the module has been called, on all ranks.
     """

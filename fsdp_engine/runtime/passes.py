@@ -85,8 +85,8 @@ class Backward:
         """The backward of ``call`` begins.
 
         Args:
-            call: which.
-            inputs: autograd's nodes of the call's inputs, where it has several.
+            call: The call.
+            inputs: Autograd's nodes of the call's inputs, where it has several.
 
         Raises:
             RuntimeError: see :meth:`Unit.keep_recorded`.

@@ -19,7 +19,7 @@ class PendingReductions:
     gradients, so that no more is staged at a time than within one backward.
 
     Args:
-        lanes: of the engine.
+        lanes: The lanes of the engine.
         budget: staging of pending reductions.
         num_staged: elements of staging that writing gradients takes, by unit.
     """

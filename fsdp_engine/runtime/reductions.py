@@ -184,7 +184,7 @@ class Reductions:
 
     Args:
         units: all of them, in module order.
-        lanes: of the engine.
+        lanes: The lanes of the engine.
         ranks: all ranks of the model.
         budget: staging that may be in flight.
         timing: how far a backward goes.

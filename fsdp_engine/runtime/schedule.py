@@ -48,7 +48,7 @@ class Step(NamedTuple):
     """The place of a use in the recorded order.
 
     Attributes:
-        phase: of the use, as recorded.
+        phase: The recorded phase of the use.
         window: uses to prefetch, nearest first.
         expected: it was the next use of the recorded order.
     """
@@ -386,7 +386,7 @@ class Schedule:
 
         Args:
             unit: the unit.
-            phase: what its weights are read for.
+            phase: The phase of the use.
             in_forward: no backward runs.
         """
         if not unit.buffers:

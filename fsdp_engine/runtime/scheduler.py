@@ -38,21 +38,21 @@ class Scheduler:
     """Gathers and frees units as forward and backward use them.
 
     Args:
-        units: all of them, in module order, the root first.
-        memory: of the engine.
-        budget: elements to prefetch.
-        reductions: called when the gradients of a unit are complete.
-        timing: when changed weights are gathered.
-        expected: the order in which units are expected to be used first.
-        watch: sees forwards and backwards.
+        units: All units, in module order, the root first.
+        memory: The memory manager of the engine.
+        budget: The number of elements to prefetch.
+        reductions: The reductions, which are told when the gradients of a unit are complete.
+        timing: When changed weights are gathered.
+        expected: The order in which units are expected to be used first.
+        watch: Sees forwards and backwards.
 
     Attributes:
-        before_changes: called when users may change main weights next: after a forward without
-            autograd, and before a step of an optimizer.
-        schedule: gathers units, and frees them.
-        microbatch: to which forwards and backwards belong, where several microbatches are pending.
-        inputs_only: backwards compute no gradients of parameters.
-        outer_run: the run of autograd within which the present forward runs, if the engine had uses
+        before_changes: Functions that are called when users may change main weights next: after a
+            forward without autograd, and before a step of an optimizer.
+        schedule: Gathers units, and frees them.
+        microbatch: The microbatch of forwards and backwards, where several are pending.
+        inputs_only: Backwards compute no gradients of parameters.
+        outer_run: The run of autograd within which the present forward runs, if the engine had uses
             in it before; else None.
     """
 
@@ -95,9 +95,9 @@ class Scheduler:
         self._refreshes_ahead = timing.gathers_ahead and self.prefetches and self._has_refreshes
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        # Of units of several modules, calls that ran without autograd (re-entrant checkpoints may
-        # run them again) or whose outputs are not observed. While any of such a unit's gradients
-        # is missing it may be yet to come.
+        # The number of calls, for each unit of several modules, that ran without autograd or whose
+        # outputs are not observed. Their backward may come: a re-entrant checkpoint runs a call
+        # again. While gradients of such a unit are missing, they may be yet to come.
         self._uncounted: Counter[int] = Counter()
         # The last forward ran within a stage of torch.distributed.pipelining.
         self._in_stage_of_torch = False
@@ -108,8 +108,8 @@ class Scheduler:
         """A module of the unit is called.
 
         Args:
-            unit: which.
-            is_recorded: the use is part of the recorded order. False: a one-off use.
+            unit: The unit.
+            is_recorded: The use is part of the recorded order. False: a one-off use.
         """
         forward = self._forward
         if forward is None:
@@ -137,9 +137,9 @@ class Scheduler:
         """A module of the unit has returned.
 
         Args:
-            unit: which.
-            reads_again: a backward will come to it, and read its weights.
-            is_recorded: as it was entered.
+            unit: The unit.
+            reads_again: A backward will come to it, and read its weights.
+            is_recorded: As the unit was entered.
         """
         forward = self._forward
         assert forward is not None
@@ -157,8 +157,8 @@ class Scheduler:
         a call. False: it repeats a call whose backward is to come, or runs.
 
         Args:
-            units: of the module.
-            is_model: it is the model itself.
+            units: The units of the module.
+            is_model: The module is the model itself.
         """
         backward = self._backward
         if self._forward is not None:
@@ -286,8 +286,8 @@ class Scheduler:
         """The gradient of an output of ``call`` has come: its backward begins.
 
         Args:
-            call: which.
-            inputs: autograd's nodes of the call's inputs, where it has several.
+            call: The call.
+            inputs: Autograd's nodes of the call's inputs, where it has several.
 
         Raises:
             Exception: see :meth:`.Schedule.check_backward`.

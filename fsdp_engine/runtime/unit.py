@@ -194,11 +194,11 @@ class Unit:
     """See the module docstring.
 
     Args:
-        planned: what it is.
+        planned: The description of the unit.
         buffers: its parameters, by kind; the modules hold the sharded ones.
         policy: what their dtypes follow from.
         output_dtype: what its modules return is cast to it; None: left alone.
-        lanes: of the engine.
+        lanes: The lanes of the engine.
 
     Attributes:
         name: fully qualified names of its modules; "" for the root.
@@ -215,7 +215,7 @@ class Unit:
         unknown_phase: what a use of another rank reads, whose phase this rank does not know.
         index: its number among the units of its engine, which sets it.
         options: set by users.
-        state: of its full parameters.
+        state: Whether its full parameters are there.
         uses: forwards and backwards that compute with the full parameters.
         pending_calls: number of calls whose backward is to come and whose graph is alive, by
             microbatch; one-off uses are in ``num_unrecorded``.
@@ -462,7 +462,7 @@ class Unit:
         functions.
 
         Args:
-            microbatch: of the backward that runs; forwards of other microbatches have their own.
+            microbatch: The microbatch of the running backward; others have backwards of their own.
                 None: any.
         """
         pending = self.pending_calls
