@@ -374,7 +374,7 @@ class _LocalStep(StepHook):
         known = {id(slot.param): slot for slot in self._slices.slots if slot.is_current}
         self._params = params
         flat = [param for param in params if isinstance(param, FlatDTensor)]
-        slots = [known.get(id(p)) or Slot(p, self._format.placement_of) for p in flat]
+        slots = [known.get(id(p)) or Slot(p, self._format) for p in flat]
         self._slices = Slices(slots)
         self._local_of = {id(slot.param): slot.local for slot in slots}
         self._original.slot_of = {id(slot.local): slot for slot in slots}
