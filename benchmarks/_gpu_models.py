@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
-from fsdp_engine.buffers import redistribute
+from fsdp_engine.buffers import sharded_buffer
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.comm.collectives import Communicator, Steps
 from gpt import GPT, GPTConfig
@@ -180,8 +180,8 @@ def start(num_ranks: int) -> DeviceMesh:
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         # Where the engine makes its communicators.
-        assert vars(redistribute)["Communicator"] is Communicator
-        vars(redistribute)["Communicator"] = EmulatedCommunicator
+        assert vars(sharded_buffer)["Communicator"] is Communicator
+        vars(sharded_buffer)["Communicator"] = EmulatedCommunicator
     return init_device_mesh(device.type, (num_ranks,))
 
 

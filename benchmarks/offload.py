@@ -45,7 +45,7 @@ from resident_memory import reset_peak, resident
 from step_time import SIZES
 
 import fsdp_engine as fe
-from fsdp_engine.memory import disk_memory
+from fsdp_engine.extensions.offload import disk_memory
 from gpt import GPT, GPTConfig
 
 LEVEL = "optim_grads_params"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES
+from fsdp_engine.comm.copy_lanes import names_of_copies
 from gpt import GPT, GPTConfig
 
 WIDTHS = (4096, 6144, 8192, 12288, 16384)
@@ -51,7 +51,7 @@ def run() -> list[dict[str, Any]]:
             for way, checkpointing in WAYS.items()
         }
         moved = found["on the host"]
-        copied = [moved.copied_bytes[lane] for lane in ACTIVATION_LANES]
+        copied = [moved.copied_bytes[lane] for lane in names_of_copies("activations")]
         record.append(
             {
                 "width": width,

@@ -38,9 +38,9 @@ from simulated import Llama, LlamaShape
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COMPUTE
-from fsdp_engine.planner.plan_options import EVERYTHING
 from fsdp_engine.planner.simulation.machine import TwoWayLink
 
+EVERYTHING = fe.Offload(optimizer_state="host", main_weights="host", gradients="host")
 SHAPES = {
     "Llama-3 8B": LlamaShape(),
     "Llama-3 70B": LlamaShape(num_blocks=80, width=8192, heads=64, hidden=28_672),

@@ -7,7 +7,7 @@ planner has one that advances a clock instead of running work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,16 +37,12 @@ class Backend:
         """Returns an engine's ``Lanes``. None: those of the device."""
         del device
 
-    def copy_lanes(self, names: tuple[str, str]) -> Any:
-        """Returns lanes of copies to the device and from it. None: those of the device."""
+    def other_lanes(self, names: Sequence[str]) -> Any:
+        """Returns lanes of these names beside those of an engine. None: those of the device."""
         del names
 
-    def step_lane(self, device: torch.device) -> Any:
-        """Returns the lane of steps beside forward. None: that of the device."""
-        del device
-
     def booked_elsewhere(self, tensor: torch.Tensor, place: str) -> None:
-        """Memory is booked at another place than the device: "host" or "disk"."""
+        """Memory is booked at another place than the device, such as "host"."""
 
 
 _BACKENDS = [Backend()]

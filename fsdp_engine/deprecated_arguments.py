@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_engine.codecs.base import CodecRules
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.extension_list import deprecated_arguments, from_deprecated
 from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 
@@ -19,10 +19,8 @@ _REPLACEMENTS = {
     "granule": "options=fe.Options(granule=...)",
     "min_unit_size": "options=fe.Options(min_unit_size=...)",
     "codec_rules": "extensions=[fe.Float8(...)] or extensions=[fe.CodecRules([...])]",
-    "checkpointing": 'extensions=[fe.Recompute()], [fe.Recompute("selective")] or '
-    "[fe.OffloadActivations()]",
-    "offload": "extensions=[fe.Offload(...)]",
     "plan": "strategy=plan",
+    **deprecated_arguments(),
 }
 
 NAMES = frozenset(_REPLACEMENTS)
@@ -144,15 +142,9 @@ def _extensions(
     if rules := tuple(rules or ()):
         is_one = len(rules) == 1 and isinstance(rules[0], EngineExtension)
         found += rules if is_one else [CodecRules(rules)]
-    checkpointing = deprecated.get("checkpointing")
-    if checkpointing not in (None, False):
-        kinds = (find_name("OffloadActivations"), find_name("Recompute"))
-        found += [each for kind in kinds if (each := kind.of(checkpointing)) is not None]
-    if (offload := deprecated.get("offload")) is not None:
-        kind = find_name("Offload")
-        if kind is None or not isinstance(offload, kind):
-            raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
-        found.append(offload)
+    for name in deprecated_arguments():
+        if not _is_default(value := deprecated.get(name)):
+            found += from_deprecated(name, value)
     return found
 
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
-from fsdp_engine.extension_list import find_method, implementation, method_names
-from fsdp_engine.memory.allocator import DEVICE, PLACES, Memory
+from fsdp_engine.extension_list import find_method, implementation, method_names, other_places
+from fsdp_engine.memory.allocator import DEVICE, HOST, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.options import Timing
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.hooks import hook_gradients
+from fsdp_engine.runtime.gradient_hooks import hook_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ModuleApply, ParameterGuard
 from fsdp_engine.runtime.parameter_watch import ModelWatch
@@ -73,7 +73,8 @@ class Engine:
         units: its units, the root first.
         budget: elements to prefetch.
         staging_budget: staging buffers of gradients that can be in flight.
-        pipeline_stage: for checkpoints, such as "1 of 4"; "": none is known.
+        model_part: the part of a larger model that this module is, such as "1 of 4", for the names
+            of checkpoints; "": it is the whole model.
         communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
         parts: objects with lanes of their own: see :class:`EnginePart`.
     """
@@ -96,7 +97,7 @@ class Engine:
         self.options = options
         self.policy = policy
         self._timing = timing
-        self.pipeline_stage = ""
+        self.model_part = ""
         self._memory, self.lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):
@@ -105,14 +106,14 @@ class Engine:
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = options.budgets(blocks, others)
         expected = expect(model, [unit.modules for unit in self.units])
-        self.reductions = Reductions(
+        self.reductions = implementation(Reductions)(
             self.units,
             self.lanes,
             self.ranks,
             self.staging_budget,
             timing,
         )
-        self.scheduler = Scheduler(
+        self.scheduler = implementation(Scheduler)(
             self.units,
             self._memory,
             self.budget,
@@ -129,7 +130,7 @@ class Engine:
         for unit in self.units:
             unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)
-        self.parts: list[EnginePart] = [*resources.parts]
+        self.parts: list[EnginePart] = []
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -382,14 +383,14 @@ class Engine:
         """Bytes that the engine holds now on this rank, by role.
 
         Args:
-            place: "device": where the engine computes. "host", "disk": those that ``offload`` keeps
-                there, and on the host those of offloaded activations, also between steps.
+            place: "device": where the engine computes. "host", or another place of extensions:
+                bytes that they hold there, also between steps.
 
         Raises:
             ValueError: there is no such place.
         """
-        if place not in PLACES:
-            raise ValueError(f"place: expected one of {PLACES}; found {place!r}")
+        if place not in (places := (DEVICE, HOST, *other_places())):
+            raise ValueError(f"place: expected one of {places}; found {place!r}")
         memory = self._memory
         held = memory.ledger.held if place == DEVICE else memory.elsewhere.get(place, Counter())
         return {role: count for role, count in held.items() if count}
@@ -477,8 +478,7 @@ def engine_of(module: nn.Module) -> Engine | None:
 def engine_within(model: nn.Module) -> str | None:
     """Returns the name of a module of ``model`` that an engine has already, or None.
 
-    A module without parameters does not count: models share activation functions, as default
-    arguments.
+    A module without parameters does not count: models share such modules, as default arguments.
     """
     for name, module in model.named_modules():
         if engine_of(module) is not None and has_parameters(module):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 _FOLDER = "fsdp_engine.extensions"
@@ -25,13 +26,18 @@ class Extension:
     """One extension.
 
     Attributes:
-        folder: of ``fsdp_engine/extensions/``.
+        folder: The name of the folder in ``fsdp_engine/extensions/``.
         names: public names of the package that are imported from the folder.
         codecs: public names of ``fsdp_engine.codecs`` that are imported from the folder.
         methods: attributes of :class:`~.engine.Engine` that are imported from the folder: functions
             whose first argument is the engine, and properties.
         classes: names of classes of the kernel that extensions can replace, and the module and the
             name of the subclass in the folder: see :func:`implementation`.
+        places: places of memory beside the device and the host, of which
+            :meth:`.Engine.memory_bytes` has the bytes.
+        deprecated: deprecated arguments of ``fe.shard`` that select it, and their replacements. The
+            folder has a function ``from_argument(value)``, which returns the extensions.
+        advice: texts for errors of operations whose names begin so.
         registers: the folder has a function ``register()``, which is called when the package is
             imported.
         files: modules of the package that are part of it, for names that users import from there.
@@ -43,6 +49,9 @@ class Extension:
     codecs: Sequence[str] = ()
     methods: Sequence[str] = ()
     classes: Sequence[tuple[str, str]] = ()
+    places: Sequence[str] = ()
+    deprecated: Sequence[tuple[str, str]] = ()
+    advice: Sequence[tuple[str, str]] = ()
     registers: bool = False
     files: Sequence[str] = ()
     words: Sequence[str] = ()
@@ -52,6 +61,13 @@ EXTENSIONS = (
     Extension(
         "activations",
         names=("Checkpointing", "OffloadActivations", "Recompute", "checkpoint_units"),
+        deprecated=[
+            (
+                "checkpointing",
+                'extensions=[fe.Recompute()], [fe.Recompute("selective")] or '
+                "[fe.OffloadActivations()]",
+            )
+        ],
         words=("Recompute", "OffloadActivations", "checkpointing="),
     ),
     Extension("adapters", words=("peft",)),
@@ -66,7 +82,13 @@ EXTENSIONS = (
         classes=[("AppliedFunctions", "dtype_conversion.Conversions")],
         words=("conversion",),
     ),
-    Extension("different_modules", methods=("together", "ranks_can_differ")),
+    Extension(
+        "different_modules",
+        methods=("together", "ranks_can_differ"),
+        advice=[
+            ("all-gather", "If ranks use different modules, run the step within engine.together().")
+        ],
+    ),
     Extension(
         "initial_values",
         classes=[("InitialValues", "compared_values.ComparedValues")],
@@ -97,11 +119,24 @@ EXTENSIONS = (
         "offload",
         names=("Offload",),
         methods=("offload",),
+        places=("disk",),
+        deprecated=[("offload", "extensions=[fe.Offload(...)]")],
         classes=[("StepPlacement", "offloaded_steps.OffloadedSteps")],
         words=("offload=",),
     ),
     Extension(
-        "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
+        "pipelines",
+        names=("LateGradients",),
+        methods=("microbatches",),
+        advice=[("view_as", "fsdp_engine.pipelining.PipelineStage")],
+        files=("pipelining.py",),
+    ),
+    Extension(
+        "nested_backwards",
+        classes=[
+            ("Reductions", "reductions.NestedReductions"),
+            ("Scheduler", "scheduler.NestedScheduler"),
+        ],
     ),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
@@ -167,6 +202,38 @@ def find_method(name: str) -> Any:
     """Returns the function or property that is an attribute of engines; None: no extension has
     it."""
     return _find(_FOLDER_OF_METHOD, name)
+
+
+def other_places() -> Iterator[str]:
+    """Returns the places of memory that extensions have beside the device and the host."""
+    return (place for each in EXTENSIONS for place in each.places)
+
+
+def deprecated_arguments() -> dict[str, str]:
+    """Returns the deprecated arguments of ``fe.shard`` that select extensions, with their
+    replacements."""
+    return dict(chain.from_iterable(each.deprecated for each in EXTENSIONS))
+
+
+def from_deprecated(argument: str, value: object) -> list[Any]:
+    """Returns the extensions that a deprecated argument of ``fe.shard`` selects.
+
+    Args:
+        argument: A key of :func:`deprecated_arguments`.
+        value: Its value.
+
+    Raises:
+        TypeError, ValueError: The value is not valid.
+    """
+    folder = next(each.folder for each in EXTENSIONS if argument in dict(each.deprecated))
+    found: list[Any] = importlib.import_module(f"{_FOLDER}.{folder}").from_argument(value)
+    return found
+
+
+def advice_for(operation: str) -> str:
+    """Returns the advice of extensions for the error of an operation of this name."""
+    known = chain.from_iterable(each.advice for each in EXTENSIONS)
+    return " ".join(text for start, text in known if operation.startswith(start))
 
 
 def implementation(plain: type[T]) -> type[T]:

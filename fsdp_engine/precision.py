@@ -25,12 +25,12 @@ class ParamDtypes:
     """The resolved dtypes of one parameter.
 
     Attributes:
-        compute: of the weights in forward and backward, and of autograd's gradients.
-        main: of the weights that the optimizer updates.
-        main_grad: of the accumulation buffer.
+        compute: The dtype of the weights in forward and backward, and of autograd's gradients.
+        main: The dtype of the weights that the optimizer updates.
+        main_grad: The dtype of the accumulation buffer.
         reduce: in which gradients are summed over ranks.
         comm: in which gradients are sent.
-        optim_grad: of the gradients that the optimizer reads.
+        optim_grad: The dtype of the gradients that the optimizer reads.
     """
 
     compute: torch.dtype

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.buffers.redistribute import MeshCommunicators
+from fsdp_engine.buffers.sharded_buffer import MeshCommunicators
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_threads import announce_rank, share_cores
 from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
@@ -102,10 +102,9 @@ def shard(
             ranks of ``mesh``.
         options: budgets, buckets, granules, and other options of the engine.
         extensions: features beside plain training, at most one of each class, such as
-            ``fe.Offload(...)``, ``fe.Float8()`` or ``fe.Recompute("selective")``.
+            ``fe.Float8()`` or ``fe.GradientChecks()``. ``docs/extensions.md`` lists them.
         deprecated: arguments of earlier versions, with a ``DeprecationWarning`` that names the
-            replacement: ``config``, ``granule``, ``min_unit_size``, ``codec_rules``,
-            ``checkpointing``, ``offload`` and ``plan``.
+            replacement: see ``deprecated_arguments.py``.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or arguments or initial values differ
@@ -136,7 +135,7 @@ def shard(
             raise ValueError(
                 'strategy: expected the result of fe.plan in place of "auto"; found no plan'
             )
-        if hasattr(given["strategy"], "arguments"):
+        if is_plan(given["strategy"]):
             given |= _planned(given, len(ranks))
         mesh = given["mesh"]
         if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -160,6 +159,11 @@ def shard(
         extensions=selected,
         num_rows=num_rows,
     )
+
+
+def is_plan(strategy: object) -> bool:
+    """Returns whether an argument ``strategy`` is a plan, which determines other arguments, too."""
+    return hasattr(strategy, "arguments")
 
 
 def _planned(given: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
@@ -365,7 +369,7 @@ def keeps_after_forward(asked: object, size: int, levels: Strategy) -> bool:
     Args:
         asked: the argument: True, False, a number of ranks, or None, which is True.
         size: ranks that share a parameter.
-        levels: those of the engine.
+        levels: The levels of the engine.
 
     Raises:
         ValueError: ``asked`` is none of these, no divisor of ``size``, or True where parameters

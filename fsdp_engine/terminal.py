@@ -70,8 +70,8 @@ def fitted(columns: Sequence[Column], width: int | None) -> Fitted:
     """Leave out and fold columns, the least important first, until they fit.
 
     Args:
-        columns: of a table.
-        width: of the terminal. None: all columns.
+        columns: The columns of a table.
+        width: The width of the terminal. None: all columns.
     """
     done: list[int] = []
     order = sorted({*(each.drop for each in columns), *(each.fold for each in columns)} - {0})
@@ -132,8 +132,8 @@ def wrapped(text: str, width: int | None) -> str:
     """The lines of a text, wrapped between words. Continued lines are indented.
 
     Args:
-        text: of one or more lines.
-        width: of the terminal. None: lines are not wrapped.
+        text: A text of one or more lines.
+        width: The width of the terminal. None: lines are not wrapped.
     """
     if width is None:
         return text

@@ -49,7 +49,6 @@ FLOORS: dict[str, int] = {
     "runtime": 7,
     "engine": 8,
     "sharding": 9,
-    "offload": 9,
     "checkpoint": 9,
     "deprecated_arguments": 8,
     "extensions": 10,
@@ -69,7 +68,7 @@ CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies",
 CORE |= {"accelerator", "backend", "extension_list", "flat_dtensor", "optim"}
 CORE |= {"engine", "sharding"}
 ABOVE_THE_CORE = {"checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
-ABOVE_THE_CORE |= {"offload", "pipelining", "planner", "pretrained"}
+ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
 FORMAT_PACKAGES |= {"transformers"}

@@ -28,9 +28,8 @@ and
 - it is multiplied by the factors that collectives or a later pass divide by.
 
 Worked example, 4 ranks at level "optim": 8.0 is reduced, and gradients 4, 0, 4, 8 follow. They are
-written as 1, 0, 1, 2; the rank that keeps the range has 8.0 beside its own, and the sum is
-12.0 = 8.0 + the mean, 4.0. At "no_shard" each rank has 2.0 beside its own, and the sum is the same.
-It takes no memory.
+written as 1, 0, 1, 2; one rank has 8.0 beside its own, and the sum is 12.0 = 8.0 + the mean, 4.0.
+At "no_shard" each rank has 2.0 beside its own, and the sum is the same. It takes no memory.
 
 Where gradients are sent in another dtype, reduced gradients would be rounded each time. There they
 are kept beside the accumulation buffer instead: see [Note: Gradients between backwards] in
@@ -46,7 +45,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffers.redistribute import MeshCommunicators, ShardedBuffer
+from fsdp_engine.buffers.sharded_buffer import MeshCommunicators, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.options import Options
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
@@ -61,7 +60,7 @@ class GradientScale:
         factor: the same for products: a tensor of one dimension where products must not be rounded
             to the gradient's own dtype, since it takes part in type promotion.
         later: applied by a separate pass before the first reduction; 1.0: there is none.
-        boost: of gradients in a buffer of the communication dtype.
+        boost: The factor of gradients in a buffer of the communication dtype.
         average: the collectives apply the ranks' share.
         num_ranks: the number of ranks, or the number that users divide by instead.
     """
@@ -83,9 +82,9 @@ def gradient_scale(
     """Returns the factors of a buffer: see [Note: Averaging].
 
     Args:
-        spec, options: of the buffer.
+        spec, options: The spec and options of the buffer.
         num_ranks: the number of ranks, or the number that users divide by instead.
-        device: of the gradients.
+        device: The device of the gradients.
     """
     dtypes, average = spec.kind.dtypes, options.average_in_collective
     divisor = spec.kind.extra_divisor * (1 if average else num_ranks)
@@ -125,9 +124,9 @@ def kept_factor(
     """Returns the factor by which reduced gradients are unchanged when they are reduced again.
 
     Args:
-        mesh_communicators: of the mesh.
+        mesh_communicators: The communicators of the mesh.
         axes: along which gradients are reduced once more.
-        spec: of the buffer.
+        spec: The spec of the buffer.
         scale: what its gradients are multiplied with.
     """
     # The later pass multiplies the staging buffer alone.

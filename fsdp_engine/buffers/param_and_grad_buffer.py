@@ -27,16 +27,14 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.placement import Placement
 from fsdp_engine.buffers.published_gradients import (
-    GradientHooks,
     PublishedGradients,
     local_part,
 )
-from fsdp_engine.buffers.redistribute import (
+from fsdp_engine.buffers.sharded_buffer import (
     BufferContext,
     Gather,
     ShardedBuffer,
     flat_source,
-    redistribute,
 )
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec, ParamRecord
 from fsdp_engine.buffers.weights import make_weights
@@ -89,7 +87,7 @@ def gathered(
     target = ShardedBuffer(spec.layout, context.mesh_communicators.mesh.coordinate, 0, into)
     chain, compute = Chain(), context.lanes.compute
     how = Gather(label, MAIN_TAG, source, reads=[own])
-    redistribute(chain, context, target, spec.optim_depth, 0, how)
+    target.gather(chain, context, spec.optim_depth, 0, how)
     compute.wait(chain.run((compute.record(),)))
     return target
 
@@ -103,6 +101,22 @@ class Allocation(Protocol):
 
     memory: mem.Memory
     placement: Placement
+
+
+class GradientListener(Protocol):
+    """Hooks on a buffer's parameters: :class:`~.gradient_hooks.GradientHooks`."""
+
+    def follow(self) -> None:
+        """See the class."""
+        ...
+
+    def renew(self) -> None:
+        """See the class."""
+        ...
+
+    def arrived(self, index: int, param: Tensor) -> None:
+        """See the class."""
+        ...
 
 
 class ParamAndGradBuffer:
@@ -125,6 +139,7 @@ class ParamAndGradBuffer:
         full_params: what modules compute with.
         sharded_params: what users see.
         hooks: that users put on its parameters.
+        gradient_hooks: those of the engine; None: it is not built.
         reads: of its parameters, outside their unit's forward.
     """
 
@@ -171,7 +186,7 @@ class ParamAndGradBuffer:
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
-        self._gradient_hooks: GradientHooks | None = None
+        self.gradient_hooks: GradientListener | None = None
         self.weights.belong_to(self)
 
     @property
@@ -303,29 +318,10 @@ class ParamAndGradBuffer:
             if not self.is_plain:
                 become(self.sharded_params[index], self._flat(index))
         self._make_published(changed=True)
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.follow(self.published, self.sharded_params)
+        if self.gradient_hooks is not None:
+            self.gradient_hooks.follow()
         if self.reads.main_grad is not None:
             self.attach_main_grads()
-
-    def hook_gradients(
-        self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], object]
-    ) -> None:
-        """See :class:`GradientHooks`."""
-        own = self.hooks.own if self.is_plain else None
-        self._gradient_hooks = GradientHooks(self.published, self.sharded_params, on_grad, begin)
-        self._gradient_hooks.listen(self.full_params, own)
-        self.reads.reduces_gradients = True
-
-    def renew_accumulators(self) -> None:
-        """See :meth:`GradientHooks.renew`."""
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.renew(self.sharded_params)
-
-    def gradient_arrived(self, index: int) -> None:
-        """See :meth:`GradientHooks.gradient_arrived`."""
-        assert self._gradient_hooks is not None
-        self._gradient_hooks.gradient_arrived(index, self.full_params[index])
 
     def follow_requires_grad(self) -> None:
         """Freeze and thaw full parameters as the user has the sharded ones since."""

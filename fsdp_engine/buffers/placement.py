@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffers.redistribute import BufferContext, Gather, ShardedBuffer
+from fsdp_engine.buffers.sharded_buffer import BufferContext, Gather, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.lanes import Chain, Lane
@@ -24,7 +24,7 @@ class MainShard:
     """The main weights, and how gathers read them.
 
     Args:
-        spec, context: those of the buffer.
+        spec, context: The spec and context of the buffer.
         codec: the codec of the buffer.
         tensor: memory of the shard, 1-D; None: it is allocated.
 
@@ -94,8 +94,8 @@ class GradientShard:
     """Accumulated gradients, and where reductions write them.
 
     Args:
-        spec, context: those of the buffer.
-        depth, dtype: those of the shard.
+        spec, context: The spec and context of the buffer.
+        depth, dtype: The depth and dtype of the shard.
 
     Attributes:
         is_resident: the shard has memory also while gradients are cleared.
@@ -155,6 +155,10 @@ class Placement:
     def make_main(self, spec: BufferSpec, context: BufferContext, codec: ParamCodec) -> MainShard:
         """Returns the main weights of a buffer, which are no part of compute weights."""
         return MainShard(spec, context, codec)
+
+    def device_of_main(self, device: torch.device) -> torch.device:
+        """Returns the device of main weights of a model that computes on ``device``."""
+        return device
 
     def make_gradients(
         self, spec: BufferSpec, context: BufferContext, depth: int, dtype: torch.dtype

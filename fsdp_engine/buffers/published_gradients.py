@@ -26,8 +26,7 @@ its reduction is done, and are added then:
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_, is_not, ne
@@ -35,10 +34,10 @@ from operator import is_, is_not, ne
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.buffers.gradients import Gradients, StepGradients, like, scale_, zeros_in
+from fsdp_engine.buffers.gradient_memory import like
+from fsdp_engine.buffers.gradients import Gradients, StepGradients, scale_, zeros_in
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
-    accumulator_of,
     clear_gradients,
     gradients_of,
     set_gradients,
@@ -394,10 +393,10 @@ class PublishedGradients:
         self, step: StepGradients, without: set[int], hooked: Collection[int]
     ) -> None:
         """Reduced gradients, but for those that are cleared, are to be added to."""
-        rounds_again, published = self._gradients.rounds_again, self._published()
+        is_inexact, published = self._gradients.is_inexact, self._published()
         kept = [
             index
-            for index in (range(len(published)) if rounds_again else hooked)
+            for index in (range(len(published)) if is_inexact else hooked)
             if index not in without
         ]
         for index in kept:
@@ -426,85 +425,6 @@ class PublishedGradients:
         """The tensors that ``.grad`` of the parameters are where there are gradients."""
         gradients = self._gradients
         return gradients.accumulation().publish(self._params, gradients.optim_depth)
-
-
-class GradientHooks:
-    """Autograd's hooks on one buffer's parameters.
-
-    The garbage collector does not see that autograd holds a hook: a hook that held the buffer, and
-    so the parameter, would keep all of them for ever. So hooks hold this object weakly.
-
-    Args:
-        published: ``.grad`` of the sharded parameters.
-        sharded_params: the parameters that users hold.
-        on_grad: called as ``on_grad(index, parameter)`` when autograd has accumulated a gradient
-            into a full parameter.
-        begin: called before autograd accumulates into a sharded parameter.
-
-    Attributes:
-        begin: see the argument.
-        published: the same, of the buffer's present dtypes.
-    """
-
-    def __init__(
-        self,
-        published: PublishedGradients,
-        sharded_params: Sequence[Tensor],
-        on_grad: Callable[[int, Tensor], None],
-        begin: Callable[[], object],
-    ) -> None:
-        self._on_grad = on_grad
-        self.begin = begin
-        self.follow(published, sharded_params)
-
-    def follow(self, published: PublishedGradients, sharded_params: Sequence[Tensor]) -> None:
-        """Put hooks on the accumulators of sharded parameters: the first time, and after a dtype
-        conversion, which makes other accumulators."""
-        self.published = published
-        # Autograd would add to `.grad` in place, unscaled.
-        self._accumulators = [accumulator_of(param) for param in sharded_params]
-        for index, node in enumerate(self._accumulators):
-            node.register_prehook(self._precede(index))
-
-    def renew(self, sharded_params: Sequence[Tensor]) -> None:
-        """Another stream is current: the accumulators become new ones of that stream."""
-        self._accumulators = []
-        self.follow(self.published, sharded_params)
-
-    def listen(self, full_params: Sequence[Tensor], own: dict[int, int] | None) -> None:
-        """Put hooks on the full parameters; their ids go into ``own``, by index, if given."""
-        listener = weakref.ref(self._on_grad)
-
-        def listen(index: int) -> Callable[[Tensor], None]:
-            def hook(param: Tensor) -> None:
-                listening = listener()
-                if listening is not None:
-                    listening(index, param)
-
-            return hook
-
-        for index, param in enumerate(full_params):
-            handle = param.register_post_accumulate_grad_hook(listen(index))
-            if own is not None:
-                own[index] = handle.id
-
-    def gradient_arrived(self, index: int, full_param: Tensor) -> None:
-        """A full parameter has a ``.grad`` that autograd has not accumulated itself."""
-        self._on_grad(index, full_param)
-
-    def _precede(self, index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
-        hooks, is_plain = weakref.ref(self), self.published.is_plain
-
-        def hook(grads: tuple[Tensor | None, ...]) -> None:
-            preceding = hooks()
-            if preceding is not None and grads[0] is not None:
-                if not is_plain:
-                    preceding.published.check_gradient(index, grads[0])
-                preceding.begin()
-                if not is_plain:
-                    preceding.published.detach_for_autograd(index)
-
-        return hook
 
 
 def _places(flags: Iterable[bool]) -> list[int]:

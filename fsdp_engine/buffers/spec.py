@@ -23,23 +23,28 @@ class ParamRecord:
     Attributes:
         name: its first fully qualified name.
         param: the user's parameter.
-        owners: (module, attribute) pairs; several for a tied parameter.
+        holders: (module, attribute) pairs that have the parameter; several for a tied one.
         aliases: all its names, the first included.
-        spread: of a DTensor: its placement on mesh dimensions other than the engine's. Set when it
+        spread: The placement of a DTensor on mesh dimensions other than the engine's. Set when it
             is planned.
         is_written: a checkpoint takes this rank's elements from here, and not from another rank of
             those mesh dimensions that holds the same ones. Set when it is planned.
-        expert: of an expert parameter, which not all data-parallel ranks share: the one that this
-            rank holds. Set when ranks have exchanged their experts.
+        expert: The expert that this rank holds, of an expert parameter, which not all data-parallel
+            ranks share. Set when ranks have exchanged their experts.
     """
 
     name: str
     param: nn.Parameter
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    holders: list[tuple[nn.Module, str]] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
     spread: TensorParallelSpec | None = None
     is_written: bool = True
     expert: ExpertPlace | None = None
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The same as :attr:`holders`."""
+        return self.holders
 
     @property
     def shard(self) -> nn.Parameter:
@@ -62,8 +67,8 @@ class BufferKind:
     """The properties that all parameters of a buffer share.
 
     Attributes:
-        codec: name of the encoding.
-        dtypes: of weights and gradients.
+        codec: name of the codec.
+        dtypes: The dtypes of weights and gradients.
         requires_grad: they are trainable.
         extra_divisor: gradients are divided by it, beside the mean over ranks (a parameter's
             attribute ``gradient_divisor``).
@@ -88,8 +93,8 @@ class BufferSpec:
         layout: offsets of its tensors.
         kind: properties that its parameters share.
         strategy: the levels of both axes.
-        tag: of its point-to-point messages, which can be in flight beside those of others; the
-            next number is reserved for it, too.
+        tag: The tag of its point-to-point messages, which can be in flight beside those of others;
+            the next number is reserved for it, too.
     """
 
     label: str

@@ -17,9 +17,9 @@ class for each case; :func:`make_weights` chooses one. A codec can have a class 
     ======================  ============================  ====================================
 
 *Refreshing* updates wire[PARAM] from main, once after every change of main. *Unsharding* gathers
-the full buffer, for every use. Each is a chain of operations that is built once. Encoding and the
-first gather are one operation where no other has to be between them: such a gather takes the
-encoding as its source (``redistribute.py``).
+the full buffer, for every use. Each is a chain of operations that is built once. A cast and the
+first gather are one operation where no other has to be between them: such a gather has the codec's
+function as its source (``sharded_buffer.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.placement import MainShard
-from fsdp_engine.buffers.redistribute import BufferContext, Gather, ShardedBuffer, redistribute
+from fsdp_engine.buffers.sharded_buffer import BufferContext, Gather, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.comm.lanes import Chain, Ticket
@@ -265,18 +265,20 @@ class Weights:
 
     def gathered(self) -> None:
         """Compute has waited for the gather."""
-        self.pending.finish()
+        if self.pending.tickets:
+            self.pending.finish()
         for storage in self._staged:
             self._drain(storage)
         for storage in self._storages:
             if storage.filled:
                 storage.expose()
-        self.codec.after_gather()
+        if self.codec.follows_gathers:
+            self.codec.after_gather()
 
     def release(self) -> None:
         """Free the full parameters once compute is done with them."""
         filled = [storage for storage in self._storages if storage.filled]
-        if filled:
+        if filled and self.codec.follows_gathers:
             self.codec.before_release()
         for storage in (*filled, *self._staged):
             self._drain(storage)
@@ -290,7 +292,7 @@ class Weights:
         had to be allocated. If so, the chain must be ordered behind the work that compute has so
         far.
 
-        The memory is compute's own, as that of activations, so that either can reuse the other's.
+        The memory is compute's own, as the model's is, so that either can reuse the other's.
         """
         allocates = False
         for storage in storages:
@@ -398,7 +400,7 @@ class GatheredWeights(Weights):
         chain, depth = Chain(), self._spec.param_depth
         self._unshard_memory += self.main_shard.memory
         how = self.main_shard.source()
-        redistribute(chain, self._context, self._full.target, depth, 0, how)
+        self._full.target.gather(chain, self._context, depth, 0, how)
         return chain
 
 
@@ -413,7 +415,7 @@ class KeptWeights(Weights):
     def _make_refresh(self) -> Chain:
         chain, spec = Chain(), self._spec
         how = self._refreshing()
-        redistribute(chain, self._context, self._wire, spec.optim_depth, spec.param_depth, how)
+        self._wire.gather(chain, self._context, spec.optim_depth, spec.param_depth, how)
         return chain
 
     def _refreshing(self) -> Gather:
@@ -422,7 +424,7 @@ class KeptWeights(Weights):
     def _make_unshard(self) -> Chain:
         chain, spec = Chain(), self._spec
         how = Gather(spec.label, spec.tag, self._wire.tensor)
-        redistribute(chain, self._context, self._full.target, spec.param_depth, 0, how)
+        self._full.target.gather(chain, self._context, spec.param_depth, 0, how)
         return chain
 
 

@@ -62,7 +62,7 @@ class HostMemory:
     """A block of host memory for one snapshot at a time.
 
     Args:
-        device: of the tensors; for an accelerator the block is pinned.
+        device: The device of the tensors; for an accelerator the block is pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class Checkpointer:
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
             position, averages of weights. Each rank saves its own; of sharded tensors its slices.
         keep: number of latest checkpoints to keep; None: all.
-        timeout: of collectives within a save. None: 30 minutes.
+        timeout: The timeout of collectives within a save. None: 30 minutes.
         trainable_only: parameters that were frozen at ``shard()`` (a base model under adapters) are
             neither saved nor loaded, and keep the values that the job gave them. Persistent buffers
             are saved. Checkpoints with frozen parameters can be loaded, too; a ``Checkpointer`` of
@@ -346,7 +346,7 @@ class _Save(threading.Thread):
     Attributes:
         entries: that this rank writes.
         staging: the folder into which it is written.
-        step: of the checkpoint.
+        step: The step of the checkpoint.
         finished: set when it is complete, or has failed.
     """
 

@@ -96,7 +96,7 @@ class CheckedFile(io.RawIOBase):
 
     Args:
         file: opened for reading bytes; it stays open when this object is closed.
-        name: of the file, for errors.
+        name: The name of the file, for errors.
         sums: checksums of the file.
 
     Raises:

@@ -323,7 +323,7 @@ def read_metadata(folder: Path, trust: bool = False) -> Metadata:
     """Read DCP's metadata of the checkpoint in ``folder``.
 
     Args:
-        folder: of the checkpoint.
+        folder: The folder of the checkpoint.
         trust: allow any class and function in the pickle, which may run arbitrary code.
 
     Raises:
@@ -384,8 +384,8 @@ def check_files(
     """Check that files exist, and contain all their entries.
 
     Args:
-        folder: of the checkpoint.
-        metadata: of the checkpoint.
+        folder: The folder of the checkpoint.
+        metadata: The metadata of the checkpoint.
         to_check: selects the files that this rank checks from all of them.
 
     Raises:

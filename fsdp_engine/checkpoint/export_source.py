@@ -45,8 +45,8 @@ class Source:
 
     Attributes:
         name: its first name in the order of modules.
-        shape: of the unsharded tensor.
-        dtype: of the written elements.
+        shape: The shape of the unsharded tensor.
+        dtype: The dtype of the written elements.
         aliases: its other names, under which it is not written.
         parts: yields the parts that this rank writes. The next part may overwrite the previous
             one.
@@ -159,8 +159,8 @@ def saved_parts(
     """Yield a saved tensor as consecutive flat ranges, for any chunks in which it was saved.
 
     Args:
-        reader: of the checkpoint.
-        key: of the tensor.
+        reader: The reader of the checkpoint.
+        key: The key of the tensor.
         entry: its metadata.
         buffer: holds one range at a time; the next one overwrites it.
 

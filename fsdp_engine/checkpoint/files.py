@@ -12,7 +12,7 @@ class CheckpointFiles:
     """Files of a checkpoint in a folder that all ranks share, or of which each has a full copy.
 
     Attributes:
-        folder: that of the checkpoint.
+        folder: The folder of the checkpoint.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:

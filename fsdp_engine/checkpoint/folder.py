@@ -196,7 +196,7 @@ def save_checkpoint(
             entries[EXTRA] = packed
         entries |= tensors.section
         if model.ranks.rank == 0:
-            claim_folder(folder, place_of(model.ranks, model.pipeline_stage))
+            claim_folder(folder, place_of(model.ranks, model.model_part))
     except Exception as caught:
         error = caught
     same = {"optimizer": optimizer_kind(optimizer), "trainable_only": trainable_only}
@@ -346,7 +346,7 @@ def training_entries(
     entries: dict[str, Any] = {MODEL: model_entries(engine, trainable_only=trainable_only)}
     if trainable_only and engine.ranks.rank == 0:
         entries[TRAINABLE_ONLY] = True
-    place = place_of(engine.ranks, engine.pipeline_stage)
+    place = place_of(engine.ranks, engine.model_part)
     if place and engine.ranks.rank == 0:
         entries[STAGE] = json.dumps(place)
     if optimizer is not None:
@@ -370,7 +370,7 @@ class FolderMatch:
     """Match of a checkpoint with an engine and an optimizer. Not collective before :meth:`fetch`.
 
     Args:
-        files: of the checkpoint.
+        files: The files of the checkpoint.
         engine: the engine whose weights are replaced.
         optimizer: the optimizer whose state is replaced; None: load weights only.
         others: keys of packed objects to read in addition, where they exist.
@@ -461,7 +461,7 @@ class FolderMatch:
             return
         objects: Targets = {STAGE: None}
         read_entries(self._folder, self._metadata, objects, trust=trust)
-        own = place_of(self._engine.ranks, self._engine.pipeline_stage)
+        own = place_of(self._engine.ranks, self._engine.model_part)
         if text := differences(read_place(objects[STAGE]), own):
             self.problems.append(f"{STAGE}: {text}. Each stage has a folder of its own")
 
@@ -490,7 +490,7 @@ class FolderMatch:
 
         Args:
             what: name of the operation, for messages.
-            group: of all ranks; None: there is one rank.
+            group: The group of all ranks; None: there is one rank.
             check: raises if they do not fit.
 
         Raises:
@@ -531,7 +531,7 @@ class FolderMatch:
 
         Args:
             what: name of the operation, for messages.
-            group: of all ranks; None: there is one rank.
+            group: The group of all ranks; None: there is one rank.
 
         Raises:
             RuntimeError: reading tensors failed on some rank. The engine's values are then missing.
@@ -587,8 +587,8 @@ def read_entries(
     """Read ``targets``.
 
     Args:
-        folder: of the checkpoint.
-        metadata: of the checkpoint.
+        folder: The folder of the checkpoint.
+        metadata: The metadata of the checkpoint.
         targets: tensors are filled in place, objects are set.
         group: the ranks that read together.
         alone: not collective.

@@ -147,7 +147,7 @@ def export_sources(
         ranks: that write together; None: this process alone.
         buffer_bytes: size of the buffer for conversions.
         directory, dtype, max_shard_size, progress: see :func:`export_safetensors`.
-        stem: of the file names.
+        stem: The stem of the file names.
     """
     group, rank = (None, 0) if ranks is None else (ranks.control_group, ranks.rank)
     folder: ExportFolder | None = None

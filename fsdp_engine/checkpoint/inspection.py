@@ -69,7 +69,7 @@ class Description:
         step, world_size, mesh, strategy, libraries: from the manifest.
         saved_at: time of completion, in ISO 8601.
         trainable_only: it was saved without frozen parameters.
-        num_files, num_bytes: of existing files.
+        num_files, num_bytes: The number of files and bytes of existing files.
         missing_files, stray_files: files that do not exist, and files that do not belong to it.
         sections: tensors and objects by section: model (with buffers, and a tied weight under each
             of its names), optimizer, extra, ranks, and "other".
@@ -231,8 +231,8 @@ class TensorGroup:
     Attributes:
         name: with a star for each number.
         count: number of tensors.
-        shape: of each tensor.
-        dtype: of each tensor.
+        shape: The shape of each tensor.
+        dtype: The dtype of each tensor.
     """
 
     name: str
@@ -274,11 +274,11 @@ class TensorDifference:
         name: its key.
         section: its section of the checkpoint: model, optimizer, ...
         shape: in both.
-        num_elements: of the tensor.
+        num_elements: The number of elements of the tensor.
         num_different: elements that differ by more than the tolerance.
-        num_nan: of these, elements that are NaN in one checkpoint only.
+        num_nan: The number of these elements that are NaN in one checkpoint only.
         max_abs: largest absolute difference, these elements excluded.
-        square_sum: of all differences, these elements excluded.
+        square_sum: The sum of the squares of all differences, these elements excluded.
     """
 
     name: str

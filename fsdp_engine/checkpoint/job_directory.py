@@ -28,9 +28,9 @@ class JobDirectory(ABC):
     """The directory into which all ranks of a job save, and from which they load.
 
     Args:
-        path: of the directory; created by the first save.
+        path: The path of the directory; created by the first save.
         ranks: that save and load.
-        timeout: of collectives beside training.
+        timeout: The timeout of collectives beside training.
     """
 
     def __init__(self, path: Path, ranks: Ranks, timeout: timedelta) -> None:
@@ -98,7 +98,7 @@ class JobDirectory(ABC):
         """Context in which the files of a checkpoint can be read. Collective.
 
         Args:
-            step: of the checkpoint; "latest": the newest complete one.
+            step: The step of the checkpoint; "latest": the newest complete one.
 
         Raises:
             FileNotFoundError: there is no such checkpoint. On all ranks.

@@ -24,8 +24,8 @@ class LocalCheckpointer(Checkpointer):
     Saves are meant to be frequent, beside a ``Checkpointer`` on shared storage with rare ones.
 
     Args:
-        directory: of this rank's node; ranks with the same directory are a node. May differ
-            between nodes. Files stay there when the job ends; see :meth:`remove`.
+        directory: The directory of this rank's node; ranks with the same directory are a node. May
+            differ between nodes. Files stay there when the job ends; see :meth:`remove`.
         keep: number of latest checkpoints to keep. A node needs memory for ``2 * keep`` times the
             state of its ranks, 2 times more during a save, and once more for the copies of
             :meth:`save_async`.

@@ -121,10 +121,10 @@ def send_files(
     transfer that is not complete can always proceed.
 
     Args:
-        transfers: of all ranks.
-        folder: of the files on this rank.
+        transfers: The transfers of all ranks.
+        folder: The folder of the files on this rank.
         rank: this rank.
-        group: of the ranks.
+        group: The group of the ranks.
 
     Raises:
         Exception: a file cannot be read or written. Other transfers are completed.
@@ -232,12 +232,12 @@ class _Folder:
     """A folder of one node.
 
     Attributes:
-        path: of the folder.
-        step: of the checkpoint.
+        path: The path of the folder.
+        step: The step of the checkpoint.
         generation: see ``directory.py``.
         identity: checksum of the manifest, which is equal on all nodes of a save.
-        num_files: of the checkpoint, over all nodes, without the manifest.
-        sizes: of the files that this node has, in bytes.
+        num_files: The number of files of the checkpoint, over all nodes, without the manifest.
+        sizes: The sizes of the files that this node has, in bytes.
     """
 
     path: Path
@@ -283,12 +283,12 @@ class LocalFiles(CheckpointFiles):
     """Files of a checkpoint in a folder of each node. See [Note: Files of a load].
 
     Args:
-        folder: of this rank's node.
+        folder: The folder of this rank's node.
         ranks: that load.
         nodes: their nodes.
         held: names of the files in the folder of each node.
-        sizes: of all files of the checkpoint, in bytes.
-        group: of the ranks, for files that they send.
+        sizes: The sizes of all files of the checkpoint, in bytes.
+        group: The group of the ranks, for files that they send.
     """
 
     def __init__(
@@ -354,9 +354,9 @@ class LocalDirectory(JobDirectory):
     directories of all ranks, which is collective.
 
     Args:
-        path: of the directory on this rank's node; created if it does not exist.
+        path: The path of the directory on this rank's node; created if it does not exist.
         ranks: that save and load.
-        timeout: of collectives beside training.
+        timeout: The timeout of collectives beside training.
     """
 
     @cached_property

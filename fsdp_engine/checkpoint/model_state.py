@@ -108,7 +108,7 @@ def check_at_rest(engine: ShardedModel) -> None:
     _check_expert_buffers(engine)
     for buffer in engine.buffers:
         for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
-            if any(module._parameters.get(name) is not param for module, name in record.owners):
+            if any(module._parameters.get(name) is not param for module, name in record.holders):
                 raise RuntimeError(
                     f"checkpoint: expected {record.name} to hold its sharded parameter; found "
                     "another (within a forward, a backward or engine.unsharded(); after an "
@@ -164,7 +164,7 @@ def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict
     between ranks.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
         trainable_only: omit frozen parameters.
     """
     params, is_first = saved_params(engine), engine.ranks.rank == 0
@@ -186,7 +186,7 @@ def match_model(
     """Match the entries of a checkpoint with a model.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
         saved: keys of the checkpoint.
         trainable_only: do not read frozen parameters, whether the checkpoint contains them or not.
 

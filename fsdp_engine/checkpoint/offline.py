@@ -52,8 +52,8 @@ def find_folders(
     """Find the folders of checkpoints at a path.
 
     Args:
-        path: of a checkpoint, or of a directory of checkpoints.
-        step: of a checkpoint in a directory; None: the latest.
+        path: The path of a checkpoint, or of a directory of checkpoints.
+        step: The step of a checkpoint in a directory; None: the latest.
         every: all checkpoints, unless ``step`` is given.
         broken: also those whose manifest is missing.
 
@@ -102,14 +102,14 @@ class StoredCheckpoint:
     """A checkpoint on disk, of this engine or of DCP.
 
     Args:
-        folder: of the checkpoint.
+        folder: The folder of the checkpoint.
         trust: allow objects of any class, which may run arbitrary code.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: The folder of the checkpoint.
         manifest: None for a plain checkpoint of DCP.
         saved: its keys.
-        metadata: of DCP.
+        metadata: The metadata of DCP.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no checkpoint.
@@ -191,10 +191,10 @@ class Verdict:
     """Result of the verification of a checkpoint.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: The folder of the checkpoint.
         step: None if the checkpoint does not contain it.
         has_checksums: every byte was verified; False: only bytes within entries.
-        num_files, num_bytes: of existing files.
+        num_files, num_bytes: The number of files and bytes of existing files.
         damages: a line for each file that is missing or damaged, with the damaged entries.
         strays: names of other files in its folder.
     """
@@ -216,7 +216,7 @@ def verify(
     """Read every byte of a checkpoint, and verify all checksums that it has.
 
     Args:
-        folder: of a checkpoint, see :func:`find_folders`.
+        folder: The folder of a checkpoint, see :func:`find_folders`.
         progress: called with the number of bytes of each read.
         trust: allow objects of any class, which may run arbitrary code.
 
@@ -261,8 +261,8 @@ def count_files(folder: Path, names: set[str] | None = None) -> tuple[int, int]:
     """Number and total bytes of files in a folder.
 
     Args:
-        folder: of a checkpoint.
-        names: of the files to count; None: all files.
+        folder: The folder of a checkpoint.
+        names: The names of the files to count; None: all files.
     """
     sizes = [
         path.stat().st_size

@@ -155,7 +155,7 @@ class OptimizerMatch:
     """Match of a checkpoint's entries with an optimizer.
 
     Args:
-        engine: of the optimizer's parameters.
+        engine: The engine of the optimizer's parameters.
         optimizer: not changed before :meth:`apply`.
         saved: keys of the checkpoint.
         groups: values that were read for :func:`group_targets`.

@@ -38,7 +38,7 @@ class Box:
     Attributes:
         stored: identifies the stored tensor.
         shape: refined shape of the stored tensor.
-        starts, lengths: of the box, for each dim of ``shape``.
+        starts, lengths: The starts and lengths of the box, for each dim of ``shape``.
         at: offset of the box in the assembled tensor, for each dim of the assembled tensor.
         dims: dim of ``shape`` for each dim of the assembled tensor; -1: none. The box has length 1
             along all other dims of ``shape``.
@@ -81,9 +81,9 @@ class Pieces:
     """A tensor assembled from boxes, which partition it. See [Note: Pieces].
 
     Attributes:
-        shape: of the assembled tensor.
-        dtype: of its elements.
-        boxes: of its elements.
+        shape: The shape of the assembled tensor.
+        dtype: The dtype of its elements.
+        boxes: The boxes of its elements.
     """
 
     def __init__(

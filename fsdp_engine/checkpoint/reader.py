@@ -50,8 +50,8 @@ class Reader(dcp.FileSystemReader):
     """Reads a rank's ranges through a buffer, and verifies checksums if the checkpoint has them.
 
     Args:
-        folder: of a checkpoint.
-        metadata: of the checkpoint, with the checksums.
+        folder: The folder of a checkpoint.
+        metadata: The metadata of the checkpoint, with the checksums.
         buffer_bytes: size of the buffer.
     """
 
@@ -204,8 +204,8 @@ class StoredChunk:
     """Location of a saved chunk's elements. See [Note: Tensors within files].
 
     Attributes:
-        shape: of the chunk.
-        dtype: of its elements.
+        shape: The shape of the chunk.
+        dtype: The dtype of its elements.
         start: offset of its row-major elements in the file, in bytes; None: they are in ``values``.
         values: the chunk, if it is small, or can only be read by ``torch.load``.
     """
@@ -272,11 +272,11 @@ def read_box(
     Args:
         file: opened for reading bytes.
         start: offset of the tensor in the file, in bytes.
-        shape: of the tensor in the file.
-        dtype: of its elements.
-        offsets: of the box, in each dim.
-        lengths: of the box, in each dim.
-        target: of shape ``lengths``; of any dtype, device and strides.
+        shape: The shape of the tensor in the file.
+        dtype: The dtype of its elements.
+        offsets: The offsets of the box, in each dim.
+        lengths: The lengths of the box, in each dim.
+        target: A tensor of shape ``lengths``, of any dtype, device and strides.
         buffer: memory to read through, if ``target`` cannot be read into directly.
 
     Raises:

@@ -163,10 +163,10 @@ def replace_weights(
 
     Args:
         what: name of the operation, for messages.
-        engine: of the model.
+        engine: The engine of the model.
         fill: replaces values; must not communicate.
         finish: called when all ranks have called ``fill``; may communicate.
-        names: of the entries that ``fill`` replaces; None: all.
+        names: The names of the entries that ``fill`` replaces; None: all.
 
     Raises:
         RuntimeError: ``fill`` failed on some rank. Forwards and saves raise until weights are

@@ -63,7 +63,7 @@ class Run:
         trainable_only: see :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer`.
 
     Attributes:
-        ranks: those of the engine.
+        ranks: The ranks of the engine.
 
     Raises:
         TypeError, ValueError: ``engine`` or ``extra`` has a wrong type or value.
@@ -97,7 +97,7 @@ class Run:
     @property
     def place(self) -> Place:
         """See :func:`.place_of`."""
-        return place_of(self._engine.ranks, self._engine.pipeline_stage)
+        return place_of(self._engine.ranks, self._engine.model_part)
 
     def entries(self) -> dict[str, Any]:
         """Entries that this rank saves: views of the current tensors, not copies.
@@ -138,9 +138,10 @@ class Run:
         """Write the entries of all ranks. Collective; an error on one rank is raised on all.
 
         Args:
-            entries: of this rank, or copies of them.
-            folder: of this rank's files; that of rank 0 also contains metadata and manifest.
-            step: of training.
+            entries: The entries of this rank, or copies of them.
+            folder: The folder of this rank's files; that of rank 0 also contains metadata and
+                manifest.
+            step: The step of training.
             group: process group of the collectives.
             publish: called on rank 0 when all files are complete.
         """
@@ -170,7 +171,7 @@ class Run:
         Warnings have the location of the call of the caller.
 
         Args:
-            files: of the checkpoint.
+            files: The files of the checkpoint.
             strict, verify, trust: see :meth:`Checkpointer.load`.
             what: name of the operation, for messages.
 

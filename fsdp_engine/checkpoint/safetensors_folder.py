@@ -89,8 +89,8 @@ class TensorInFile:
 
     Attributes:
         name: within the file.
-        dtype: of its elements.
-        shape: of the tensor.
+        dtype: The dtype of its elements.
+        shape: The shape of the tensor.
         path: the file.
         start: offset of its row-major elements in the file, in bytes.
     """
@@ -109,7 +109,7 @@ class PlannedFile:
     Attributes:
         head: its first bytes: the length of the header, and the header.
         starts: offset of each tensor in bytes, by name.
-        num_bytes: of the whole file.
+        num_bytes: The number of bytes of the whole file.
     """
 
     head: bytes
@@ -237,10 +237,10 @@ def write_elements(
     """Write a tensor's row-major elements at an offset of a file.
 
     Args:
-        descriptor: of a file open for writing.
+        descriptor: The descriptor of a file open for writing.
         start: offset of the first element in bytes.
-        tensor: of any device, dtype and strides.
-        dtype: of the written elements.
+        tensor: A tensor of any device, dtype and strides.
+        dtype: The dtype of the written elements.
         buffer: memory for conversions.
 
     Raises:
@@ -265,8 +265,8 @@ def read_elements(
     Args:
         file: opened for reading bytes.
         start: offset of the first element in bytes.
-        dtype: of the elements in the file.
-        target: of any device, dtype and strides.
+        dtype: The dtype of the elements in the file.
+        target: A tensor of any device, dtype and strides.
         buffer: memory to read through, if ``target`` cannot be read into directly.
 
     Raises:
@@ -364,7 +364,8 @@ def split(tensors: Sequence[SizedT], max_bytes: int) -> list[list[SizedT]]:
 
     Args:
         tensors: in the order of the model.
-        max_bytes: of tensors in one file; a larger tensor is in a separate file.
+        max_bytes: The largest number of bytes of tensors in one file; a larger tensor is in a
+            separate file.
     """
     files: list[list[SizedT]] = []
     current: list[SizedT] = []
@@ -399,8 +400,8 @@ class ExportFolder:
     """Files of one export in a folder. Used by one process.
 
     Args:
-        directory: of the model.
-        stem: of the file names.
+        directory: The directory of the model.
+        stem: The stem of the file names.
     """
 
     def __init__(self, directory: Path, stem: str = STEM) -> None:
@@ -440,7 +441,7 @@ class ExportFolder:
 
         Args:
             files: complete and synced.
-            total_bytes: of all tensors.
+            total_bytes: The number of bytes of all tensors.
 
         Raises:
             OSError: the folder cannot be written.

@@ -29,7 +29,7 @@ class NamedRecord(Protocol):
     """The attributes of ``ParamRecord`` that checkpoints use."""
 
     name: str
-    owners: list[tuple[nn.Module, str]]
+    holders: list[tuple[nn.Module, str]]
     aliases: list[str]
     is_written: bool
     expert: ExpertPlace | None
@@ -78,7 +78,7 @@ class ShardedModel(Protocol):
     mesh: DataMesh
     ranks: Ranks
 
-    pipeline_stage: str
+    model_part: str
 
     @property
     def missing_values(self) -> MissingValues:
@@ -236,7 +236,7 @@ class _Record:
     """A parameter under its name in the checkpoint."""
 
     name: str
-    owners: list[tuple[nn.Module, str]]
+    holders: list[tuple[nn.Module, str]]
     aliases: list[str]
     is_written: bool
     expert: ExpertPlace | None
@@ -288,9 +288,9 @@ class _JointModel:
 
     Attributes:
         model: contains the model of each engine under the engine's name.
-        mesh, ranks: of the first engine.
-        missing_values: of all engines.
-        pipeline_stage: of each engine that has one.
+        mesh, ranks: The mesh and ranks of the first engine.
+        missing_values: The missing values of all engines.
+        model_part: The model parts of the engines that have one.
     """
 
     def __init__(self, engines: Mapping[str, EngineLike]) -> None:
@@ -299,10 +299,8 @@ class _JointModel:
         first = next(iter(engines.values()))
         self.mesh, self.ranks = first.mesh, first.ranks
         self.missing_values: MissingValues = _JointMissingValues(self._engines)
-        stages = {name: each.pipeline_stage for name, each in engines.items()}
-        self.pipeline_stage = ", ".join(
-            f"{name} {stage}" for name, stage in stages.items() if stage
-        )
+        stages = {name: each.model_part for name, each in engines.items()}
+        self.model_part = ", ".join(f"{name} {stage}" for name, stage in stages.items() if stage)
 
     @property
     def buffers(self) -> list[ShardedBuffer]:
@@ -342,7 +340,7 @@ def _named(record: NamedRecord, engine: str) -> _Record:
     elif expert is not None:
         names = tuple(f"{engine}.{name}" for name in expert.names)
         expert = dataclasses.replace(expert, names=names)
-    return _Record(f"{engine}.{record.name}", record.owners, aliases, record.is_written, expert)
+    return _Record(f"{engine}.{record.name}", record.holders, aliases, record.is_written, expert)
 
 
 def join_engines(engine: Engines) -> ShardedModel:

@@ -37,8 +37,8 @@ def place_of(ranks: Ranks, stage: str = "") -> Place:
     """Returns the place of a model; empty if it is the only one of its job.
 
     Args:
-        ranks: of the model.
-        stage: of a pipeline, such as "1 of 2"; "": unknown.
+        ranks: The ranks of the model.
+        stage: The stage of a pipeline, such as "1 of 2"; "": unknown.
     """
     place = {"stage": stage} if stage else {}
     root = _root_of(ranks.device_mesh)

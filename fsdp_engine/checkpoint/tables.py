@@ -54,7 +54,7 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
 
     Args:
         found: the checkpoint.
-        steps: of its directory; empty if the path is that of a single checkpoint.
+        steps: The steps of its directory; empty if the path is that of a single checkpoint.
         left: folders of its directory that are not complete.
     """
     table = Table.grid(padding=(0, 2))

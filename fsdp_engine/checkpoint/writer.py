@@ -84,7 +84,7 @@ class Writer(dcp.FileSystemWriter):
     """Writes and syncs a checkpoint's files.
 
     Args:
-        folder: of the checkpoint.
+        folder: The folder of the checkpoint.
         finished: called on the coordinator when all files are written, with the metadata and a row
             for each file. Its exceptions are raised on every rank.
     """

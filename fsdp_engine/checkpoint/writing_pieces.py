@@ -35,7 +35,7 @@ def parts_of_box(shape: Sequence[int], box: Box, first: int, flat: Tensor) -> It
     result.
 
     Args:
-        shape: of the assembled tensor.
+        shape: The shape of the assembled tensor.
         box: part of the assembled tensor.
         first: index of the first element of ``flat`` in the box's tensor.
         flat: consecutive row-major elements of the box's tensor.

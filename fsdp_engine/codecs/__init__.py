@@ -1,4 +1,4 @@
-"""Encodings of parameters for all-gathers."""
+"""Codecs, which encode parameters for all-gathers."""
 
 from typing import Any
 

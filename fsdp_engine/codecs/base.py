@@ -1,4 +1,4 @@
-"""The interface of codecs: encodings of parameters for all-gathers.
+"""The interface of codecs, which encode parameters for all-gathers.
 
     main shard --encode--> wire shard --gather--> compute parameters
 
@@ -16,12 +16,12 @@ that needs other buffers has a class of weights of its own (``weights_class``).
 - *Empty pieces.* A rank that holds no element of a parameter, or of all parameters, takes part in
   every collective, in the same order.
 - *NaN* stays NaN, element by element. *Inf* stays Inf, becomes NaN, or becomes the largest value if
-  the encoding saturates (Transformer Engine's). Elements that share a scale with either may become
+  the codec saturates (Transformer Engine's). Elements that share a scale with either may become
   NaN. A scale that is NaN on one rank is NaN on all ranks: the maximum of a backend may lose it.
 - *Zeros* stay zeros, also if all elements that share a scale are zero.
 - *Gathers copy bytes* and compute nothing, so any bit pattern of a wire is preserved.
 - *May be lost*: precision, the sign of zeros, the payload of NaN, and values too small or too large
-  for the encoding or the compute dtype (they become zero, the largest value, or Inf).
+  for the wire or the compute dtype (they become zero, the largest value, or Inf).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Piece:
 
 
 class ParamCodec(ABC):
-    """Encoding of one buffer's main weights.
+    """Encodes one buffer's main weights.
 
     Attributes:
         wire_dtype: dtype of the bytes that travel.
@@ -61,6 +61,7 @@ class ParamCodec(ABC):
             may lie elsewhere and be brought for it.
         keeps_wire: this rank's part of the wire is held at rest at every level.
         num_gathers: gathers that bring all that forward and backward read.
+        follows_gathers: a subclass has :meth:`after_gather` or :meth:`before_release`.
         weights_class: subclass of :class:`~.buffers.weights.Weights` for weights with this codec.
             None: one of the classes there.
     """
@@ -70,7 +71,16 @@ class ParamCodec(ABC):
     encodes_shards: bool = True
     keeps_wire: bool = False
     num_gathers: int = 1
+    follows_gathers: bool = False
     weights_class: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Find out whether the subclass follows gathers."""
+        super().__init_subclass__(**kwargs)
+        cls.follows_gathers = (
+            cls.after_gather is not ParamCodec.after_gather
+            or cls.before_release is not ParamCodec.before_release
+        )
 
     def full_itemsize(self, dtypes: ParamDtypes) -> int:
         """Bytes of an element of full parameters from gather to free, with what they are made
@@ -121,7 +131,7 @@ class ParamCodec(ABC):
         Args:
             params: the user's parameters, as they are before they are bound.
             pieces: what this rank's main shard holds, a piece for each parameter.
-            groups: process groups over which the main shard is cut, for encodings that need a
+            groups: process groups over which the main shard is sharded, for codecs that need a
                 global value (an amax).
             device: where state lives.
         """
@@ -140,15 +150,15 @@ class ParamCodec(ABC):
         Args:
             param: the user's. With a :meth:`converted` codec the one that modules compute with
                 already, which then becomes what this returns.
-            full: its full parameters, a tensor of its shape for each encoding. They may have no
+            full: its full parameters, a tensor of its shape for each wire. They may have no
                 memory now.
         """
         return nn.Parameter(full[0], requires_grad=param.requires_grad)
 
     @abstractmethod
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """Encode the main shard into the wire shard of each encoding; all 1-D. May communicate
-        (yield works).
+        """Encode the main shard into the shard of each wire; all 1-D. May communicate (yield
+        works).
         """
 
     def gradient(self) -> Callable[[Tensor], Tensor] | None:
@@ -202,7 +212,7 @@ class ParamClass:
         """Returns the codec rule of such parameters, which precedes the user's rules.
 
         Args:
-            extensions: those of the engine.
+            extensions: The extensions of the engine.
         """
         raise NotImplementedError
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fsdp_engine.codecs.base import ParamCodec
 from fsdp_engine.comm.collectives import Steps
-from fsdp_engine.memory.allocator import begin_together
 from fsdp_engine.precision import ParamDtypes
 
 
@@ -34,6 +33,5 @@ class CastCodec(ParamCodec):
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """See :class:`ParamCodec`."""
         (wire,) = wires
-        if not begin_together(wire, main):
-            wire.copy_(main)
+        wire.copy_(main)
         yield from ()

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from fsdp_engine.extension_list import advice_for
+
 # Waits that take longer are logged. Groups have timeouts of 10 (NCCL) or 30 minutes (gloo).
 PATIENCE_SECONDS = float(os.environ.get("FSDP_ENGINE_PATIENCE_SECONDS", "60"))
 
@@ -126,14 +128,11 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
     if (reason := monitor().reason()) is not None:
         ACTIVITY.failed = what
         return ValueError(f"{what} did not complete: {reason}")
-    missing = missing_ranks(what, ranks)
-    hint = ""
-    if what.startswith("all-gather"):
-        hint = "If ranks use different modules, run the step within engine.together(). "
+    missing, advice = missing_ranks(what, ranks), advice_for(what)
     return RuntimeError(
         f"{what} did not complete: another rank failed, or never came to it"
         f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
-        f"{hint}({error})"
+        f"{advice}{advice and ' '}({error})"
     )
 
 

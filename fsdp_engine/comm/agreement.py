@@ -18,8 +18,8 @@ def agree(
 
     Args:
         what: the action, in the message.
-        error: of this rank; None: it can continue.
-        group: of all ranks; None: there is one.
+        error: The error of this rank; None: it can continue.
+        group: The group of all ranks; None: there is one.
         value: given to the other ranks.
 
     Returns:

@@ -19,7 +19,7 @@ disagree about which unit comes next, both time out with the unit's name, and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,20 @@ class Communicator:
                 yield from self._exchange_into(full, own, tag)
         else:
             yield self._to_wait_for(self._all_gather(full, source, self._options.gather))
+
+    def gather_encoded(
+        self, full: Tensor, own: Tensor, encode: Callable[[Sequence[Tensor]], Steps], tag: int = 0
+    ) -> Steps:
+        """Fill ``full`` with the ranks' parts, in place, of which each rank encodes its own first.
+
+        Args:
+            full: the destination.
+            own: this rank's part of it.
+            encode: writes the tensor in the sequence that it is given.
+            tag: tells this message from others in flight.
+        """
+        yield from encode((own,))
+        yield from self.all_gather(full, None, tag)
 
     def reduce_scatter(
         self,
@@ -244,13 +258,13 @@ class Communicator:
         self, full: Tensor, out: Tensor, wide: torch.dtype | None, accumulate: bool, tag: int
     ) -> Steps:
         own = self.part(full)
-        # The first part to come may land in its destination, if that is free: no scratch at all
-        # for two ranks.
+        # The first part that arrives is received into its destination, if that is free. Two ranks
+        # then need no other memory.
         in_place = _at_one_place(out, own)
         lands = not accumulate and not in_place and out.dtype == full.dtype and wide is None
-        num_scratch = self.size - 1 - int(lands)
-        scratch = allocator.empty(num_scratch * own.numel(), full.dtype, full.device)
-        slots = [scratch[i * own.numel() : (i + 1) * own.numel()] for i in range(num_scratch)]
+        num_slots = self.size - 1 - int(lands)
+        memory = allocator.empty(num_slots * own.numel(), full.dtype, full.device)
+        slots = [memory[i * own.numel() : (i + 1) * own.numel()] for i in range(num_slots)]
         if lands:
             slots.insert(0, out)
         works, received = [], {}

@@ -65,8 +65,8 @@ def _integers_of(tensor: Tensor) -> Tensor:
 
 
 def _factors(num: int, device: torch.device) -> Tensor:
-    """An odd number for each of ``num`` elements, without a pattern. Not kept: it is as large as
-    the activations of a small model."""
+    """Returns an odd number for each of ``num`` elements, without a pattern. They are not kept,
+    since they are as large as the weights."""
     mixed = torch.arange(1, num + 1, dtype=torch.int64, device=device).mul_(_FACTOR)
     mixed = mixed.bitwise_xor_(mixed >> 29).mul_(_FACTOR)
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

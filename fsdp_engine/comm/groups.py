@@ -39,7 +39,7 @@ def group_of_ranks(
     Args:
         ranks: in any order, this rank among them.
         like: whose timeout and options it gets.
-        device: of the tensors that shall travel.
+        device: The device of the tensors that are sent.
         purpose: groups of other purposes are other groups.
     """
     members = tuple(sorted(ranks))

@@ -2,7 +2,7 @@
 
 Torch computes with as many threads as there are cores, in each process. Those of OpenMP spin at the
 end of each parallel region until all have ended. With more threads than cores they take the cores
-from the threads that they wait for, and steps take many times as long (``docs/offload.md``).
+from the threads that they wait for, and steps take many times as long.
 torchrun sets ``OMP_NUM_THREADS=1`` for this reason; other launchers set nothing.
 """
 

@@ -198,7 +198,7 @@ class Lanes:
 
     @property
     def encode(self) -> Lane:
-        """The lane for encodings after which nothing is gathered in the same operation."""
+        """The lane on which codecs encode weights that the same operation does not gather."""
         return self.inner_gather if self.copy_in is None else self.copy_in
 
     def drain(self) -> list[Exception]:

@@ -24,15 +24,16 @@ class PendingStep:
 
     Args:
         compute: the engine's lane.
+
+    Attributes:
+        tickets: of the step; operations on the parameters have to follow them. None are there
+            where no step is pending.
     """
+
+    tickets: Sequence[Ticket] = ()
 
     def __init__(self, compute: Lane) -> None:
         self._compute = compute
-
-    @property
-    def tickets(self) -> Sequence[Ticket]:
-        """Tickets that operations on the parameters have to follow."""
-        return ()
 
     def finish(self) -> None:
         """Compute waits for the step."""

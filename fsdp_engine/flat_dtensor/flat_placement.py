@@ -178,8 +178,8 @@ class FlatPlacement:
     Takes O(1) memory, independent of the number of ranks.
 
     Attributes:
-        shape: of the full tensor; the global shape if it is a DTensor over other dimensions
-            (``spread``).
+        shape: The shape of the full tensor; the global shape if it is a DTensor over other
+            dimensions (``spread``).
         start: first element held, in row-major order of the full tensor, or of this rank's shard
             of it (``spread``).
         stop: the element after the last; equal to ``start`` if this rank holds no element.
@@ -189,8 +189,8 @@ class FlatPlacement:
             unpickling.
         num_sharded_axes: number of mesh axes over which the tensor is sharded, counted from the
             innermost. None: one for each of ``given_groups``.
-        name: of the parameter, for messages; "" if unknown.
-        spread: of a tensor that is a DTensor over other mesh dimensions.
+        name: The name of the parameter, for messages; "" if unknown.
+        spread: The placement of a tensor that is a DTensor over other mesh dimensions.
         is_written: checkpoints save these elements from this rank. False: from another rank that
             holds them, along other mesh dimensions.
         num_rows: number of rows of consecutive ranks in a mesh of one axis, each of which holds

@@ -358,7 +358,7 @@ def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tenso
     """Norms over the ranks.
 
     Args:
-        norms: of slices, in fp64, so that squares do not overflow.
+        norms: The norms of slices, in fp64, so that squares do not overflow.
         order: p.
         flat: the placement of one of the slices. None: norms of full, plain tensors.
     """

@@ -106,8 +106,8 @@ class GatheredCopy:
         """Write changed views into the sharded tensor. Collective.
 
         Args:
-            name: of the function that changed them.
-            views: of the full values.
+            name: The name of the function that changed them.
+            views: The views of the full values.
             before: the full values before, if the sharded tensor may have changed since the gather.
 
         Raises:

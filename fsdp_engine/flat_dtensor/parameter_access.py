@@ -39,7 +39,7 @@ class ParamHooks:
     """The hooks on the parameters of one buffer.
 
     Args:
-        names: of the parameters.
+        names: The names of the parameters.
         originals: the parameters that were passed to ``shard``.
     """
 
@@ -129,7 +129,7 @@ class ParameterAccess:
 
     Attributes:
         full_params: the buffer's full parameters.
-        names: of the parameters.
+        names: The names of the parameters.
         hooks: users' hooks on the parameters.
         reduces_gradients: an engine reduces gradients of the full parameters.
         num_pending_reads: reads whose backward is pending and whose graph still exists.
@@ -289,7 +289,7 @@ class ParameterBackref:
 
         Args:
             values: the full main weights.
-            spread: of a parameter that is a DTensor.
+            spread: The placement of a parameter that is a DTensor.
         """
         reads = self._reads()
         if reads is None or not reads.reduces_gradients:

@@ -1,4 +1,4 @@
-"""Conversions between a FlatDTensor and its slice, with autograd, and errors for other functions.
+"""From a FlatDTensor to its slice and back, with autograd, and errors for other functions.
 
 [Note: Not through DTensor's dispatch]
 DTensor would propagate ``Shard(0)``, but a flat slice is not a shard along a dim: the result would

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fsdp_engine.extension_list import advice_for
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
@@ -41,8 +42,8 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if target[0] is tensor and tensor.is_leaf and tensor.requires_grad:
             # torch finds the AccumulateGrad node this way, but no backward reaches this one.
             why = "looks for this parameter in the graph, which contains the full parameter"
-            instead = "register_post_accumulate_grad_hook, or fsdp_engine.pipelining.PipelineStage"
-            raise refusal(cls, func, args, f"{why} (use {instead})")
+            instead = ["register_post_accumulate_grad_hook", advice_for("view_as")]
+            raise refusal(cls, func, args, f"{why} (use {', or '.join(filter(None, instead))})")
         target = list(target[0].shape)
     elif len(target) == 1 and not isinstance(target[0], int | Tensor):
         target = list(target[0])

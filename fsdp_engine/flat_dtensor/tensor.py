@@ -66,7 +66,7 @@ class FlatDTensor(DTensor):
     # Tensors over the same memory that ``.data`` and ``.detach()`` returned; not copied.
     _aliases: list[weakref.ref[FlatDTensor]] | None = None
 
-    # --- construction and conversion ---
+    # --- from plain tensors, and to them ---
 
     @classmethod
     def from_flat_local(
@@ -77,7 +77,7 @@ class FlatDTensor(DTensor):
         Args:
             local: plain, contiguous, shape ``(placement.stop - placement.start,)``.
             placement: the slice.
-            requires_grad: of the result.
+            requires_grad: Whether the result requires grad.
 
         Raises:
             ValueError: ``local`` has another shape, is not contiguous, or requires grad.

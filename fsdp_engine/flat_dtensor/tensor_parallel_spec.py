@@ -41,9 +41,9 @@ class TensorParallelSpec:
     """Mesh, placements and shape of a tensor over mesh dimensions other than the engine's.
 
     Attributes:
-        mesh: of these dimensions.
+        mesh: The mesh of these dimensions.
         placements: ``Shard`` or ``Replicate`` for each dimension.
-        shape: of the global tensor.
+        shape: The shape of the global tensor.
     """
 
     mesh: DeviceMesh

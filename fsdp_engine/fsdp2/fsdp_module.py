@@ -18,8 +18,7 @@ from fsdp_engine.comm.copy_lanes import compute_waits_for
 from fsdp_engine.fsdp2.param_group import ParamGroup, UsageError, group_of
 from fsdp_engine.fsdp2.root_module import convert, ensure_engine
 from fsdp_engine.runtime.hooks import hooks_of
-from fsdp_engine.runtime.record import FORWARD
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.unit import FORWARD, State, Unit
 
 # The key of torch's fully_shard.state(module): the function inside torch's decorator.
 _TORCH_STATE_KEY: Any = inspect.unwrap(fsdp.fully_shard)
@@ -38,8 +37,7 @@ class UnshardHandle(fsdp.UnshardHandle):
     def wait(self) -> None:
         """Make compute wait for the gather, and install the full parameters in the modules."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.unsharded is not None:
-            unit.wait()
+        if unit is not None and unit.state is not State.SHARDED:
             unit.install()
 
 

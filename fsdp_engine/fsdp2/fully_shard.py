@@ -13,11 +13,13 @@ from torch.distributed.tensor import Shard
 
 from fsdp_engine.comm.mesh import DataMesh, ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
+from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import find_name
 from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
 from fsdp_engine.fsdp2.param_group import WHAT, ParamGroup, UsageError, group_of, make_group
 from fsdp_engine.fsdp2.root_module import build_engine_on_first_call
 from fsdp_engine.memory import allocator
-from fsdp_engine.offload import HOST, ROLES, Offload
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import keeps_after_forward
 from fsdp_engine.strategies import Strategy
@@ -44,12 +46,13 @@ def engine_policy(policy: object) -> MixedPrecisionPolicy:
     )
 
 
-def engine_offload(policy: object) -> Offload:
-    """Convert an ``offload_policy`` of FSDP2: with ``CPUOffloadPolicy`` parameters, gradients and
-    optimizer state lie in host memory, where optimizers step.
+def engine_extensions(policy: object) -> list[EngineExtension]:
+    """Convert an ``offload_policy`` of FSDP2 to extensions of a unit: with ``CPUOffloadPolicy``
+    parameters, gradients and optimizer state are in host memory, where optimizers step.
 
     Raises:
         TypeError: ``policy`` is not FSDP2's.
+        ValueError: the package has no extension for it.
     """
     if not isinstance(policy, fsdp.OffloadPolicy):
         raise TypeError(
@@ -57,9 +60,14 @@ def engine_offload(policy: object) -> Offload:
             f"also exports it); found {policy!r}"
         )
     if not isinstance(policy, fsdp.CPUOffloadPolicy):
-        return Offload()
-    roles: dict[str, Any] = dict.fromkeys(ROLES, HOST)
-    return Offload(**roles, step_on=HOST, pin_memory=policy.pin_memory)
+        return []
+    if (offload := find_name("Offload")) is None:
+        raise ValueError(
+            "offload_policy: expected OffloadPolicy() without the extension offload; found "
+            f"{policy!r}"
+        )
+    places = dict.fromkeys(("optimizer_state", "main_weights", "gradients", "step_on"), HOST)
+    return [offload(**places, pin_memory=policy.pin_memory)]
 
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
@@ -122,10 +130,10 @@ def fully_shard(
             )
     data = DataMesh.create(mesh, what=WHAT)
     error: Exception | None = None
-    policy, keeps, offload = None, False, Offload()
+    policy, keeps, extensions = None, False, list[EngineExtension]()
     try:
         policy = engine_policy(mp_policy if mp_policy is not None else fsdp.MixedPrecisionPolicy())
-        offload = engine_offload(
+        extensions = engine_extensions(
             offload_policy if offload_policy is not None else fsdp.OffloadPolicy()
         )
         if dp_mesh_dims is not None:
@@ -137,7 +145,7 @@ def fully_shard(
         _check_placements(shard_placement_fn, modules, ignored_params or (), data.inner.size)
     except Exception as caught:
         error = caught
-    group = make_group(modules, data, levels, policy, offload, ignored_params or (), error)
+    group = make_group(modules, data, levels, policy, extensions, ignored_params or (), error)
     group.unit.options.keeps_after_forward = keeps
     _move_buffers(group)
     for each in modules:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG
-from fsdp_engine.buffers.redistribute import MeshCommunicators
+from fsdp_engine.buffers.sharded_buffer import MeshCommunicators
 from fsdp_engine.buffers.spec import ParamRecord
 from fsdp_engine.comm.groups import Ranks, default_group
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_module
-from fsdp_engine.offload import Offload
 from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit, make_unit
@@ -94,13 +95,13 @@ class ParamGroup:
         communicators: the communicators of the unit's buffers.
         resources: lanes and memory, shared with other units on the device.
         settings: the settings of the unit's plan.
-        offload: where the unit's shards lie.
+        own_resources: resources with the placement of the unit's shards.
         engine: the unit's engine; None before the first forward.
         replaced: users' original parameters, which the unit's parameters replaced.
         values: handles assignments to the unit's parameters.
         first_call_hooks: (module, handle of the hook that constructs the engine, handle of the hook
             that reserves the position of the engine's forward hook).
-        divisor: of sums of gradients; None: the number of ranks.
+        divisor: The divisor of sums of gradients; None: the number of ranks.
     """
 
     modules: Sequence[nn.Module]
@@ -108,7 +109,7 @@ class ParamGroup:
     communicators: EngineCommunicators
     resources: Resources
     settings: PlanSettings
-    offload: Offload
+    own_resources: Resources
     engine: Engine | None = None
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = field(default_factory=list)
     first_call_hooks: list[Any] = field(default_factory=list)
@@ -154,7 +155,7 @@ class ParamGroup:
         Args:
             dtype_of: maps the dtype of main weights to a new one. None: unchanged.
         """
-        resources = self.offload.placed(self.resources)
+        resources = self.own_resources
         resources.memory.begin_unit()
         for buffer in self.unit.buffers:
             kind, main = buffer.kind, buffer.kind.dtypes.main
@@ -198,7 +199,7 @@ def make_group(
     mesh: DataMesh,
     levels: Strategy,
     policy: MixedPrecisionPolicy | None,
-    offload: Offload,
+    extensions: Sequence[EngineExtension],
     ignored: Collection[nn.Parameter],
     error: Exception | None,
 ) -> ParamGroup:
@@ -207,9 +208,9 @@ def make_group(
     Args:
         modules: none is inside another.
         mesh: the ranks over which their parameters are sharded.
-        levels: of both axes.
+        levels: The levels of both axes.
         policy: dtypes; None if there is an ``error``.
-        offload: where shards lie.
+        extensions: extensions of the unit.
         ignored: parameters that are not sharded.
         error: an error of this rank, to be raised on all ranks.
 
@@ -224,6 +225,7 @@ def make_group(
     shared = _RESOURCES.setdefault(default_group(), weakref.WeakValueDictionary())
     resources = shared.get(mesh.device)
     settings: PlanSettings | None = None
+    setup: EngineSetup | None = None
     ranks: Ranks = mesh
     try:
         if error is not None:
@@ -235,15 +237,19 @@ def make_group(
         _check_modules(modules)
         plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
-        values = _OwnValues(EngineSetup(plan.root, None, settings, plan, mesh), SAME)
-        offload.check_plan(plan, axis_plans, mesh.device)
-        signature = [f"{levels}, {policy}, {offload.places}", *plan.signature()]
+        setup = EngineSetup(plan.root, None, settings, plan, mesh)
+        values = _OwnValues(setup, SAME)
+        for each in extensions:
+            each.check(setup)
+        given = [levels, policy, *(each.signature() for each in extensions)]
+        signature = [", ".join(map(str, given)), *plan.signature()]
     except Exception as caught:
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
     _, tag = agree_on_plan(values, error, signature, mesh, ranks, WHAT, tag)
     assert plan is not None
     assert settings is not None
+    assert setup is not None
     if resources is None:
         resources = shared[mesh.device] = Resources(mesh, options)
     resources.next_tag = tag
@@ -254,14 +260,16 @@ def make_group(
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({tag})")
-    own = offload.placed(resources)
+    own = copy(resources)
+    for each in extensions:
+        each.prepare(setup, own)
     where = own.on(torch.device("meta")) if plan.on_meta else own
     buffers = build_unit(planned, communicators, where)
     resources.next_tag = where.next_tag
     policy = settings.policy
     unit = make_unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
     group = ParamGroup(
-        tuple(modules), unit, communicators, resources, settings, offload, replaced=replaced
+        tuple(modules), unit, communicators, resources, settings, own, replaced=replaced
     )
     for module in modules:
         vars(module)[_STATE] = group
@@ -349,7 +357,7 @@ class _UnshardedParams:
         for module in modules:
             for group in groups_within(module):
                 for record in group.records:
-                    for owner, attribute in record.owners:
+                    for owner, attribute in record.holders:
                         self._owned[id(owner), attribute] = group.unit.label
             for each in module.modules():
                 if _is_replicated(each):
@@ -363,7 +371,7 @@ class _UnshardedParams:
         """
         if id(record.param) in self._ignored:
             return False
-        places = [(id(module), attribute) for module, attribute in record.owners]
+        places = [(id(module), attribute) for module, attribute in record.holders]
         owners = {self._owned[place] for place in places if place in self._owned}
         if all(place in self._owned for place in places):
             return False

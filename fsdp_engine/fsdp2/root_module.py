@@ -19,8 +19,9 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.optim.step_listeners import find_optimizers
 from fsdp_engine.options import Timing
 from fsdp_engine.patterns import joined_names
-from fsdp_engine.runtime.hooks import hooks_of, not_compiled
+from fsdp_engine.runtime.hooks import hooks_of
 from fsdp_engine.runtime.inputs import iter_tensors, map_tensors
+from fsdp_engine.runtime.not_compiled import not_compiled
 from fsdp_engine.runtime.parameter_guard import check_same
 from fsdp_engine.units.assignment import collect_records
 from fsdp_engine.units.installing import hidden
@@ -101,8 +102,9 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
         main = buffer.weights.main.tensor
         if main.is_meta:
             probe = fn(allocator.empty(0, main.dtype, main.device))
-            # To the device, or to its place between uses, as FSDP2 wants it.
-            if probe.device.type == device.type or group.offload.moves("main_weights", device):
+            # To the device, or to host memory where main weights are there, as FSDP2 wants it.
+            place = group.own_resources.placement.device_of_main(device)
+            if probe.device.type in (device.type, place.type):
                 found[main.dtype] = probe.dtype
     return found
 
@@ -257,14 +259,14 @@ def _rename(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     places = {
         (id(module), attribute): record.aliases
         for record in collect_records(root)
-        for module, attribute in record.owners
+        for module, attribute in record.holders
     }
     names = {module: name for name, module in root.named_modules()}
     for group in groups:
         group.unit.rename(joined_names([names[module] for module in group.modules]))
         for buffer in group.unit.buffers:
             for index, record in enumerate(buffer.records):
-                module, attribute = record.owners[0]
+                module, attribute = record.holders[0]
                 record.aliases = list(places[id(module), attribute])
                 buffer.rename(index, record.aliases[0])
 

@@ -35,6 +35,7 @@ from fsdp_engine.integrations.preparation import (
 )
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
+from fsdp_engine.sharding import is_plan
 from fsdp_engine.sharding import shard as shard_model
 
 with naming_extra():
@@ -59,7 +60,7 @@ class _SyncsRanks:
     """True where ranks have to run equally many forwards in ``generate``.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -149,7 +150,8 @@ class FSDPEngineAccelerator(Accelerator):
 
         Args:
             model: any module.
-            optimizers: of its parameters; they hold the sharded parameters afterwards.
+            optimizers: The optimizers of its parameters; they hold the sharded parameters
+                afterwards.
 
         Raises:
             ValueError, TypeError: see ``fsdp_engine.shard``; or the model is a submodule of a
@@ -381,7 +383,9 @@ class FSDPEngineAccelerator(Accelerator):
     def _shard(self, model: nn.Module) -> Engine:
         arguments = dict(self.shard_arguments)
         is_meta = any(param.is_meta for param in model.parameters())
-        if self.mixed_precision == "bf16" and not {"mp_policy", "plan"} & arguments.keys():
+        has_policy = bool({"mp_policy", "plan"} & arguments.keys())
+        has_policy |= is_plan(arguments.get("strategy"))
+        if self.mixed_precision == "bf16" and not has_policy:
             arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         if not is_meta:  # as in DDP
             arguments.setdefault("initial_values", "rank0")

@@ -362,7 +362,7 @@ def load_whole(
 
     Args:
         weights: an unsharded ``state_dict``.
-        states: of each optimizer, by numbers of parameters; empty: weights only.
+        states: The states of each optimizer, by numbers of parameters; empty: weights only.
         engine: whose weights are replaced.
         optimizers: over its parameters.
         strict: refuse names that are missing or unexpected.

@@ -36,8 +36,8 @@ class TrainingBatches:
     """Iterator over the batches of an epoch, of which all ranks get equally many. Collective.
 
     Args:
-        engine: of the model.
-        batches: those of this rank.
+        engine: The engine of the model.
+        batches: The batches of this rank.
 
     Attributes:
         batches: as given.
@@ -121,8 +121,8 @@ class EvaluationBatches:
     Collective. It reads two batches ahead, since accelerate wants to know the last one.
 
     Args:
-        engine: of the model.
-        loader: of this rank.
+        engine: The engine of the model.
+        loader: The loader of this rank.
 
     Attributes:
         end_of_dataloader: the batch is the last one on all ranks (accelerate's name).

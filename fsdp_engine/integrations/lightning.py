@@ -97,7 +97,7 @@ class FSDPEngineStrategy(DDPStrategy):
             steps of evaluation and prediction run within ``engine.together()``, except under manual
             optimization.
         process_group_backend: None: nccl on GPUs, gloo on CPUs.
-        timeout: of collectives, if the strategy creates the process group.
+        timeout: The timeout of collectives, if the strategy creates the process group.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as in Lightning's
             strategies; set by the Trainer.
         **sharding: other arguments of :func:`fsdp_engine.shard`: ``mesh``, ``units``, ``config``,
@@ -433,7 +433,8 @@ class FSDPEngineStrategy(DDPStrategy):
         """Write a folder: all ranks write weights and optimizers, rank 0 all else. Collective.
 
         Args:
-            checkpoint: of the Trainer. Hooks may remove weights, and add other entries.
+            checkpoint: The checkpoint of the Trainer. Hooks may remove weights, and add other
+                entries.
             filepath: the folder; that of rank 0 is used.
             storage_options: must be None.
 
@@ -462,8 +463,8 @@ class FSDPEngineStrategy(DDPStrategy):
         Collective.
 
         Args:
-            checkpoint_path: that of rank 0 is used. Each rank reads the file of another strategy,
-                and keeps its slices.
+            checkpoint_path: The file to load; the argument of rank 0 is used. Each rank reads the
+                file of another strategy, and keeps its slices.
             weights_only: False: allow objects of any class, which may run arbitrary code.
 
         Returns:

@@ -61,7 +61,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         policy: dtypes; None: those of Fabric's ``precision``.
         trust: allow objects of any class in checkpoints, which may run arbitrary code.
         process_group_backend: None: nccl on GPUs, gloo on CPUs.
-        timeout: of collectives, if the strategy creates the process group.
+        timeout: The timeout of collectives, if the strategy creates the process group.
         accelerator, parallel_devices, cluster_environment, precision: as in Lightning's
             strategies; set by Fabric.
         **sharding: other arguments of :func:`fsdp_engine.shard`; see

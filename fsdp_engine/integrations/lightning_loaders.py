@@ -30,9 +30,9 @@ class EvenLoader:
     """Iterates over the batches of a loader, on all ranks as often as on the one that has most.
 
     Args:
-        engine: of the model.
-        loader: of this rank.
-        length: of the longest one; None: unknown.
+        engine: The engine of the model.
+        loader: The loader of this rank.
+        length: The length of the longest one; None: unknown.
     """
 
     def __init__(self, engine: Engine, loader: Any, length: int | None) -> None:

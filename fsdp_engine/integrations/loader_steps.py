@@ -9,7 +9,7 @@ class LoaderStep(Protocol):
     """What ``engine.even_steps`` yields.
 
     Attributes:
-        batch: of this rank's loader, or of another rank's if it has none.
+        batch: The batch of this rank's loader, or of another rank's if it has none.
         is_repeated: this rank has run out, and others have not.
         num_ranks: ranks that have not.
     """

@@ -47,7 +47,7 @@ class MicrobatchSums:
     """Sums of tensors of consecutive microbatches, as nodes of the tree.
 
     Args:
-        num_microbatches: of all replicas.
+        num_microbatches: The number of microbatches of all replicas.
     """
 
     def __init__(self, num_microbatches: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,32 +24,50 @@ from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.optim.sharded_step import shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import WHAT, shard
-from fsdp_engine.sharding import shard as shard_model
-
-_ARGUMENTS = frozenset(inspect.signature(shard_model).parameters) - {"model", "deprecated"}
 
 
-def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns ``shard`` as a dict.
+def _check_names(
+    names: Iterable[str],
+    of: str,
+    kind: type[Exception],
+    replaced: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Check names of arguments of ``fsdp_engine.shard``, the deprecated ones included.
+
+    Args:
+        of: The trainer's argument that has them, for the error.
+        kind: The class of the error.
+        replaced: Arguments that the trainer has under another name.
+
+    Raises:
+        Exception: A name is not an argument.
+    """
+    own = {"model", "deprecated", *replaced}
+    known = [name for name in inspect.signature(shard).parameters if name not in own]
+    if unknown := sorted({*map(str, names)} - {*known} - deprecated_arguments.NAMES):
+        others = "".join(f" or {name}" for name in replaced.values())
+        raise kind(
+            f"{of}: expected arguments of fsdp_engine.shard ({', '.join(known)}){others}; found "
+            f"{', '.join(unknown)}"
+        )
+
+
+def checked_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the arguments of a trainer's ``shard`` as a dict.
 
     Raises:
         TypeError: it is not a mapping.
         ValueError: a name is not an argument of ``fsdp_engine.shard``.
     """
-    if shard is None:
+    if arguments is None:
         return {}
-    if not isinstance(shard, Mapping):
+    if not isinstance(arguments, Mapping):
         raise TypeError(
             "shard: expected arguments of fsdp_engine.shard by name, such as "
-            f"dict(strategy='optim_grads_params'), or None; found {type(shard).__name__}"
+            f"dict(strategy='optim_grads_params'), or None; found {type(arguments).__name__}"
         )
-    unknown = sorted(map(str, set(shard) - _ARGUMENTS - deprecated_arguments.NAMES))
-    if unknown:
-        known = ", ".join(sorted(_ARGUMENTS))
-        raise ValueError(
-            f"shard: expected arguments of fsdp_engine.shard ({known}); found {', '.join(unknown)}"
-        )
-    return dict(shard)
+    _check_names(arguments, "shard", ValueError)
+    return dict(arguments)
 
 
 def check_not_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -108,7 +127,6 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
     "bf16-true": MixedPrecisionPolicy(main_params_dtype=torch.bfloat16),
     "16-true": MixedPrecisionPolicy(main_params_dtype=torch.float16),
 }
-_OWN_NAMES = ("model", "mp_policy", "deprecated")
 
 
 class EngineArguments:
@@ -123,12 +141,7 @@ class EngineArguments:
     """
 
     def __init__(self, policy: MixedPrecisionPolicy | None, arguments: Mapping[str, Any]) -> None:
-        known = [name for name in inspect.signature(shard).parameters if name not in _OWN_NAMES]
-        if unknown := sorted(arguments.keys() - {*known} - deprecated_arguments.NAMES):
-            raise TypeError(
-                f"strategy: expected arguments of fsdp_engine.shard ({', '.join(known)}) or "
-                f"policy; found {', '.join(unknown)}"
-            )
+        _check_names(arguments, "strategy", TypeError, {"mp_policy": "policy"})
         self._policy = policy
         # As in DDP, all ranks start from the first rank's values.
         self._arguments = {"initial_values": "rank0", **arguments}

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_engine.accelerator import is_accelerator
-from fsdp_engine.buffers.gradients import like
+from fsdp_engine.buffers.gradient_memory import like
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
@@ -69,7 +69,7 @@ class ElasticReplicas:
     Args:
         engine: result of :func:`~fsdp_engine.sharding.shard`, over the ranks of this replica.
         optimizer: over the engine's parameters.
-        num_microbatches: of a step, over all replicas.
+        num_microbatches: The number of microbatches of a step, over all replicas.
         min_replicas: a step with fewer is not committed, and is repeated until there are as many.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name, equal on all
             replicas: schedulers, positions. A replica that starts gets theirs from a living one.
@@ -77,7 +77,7 @@ class ElasticReplicas:
             microbatch needs one backward, and is reduced within the replica by itself. Takes memory
             for up to log2(the replica's microbatches) + 1 more gradients of this rank.
         lighthouse: its address, ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``.
-        name: of this replica in torchft's logs.
+        name: The name of this replica in torchft's logs.
         timeout: seconds after which a collective with a replica that is lost fails, if that is not
             seen at once. A quorum, and the vote on a step, are waited for four times as long.
 

@@ -90,7 +90,7 @@ class FSDPEngineMixin(_Trainer):
         **kwargs: as for the trainer.
 
     Attributes:
-        engine: of the model.
+        engine: The engine of the model.
 
     Raises:
         ValueError, TypeError: an argument or a training argument is not supported; on all ranks.

@@ -59,7 +59,7 @@ def record_full_params(engine: Engine) -> None:
     """Within ``engine.unsharded()``, record the sharded parameter of each full one."""
     for buffer in engine.buffers:
         for record, sharded in zip(buffer.records, buffer.sharded_params, strict=True):
-            module, name = record.owners[0]
+            module, name = record.holders[0]
             _SHARDED_OF[module._parameters[name]] = sharded
 
 

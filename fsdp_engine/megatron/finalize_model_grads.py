@@ -63,7 +63,7 @@ class Router:
     """A module that routes tokens to experts with a bias, and counts the tokens of each expert.
 
     Attributes:
-        name: of the module.
+        name: The name of the module.
         bias: shape ``(experts,)``.
         counts: this rank's tokens per expert since the last update, shape ``(experts,)``.
         is_updated: whether the bias changes. False in evaluation mode and with
@@ -107,7 +107,7 @@ def update_expert_biases(
         routers: in the same order on all ranks.
         group: ranks whose counts are summed. None: this rank only.
         rate: absolute change of a bias per update.
-        device: of the biases and counts.
+        device: The device of the biases and counts.
     """
     all_counts = [router.counts for router in routers]
     narrow = all(counts.dtype in _NARROW for counts in all_counts)
@@ -137,7 +137,7 @@ def update_quantile_biases(
             on all ranks. In evaluation mode the bias does not change.
         group: ranks over which quantiles are averaged. None: this rank only.
         momentum: factor of the previous bias in the new one.
-        device: of the biases.
+        device: The device of the biases.
     """
     sizes = [router.qb_beta_accum.numel() for router in routers]
     buffer = allocator.empty(sum(sizes), torch.float32, device)
@@ -190,8 +190,8 @@ class _EngineCache:
     """Cached properties of an engine, without a strong reference to it.
 
     Attributes:
-        positions: of parameters, by name, in the order of registration, which is the same on all
-            stages.
+        positions: The positions of parameters, by name, in the order of registration, which is the
+            same on all stages.
         routers: modules that may have an expert bias, by name.
         quantile_routers: modules with biases of quantile balancing, by name.
         trackers: modules that track a global auxiliary loss over a step.

@@ -36,7 +36,7 @@ class MarkedGrad:
     """The gradient of one parameter, to be reduced over a group.
 
     Attributes:
-        name: of the parameter.
+        name: The name of the parameter.
         places: (buffer, index) of the parameter and of its replicas in other chunks of this rank.
         average: divide the sum by the size of the group.
     """
@@ -94,7 +94,7 @@ def check_equal_over_group(
 
     Args:
         what: begins the error.
-        names: of the described objects; they may differ between ranks.
+        names: The names of the described objects; they may differ between ranks.
         descriptions: one per name.
 
     Raises:
@@ -121,7 +121,7 @@ def sum_over_group(
     Args:
         marked: the gradients.
         group: None: this rank only.
-        device: of the gradients.
+        device: The device of the gradients.
     """
     ordered = sorted(marked, key=lambda each: each.average)
     sizes = [each.numel for each in ordered]

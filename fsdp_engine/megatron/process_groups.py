@@ -72,7 +72,7 @@ def spanned_group(device: torch.device, *groups: ProcessGroup | None) -> Process
     of these axes, in the same order. A group that is contained in the others adds no ranks.
 
     Args:
-        device: of the tensors that the group will communicate.
+        device: The device of the tensors that the group will communicate.
         *groups: None and groups of one rank are ignored.
 
     Returns:

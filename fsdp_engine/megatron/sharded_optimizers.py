@@ -170,7 +170,7 @@ class _ShardedOptimizer:
         Args:
             entries: Megatron-Core's sharded state dict of the model.
             is_loading: entries get uninitialized tensors to load into, without a gather.
-            metadata: of the checkpoint.
+            metadata: The metadata of the checkpoint.
         """
         is_fully_reshardable = (metadata or {}).get(_FORMAT) == _FULLY_RESHARDABLE
         sharded, _ = extract_sharded_tensors_and_factories(entries)
@@ -282,7 +282,7 @@ class _ShardedOptimizer:
         loaded main weights into the parameters.
 
         Args:
-            state_dict: of the torch optimizer; parameters in its groups are numbers.
+            state_dict: The state dict of the torch optimizer; parameters in its groups are numbers.
             masters: full main weights by group; empty if the checkpoint has none.
         """
         params = self.get_parameters()

@@ -398,7 +398,7 @@ def config_from(
 
     Args:
         given: the config.
-        name: of the argument, for errors.
+        name: The name of the argument, for errors.
         read_by_wrapper: fields of Megatron-Core's class that the caller reads itself.
         **changes: values of fields that override those of ``given``.
 

@@ -1,1 +1,1 @@
-"""The engine's allocations: storages, arenas, pinned and registered memory."""
+"""The engine's allocations: storages, pinned and registered memory."""

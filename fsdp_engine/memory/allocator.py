@@ -64,9 +64,8 @@ _set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_m
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
 
-# Places of state: the device of an engine, and those of :meth:`Memory.book_elsewhere`.
-DEVICE, HOST, DISK = "device", "host", "disk"
-PLACES = (DEVICE, HOST, DISK)
+# Places of memory: the device of an engine, and one of :meth:`Memory.book_elsewhere`.
+DEVICE, HOST = "device", "host"
 
 
 class Ledger:
@@ -117,10 +116,10 @@ def empty(
     *,
     pinned: bool = False,
 ) -> torch.Tensor:
-    """An uninitialised tensor that is not booked: scratch, results handed to the user.
+    """An uninitialised tensor that is not booked: temporary tensors, results for the user.
 
     Args:
-        shape, dtype, device: of the tensor.
+        shape, dtype, device: The shape, dtype and device of the tensor.
         pinned: it is host memory that the accelerator copies from and to by itself.
     """
     return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
@@ -180,7 +179,8 @@ def tensor_over(
     """A tensor over ``storage``, which must have the memory, with a version counter of its own.
 
     Args:
-        storage, dtype, device, shape, strides: of the tensor.
+        storage, dtype, device, shape, strides: The storage, dtype, device, shape and strides of the
+            tensor.
         offset: in elements.
     """
     tensor = torch.empty(0, dtype=dtype, device=device)
@@ -226,7 +226,7 @@ class Memory:
 
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
-        elsewhere: bytes of offloaded state by place ("host", "disk") and role, not on ``device``.
+        elsewhere: bytes at other places than ``device``, by place and role.
         is_steady: gradients stay allocated, so that steady steps allocate nothing.
         is_fixed: tensors that collectives use are allocated while the engine is made.
         transients: its transient storages, by their keys.
@@ -290,8 +290,7 @@ class Memory:
         return any(key in self._persistent or key in self.transients for key in keys)
 
     def book_elsewhere(self, holder: object, place: str, role: str, tensor: torch.Tensor) -> None:
-        """Book memory at another place than the device ("host", "disk"), as long as ``holder`` is
-        alive."""
+        """Book memory at another place than the device, as long as ``holder`` is alive."""
         held = self.elsewhere.setdefault(place, Counter())
         held[role] += tensor.nbytes
         weakref.finalize(holder, held.subtract, {role: tensor.nbytes}).atexit = False
@@ -399,7 +398,7 @@ def resize_foreign(tensor: torch.Tensor, num_bytes: int) -> None:
 
     Args:
         tensor: at any offset of its storage.
-        num_bytes: of the whole storage; 0 frees its memory.
+        num_bytes: The number of bytes of the whole storage; 0 frees its memory.
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() != num_bytes:
@@ -412,7 +411,7 @@ class TransientStorage:
     See [Note: Transient storage]. On CUDA, :meth:`fill` and :meth:`drain` must run on one stream.
 
     Args:
-        memory: of the engine.
+        memory: The memory of the engine.
         numel, dtype: its size.
         role: in the ledger.
         is_kept_idle: its memory is kept within a step when it is freed.

@@ -16,7 +16,7 @@ class HostBlock:
     copies asynchronously (``pinned``).
 
     On CUDA exactly as many as asked for, freed with this object: torch's own allocator of pinned
-    memory rounds up to powers of two, and never frees. Other accelerators have only that one.
+    memory allocates powers of two, and never frees. Other accelerators have only that one.
 
     Attributes:
         bytes: the memory, 1-D.

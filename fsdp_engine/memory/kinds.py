@@ -7,5 +7,5 @@ KIND_OF_ROLE = {
     "full": "transient",
     "staging": "transient",
     "idle": "transient",
-    "optimizer": "optimizer",  # chunks of offloaded state
+    "optimizer": "optimizer",  # chunks of its state in a step
 }

@@ -60,7 +60,7 @@ def _with_subclasses(
     return {base}.union(*map(_with_subclasses, base.__subclasses__()))
 
 
-# The state dict of each optimizer at its last conversion. Loading replaces the dict.
+# The state dict of each optimizer when it was last converted. Loading replaces the dict.
 _CONVERTED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 

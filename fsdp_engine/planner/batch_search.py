@@ -92,7 +92,7 @@ def largest_fitting(
 
     Args:
         candidate: without sizes.
-        rows: of a rank in a step.
+        rows: The rows of a rank in a step.
         sizes: microbatch sizes to try, divisors of ``rows`` in order.
         limit: memory of a rank in bytes.
         outcome_of: simulates a candidate.

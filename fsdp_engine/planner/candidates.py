@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_name
-from fsdp_engine.offload import HOST, ROLES, Offload
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
+from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 
 Mesh = tuple[int, ...]
@@ -35,13 +36,13 @@ class Candidate:
             then.
         microbatch_size: the argument of the batch function; None: the batch has one size.
         offload: where state lies between its uses; None: on the device.
-        microbatches: of a step; None: those of the job.
+        microbatches: The microbatches of a step; None: those of the job.
         sequence: length of sequences, for the batch function; None: the batch has one.
         tensor_parallel: consecutive ranks that share the model's matrices, at each place of
             ``mesh``.
         context_parallel: consecutive ranks of the inner axis that share each sequence.
         pipeline: ranks of a pipeline, each with the others at every place of ``mesh``.
-        schedule: of the pipeline, by torch's name; None: there is no pipeline.
+        schedule: The schedule of the pipeline, by torch's name; None: there is no pipeline.
     """
 
     mesh: Mesh
@@ -49,7 +50,7 @@ class Candidate:
     outer_strategy: str
     checkpointing: Activations
     microbatch_size: int | None = None
-    offload: Offload | None = None
+    offload: StatePlaces | None = None
     microbatches: int | None = None
     sequence: int | None = None
     tensor_parallel: int = 1
@@ -78,14 +79,20 @@ class Candidate:
         return self.tensor_parallel, self.context_parallel, self.pipeline, self.schedule
 
     @property
+    def places(self) -> Mapping[str, str]:
+        """Places of state other than the device, by role."""
+        return {} if self.offload is None else self.offload.places
+
+    @property
     def offloaded(self) -> str:
         """Offloads as text: "optimizer state on the host", "everything on the host", "activations
         on the host"; empty if all is on the device."""
-        offload, names = self.offload or Offload(), dict[str, list[str]]()
+        offload, names = self.offload or StatePlaces(), dict[str, list[str]]()
+        number = len(KIND_OF_OFFLOADED)
         for role, place in offload.places.items():
             names.setdefault(place, []).append(role.replace("_", " "))
         texts = [
-            f"{'everything' if len(each) == len(ROLES) else ' and '.join(each)} on the {place}"
+            f"{'everything' if len(each) == number else ' and '.join(each)} on the {place}"
             for place, each in names.items()
         ]
         texts += ["stepped there"] * (offload.step_on == HOST)
@@ -225,7 +232,7 @@ def candidates(
     meshes: Iterable[Mesh],
     checkpointing: Iterable[Activations],
     microbatch_sizes: Iterable[int | None],
-    offload: Offload | None = None,
+    offload: StatePlaces | None = None,
     sequences: Iterable[int | None] = (None,),
     tensor_parallel: int = 1,
     context_parallel: int = 1,

@@ -84,7 +84,7 @@ def in_fp8(build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]
     torchtitan.
 
     Args:
-        build: of the model without.
+        build: The function that builds the model without them.
         what: name of the argument, for errors.
 
     Raises:

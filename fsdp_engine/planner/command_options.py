@@ -56,9 +56,9 @@ def option(
 
     Args:
         help: text of ``--help``.
-        default: of the field.
-        name: of the option. Empty: the field's.
-        type: of the option's value. None: the field's.
+        default: The default of the field.
+        name: The name of the option. Empty: the field's.
+        type: The type of the option's value. None: the field's.
         shown: default of the option, before ``parse``. Without it: that of the field.
         parse: returns the field's value for the option's value, which is not None, and its name.
         needs: the plans in which it has an effect.

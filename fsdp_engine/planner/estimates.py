@@ -41,17 +41,16 @@ from torch import nn
 from fsdp_engine.codecs import CastCodec, ParamCodec
 from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_module
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
-from fsdp_engine.memory import disk_staging
-from fsdp_engine.offload import DEVICE, DISK, HOST, Offload
+from fsdp_engine.memory.allocator import DEVICE, HOST
 from fsdp_engine.options import Options, StagingBudget
 from fsdp_engine.planner.simulation.simulation_error import (
     check_count,
     check_type,
     listed,
 )
+from fsdp_engine.planner.state_places import DISK, StatePlaces, implementation_of, places_among
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
 from fsdp_engine.sharding import check_extensions
@@ -87,7 +86,7 @@ class Footprint:
     buffer: BufferPlan
     strategy: Strategy
     sizes: AxisSizes
-    offload: Offload
+    offload: StatePlaces
 
     def held(self, role: Role) -> int:
         """Elements of ``role`` at rest."""
@@ -103,8 +102,10 @@ class Footprint:
     @property
     def _main_leaves(self) -> bool:
         """Whether main weights lie elsewhere."""
-        leaves = "main_weights" in self.offload.places
-        return leaves and bool(_homed_main().can_leave_device(self.strategy, self.buffer.codec))
+        if "main_weights" not in self.offload.places:
+            return False
+        main = implementation_of("homed_main")
+        return bool(main.can_leave_device(self.strategy, self.buffer.codec))
 
     @property
     def _grads_leave(self) -> bool:
@@ -113,8 +114,10 @@ class Footprint:
     @property
     def _is_cast_by_host(self) -> bool:
         """Whether compute weights lie elsewhere, beside main weights."""
-        is_on_host = self._main_leaves and self.offload.main_weights == HOST
-        return is_on_host and bool(_homed_main().is_cast_at_home(self.strategy, self.buffer.codec))
+        if not self._main_leaves or self.offload.main_weights != HOST:
+            return False
+        main = implementation_of("homed_main")
+        return bool(main.is_cast_at_home(self.strategy, self.buffer.codec))
 
     @property
     def _main_bytes(self) -> int:
@@ -233,8 +236,8 @@ class Footprint:
 
     def _grad_itemsize(self, axis: Axis, elements: int) -> float:
         """Bytes per element of gradients along ``axis``, averaged over both halves of an
-        all-reduce. If sums have a wider dtype than summands (``redistribute.py``), the second half
-        sends sums; if the ranks do not divide ``elements`` evenly, both halves use the wider
+        all-reduce. If sums have a wider dtype than summands (``sharded_buffer.py``), the second
+        half sends sums; if the ranks do not divide ``elements`` evenly, both halves use the wider
         dtype."""
         dtypes = self.buffer.dtypes
         if self.strategy.shards(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:
@@ -427,7 +430,7 @@ def estimate(
         expected = Expected(order, order[::-1], [set() for _ in planned])
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
-    where = next((each for each in asked.extensions if isinstance(each, Offload)), Offload())
+    where = places_among(asked.extensions)
     if not on_cpu:
         where.check_pair()
     _check_levels(where, levels, planned, on_cpu=on_cpu)
@@ -454,7 +457,7 @@ def estimate(
         elsewhere.update(each.elsewhere)
     chunks = [unit.total(lambda each: each.chunk_bytes) for unit in footprints]
     if DISK in where.places.values() and not on_cpu:
-        elsewhere[HOST] += disk_staging.NUM_BYTES
+        elsewhere[HOST] += implementation_of("disk_staging").NUM_BYTES
     at_rest, place = sum(states), where.places.get("optimizer_state")
     if place is not None:
         elsewhere[place] += at_rest
@@ -522,9 +525,9 @@ class OffloadLevelError(ValueError):
 
 
 def _check_levels(
-    offload: Offload, levels: Strategy, units: Sequence[_Unit], *, on_cpu: bool
+    offload: StatePlaces, levels: Strategy, units: Sequence[_Unit], *, on_cpu: bool
 ) -> None:
-    """Like ``Offload.check_plan``.
+    """Like ``Offload.check``.
 
     Raises:
         OffloadLevelError: the levels do not allow it.
@@ -534,14 +537,10 @@ def _check_levels(
         offload.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
         stays = on_cpu or offload.main_weights == DEVICE
         for buffer in () if stays else buffers:
-            _homed_main().check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
+            main = implementation_of("homed_main")
+            main.check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
     except ValueError as error:
         raise OffloadLevelError(str(error)) from error
-
-
-def _homed_main() -> Any:
-    """The module of main weights that lie elsewhere."""
-    return find_module("offload.homed_main")
 
 
 def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:

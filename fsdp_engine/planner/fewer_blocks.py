@@ -48,7 +48,7 @@ class Repeated:
     """Blocks of a model that are alike, up to the end of their list.
 
     Attributes:
-        name: of the list.
+        name: The name of the list.
         before: blocks of the list before them.
         count: number of alike blocks.
         period: each block is like the one so many before it.
@@ -134,7 +134,8 @@ def of_all_blocks(
 
     Args:
         repeated: its blocks.
-        simulations, outcomes: of the numbers of blocks of ``repeated.depths``.
+        simulations, outcomes: The simulations and outcomes of the numbers of blocks of
+            ``repeated.depths``.
     """
     numbers = [_numbers(each) for each in outcomes]
     places = [

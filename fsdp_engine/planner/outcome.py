@@ -7,28 +7,20 @@ from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, STATE_LANES
+from fsdp_engine.comm.copy_lanes import copied_on
 from fsdp_engine.comm.lanes import COPY_IN
 from fsdp_engine.extension_list import find_name
-from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.planner.simulation.clock import StepPart, axis_of
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
+from fsdp_engine.planner.state_places import make_offload
 from fsdp_engine.strategies import Strategy
 
 if TYPE_CHECKING:  # it loads torch's compiler
     from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
-
-# Kinds of memory that are taken off the device, by role of an offload.
-KIND_OF_OFFLOADED = {
-    "optimizer_state": "optimizer",
-    "main_weights": "weights",
-    "gradients": "gradients",
-}
-
 
 # Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
 # and kernels, and fragmentation of the allocator take the rest (docs/planner.md).
@@ -73,15 +65,12 @@ def _exposed_by_axis(candidate: Candidate, by_lane: Mapping[str, float]) -> dict
 
 def _waits_for(lane: str, candidate: Candidate) -> str:
     """The axis of a lane, or whose copies are on it."""
-    offload = candidate.offload
-    brings_weights = offload is not None and "main_weights" in offload.places
+    brings_weights = "main_weights" in candidate.places
     if is_stage_lane(lane):
         return PIPELINE
-    if lane in ACTIVATION_LANES:
-        return ACTIVATIONS
-    if lane in STATE_LANES or (lane == COPY_IN and brings_weights):
+    if lane == COPY_IN and brings_weights:
         return STATE
-    return axis_of(lane)
+    return copied_on(lane) or axis_of(lane)
 
 
 @dataclass(frozen=True)
@@ -303,7 +292,7 @@ class Outcome:
         candidate = dict(values.pop("candidate"))
         candidate["mesh"] = tuple(candidate["mesh"])
         if candidate.get("offload") is not None:
-            candidate["offload"] = Offload(**candidate["offload"])
+            candidate["offload"] = make_offload(**candidate["offload"])
         if isinstance(candidate.get("checkpointing"), dict):
             candidate["checkpointing"] = find_name("Recompute")(**candidate["checkpointing"])
         times = values.pop("times")

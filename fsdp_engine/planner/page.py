@@ -48,7 +48,7 @@ def save_page(planning: StrategyPlan, path: str | Path, step: Simulation | None 
 
     Args:
         planning: the plan.
-        path: of the HTML file.
+        path: The path of the HTML file.
         step: the simulation of the first outcome. None: the page has no timeline.
     """
     Path(path).write_text(page_of(planning, step), encoding="utf-8")

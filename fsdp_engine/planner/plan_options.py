@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_engine.offload import HOST, Offload
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.candidates import (
     OFFLOAD,
     SELECTIVE,
@@ -36,11 +36,7 @@ from fsdp_engine.planner.simulation.simulation_error import (
     listed,
 )
 from fsdp_engine.planner.simulation.step_options import GivenOptions, MakeOptimizer, Parallelize
-
-# Everything that can be on the host.
-EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
-# The offloads that are tried, until some fit.
-_AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
+from fsdp_engine.planner.state_places import StatePlaces, is_offload, offloads_to_host
 
 
 class Where(StrEnum):
@@ -105,12 +101,13 @@ class PlanOptions(GivenOptions):
             more than 1, levels are those of ``context_parallel``; a step needs at least so many
             microbatches. They are simulated from the
             costs of their stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
-        schedules: of pipelines, those that split backwards included; see
+        schedules: The schedules of pipelines, those that split backwards included; see
             :func:`~.simulation.pipeline.simulate_pipeline`.
         stages: builds a stage, ``stages(index, num_stages)``. None:
             :class:`~fsdp_engine.CausalLMStages` of the model. The batch is then a dict with
             ``input_ids`` and ``labels``, or a tuple of the first stage's input and the targets.
-        stage_loss: of the last stage's output and the targets. None: the cross-entropy of logits.
+        stage_loss: The loss of the last stage's output and the targets. None: the cross-entropy of
+            logits.
         checkpointing: values to try for what becomes of blocks' activations: they are kept
             (False), recomputed in backward (True), partly kept ("selective", or a
             :class:`~fsdp_engine.Recompute`), or on the host until then ("offload"). None:
@@ -134,10 +131,10 @@ class PlanOptions(GivenOptions):
         optimizer, loss: see :func:`~.simulation.simulate`.
         formulas: do not run the model; use formulas, without activations and times. Whether
             candidates fit is then unknown.
-        offload: of all candidates, without those whose levels do not allow it; None: all state is
-            on the device. "auto": if no candidate fits, those that might are tried again with
-            optimizer state on the host; and if none fits then, with main weights and gradients
-            there, too.
+        offload: The offload of all candidates, without those whose levels do not allow it; None:
+            all state is on the device. "auto": if no candidate fits, those that might are tried
+            again with optimizer state on the host; and if none fits then, with main weights and
+            gradients there, too.
 
     Raises:
         TypeError, ValueError: an option is invalid.
@@ -265,7 +262,7 @@ class PlanOptions(GivenOptions):
         False,
         needs=Needs.batch,
     )
-    offload: Offload | str | None = option(
+    offload: StatePlaces | str | None = option(
         "optimizer state on the host or on a disk; everything: also main weights and gradients on "
         "the host; auto: with --batch, the first of none, host and everything with which something "
         "fits",
@@ -288,8 +285,10 @@ class PlanOptions(GivenOptions):
         check_count("microbatches", self.microbatches, "at least 1")
         if self.memory is not None:
             check_positive("memory", self.memory, "a number of bytes, such as 80e9")
-        if self.offload is not None and self.offload != AUTO:
-            check_type("offload", self.offload, Offload, "an fe.Offload, 'auto' or None")
+        if self.offload not in (None, AUTO) and not is_offload(self.offload):
+            raise TypeError(
+                f"offload: expected an fe.Offload, 'auto' or None; found {self.offload!r}"
+            )
         for name in ("loss", "optimizer", "parallelize", "stages", "stage_loss"):
             if (function := getattr(self, name)) is not None:
                 check_callable(name, function, "a function, or None")
@@ -377,10 +376,10 @@ class PlanOptions(GivenOptions):
         return self.tries_offloads and self.checkpointing is None and self.offload is not None
 
     @property
-    def more_offloads(self) -> tuple[Offload, ...]:
+    def more_offloads(self) -> tuple[StatePlaces, ...]:
         """Offloads that are tried where nothing fits."""
         if self.offload != AUTO or not self.tries_offloads:
             return ()
         if self.where.host_memory_bandwidth is None:  # which the host needs to cast main weights
-            return tuple(each for each in _AUTO_OFFLOADS if each.main_weights != HOST)
-        return _AUTO_OFFLOADS
+            return tuple(each for each in offloads_to_host() if each.main_weights != HOST)
+        return offloads_to_host()

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_engine.offload import Offload
 from fsdp_engine.planner.candidates import (
     Candidate,
     Mesh,
@@ -196,7 +195,7 @@ class PlanRequest:
         order.
 
         Args:
-            degrees: of tensor parallelism.
+            degrees: The degrees of tensor parallelism.
             pipelines: numbers of ranks of a pipeline.
 
         Raises:
@@ -205,7 +204,8 @@ class PlanRequest:
         sizes = self.options.sizes
         if self.options.global_batch is not None:
             sizes = [each or 1 for each in sizes[:1]]
-        given = self.options.offload if isinstance(self.options.offload, Offload) else None
+        given = self.options.offload
+        given = None if isinstance(given, str) else given
         axes = self._axes(list(degrees), list(pipelines))
         self._check_inner_sizes({mesh[-1] for meshes in axes.values() for mesh in meshes})
         found = [

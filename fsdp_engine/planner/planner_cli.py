@@ -26,7 +26,7 @@ from torch import nn
 
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.offload import Offload
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.options import Options
 from fsdp_engine.planner.command_inputs import (
     AUTO,
@@ -48,12 +48,13 @@ from fsdp_engine.planner.command_options import (
 from fsdp_engine.planner.estimates import compare as compare_estimates
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.page import save_page
-from fsdp_engine.planner.plan_options import EVERYTHING, PlanOptions, Where
+from fsdp_engine.planner.plan_options import PlanOptions, Where
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
 from fsdp_engine.planner.question_output import Questions
 from fsdp_engine.planner.simulation.calibrate import calibrate
 from fsdp_engine.planner.simulation.simulate import build_meta_module
 from fsdp_engine.planner.simulation.simulation_error import SimulationError
+from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces, make_offload
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -352,15 +353,15 @@ def _batch(spec: str, model: nn.Module, *, has_sizes: bool, has_lengths: bool) -
     return inputs
 
 
-def _offload(where: Where, folder: Path | None) -> Offload | str | None:
+def _offload(where: Where, folder: Path | None) -> StatePlaces | str | None:
     """The ``offload`` argument of ``fe.plan``."""
     if where is Where.auto:
         return AUTO
     if where is Where.none:
         return None
     if where is Where.everything:
-        return EVERYTHING
-    return Offload(optimizer_state=where.value, folder=None if folder is None else str(folder))
+        return make_offload(**dict.fromkeys(KIND_OF_OFFLOADED, HOST))
+    return make_offload(optimizer_state=where.value, folder=None if folder is None else str(folder))
 
 
 def _meshes(
@@ -392,7 +393,7 @@ def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
 
     Args:
         given: names of the options on the command line.
-        values: of all options.
+        values: The values of all options.
 
     Raises:
         ValueError: an option has none.

@@ -183,7 +183,7 @@ def estimates_table(
     """A row for each estimate.
 
     Args:
-        estimates: of one model on one number of ranks.
+        estimates: The estimates of one model on one number of ranks.
         memory_gib: memory of a rank; adds a column with the rest.
         width: columns of the terminal, to which the table is fitted. None: all columns.
     """

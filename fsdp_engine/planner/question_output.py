@@ -40,7 +40,7 @@ class Questions:
     """Questions about a plan.
 
     Attributes:
-        tokens: of a training run.
+        tokens: The tokens of a training run.
         price: dollars per GPU hour: one, or one for each machine of ``compare``.
         compare: machines to plan for.
         scaling: plan for other numbers of ranks.

@@ -31,12 +31,12 @@ class TrainingRun:
         items: tokens or samples of the run.
         item: their unit.
         num_ranks: data-parallel ranks, one GPU each.
-        steps: of the optimizer.
+        steps: The steps of the optimizer.
         seconds: duration of the run.
         mfu: model flops utilization, a fraction.
-        model_flops: of the run, on all ranks, without recomputation.
+        model_flops: The FLOPs of the run, on all ranks, without recomputation.
         price: dollars per GPU hour. None: unknown.
-        accuracy: of the planned times, by which they are not scaled.
+        accuracy: The accuracy of the planned times, by which they are not scaled.
     """
 
     items: float

@@ -24,7 +24,6 @@ from fsdp_engine.planner.candidates import SELECTIVE, Candidate, Mesh, merged_ex
 from fsdp_engine.planner.comparison import ComparedRow, Comparison, named_machines
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
-    KIND_OF_OFFLOADED,
     TOLERANCE,
     USABLE,
     Outcome,
@@ -46,6 +45,7 @@ from fsdp_engine.planner.simulation.simulation_error import (
 )
 from fsdp_engine.planner.simulation.step_options import Parallelize
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
+from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 if TYPE_CHECKING:  # it loads torch's compiler
@@ -231,7 +231,7 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
             f"{_SHORTER_SCHEDULES.get(candidate.schedule or '', '')}shorten that."
         )
     is_slow = times.shares()["host"] >= 2 * _MIN_SHARE
-    if is_slow and "main_weights" in _offloaded_roles(chosen.candidate):
+    if is_slow and "main_weights" in chosen.candidate.places:
         lines.append(
             "The host works on weights in its memory once a step, and compute waits: more "
             "microbatches make steps rarer."
@@ -268,7 +268,7 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
         lines.append("Context parallelism (`context_parallel=`) may be enough.")
     if setting.more_degrees:
         lines.append('Tensor parallelism (`tensor_parallel="auto"`) may be enough.')
-    tried = {role for each in outcomes for role in _offloaded_roles(each.candidate)}
+    tried = {role for each in outcomes for role in each.candidate.places}
     known = [nearest.memory.get(kind, 0) for kind in KIND_OF_OFFLOADED.values()]
     if tried == KIND_OF_OFFLOADED.keys():
         lines.append("Everything on the host is not enough.")
@@ -279,10 +279,6 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     elif nearest.lacking <= sum(known):
         lines.append("Main weights, gradients and optimizer state on the host may be enough.")
     return lines
-
-
-def _offloaded_roles(candidate: Candidate) -> Iterable[str]:
-    return () if candidate.offload is None else candidate.offload.places
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_engine.offload import Offload
 from fsdp_engine.options import Options
 from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Candidate, candidates, is_quick
 from fsdp_engine.planner.command_inputs import AUTO
@@ -22,7 +21,6 @@ from fsdp_engine.planner.fewer_blocks import find_repeated
 from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
-    KIND_OF_OFFLOADED,
     Outcome,
     Setting,
     is_faster,
@@ -37,6 +35,7 @@ from fsdp_engine.planner.simulation.simulate import build_meta_module
 from fsdp_engine.planner.simulation.simulation_error import SimulationError
 from fsdp_engine.planner.simulation.time_accuracy import family_of
 from fsdp_engine.planner.simulation.tp_plan import fitting_degrees
+from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
@@ -360,8 +359,7 @@ class _Planning:
             return True
 
         def may_be_refused(candidate: Candidate) -> bool:
-            places = {} if candidate.offload is None else candidate.offload.places
-            return bool(places.keys() - {"optimizer_state"})
+            return bool(candidate.places.keys() - {"optimizer_state"})
 
         return [
             each for each in tried if not may_be_refused(each) or is_allowed(_in_formulas(each))
@@ -395,7 +393,7 @@ def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candida
 
 
 def _with_offloaded_activations(
-    outcomes: Sequence[Outcome], offloads: Iterable[Offload]
+    outcomes: Sequence[Outcome], offloads: Iterable[StatePlaces]
 ) -> list[Candidate]:
     """Returns candidates with activations on the host that may be the fastest that fits, with one
     of ``offloads`` if none does without. A candidate takes at least the time that it takes with

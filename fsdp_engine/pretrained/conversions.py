@@ -95,7 +95,7 @@ class _Conversion:
     """Conversions of one model.
 
     Args:
-        model: of transformers.
+        model: The model of transformers.
         names: its tensors, by name.
         key_mapping: see :func:`as_in_memory`.
     """

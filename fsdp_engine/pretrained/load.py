@@ -34,7 +34,7 @@ class Initialization:
     Attributes:
         modules: modules with tensors that have no values and are not in the folder; children first.
             All of their tensors are initialized, and those in the folder are read afterwards.
-        names: of the tensors without values.
+        names: The names of the tensors without values.
         kept: tensors of the same modules that are not in the folder and have values already.
         adapters: adapters of PEFT without values.
         following: adapters with tensors that are computed from the base weights of the folder.
@@ -53,7 +53,7 @@ def plan_initialization(
     """Plan the initialization of tensors without values.
 
     Args:
-        engine: of the model. Tensors have no values if they were sharded with
+        engine: The engine of the model. Tensors have no values if they were sharded with
             ``initial_values="empty"`` and not loaded since.
         missing: names of the model's tensors that are not in the folder.
         is_base: whether the folder contains the base model of PEFT's adapters.
@@ -107,7 +107,7 @@ def initialize_from_base(engine: Engine, following: Iterable[Place]) -> None:
     """Compute tensors of adapters from base weights. Collective; unshards one unit at a time."""
     layers, left = adapter_layers(engine.model), list(following)
     for unit in engine.units if left else ():
-        owners = {module for each in unit.buffers for r in each.records for module, _ in r.owners}
+        owners = {module for each in unit.buffers for r in each.records for module, _ in r.holders}
         here = [p for p in left if not owners.isdisjoint(layers.layer(p).modules())]
         if here:
             left = [place for place in left if place not in here]

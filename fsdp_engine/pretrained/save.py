@@ -52,7 +52,7 @@ def save_pretrained(
     Args:
         model_or_engine: the sharded model, or its engine.
         folder: on storage that all ranks share; created if it does not exist.
-        dtype: of floating-point tensors; None: that of the main weights.
+        dtype: The dtype of floating-point tensors; None: that of the main weights.
         max_shard_size: maximum bytes of tensors in one file, or a text such as "5GB"; adapters are
             always one file.
         tokenizer: tokenizer or processor with ``save_pretrained(folder)``, on the first rank.

@@ -43,9 +43,9 @@ class StreamedParam:
 
     Attributes:
         name: its first name in the order of modules.
-        shape: of the unsharded tensor.
-        dtype: of the streamed elements.
-        buffer, index: of its main weights.
+        shape: The shape of the unsharded tensor.
+        dtype: The dtype of the streamed elements.
+        buffer, index: The buffer and index of its main weights.
         before: offset of the buffer's tensor in the unsharded tensor, in elements: those of other
             ranks' experts.
         is_of_experts: whether ranks hold different experts.
@@ -221,7 +221,7 @@ class OutputTensor:
     """A tensor of the receiver.
 
     Attributes:
-        name, shape, dtype: of the tensor.
+        name, shape, dtype: The name, shape and dtype of the tensor.
         sources: tensors from which it is assembled.
         pieces: how it is assembled; None: it equals its single source.
     """
@@ -275,7 +275,7 @@ class OutputTensor:
         Args:
             source: one of the sources.
             elements: indices in the buffer's tensor, int64, ascending.
-            values: of these elements.
+            values: The values of these elements.
 
         Yields:
             Indices in this tensor, int64, and the values.
@@ -320,7 +320,7 @@ def _view(box: Box, flat: Tensor) -> Tensor:
     """View of the elements of a box, with the dims of the assembled tensor.
 
     Args:
-        box: of a stored tensor.
+        box: The box of a stored tensor.
         flat: all elements of the stored tensor.
     """
     steps = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]

@@ -41,7 +41,7 @@ class UnitMemory:
 
     Args:
         memory: allocator.
-        num_bytes: of the largest unit.
+        num_bytes: The number of bytes of the largest unit.
     """
 
     def __init__(self, memory: Memory, num_bytes: int) -> None:
@@ -129,7 +129,7 @@ def weight_stream(
 
     Args:
         model_or_engine: the sharded model, or its engine; at rest during the iteration.
-        dtype: of floating-point tensors; None: that of the main weights.
+        dtype: The dtype of floating-point tensors; None: that of the main weights.
         changed_since: the version that the receiver has; a new object: nothing yet. It is updated
             tensor by tensor: a tensor counts as received when the next item is requested. If the
             loop ends earlier, the next stream yields the full tensor.
@@ -199,7 +199,7 @@ class Group:
     tensor of the receiver.
 
     Attributes:
-        buffers: of these units.
+        buffers: The buffers of these units.
         given: tensors of the receiver, the smallest one last.
     """
 
@@ -211,7 +211,7 @@ class WeightStream:
     """See :func:`weight_stream`, which makes it.
 
     Attributes:
-        version: of the receiver, updated by each iteration; None: not used.
+        version: The version of the receiver, updated by each iteration; None: not used.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class Changes:
     Attributes:
         runs: ranges that are sent as a whole, because most elements have changed, in order.
         elements: indices of other changed elements, int64, ascending; None: no elements.
-        values: of these elements.
+        values: The values of these elements.
     """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -47,9 +47,9 @@ class WeightVersion:
     receive the same items.
 
     Args:
-        device: of the stored weights. None: that of the model. "cpu" saves memory of a GPU; the
-            version is then copied to the GPU for the comparison, some 16 million elements at a
-            time.
+        device: The device of the stored weights. None: that of the model. "cpu" saves memory of a
+            GPU; the version is then copied to the GPU for the comparison, some 16 million elements
+            at a time.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -107,7 +107,7 @@ class WeightVersion:
         Before :meth:`confirm` the receiver counts as having none of this tensor.
 
         Args:
-            name: of the tensor.
+            name: The name of the tensor.
             new: values, 1-D.
             dtype: streamed dtype.
         """
@@ -132,7 +132,7 @@ def take_changes(new: Tensor, old: Tensor) -> Changes:
 
     Args:
         new: 1-D.
-        old: of the same length, on any device, in the streamed dtype.
+        old: The earlier values, of the same length, on any device, in the streamed dtype.
     """
     found = Changes()
     elements: list[Tensor] = []

@@ -48,11 +48,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.memory.allocator import storage_keys
 from fsdp_engine.runtime.inputs import (
     Exchange,
@@ -66,39 +64,18 @@ from fsdp_engine.runtime.inputs import (
     version_of,
 )
 from fsdp_engine.runtime.kept_tensors import KeptTensors, next_function
-from fsdp_engine.runtime.scheduler import Scheduler, in_backward
+from fsdp_engine.runtime.not_compiled import not_compiled
+from fsdp_engine.runtime.passes import NO_RUN, current_run
+from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
 
 # The tensor that a view is a view of; None: it is none.
 _base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
-_frames: Any = eval_frame
-_SKIP_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-_SKIP_ONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
-
 _functorch = torch._C._functorch
 _TransformType = _functorch.TransformType
 _inside_transform = _functorch.peek_interpreter_stack
-
-
-def not_compiled(function: Any) -> Any:
-    """Let ``torch.compile`` break the graph at ``function`` and not trace it.
-
-    This is ``torch.compiler.disable`` without an import of the compiler: a mark by which Dynamo
-    does not inline the function, and a rule for its code by which neither the function nor its
-    callees are traced when it runs.
-    """
-    function._torchdynamo_disable = True
-    _frames.set_code_exec_strategy(function.__code__, _SKIP_ALL)
-    return function
-
-
-def compiled_within(function: Any) -> Any:
-    """As :func:`not_compiled`, but functions that ``function`` calls are compiled."""
-    function._torchdynamo_disable = True
-    _frames.set_code_exec_strategy(function.__code__, _SKIP_ONE)
-    return function
 
 
 # Modes of torch's selective checkpoints.
@@ -122,8 +99,8 @@ def _outside_selection() -> Iterator[None]:
 
 
 def outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs without modes of selective checkpoints; see
-    [Note: Selective checkpointing] in ``extensions/activations``."""
+    """Returns a hook that runs without the dispatch modes of selective checkpoints, which would
+    keep or replace the results of the engine's own operations."""
 
     @functools.wraps(method)
     def hook(*args: Any) -> Any:
@@ -175,7 +152,7 @@ class _Entered:
         units: that were entered for it and have to be left, and whether the use is recorded.
         calls: of these units, those whose backward is to come and is not observed by the call of an
             earlier forward.
-        recomputes: it runs within backward.
+        repeats: it runs within backward, and repeats an earlier call.
         wants_calls: a backward is to come.
         alone: the only input, if it is one tensor, and its version.
         inputs: all inputs, if they are more than that.
@@ -189,15 +166,15 @@ class _Entered:
         "calls",
         "containers",
         "inputs",
-        "recomputes",
+        "repeats",
         "units",
         "wants_calls",
     )
 
-    def __init__(self, *, recomputes: bool, wants_calls: bool) -> None:
+    def __init__(self, *, repeats: bool, wants_calls: bool) -> None:
         self.units: list[tuple[Unit, bool]] = []
         self.calls: list[Call] = []
-        self.recomputes = recomputes
+        self.repeats = repeats
         self.wants_calls = wants_calls
         self.alone: tuple[Tensor, int] | None = None
         self.inputs: Inputs | None = None
@@ -299,7 +276,7 @@ class ModuleHooks:
 
     def enter_now(self, unit: Unit) -> bool:
         """Enter ``unit`` with the module's running call; returns False if there is none."""
-        if not self._entered or self._entered[-1].recomputes:
+        if not self._entered or self._entered[-1].repeats:
             return False
         self._enter(self._entered[-1], unit, is_recorded=False)
         return True
@@ -311,21 +288,21 @@ class ModuleHooks:
         if self.paused:
             _refuse_autograd(self.units[0])
             return None
-        if not self._scheduler.ranks_differ:
+        if not self._scheduler.schedule.ranks_differ:
             self.was_called = True
-        recomputes = in_backward() and not self._scheduler.is_nested_forward(
+        repeats = current_run() != NO_RUN and not self._scheduler.is_nested_forward(
             self.units, is_model=self.model is not None
         )
-        if not recomputes:
+        if not repeats:
             if self.model is not None and self._scheduler.is_at_rest:
                 self.model.begins()
             if _inside_transform() is not None:
                 _refuse_transform(self.units[0])
-        entered = _Entered(recomputes=recomputes, wants_calls=torch.is_grad_enabled())
+        entered = _Entered(repeats=repeats, wants_calls=torch.is_grad_enabled())
         self._entered.append(entered)
         for unit in self.units:
             self._enter(entered, unit)
-        if self.model is not None and not recomputes:
+        if self.model is not None and not repeats:
             for unit in self.model.implicit_uses():
                 self._enter(entered, unit, is_recorded=False)
         calls = entered.calls
@@ -353,8 +330,8 @@ class ModuleHooks:
 
     def _enter(self, entered: _Entered, unit: Unit, *, is_recorded: bool = True) -> None:
         wants_call = entered.wants_calls
-        if entered.recomputes:
-            self._scheduler.recompute(unit)
+        if entered.repeats:
+            self._scheduler.repeat(unit)
             if wants_call:
                 self._scheduler.note_run_again(unit)
             # Calls of the first forward still wait for their backward, unless it ran without
@@ -371,7 +348,7 @@ class ModuleHooks:
                 Call(
                     unit,
                     reads,
-                    self._scheduler.gather_order,
+                    self._scheduler.schedule,
                     is_recorded=is_recorded,
                     microbatch=self._scheduler.microbatch,
                     outer_run=self._scheduler.outer_run,
@@ -395,7 +372,7 @@ class ModuleHooks:
         output = _copy_params(units or self.units, output, entered.containers)
         if not entered.units:
             return None if output is given else output
-        if self.model is not None and not entered.recomputes:
+        if self.model is not None and not entered.repeats:
             self.model.ends()
         calls = entered.calls
         has_backward = False
@@ -403,13 +380,13 @@ class ModuleHooks:
             if calls:
                 ways_in = self._ways_in(entered, calls, output)
                 has_backward = self._listen_for_backward(entered, calls, ways_in)
-                if not entered.recomputes:
+                if not entered.repeats:
                     if not has_backward:
                         self._note_hidden(calls, output)
                     if self._kept.needs_search(entered.began, ways_in):
                         has_backward |= self._listen_for_kept(entered, calls, ways_in)
         finally:
-            if not entered.recomputes:
+            if not entered.repeats:
                 reads_again = has_backward and self._reads_weights
                 for unit, is_recorded in reversed(entered.units):
                     again = reads_again and unit.options.gathers_in_backward
@@ -550,42 +527,6 @@ def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) 
     for container in containers:
         map_tensors(copied, container, Exchange())
     return map_tensors(copied, output)
-
-
-def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
-    """Write each gradient of the unit into its flat buffer as soon as autograd accumulated it."""
-    for buffer in unit.trainable:
-        buffer.hook_gradients(_gradient_writer(scheduler, unit, buffer), scheduler.begin_backward)
-
-
-def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
-    shard_of = buffer.gradient_conversion()
-
-    @not_compiled
-    def on_grad(index: int, param: Tensor) -> None:
-        grad = param.grad
-        if grad is None:
-            return  # a function that returned None, or computes it later
-        grads = buffer.grads  # other ones since a conversion
-        assert grads is not None
-        writer = grads.writer
-        param.grad = None
-        if writer is None:
-            scheduler.begin_gradient(unit)
-            writer = grads.writer
-            assert writer is not None
-        if writer.write(index, grad if shard_of is None else shard_of(index, grad)):
-            scheduler.gradient_came(unit)
-
-    if not scheduler.reductions.stream.exists:
-        return on_grad
-
-    @not_compiled
-    def on_grad_of_device(index: int, param: Tensor) -> None:
-        with scheduler.reductions.stream.entered():
-            on_grad(index, param)
-
-    return on_grad_of_device
 
 
 def _begin_backward(

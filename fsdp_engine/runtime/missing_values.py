@@ -49,7 +49,7 @@ class MissingValues:
         """Mark entries that have memory and no values, because none were loaded yet.
 
         Args:
-            names: of the entries in ``model.state_dict()``.
+            names: The names of the entries in ``model.state_dict()``.
         """
         self._mark(
             set(names),

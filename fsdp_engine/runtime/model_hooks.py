@@ -36,10 +36,10 @@ class ImplicitUses:
     Args:
         root: the hooks of the model itself.
         units: all of them.
-        hooks_of: of each unit with loose modules, their hooks.
+        hooks_of: The hooks of each unit that has loose modules.
         check: called before each forward of the model.
-        scheduler: of the engine. While ranks may use different units, they
-            are entered by calls and reads, and nothing is learnt from them.
+        scheduler: The scheduler of the engine. While ranks may use different units, they are
+            entered by calls and reads, and nothing is learnt from them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ModelHooks:
 
     Args:
         units: all of them, the root first.
-        scheduler: of the engine.
+        scheduler: The scheduler of the engine.
         check: called before each forward of the model.
         engine: kept alive as long as the modules.
     """

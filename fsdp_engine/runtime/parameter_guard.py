@@ -54,7 +54,7 @@ class ParameterGuard:
     def full_main(self, buffer: ParamAndGradBuffer, index: int) -> Tensor | None:
         """Returns the full main weight that modules hold in place of a sharded parameter, while
         the guard is paused; None: they hold none."""
-        module, attribute = buffer.records[index].owners[0]
+        module, attribute = buffer.records[index].holders[0]
         held = dict.get(module._parameters, attribute) if self.paused else None
         if held is None or held is buffer.sharded_params[index]:
             return None
@@ -97,7 +97,7 @@ def check_same(
     """
     for buffer in buffers:
         for record in buffer.records:
-            if any(module in modules for module, _ in record.owners):
+            if any(module in modules for module, _ in record.holders):
                 main = buffer.weights.main.tensor
                 found = fn(allocator.empty(0, main.dtype, main.device))
                 if (found.dtype, found.device.type) != (main.dtype, main.device.type):
@@ -113,7 +113,7 @@ class ModuleApply:
 
     Args:
         module: the module.
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, module: nn.Module, engine: Any) -> None:

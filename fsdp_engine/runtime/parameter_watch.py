@@ -15,7 +15,7 @@ class UnitWatch:
     """Sees the full parameters of one unit.
 
     Args:
-        buffers: of the unit.
+        buffers: The buffers of the unit.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer]) -> None:

@@ -26,14 +26,6 @@ under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduc
 accumulates, and ``finish_grad_sync`` does the rest. Axes that shard gradients are reduced in
 every backward, whatever the timing.
 
-[Note: Passes]
-Backwards within a backward ([Note: Nested backwards] in ``scheduler.py``) can bring gradients of a
-unit whose reduction is submitted. Then the queue is completed as that of a microbatch, and another
-*pass* begins. Ranks may need different numbers of passes. Where passes reduce (axes that shard
-gradients), a rank says so when it begins another one, and waits for none. When the outermost
-backward ends, ranks ask each other whether one has begun another pass, and take part in it with
-zeros. Then the last axes are reduced. ``gather_order.py`` has the messages.
-
 [Note: Reductions left in flight]
 A backward that is not the step's last has said that gradients are not complete, so where lanes go
 on without the host (``Lane.runs_ahead``) it ends without waiting for its reductions. They are over
@@ -50,21 +42,20 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
 
-from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
-from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
+from fsdp_engine.comm.lanes import GradientStream, Lanes
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.options import StagingBudget, Timing
-from fsdp_engine.runtime.gather_order import GatherOrder, Place
 from fsdp_engine.runtime.gradient_observer import GradientObserver
+from fsdp_engine.runtime.pending_reductions import PendingReductions
+from fsdp_engine.runtime.schedule import Place, Schedule
 from fsdp_engine.runtime.step_message import StepMessage
 from fsdp_engine.runtime.unit import Unit
 
@@ -148,97 +139,6 @@ class ReductionQueue:
         return {index for index, each in self._arrivals.items() if each is GradientArrival.REDUCED}
 
 
-class PendingReductions:
-    """Reductions that compute has not waited for, oldest first.
-
-    Those that one backward leaves pending no longer read staging when the next one stages
-    gradients, so that no more is staged at a time than within one backward.
-
-    Args:
-        lanes: of the engine.
-        budget: staging of pending reductions.
-        num_staged: elements of staging that writing gradients takes, by unit.
-    """
-
-    def __init__(self, lanes: Lanes, budget: StagingBudget, num_staged: Sequence[int]) -> None:
-        self._lanes = lanes
-        self._budget = budget
-        self._num_staged = num_staged
-        # Those whose transient memory is not freed.
-        self._reading: deque[tuple[Unit, list[Ticket], int]] = deque()
-        self._num_elements = 0
-        self._num_left = 0
-        self._done: list[Ticket] = []  # of all
-
-    def __bool__(self) -> bool:
-        return bool(self._reading or self._done)
-
-    def end_backward(self) -> None:
-        """Pending reductions stay pending until the next backward stages gradients."""
-        self._num_left = len(self._reading)
-
-    def have_room(self, unit: Unit) -> bool:
-        """Whether staging of ``unit`` can be allocated within the budget."""
-        opening, num_pending = self._num_staged[unit.index], len(self._reading)
-        return not num_pending or not self._budget.is_exceeded(
-            num_pending, self._num_elements, opening
-        )
-
-    def make_room(self, unit: Unit) -> None:
-        """Staging of ``unit`` is about to be allocated: free that of the oldest reductions, as far
-        as the budget needs."""
-        if self._num_left:
-            self._free_oldest(self._num_left)
-        while not self.have_room(unit):
-            self._free_oldest(1)
-
-    def finish_first(self, units: Collection[Unit]) -> None:
-        """Wait for the oldest reductions, as far as they are of ``units``."""
-        while self._reading and self._reading[0][0] in units:
-            self._free_oldest(1)
-
-    def add(self, unit: Unit, submitted: Sequence[SubmittedReduction], *, staged: bool) -> None:
-        """Reductions of ``unit`` are submitted; ``staged``: from its staging buffer."""
-        num_staged = self._num_staged[unit.index] if staged else 0
-        self._reading.append((unit, [each.transient_read for each in submitted], num_staged))
-        self._num_elements += num_staged
-        self._done += [each.done for each in submitted]
-
-    def finish(self) -> None:
-        """Compute waits for all."""
-        compute = self._lanes.compute
-        if compute.runs_ahead:
-            compute.wait(*self._done)  # and so for the reads of transient memory
-            self._free(len(self._reading))
-        else:
-            while self._reading:  # a host frees the staging of each before it drives the next
-                self._free_oldest(1)
-            compute.wait(*self._done)
-        self._done.clear()
-
-    def discard(self) -> None:
-        """Communication has ended, with whatever result."""
-        self._reading.clear()
-        self._done.clear()
-        self._num_elements = self._num_left = 0
-
-    def _free_oldest(self, num: int) -> None:
-        """Free the transient memory of the ``num`` oldest reductions once it is read."""
-        oldest = islice(self._reading, num)
-        self._lanes.compute.wait(*(ticket for _, tickets, _ in oldest for ticket in tickets))
-        self._free(num)
-
-    def _free(self, num: int) -> None:
-        """Free the transient memory of the ``num`` oldest reductions, which is read."""
-        self._num_left = max(self._num_left - num, 0)
-        for _ in range(num):
-            unit, _, num_staged = self._reading.popleft()
-            self._num_elements -= num_staged
-            for buffer in unit.trainable:
-                assert buffer.grads is not None
-                buffer.grads.release()
-
-
 _MOST_NAMED = 8
 
 
@@ -297,7 +197,7 @@ class Reductions:
         canonical_order: all units, the same on all ranks: in module order, later in that of
             forward. Reductions follow its reverse.
         order: trainable units in the order of their reductions.
-        gather_order: in which ranks gather; the scheduler sets it.
+        schedule: by which ranks gather; the scheduler sets it.
     """
 
     def __init__(
@@ -312,7 +212,7 @@ class Reductions:
         self._timing = timing
         self.ranks = ranks
         self.observers: list[GradientObserver] = []
-        self.gather_order: GatherOrder
+        self.schedule: Schedule
         self.sync = True
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
@@ -321,6 +221,7 @@ class Reductions:
         self._message = StepMessage(self._buffers, ranks.message_group, ranks.device)
         self.order = self._make_order()
         self.stream = GradientStream(ranks.device)
+        self._on_stream = self.stream.entered if self.stream.exists else nullcontext
         self._pending = PendingReductions(lanes, budget, [unit.num_staged for unit in units])
         self._runs_ahead = lanes.compute.runs_ahead
         # For the first axis of the reduction before it: see HostLane.submit.
@@ -328,8 +229,6 @@ class Reductions:
             min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
         )
         self._wait_later = weakref.WeakMethod(self.wait) if self._runs_ahead else None
-        # [Note: Passes]. Whether backwards run within the present one.
-        self._is_nested = False
         # Of the backward and of the step; None between two of them.
         self._queue: ReductionQueue | None = None
         self._step: StepReductions | None = None
@@ -401,8 +300,6 @@ class Reductions:
                 microbatches.
             Exception: of an observer.
         """
-        if self._is_nested and self._queue is not None:
-            return  # the pass continues
         self.stream.begin()
         finish_pending_steps()
         self._message.finish()
@@ -427,73 +324,21 @@ class Reductions:
         self._move_to(Phase.ACCUMULATING)
         # Decided now: gradients may arrive late, after a no_sync() has ended.
         partial = frozenset(unit.index for unit in self.order if not unit.options.syncs)
-        is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
-        is_last = is_last and not self._is_nested
-        is_last = is_last and len(partial) < max(len(self.order), 1)
+        is_last = not inputs_only and self._is_last(partial)
         if is_last:
             self._check_last(partial)
         self._queue = ReductionQueue(
             self.order, is_last=is_last, inputs_only=inputs_only, partial=partial
         )
 
+    def _is_last(self, partial: Collection[int]) -> bool:
+        """Whether a backward that leaves gradients of the units ``partial`` is the step's last."""
+        is_last = self.sync and self._timing.reduces_in_backward
+        return is_last and len(partial) < max(len(self.order), 1)
+
     def _check_last(self, partial: frozenset[int]) -> None:
         for each in self.observers:
             each.check_last([self._units[index] for index in sorted(partial)])
-
-    def begin_nested(self) -> None:
-        """A backward of its own is to run within the present one, or within one in which this
-        engine has had no use."""
-        queue = self._queue
-        if queue is not None and queue.is_last:
-            # All ranks are here, but may have submitted different ones of its reductions.
-            with self.stream.entered():
-                self._end_pass(queue)
-                self._close(queue)
-        self._is_nested = True
-        if queue is not None and queue.is_last:
-            self.begin_backward()
-
-    def end_nested(self) -> None:
-        """The outermost backward is over: reduce what nested ones have left, and publish it."""
-        if self._queue is None:
-            self.begin_backward()
-        queue = self._queue
-        assert queue is not None
-        with self.stream.entered():
-            self._end_pass(queue)
-            while self.gather_order.has_another_pass():
-                queue = self._begin_pass(queue)
-                self._end_pass(queue)
-            self._is_nested = False
-            is_last = self.sync and self._timing.reduces_in_backward
-            is_last = is_last and len(queue.partial) < max(len(self.order), 1)
-            if is_last:
-                self._check_last(queue.partial)
-                self.wait()  # the last axes are reduced from the sums of passes
-                self._start_last(queue.partial)
-            queue.is_last = is_last
-            self._close(queue)
-
-    def _end_pass(self, queue: ReductionQueue) -> None:
-        """Reduce the units that ``queue`` still has, with the gradients that have come."""
-        queue.autograd_is_done = True
-        self._advance(queue)
-        self.gather_order.await_ranks(queue.place)
-
-    def _begin_pass(self, queue: ReductionQueue) -> ReductionQueue:
-        """Returns the queue of the pass that follows that of ``queue``."""
-        assert self._step is not None
-        self._step.reduced_units.update(queue.reduced)
-        self._queue = ReductionQueue(
-            self.order, is_last=False, inputs_only=queue.inputs_only, partial=queue.partial
-        )
-        return self._queue
-
-    def _next_pass(self, queue: ReductionQueue) -> ReductionQueue:
-        """This rank has gradients for another pass."""
-        self._end_pass(queue)
-        self.gather_order.begin_pass()
-        return self._begin_pass(queue)
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -502,29 +347,36 @@ class Reductions:
         arrival = queue.arrival(unit)
         if arrival is GradientArrival.SOME:
             return  # a gradient that is put off has opened it
-        if arrival is GradientArrival.REDUCED and self._is_nested:
-            queue = self._next_pass(queue)
-        elif arrival is GradientArrival.REDUCED:
-            raise RuntimeError(
-                f"a gradient for unit {unit.label} came after its reduction had started: expected "
-                "one gradient per parameter and backward; found a second one (a parameter that is "
-                "used in several re-entrant checkpoints?). Put the modules that share it into one "
-                "unit, or use checkpoint(..., use_reentrant=False)"
-            )
+        if arrival is GradientArrival.REDUCED:
+            queue = self._reduce_again(queue, unit)
         if not self._pending.have_room(unit):
-            self.gather_order.await_reductions(queue.place)
+            self.schedule.await_reductions(queue.place)
         self._pending.make_room(unit)
         queue.set_arrival(unit, GradientArrival.SOME)
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.begin()
 
+    def _reduce_again(self, queue: ReductionQueue, unit: Unit) -> ReductionQueue:
+        """A gradient of ``unit`` has come, whose reduction is submitted. Returns the queue of its
+        next reduction.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        raise RuntimeError(
+            f"a gradient for unit {unit.label} came after its reduction had started: expected "
+            "one gradient per parameter and backward; found a second one (a parameter that is "
+            "used in several re-entrant checkpoints?). Put the modules that share it into one "
+            "unit, or use checkpoint(..., use_reentrant=False)"
+        )
+
     def unit_is_ready(self, unit: Unit) -> None:
         """All gradients of the unit that this backward brings have arrived, or are put off."""
         if unit.trainable:
             assert self._queue is not None
             self._queue.set_ready(unit)
-            with self.stream.entered():
+            with self._on_stream():
                 self._advance(self._queue)
 
     def finish_first(self, num: int) -> None:
@@ -535,7 +387,7 @@ class Reductions:
         """The last weight gradient that ``unit``'s modules had put off has arrived."""
         queue = self._queue
         assert queue is not None
-        with self.stream.entered():
+        with self._on_stream():
             self._advance(queue)
             if queue.autograd_is_done and not queue.waiting:
                 self._close(queue)
@@ -545,10 +397,8 @@ class Reductions:
         gradients, as far as this engine's timing has it."""
         queue = self._queue
         assert queue is not None
-        if self._is_nested:
-            return  # its pass ends with the outermost backward, or when another one begins
         queue.autograd_is_done = True
-        with self.stream.entered():
+        with self._on_stream():
             self._advance(queue)
             if not queue.waiting:
                 self._close(queue)
@@ -590,7 +440,7 @@ class Reductions:
     def wait(self) -> None:
         """Compute waits for everything that is issued."""
         if self._pending:
-            with self.stream.entered():
+            with self._on_stream():
                 self._pending.finish()
             for each in self.observers:
                 each.waited()
@@ -662,7 +512,6 @@ class Reductions:
     def reset(self) -> None:
         """Drop this backward and the step with all accumulated gradients."""
         self._pending.discard()
-        self._is_nested = False
         self._queue = self._step = None
         self._message.forget()
         self._discard()
@@ -686,9 +535,12 @@ class Reductions:
     def _advance(self, queue: ReductionQueue) -> None:
         """Reduce, in order, the units that are ready."""
         while (unit := queue.next()) is not None:
-            self.gather_order.before_reduction(queue.num_submitted, queue.place)
+            if not self.schedule.ranks_differ:
+                self._reduce(queue, unit)
+                continue
+            self.schedule.before_reduction(queue.num_submitted, queue.place)
             self._reduce(queue, unit)
-            self.gather_order.after_reduction(queue.num_submitted)
+            self.schedule.after_reduction(queue.num_submitted)
 
     def _reduce(self, queue: ReductionQueue, unit: Unit) -> None:
         """Submit the reductions of ``unit`` that are due in this backward."""
@@ -713,7 +565,7 @@ class Reductions:
 
     def _close(self, queue: ReductionQueue) -> None:
         """All gradients of this backward have arrived, and their reductions are submitted."""
-        self.gather_order.await_ranks(queue.place)
+        self.schedule.await_ranks(queue.place)
         step, self._queue = self._step, None
         assert step is not None
         step.partial = queue.partial

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from fsdp_engine.options import StagingBudget
-from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.schedule import Use, prefetch_windows
+from fsdp_engine.runtime.unit import FORWARD, Unit
 from fsdp_engine.units.assignment import Expected
 
 
@@ -26,7 +26,7 @@ def predict_concurrent_units(
         units: by number.
         expected: how they are used.
         budget: elements that may be prefetched.
-        staging_budget: of staged gradients.
+        staging_budget: The budget of staged gradients.
     """
     elements = [unit.num_elements if unit.reshards else 0 for unit in units]
     # In the first forward, loose units are full throughout.
@@ -66,7 +66,7 @@ def staged_moments(
         expected: how units are used. One that contains others, or is used again further on in
             backward, gets gradients until then.
         staged: by unit, elements of its staging.
-        budget: of staged gradients.
+        budget: The budget of staged gradients.
     """
     order = expected.forward
     first_place = {unit: place for place, unit in reversed(list(enumerate(order)))}

@@ -32,7 +32,7 @@ from fsdp_engine.comm import collectives
 from fsdp_engine.comm.activity import naming
 from fsdp_engine.comm.host_message import bytes_to
 from fsdp_engine.comm.lanes import SideStream
-from fsdp_engine.runtime.record import order_digest
+from fsdp_engine.runtime.schedule import order_digest
 
 _DIGEST_BYTES = 8
 _WHAT = "the message of the step"
@@ -57,7 +57,7 @@ class Verdict:
     """What all ranks know after a message.
 
     Attributes:
-        used: of each buffer, for each parameter whether any rank had a gradient, as far as a
+        used: For each parameter of each buffer, whether any rank had a gradient, as far as a
             message was read; otherwise whether this rank had one.
         same_order: all ranks have seen the order that this one has.
     """
@@ -71,8 +71,8 @@ class StepMessage:
 
     Args:
         buffers: the trainable buffers, in one order on all ranks.
-        group: of messages between all ranks; None for one rank.
-        device: of the messages.
+        group: The group of messages between all ranks; None for one rank.
+        device: The device of the messages.
 
     Attributes:
         num_started: steps whose message was sent.

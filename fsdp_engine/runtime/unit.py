@@ -1,17 +1,14 @@
 """A unit: a set of modules and the buffers of their parameters, gathered, reduced and freed as one.
 
-Full parameters exist as one object, :class:`UnshardedParams`, from the moment that their gather is
-issued until they are freed:
+    SHARDED --gather--> GATHERING --wait--> FULL --release--> SHARDED
+                            ^                 |
+                            +--gather again---+   (main weights have changed)
 
-    unit.unsharded:   None --gather--> in flight --wait--> ready --release--> None
-                                         ^                   |
-                                         +---gather again----+   (stale)
-
-A unit whose parameters are not sharded has that object for life. Forwards and backwards that are
-computing with it are counted in ``unit.uses``: from the moment that one of the unit's modules is
-called until the call returns, and again through the backward of that call. Each use has a phase
-(``record.py``), which matters to units of other classes (``Weights.unit_class``): here forward and
-backward read the same bytes.
+A unit whose parameters are not sharded is never SHARDED. Forwards and backwards that compute with
+the full parameters are counted in ``unit.uses``: from the moment that one of the unit's modules is
+called until the call returns, and again through the backward of that call. Each use has a phase,
+which matters to units of other classes (``Weights.unit_class``): here forward and backward read the
+same bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +27,12 @@ from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.parameter_watch import UnitWatch
-from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD
 from fsdp_engine.units.installing import Installation
 from fsdp_engine.units.plan import PlannedUnit, label_of
+
+# What a use reads weights for. BOTH: a unit whose forward is repeated within its own backward.
+FORWARD, BACKWARD = 1, 2
+BOTH = FORWARD | BACKWARD
 
 
 class Numbered(Protocol):
@@ -72,10 +72,6 @@ class UnitOptions:
     prefetch_in_forward: Sequence[Numbered] | None = None
     prefetch_in_backward: Sequence[Numbered] | None = None
 
-    def prefetch(self, phase: int) -> Sequence[Numbered] | None:
-        """Units to prefetch at a use of ``phase``; None: those of the recorded order."""
-        return self.prefetch_in_backward if phase & BACKWARD else self.prefetch_in_forward
-
 
 class Kept(enum.Enum):
     """Why the full parameters of a unit are not freed between its uses."""
@@ -84,23 +80,28 @@ class Kept(enum.Enum):
     UNSEEN = "the start of the unit's backward could not be observed"
 
 
-class UnshardedParams:
-    """Full parameters of one unit, from gather to free.
+class State(enum.Enum):
+    """Where the full parameters of a unit are."""
 
-    Attributes:
-        tickets: of the gather in flight; None: compute has waited for it.
-    """
-
-    __slots__ = ("tickets",)
-
-    def __init__(self, tickets: list[Ticket] | None = None) -> None:
-        self.tickets = tickets
+    SHARDED = "sharded"
+    GATHERING = "being gathered"
+    FULL = "unsharded"
 
 
-class CallOrder(Protocol):
-    """The gather order in which a forward ran: a :class:`~.gather_order.GatherOrder`."""
+TRANSITIONS = frozenset(
+    {
+        (State.SHARDED, State.GATHERING),
+        (State.GATHERING, State.FULL),
+        (State.FULL, State.GATHERING),
+        (State.FULL, State.SHARDED),
+    }
+)
 
-    def check_backward(self, call: Call, order: Any) -> None:
+
+class CallSchedule(Protocol):
+    """The schedule by which a forward was gathered: a :class:`~.schedule.Schedule`."""
+
+    def check_backward(self, call: Call, schedule: Any) -> None:
         """See the class."""
         ...
 
@@ -120,14 +121,13 @@ class Call:
             backward ends with the whole backward.
         is_pending: its backward is to come, or runs.
         follows_another: when it was made, another call of the unit was pending.
-        gather_order: in which its forward ran.
+        schedule: by which its forward was gathered.
         outer_run: the run of autograd within which its forward ran, if the engine computed in it
             before; else None. See [Note: Nested backwards] in ``scheduler.py``.
     """
 
     __slots__ = (
         "follows_another",
-        "gather_order",
         "has_boundary",
         "input_changed",
         "is_pending",
@@ -135,6 +135,7 @@ class Call:
         "microbatch",
         "outer_run",
         "reads_weights",
+        "schedule",
         "unit",
     )
 
@@ -142,7 +143,7 @@ class Call:
         self,
         unit: Unit,
         reads_weights: bool,
-        gather_order: CallOrder,
+        schedule: CallSchedule,
         *,
         is_recorded: bool = True,
         microbatch: Hashable | None = None,
@@ -150,7 +151,7 @@ class Call:
     ) -> None:
         self.unit = unit
         self.outer_run = outer_run
-        self.gather_order = gather_order
+        self.schedule = schedule
         self.is_recorded = is_recorded
         self.microbatch = microbatch
         self.reads_weights = reads_weights
@@ -208,12 +209,12 @@ class Unit:
         num_elements: elements of its buffers, padding included.
         reshards: whether its parameters are sharded between uses.
         needs_refresh: whether a change of main weights has to be sent or cast before use.
-        recomputed_phase: what a use reads in which the unit's forward is recomputed: FORWARD if its
-            backward gathers other bytes.
+        repeated_phase: what a use reads in which the unit's forward is repeated for its backward:
+            FORWARD if its backward gathers other bytes.
         unknown_phase: what a use of another rank reads, whose phase this rank does not know.
         index: its number among the units of its engine, which sets it.
         options: set by users.
-        unsharded: its full parameters; None: they are sharded.
+        state: of its full parameters.
         uses: forwards and backwards that compute with the full parameters.
         pending_calls: number of calls whose backward is to come and whose graph is alive, by
             microbatch; one-off uses are in ``num_unrecorded``.
@@ -224,7 +225,7 @@ class Unit:
         watch: sees full parameters before and after modules compute with them.
     """
 
-    recomputed_phase = BOTH
+    repeated_phase = BOTH
     unknown_phase = FORWARD
 
     def __init__(
@@ -242,14 +243,15 @@ class Unit:
         self.buffers = buffers
         self.policy = policy
         self.output_dtype = output_dtype
-        # Fixed: a conversion of dtypes changes none of them.
+        # Fixed: other dtypes change none of them.
         self.trainable = [buffer for buffer in buffers if buffer.grads is not None]
         self.num_elements = sum(buffer.layout.numel for buffer in buffers)
         self.reshards = any(buffer.weights.reshards for buffer in buffers)
         self.needs_refresh = any(buffer.weights.needs_refresh for buffer in buffers)
         self.index = -1
         self.options = UnitOptions()
-        self.unsharded = None if self.reshards else UnshardedParams()
+        self.state = State.SHARDED if self.reshards else State.FULL
+        self._tickets: list[Ticket] = []  # of the gather in flight
         self.uses = 0
         self.pending_calls: dict[Hashable | None, int] = {}
         self.num_unrecorded = 0
@@ -282,18 +284,13 @@ class Unit:
         """Whether full parameters, where they exist, equal the main weights."""
         return all(buffer.weights.is_current for buffer in self.buffers)
 
-    @property
-    def is_gathering(self) -> bool:
-        """Whether a gather is in flight."""
-        return self.unsharded is not None and self.unsharded.tickets is not None
-
     def needs_gather(self, phase: int) -> bool:
         """Whether parameters must be gathered or cast before the modules can compute.
 
         Args:
-            phase: of the use: see ``record.py``.
+            phase: what the use reads weights for.
         """
-        if self.unsharded is None:
+        if self.state is State.SHARDED:
             return True
         return (self.reshards or self.needs_refresh) and not self.is_current
 
@@ -305,24 +302,23 @@ class Unit:
         """Issue the gather that brings full parameters up to date.
 
         Args:
-            phase: of the next use: see ``record.py``.
+            phase: what the next use reads weights for.
             compute_now: ticket of the work that compute has so far; None: it is recorded here.
         """
-        is_held = self.unsharded is not None
+        is_held = self.state is not State.SHARDED
         self.wait()  # main weights may have changed since a gather that is in flight
-        tickets: list[Ticket] = []
+        self._move(State.GATHERING)
         for buffer in self.buffers:
-            tickets += buffer.weights.gather(compute_now, is_held=is_held)
-        self.unsharded = UnshardedParams(tickets)
+            self._tickets += buffer.weights.gather(compute_now, is_held=is_held)
 
     def gather_again(self) -> None:
         """Gather full parameters that this rank has once more, because another rank needs them;
         they get the values of the main weights."""
         self.wait()
-        tickets: list[Ticket] = []
+        self._move(State.GATHERING)
         for buffer in self.buffers:
-            tickets += buffer.weights.gather()
-        self._await_gather(tickets)
+            self._tickets += buffer.weights.gather()
+        self.wait()
 
     def keep_for(self, phase: int) -> None:
         """The unit is unsharded, and its next use is one of ``phase``: provide the bytes that this
@@ -330,25 +326,29 @@ class Unit:
 
     def wait(self) -> None:
         """Let compute wait for the gather in flight, if there is one."""
-        unsharded = self.unsharded
-        if unsharded is not None and unsharded.tickets is not None:
-            tickets, unsharded.tickets = unsharded.tickets, None
-            self._await_gather(tickets)
+        if self.state is State.GATHERING:
+            self._move(State.FULL)
+            tickets, self._tickets = self._tickets, []
+            self._lanes.compute.wait(*tickets)
+            for buffer in self.buffers:
+                buffer.weights.gathered()
 
-    def _await_gather(self, tickets: Sequence[Ticket]) -> None:
-        self._lanes.compute.wait(*tickets)
-        for buffer in self.buffers:
-            buffer.weights.gathered()
+    def _move(self, state: State) -> None:
+        assert (self.state, state) in TRANSITIONS, (
+            f"{self.label}: {self.state.value} -> {state.value} is not a legal transition"
+        )
+        self.state = state
 
     def enter(self) -> None:
         """A module starts to compute with the full parameters."""
-        assert self.unsharded is not None, f"{self.label} is entered while it is sharded"
+        assert self.state is not State.SHARDED, f"{self.label} is entered while it is sharded"
         self.uses += 1
 
-    def leave(self) -> None:
-        """One forward or backward is over."""
+    def leave(self) -> bool:
+        """One forward or backward is over; returns whether it was the last one that runs."""
         assert self.uses > 0, f"{self.label} is left more often than entered"
         self.uses -= 1
+        return not self.uses
 
     def keep_recorded(self) -> None:
         """A backward with ``create_graph`` reads the unit: keep it unsharded until
@@ -391,13 +391,21 @@ class Unit:
     def release(self) -> None:
         """Free the full parameters, unless they are not sharded or have to be kept."""
         self.uninstall()
-        if self.kept or self.unsharded is None or not self.reshards:
+        if self.kept or self.state is State.SHARDED or not self.reshards:
             return
         assert not self.uses, f"{self.label} is freed while it is in use"
-        self.wait()
-        self.unsharded = None
+        if self.state is State.GATHERING:
+            self.wait()
+        self._move(State.SHARDED)
         for buffer in self.buffers:
             buffer.weights.release()
+
+    def end_backward(self) -> None:
+        """No backward that runs has a use for the full parameters."""
+        if self.options.keeps_after_backward:
+            self.uninstall()
+        else:
+            self.release()
 
     def follow_requires_grad(self) -> None:
         """Copy ``requires_grad`` of the sharded parameters to the full ones.
@@ -432,10 +440,14 @@ class Unit:
         self._installation.check_not_swapped()
 
     def install(self) -> None:
-        """Put the full parameters into the modules."""
+        """Put the full parameters into the modules, which read them from here on."""
+        self.wait()
+        for buffer in self.buffers:
+            buffer.weights.note_access()
+        # In backward, too: checkpoints within the unit run parts of its forward again.
         if not self._installation.is_full:
             self.watch.begin()
-        self._installation.install()
+            self._installation.install()
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
@@ -443,11 +455,6 @@ class Unit:
             self.watch.end()  # while gradients are late, full parameters may be freed before them
             if not self.num_late:
                 self._installation.uninstall()
-
-    def note_access(self) -> None:
-        """Report to the compute lane that the model reads the full parameters from here on."""
-        for buffer in self.buffers:
-            buffer.weights.note_access()
 
     def awaits_backward(self, microbatch: Hashable | None) -> bool:
         """Whether more gradients may come: of forwards, of reads outside of them, of recorded
@@ -462,18 +469,20 @@ class Unit:
             return True
         if self.kept and Kept.RECORDED in self.kept:
             return True
-        if self.num_unrecorded and self.num_missing_grads:
+        if self.num_unrecorded and self.misses_gradients:
             return True  # the model's forward can have read parameters that calls did not
         return any(buffer.reads.num_pending_reads for buffer in self.trainable)
 
     @property
-    def num_missing_grads(self) -> int:
-        """Trainable parameters whose gradient has not come in this backward."""
-        missing = 0
+    def misses_gradients(self) -> bool:
+        """Whether gradients of some parameters have not come in this backward, or have come and are
+        reduced."""
         for buffer in self.trainable:
             assert buffer.grads is not None
-            missing += buffer.grads.num_missing
-        return missing
+            writer = buffer.grads.writer
+            if writer is None or writer.num_missing:
+                return True
+        return False
 
     def reset(self) -> None:
         """Drop all state but parameters and options; communication must be over."""
@@ -482,7 +491,8 @@ class Unit:
         self.kept.clear()
         self.watch.reset()
         self.uninstall()
-        self.unsharded = None if self.reshards else UnshardedParams()
+        self.state = State.SHARDED if self.reshards else State.FULL
+        self._tickets = []
         for buffer in self.buffers:
             buffer.weights.mark_stale()
             buffer.weights.release()

@@ -131,7 +131,7 @@ def collect_records(model: nn.Module) -> list[ParamRecord]:
             record.aliases.append(name)
             if (id(module), attribute) not in seen:
                 seen.add((id(module), attribute))
-                record.owners.append((module, attribute))
+                record.holders.append((module, attribute))
     return list(records.values())
 
 
@@ -192,7 +192,7 @@ class ModuleSet:
     Attributes:
         names: their fully qualified names.
         modules: none within another.
-        loose: those of them that are; see [Note: Default units].
+        loose: The loose modules among them; see [Note: Default units].
     """
 
     names: tuple[str, ...]
@@ -273,7 +273,7 @@ def assign(
     containing = _containing(model, [unit.modules for unit in all_units])
     owned: dict[str, list[ParamRecord]] = {"": [], **{unit.name: [] for unit in units}}
     for record in records:
-        candidates = set.intersection(*(containing[id(module)] for module, _ in record.owners))
+        candidates = set.intersection(*(containing[id(module)] for module, _ in record.holders))
         smallest = min((sizes[number], all_units[number].name) for number in candidates)
         owned[smallest[1]].append(record)
     return owned
@@ -465,7 +465,7 @@ def _tied_together(
                 runs_of.setdefault(id(each), set()).add(number)
     first = list(range(len(runs)))  # of the runs that each one is tied to, directly or not
     for record in records:
-        tied = set().union(*(runs_of.get(id(module), {-1}) for module, _ in record.owners))
+        tied = set().union(*(runs_of.get(id(module), {-1}) for module, _ in record.holders))
         if -1 not in tied:
             known = {first[each] for each in tied}
             first = [min(known) if each in known else each for each in first]

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.placement import Placement
-from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
+from fsdp_engine.buffers.sharded_buffer import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
@@ -56,7 +56,7 @@ class EngineCommunicators:
         ranks: all ranks of the model, including those of other mesh dimensions, over which
             parameters can be DTensors.
         data: the communicators of all data-parallel ranks.
-        expert: those of experts' data-parallel ranks, if they are others.
+        expert: The communicators of experts' data-parallel ranks, if they are others.
     """
 
     axis_plans: AxisPlans
@@ -126,7 +126,6 @@ class Resources:
         lanes: queues of work.
         memory: where it comes from.
         placement: makes the shards of buffers.
-        parts: parts that extensions add to the engine.
         placements: placements that extensions have made, by what they made them for.
         next_tag: the first that no buffer's messages have.
     """
@@ -142,7 +141,6 @@ class Resources:
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self.placement = Placement()
         self.placements: dict[Any, Placement] = {}
-        self.parts: list[Any] = []
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
@@ -151,12 +149,6 @@ class Resources:
             return self
         other = copy(self)
         other.memory, other.placement = Memory(device), Placement()
-        return other
-
-    def placed(self, placement: Placement) -> Resources:
-        """The same, for buffers whose shards ``placement`` makes."""
-        other = copy(self)
-        other.placement = placement
         return other
 
     def take_tag(self) -> int:
@@ -175,7 +167,7 @@ class InitialValues:
     them, and they are not compared.
 
     Args:
-        setup: of the engine.
+        setup: The setup of the engine.
         choice: ``initial_values`` of :func:`~fsdp_engine.sharding.shard`.
         from_first: parameters start from the first rank's values, whatever others have.
 
@@ -202,8 +194,8 @@ class InitialValues:
         """Returns what gives the model its values, when ranks have agreed on the plan. Collective.
 
         Args:
-            notes: of all data-parallel ranks.
-            all_notes: of all ranks of the model.
+            notes: The notes of all data-parallel ranks.
+            all_notes: The notes of all ranks of the model.
             ranks: these ranks.
             what: who asks, in messages.
 
@@ -248,7 +240,7 @@ def agree_on_plan(
 
     Args:
         values: None where there is an ``error``.
-        error: of this rank.
+        error: The error of this rank.
         signature: everything that must be the same, in lines.
         mesh: all data-parallel ranks.
         ranks: all ranks of the model.
@@ -293,7 +285,7 @@ def build_units(
     """Make the buffers and put sharded parameters into the model, unit by unit.
 
     Args:
-        plan: of the model.
+        plan: The plan of the model.
         communicators: where buffers are built.
         resources: with which.
         values: what parameters begin with; where they are not the first rank's, each rank's
@@ -360,7 +352,7 @@ def build_unit(
             same_on_replicas(buffer)
     for buffer in buffers:
         for record in buffer.records:
-            _OWNED.update(module for module, _ in record.owners)
+            _OWNED.update(module for module, _ in record.holders)
             del record.param
     return buffers
 

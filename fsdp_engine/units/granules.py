@@ -13,18 +13,18 @@ def whole_rows(name: str, param: Tensor) -> int:
     dim. Vectors are cut anywhere.
 
     Args:
-        name: of the parameter.
+        name: The name of the parameter.
         param: full parameter, of any shape.
     """
     return max(math.prod(param.shape[1:]), 1)
 
 
 def whole_tensors(name: str, param: Tensor) -> int:
-    """A granule that keeps each parameter on one rank. Steps on whole tensors then send parameters
-    only to balance the work of ranks.
+    """A granule that keeps each parameter on one rank. Optimizers that step whole parameters then
+    send them only where this makes the steps of ranks equally long.
 
     Args:
-        name: of the parameter.
+        name: The name of the parameter.
         param: full parameter, of any shape.
     """
     return max(param.numel(), 1)

@@ -29,8 +29,8 @@ def list_flat_weights(module: nn.RNNBase) -> None:
 
 def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:
     """Modules that hold parameters of ``buffers``, each once."""
-    owners = (owner for b in buffers for record in b.records for owner in record.owners)
-    return list({id(module): module for module, _ in owners}.values())
+    holders = (holder for b in buffers for record in b.records for holder in record.holders)
+    return list({id(module): module for module, _ in holders}.values())
 
 
 def install_into(
@@ -39,7 +39,7 @@ def install_into(
     """Put ``tensors``, a row for each buffer, into the modules in place of the parameters."""
     for buffer, row in zip(buffers, tensors, strict=True):
         for record, tensor in zip(buffer.records, row, strict=True):
-            for module, attribute in record.owners:
+            for module, attribute in record.holders:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]
     for module in _modules_with_flat_weights(buffers):
         list_flat_weights(module)
@@ -48,7 +48,7 @@ def install_into(
 @contextmanager
 def hidden(buffers: Sequence[ParamAndGradBuffer]) -> Iterator[None]:
     """Context within which modules have no parameters of ``buffers``."""
-    places = [owner for buffer in buffers for record in buffer.records for owner in record.owners]
+    places = [each for buffer in buffers for record in buffer.records for each in record.holders]
     # Not as the user reads them, who would get the full ones.
     kept = [dict.get(module._parameters, attribute) for module, attribute in places]
     lists = [
@@ -75,13 +75,13 @@ def install_where_complete(
     have no values yet keeps full ones: it will give itself values once more.
 
     Args:
-        buffers: of the unit.
+        buffers: The buffers of the unit.
         built: sharded parameters of units before, by module and attribute; those of this one are
             added.
     """
     for buffer in buffers:
         for record, sharded in zip(buffer.records, buffer.sharded_params, strict=True):
-            built.update({(id(owner), attribute): sharded for owner, attribute in record.owners})
+            built.update({(id(holder), name): sharded for holder, name in record.holders})
     for module in holders(buffers):
         tensors: dict[str, Any] = module._parameters
         if not any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
@@ -189,7 +189,7 @@ def _install_table(
             buffer.records, buffer.full_params, buffer.sharded_params, strict=True
         ):
             full_of[id(sharded)] = full
-            for module, attribute in record.owners:
+            for module, attribute in record.holders:
                 entries.append((module._parameters, attribute, full, sharded))
     for module in _modules_with_flat_weights(buffers):
         # Weight by weight, since others of the module's may be in another bucket.

@@ -50,9 +50,9 @@ from fsdp_engine.units.assignment import (
 )
 from fsdp_engine.units.dtensors import set_spreads
 
-# Parameters with these marks are summed over groups of pipeline stages, slice by slice. Stages hold
-# different parameters beside them: only in a buffer of its own has one the same slices on all.
-_STAGE_MARKS = ("shared_embedding", "position_embedding", "pipeline_parallel")
+# Gradients of parameters with these marks are summed over ranks that have other models, shard by
+# shard. The shards of such a parameter are the same on all of them only in a buffer of its own.
+_MARKS_OF_SHARED = ("shared_embedding", "position_embedding", "pipeline_parallel")
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class PlannedUnit:
         name: fully qualified names of its modules; "" for the root.
         modules: whose calls need its parameters.
         buffers: its parameters, by kind.
-        loose: those of its modules that lie beside the model's blocks, so that forwards around
-            them may read their parameters without calling them.
+        loose: The modules of the unit beside the model's blocks, so that forwards around them may
+            read their parameters without calling them.
     """
 
     name: str
@@ -266,7 +266,7 @@ def _plan_root(
 
 def _holders(records: Sequence[ParamRecord]) -> list[nn.Module]:
     """Modules that hold the parameters, each once."""
-    modules = (module for record in records for module, _ in record.owners)
+    modules = (module for record in records for module, _ in record.holders)
     return list({id(module): module for module in modules}.values())
 
 
@@ -323,7 +323,7 @@ def _kind_of(
 ) -> tuple[BufferKind, Callable[[], ParamCodec]]:
     param = record.shard
     policy = settings.policy
-    if any(keeps_statistics(module) for module, _ in record.owners):
+    if any(keeps_statistics(module) for module, _ in record.holders):
         # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
         policy = dataclasses.replace(policy, param_dtype=None)
     dtypes = policy.resolve(param, settings.options.sum_in_fp32)
@@ -332,7 +332,7 @@ def _kind_of(
     if of_experts and settings.axis_plans.expert is not None:
         # An expert's gradient comes from the tokens of all ranks, not of those alone that share it.
         divisor *= settings.axis_plans.data.num_ranks / settings.axis_plans.expert.num_ranks
-    apart = record.name if any(getattr(param, mark, False) for mark in _STAGE_MARKS) else ""
+    apart = record.name if any(getattr(param, mark, False) for mark in _MARKS_OF_SHARED) else ""
     codec_name, maker = "cast", partial(CastCodec, dtypes.main, dtypes.compute)
     for rule in settings.rules:
         found = rule(record.name, param, dtypes)
@@ -370,7 +370,7 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
             "forward has initialised"
         )
     if param.is_meta and any(
-        getattr(module, "primary_weights_in_fp8", False) for module, _ in record.owners
+        getattr(module, "primary_weights_in_fp8", False) for module, _ in record.holders
     ):
         raise ValueError(
             f"{record.name}: expected a module with quantised weights (quantized_model_init) to be "
@@ -431,7 +431,7 @@ def plan_one(
     """A plan of one unit. Changes nothing, sends nothing.
 
     Args:
-        name: of the unit, for people.
+        name: The name of the unit, for people.
         modules: its modules; none within another.
         is_free: whether a parameter is the unit's; it may raise.
         settings: what the plan follows.

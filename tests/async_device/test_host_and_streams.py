@@ -24,6 +24,7 @@ from fsdp_engine.comm.collectives import Communicator
 from fsdp_engine.comm.lanes import DeviceLane, make_lanes
 from fsdp_engine.engine import engine_of
 from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.runtime.unit import State
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import LEVELS
@@ -142,7 +143,7 @@ def test_a_unit_is_cast_while_the_link_is_busy_with_another() -> None:
 
     def before(module: nn.Module, args: object) -> None:
         """The gathers of two units are issued, and the link does not move."""
-        states = {(unit.is_gathering, unit.uses > 0) for unit in (first, second)}
+        states = {(unit.state is State.GATHERING, unit.uses > 0) for unit in (first, second)}
         assert states == {(True, False), (False, True)}
         copy_in.synchronize()
         ended.append(link.query())

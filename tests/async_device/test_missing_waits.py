@@ -39,7 +39,7 @@ def test_wherever_a_lane_waits_weights_are_wrong_without_it(ranks: Ranks, name: 
 @on_ranks(2)
 def test_the_search_finds_a_missing_wait_and_blames_no_delay() -> None:
     program = Program(PROGRAMS["`optim_grads_params`"])
-    wait = next(each for each in program.waits if each.place == "unit._await_gather")
+    wait = next(each for each in program.waits if each.place == "unit.wait")
     assert program.first_pattern(wait) is not None
     assert program.is_right_with({"lane": wait.source, "seconds": 6e-3})
 

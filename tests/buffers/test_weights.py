@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
+from fsdp_engine.runtime.unit import State
 from fsdp_engine.strategies import LEVELS
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
@@ -291,7 +292,7 @@ class Watch:
                 module.register_forward_hook(self.after)
 
     def look(self) -> None:
-        full = sum(unit.unsharded is not None for unit in self.units)
+        full = sum(unit.state is not State.SHARDED for unit in self.units)
         self.most = max(self.most, full)
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -352,9 +353,9 @@ def test_at_rest_nothing_is_full_at_the_last_level() -> None:
     model = Transformer(num_blocks=3)
     engine = fe.shard(model)
     units = [unit for unit in engine.units if unit.buffers]
-    assert all(unit.unsharded is None for unit in units)
+    assert all(unit.state is State.SHARDED for unit in units)
     model(*token_batch(2, 1)).backward()
-    assert all(unit.unsharded is None for unit in units)
+    assert all(unit.state is State.SHARDED for unit in units)
     with torch.no_grad():
         model(*token_batch(2, 1))
-    assert all(unit.unsharded is None for unit in units)
+    assert all(unit.state is State.SHARDED for unit in units)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_engine as fe
 from fsdp_engine import fsdp2
 from fsdp_engine.fsdp2.root_module import inputs_on
+from fsdp_engine.runtime.unit import State
 from tests.fsdp2.programs import (
     APIS,
     Model,
@@ -43,23 +44,23 @@ def test_full_parameters_are_kept_as_long_as_requested() -> None:
         model.set_reshard_after_forward(not after_forward)
         model.set_reshard_after_backward(not after_backward)
         loss = loss_of(model, TOKENS, TARGETS)
-        assert (unit.unsharded is not None) is after_forward
+        assert (unit.state is not State.SHARDED) is after_forward
         loss.backward()
-        assert (unit.unsharded is not None) is after_backward
+        assert (unit.state is not State.SHARDED) is after_backward
         assert isinstance(layer.up.weight, DTensor)
     layer.reshard()
-    assert unit.unsharded is None
+    assert unit.state is State.SHARDED
     handle = layer.unshard(async_op=True)
     assert isinstance(handle, fsdp.UnshardHandle)
     handle.wait()
     assert type(layer.up.weight) is nn.Parameter
     assert layer.up.weight.shape == (50, 24)
-    assert unit.unsharded is not None
+    assert unit.state is not State.SHARDED
     layer.reshard()
     assert isinstance(layer.up.weight, DTensor)
     with torch.no_grad():
         model(TOKENS)
-    assert unit.unsharded is None
+    assert unit.state is State.SHARDED
 
 
 class Headless(Model):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import fsdp_engine as fe
+from fsdp_engine.engine import engine_of
 from tests.integrations.trainer_scene import (
     FULL,
     LEVELS,
@@ -107,6 +109,29 @@ def test_a_loop_in_bf16_and_its_policy() -> None:
     torch.testing.assert_close(ours.train(), expected, rtol=3e-2, atol=3e-2)
     batch = next(iter(ours.held_out))
     assert ours.model(**batch).logits.dtype == torch.float32
+
+
+@on_ranks(1)
+def test_a_plan_keeps_its_dtypes_in_bf16() -> None:
+    """``mixed_precision`` determines the dtypes only where neither the plan nor the user does."""
+    planned = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    class Plan:
+        def arguments(self, mesh: Any, world_size: int, given: Any) -> dict[str, Any]:
+            known = {name: each for name, each in given.items() if each is not None}
+            return {"mp_policy": planned, **known, "strategy": FULL, "outer_strategy": None}
+
+    as_launched()
+    from fsdp_engine.integrations.accelerate import FSDPEngineAccelerator
+
+    own = fe.MixedPrecisionPolicy()
+    for options, expected in (({}, planned), ({"mp_policy": own}, own)):
+        given = {"strategy": Plan(), **options}
+        accelerator = FSDPEngineAccelerator(shard=given, cpu=True, mixed_precision="bf16")
+        model = accelerator.prepare(llama())
+        engine = engine_of(model)
+        assert engine is not None
+        assert engine.policy == expected
 
 
 @on_ranks(2)

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES
+from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.plan_options import EVERYTHING
+from fsdp_engine.planner.state_places import offloads_to_host
 from tests.planner.made_plans import simulated
 from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
 
+_, EVERYTHING = offloads_to_host()
+ACTIVATION_LANES = names_of_copies("activations")
 BLOCKS = 5
 PLENTY = 2.0**40
 KEPT_OR_NOT = {False, "selective", True}

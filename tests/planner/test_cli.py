@@ -23,14 +23,16 @@ from fsdp_engine.planner import job, plan_cache, planner_cli, strategy_search
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.command_inputs import default_loss
 from fsdp_engine.planner.outcome import Outcome, Times
-from fsdp_engine.planner.plan_options import EVERYTHING, PlanOptions
+from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.planner_cli import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
 from fsdp_engine.planner.progress import plan_progress
+from fsdp_engine.planner.state_places import offloads_to_host
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from fsdp_engine.terminal import format_bytes
 from tests.planner.made_plans import LLAMA, made_plan
 
+_, EVERYTHING = offloads_to_host()
 MODELS = """
 import torch
 from torch import nn

@@ -18,21 +18,23 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.comm.copy_lanes import STATE_LANES
+from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.comm.lanes import COPY_IN
-from fsdp_engine.memory import disk_staging
-from fsdp_engine.offload import ROLES
+from fsdp_engine.extensions.offload import disk_staging
+from fsdp_engine.extensions.offload.places import ROLES
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.estimates import Estimate, compare, estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.planner.plan_options import EVERYTHING
+from fsdp_engine.planner.state_places import offloads_to_host
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.terminal import format_bytes
 from tests.models import Transformer, token_batch
 from tests.planner.made_plans import simulated
 from tests.pool import Ranks
 
+_, EVERYTHING = offloads_to_host()
+STATE_LANES = names_of_copies("state")
 WORLD, WIDTH, BLOCKS = 4, 256, 6
 HOST = fe.Offload(optimizer_state="host")
 # A host that is fast enough to keep the device busy with small models.

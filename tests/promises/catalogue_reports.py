@@ -22,7 +22,7 @@ catalogue = Catalogue([])
 tries = catalogue.tries
 
 catalogue.elsewhere(
-    "tests/runtime/test_nested_backwards.py",
+    "tests/extensions/nested_backwards/test_nested_backwards.py",
     "GradCache: forward and backward of mini-batches in a hook of an outer backward",
     "a tiled MLP, which is the unit",
     "a block applied until a fixed point, its gradient by a hook (deep equilibrium)",

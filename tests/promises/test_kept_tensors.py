@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.runtime.record import BOTH
+from fsdp_engine.runtime.unit import BOTH
 from tests.pool import on_ranks
 from tests.promises.everywhere import Place, everywhere
 from tests.promises.keeping import (

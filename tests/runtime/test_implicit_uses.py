@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine import fsdp2
+from fsdp_engine.runtime.unit import State
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
 from tests.models import DIM, token_batch, vector_batch
@@ -101,7 +102,9 @@ def test_without_autograd_callers_read_returned_parameters_too() -> None:
             with mode():
                 batch = vector_batch(2, 0)
                 torch.testing.assert_close(model(*batch), alone(*batch))
-        assert not any(unit.reshards and unit.unsharded and unit.name for unit in engine.units)
+        assert not any(
+            unit.reshards and unit.state is not State.SHARDED and unit.name for unit in engine.units
+        )
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -125,7 +128,7 @@ def test_a_parameter_that_the_model_returns_can_be_read_after_backward() -> None
     engine = fe.shard(model)
     out, found = model(torch.ones(2, DIM))
     out.sum().backward()
-    assert all(unit.unsharded is None for unit in engine.units if unit.reshards)
+    assert all(unit.state is State.SHARDED for unit in engine.units if unit.reshards)
     torch.testing.assert_close(found.detach(), bias)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.runtime.unit import State
 from fsdp_engine.strategies import LEVELS
 from fsdp_engine.units import assignment
 from tests import models, reference
@@ -456,7 +457,7 @@ def test_a_joined_unit_is_gathered_once_for_all_of_its_blocks() -> None:
         assert gathers == [first, last, first]
         for unit in engine.units:
             assert not unit.uses
-            assert unit.unsharded is None or not unit.reshards
+            assert unit.state is State.SHARDED or not unit.reshards
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])

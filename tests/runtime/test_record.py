@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_engine.runtime.record import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
+from fsdp_engine.runtime.schedule import (
     Record,
     Step,
     Use,
@@ -17,6 +14,7 @@ from fsdp_engine.runtime.record import (
     order_digest,
     prefetch_windows,
 )
+from fsdp_engine.runtime.unit import BACKWARD, BOTH, FORWARD
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 
@@ -158,7 +156,7 @@ def test_forward_within_its_own_backward_makes_it_one_use_of_both_kinds() -> Non
     for _ in range(2):
         record.begin_backward()
         first = record.use(1, BACKWARD)
-        record.recomputes(1)
+        record.repeats(1)
         record.use(0, BACKWARD)
         record.end_backward()
     assert first.phase == BOTH

@@ -350,25 +350,12 @@ class Chooses(Reads):
 
 
 class Checkpoints(Reads):
-    """Recomputes its modules in backward, in one way or the other."""
-
-    reentrant = False
+    """Recomputes its modules in backward."""
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.first, self.read, self.last):
-            x = checkpoint(
-                lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=self.reentrant
-            )
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=False)
         return x
-
-
-class CheckpointsReentrantly(Checkpoints):
-    """A re-entrant checkpoint needs an input with a gradient."""
-
-    reentrant = True
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        return super().predict(x.requires_grad_())
 
 
 class Recurs(Regression):
@@ -391,7 +378,6 @@ HABITS: list[Callable[[], nn.Module]] = [
     SkipsAtFirst,
     Chooses,
     Checkpoints,
-    CheckpointsReentrantly,
     Recurs,
 ]
 

@@ -256,7 +256,7 @@ class CheckpointedForward(WrappedForward):
 
     Args:
         module, own: see :class:`WrappedForward`.
-        policy: of :class:`Recompute`.
+        policy: The policy of :class:`Recompute`.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class _WithContainers:
     copies of them as they were before.
 
     Args:
-        forward: of the module.
+        forward: The forward of the module.
         args, kwargs: its arguments.
     """
 

@@ -22,7 +22,7 @@ class HostPool:
         book: called with each new block.
 
     Attributes:
-        bytes_in_use: of blocks that were taken.
+        bytes_in_use: The bytes of blocks that were taken.
     """
 
     def __init__(self, drain: Callable[[], None], book: Callable[[HostBlock], None]) -> None:

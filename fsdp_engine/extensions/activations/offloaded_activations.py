@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_engine import backend
-from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, make_copy_lanes
+from fsdp_engine.comm.copy_lanes import make_copy_lanes
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket
+from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.activations.checkpointing import (
     SELECTIVE,
@@ -59,9 +60,9 @@ from fsdp_engine.extensions.activations.host_pool import HostPool
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.memory.host_memory import HostBlock
-from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
-from fsdp_engine.runtime.scheduler import in_backward
+from fsdp_engine.runtime.not_compiled import compiled_within, not_compiled
+from fsdp_engine.runtime.passes import in_backward
 from fsdp_engine.units.blocks import find_blocks
 from fsdp_engine.units.build import EngineSetup, Resources
 
@@ -73,6 +74,8 @@ _PLAIN = (Tensor, FakeTensor)
 # Copied ranges begin at multiples of so many bytes, as memory of allocators does: tensors stay as
 # aligned as they were, by which kernels are chosen.
 _ALIGNMENT = 512
+# By model, from the preparation of an engine to its start.
+_PREPARED: WeakKeyDictionary[nn.Module, ActivationOffload] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,12 @@ class OffloadActivations(EngineExtension):
         if backend.current().runs_ahead(resources.memory.device):
             moves = ActivationOffload(resources.memory, resources.lanes.compute, self)
             moves.install(find_blocks(setup.model, setup.units))
-            resources.parts.append(moves)
+            _PREPARED[setup.model] = moves
+
+    def start(self, engine: Engine) -> None:
+        """Let ``engine.reset()`` end copies that an exception has interrupted."""
+        if (moves := _PREPARED.pop(engine.model, None)) is not None:
+            engine.parts.append(moves)
 
     @classmethod
     def of(cls, checkpointing: object) -> OffloadActivations | None:
@@ -175,7 +183,7 @@ class _Moved:
         bytes: on the device; None: they are on the host alone.
         is_restored: ``bytes`` have been copied back.
         pending: the copy for which compute has to wait before ``bytes`` are freed.
-        num_users: of ``bytes``.
+        num_users: The number of users of ``bytes``.
     """
 
     def __init__(self, tensor: Tensor, start: int, num_bytes: int, pool: HostPool) -> None:
@@ -227,15 +235,15 @@ class _Call:
     """One forward of a block.
 
     Args:
-        number, name: of the block.
+        number, name: The number and name of the block.
         device: where.
 
     Attributes:
         number, name: see the arguments.
         stream: on which the block computes, and its memory is allocated.
         moved: what it has saved, as far as it is moved.
-        own: those of them that no call before has moved.
-        num_bytes: of ``own``.
+        own: The parts of ``moved`` that no earlier call has moved.
+        num_bytes: The number of bytes of ``own``.
         previous: see :meth:`find_previous`.
     """
 
@@ -308,12 +316,12 @@ class ActivationOffload:
     """Moves the activations of an engine's blocks. See [Note: Offloaded activations].
 
     Args:
-        memory: of the engine, on its device.
+        memory: The memory of the engine, on its device.
         compute: the engine's lane.
         options: how.
 
     Attributes:
-        lanes: of copies to the device and from it.
+        lanes: The lanes of copies to the device and from it.
         pool: the memory on the host.
     """
 
@@ -323,7 +331,7 @@ class ActivationOffload:
         self._memory = memory
         self._compute = compute
         self._options = options
-        self.lanes = lanes = make_copy_lanes(memory.device, ACTIVATION_LANES)
+        self.lanes = lanes = make_copy_lanes(memory.device, "activations")
         self._into, self._out = lanes
 
         def drain() -> None:
@@ -569,7 +577,7 @@ class OffloadedForward(WrappedForward):
     Args:
         module, own: see :class:`~.checkpointing.WrappedForward`.
         offload: that moves them.
-        number, name: of the block.
+        number, name: The number and name of the block.
     """
 
     def __init__(

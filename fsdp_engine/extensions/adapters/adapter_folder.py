@@ -44,8 +44,8 @@ def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Ma
     """Match an adapter's folder with a model.
 
     Args:
-        engine: of a model of PEFT.
-        folder: of the adapter.
+        engine: The engine of a model of PEFT.
+        folder: The folder of the adapter.
         adapter: its name in the model; None: the only one, or "default".
 
     Returns:
@@ -85,9 +85,9 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
     an adapter.
 
     Args:
-        engine: of a model of PEFT.
+        engine: The engine of a model of PEFT.
         folder: on storage of the first rank; created if it does not exist.
-        dtype: of floating-point tensors; None: that of the main weights.
+        dtype: The dtype of floating-point tensors; None: that of the main weights.
         tokenizer: object with ``save_pretrained(folder)``.
 
     Raises:
@@ -171,9 +171,9 @@ def _gathered(
     """Gather tensors to host memory. Collective.
 
     Args:
-        engine: of the model.
-        names: of the tensors.
-        dtype: of floating-point tensors; None: that of each tensor.
+        engine: The engine of the model.
+        names: The names of the tensors.
+        dtype: The dtype of floating-point tensors; None: that of each tensor.
         keeps: whether this rank returns the tensors; otherwise an empty dict.
     """
     found: dict[str, Tensor] = {}

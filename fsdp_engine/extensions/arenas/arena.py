@@ -59,7 +59,7 @@ class Arena:
         book: is called with the bytes by which the arena grows.
 
     Attributes:
-        memory: of the arena; None until a step has ended.
+        memory: The memory of the arena; None until a step has ended.
         load: most bytes that were filled at once, each storage rounded up to the alignment.
     """
 

@@ -147,7 +147,7 @@ def changes_of(
     known = set(map(id, inside))
     for buffer in unit.buffers:
         is_meant = [
-            any(id(module) in known for module, _ in record.owners) for record in buffer.records
+            any(id(module) in known for module, _ in record.holders) for record in buffer.records
         ]
         if not any(is_meant):
             continue
@@ -187,7 +187,7 @@ def kind_after(
         ValueError: such a buffer is not possible; names the first parameter.
     """
     name = buffer.records[0].name
-    modules = [module for record in buffer.records for module, _ in record.owners]
+    modules = [module for record in buffer.records for module, _ in record.holders]
     compute = None if any(map(keeps_statistics, modules)) else policy.param_dtype
     policy = dataclasses.replace(policy, main_params_dtype=dtype, param_dtype=compute)
     probe = allocator.empty(0, dtype, "cpu").requires_grad_(buffer.kind.requires_grad)

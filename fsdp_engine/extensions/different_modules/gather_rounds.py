@@ -61,9 +61,8 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.comm.host_message import HostMessage
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.engine import Engine
-from fsdp_engine.runtime.gather_order import GatherOrder, Place
-from fsdp_engine.runtime.record import BACKWARD, FORWARD, Use
-from fsdp_engine.runtime.unit import Call, Unit
+from fsdp_engine.runtime.schedule import Place, Schedule, Use
+from fsdp_engine.runtime.unit import BACKWARD, FORWARD, Call, State, Unit
 
 
 class _Status(enum.IntEnum):
@@ -118,21 +117,20 @@ class _Uses:
         self.are_over = False
 
 
-class GatherRounds(GatherOrder):
+class GatherRounds(Schedule):
     """See the module docstring. Collective: all ranks make one, and take part until none is busy.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     ranks_differ = True
 
     def __init__(self, engine: Engine) -> None:
         self._uses = engine.extension(_Uses)
-        super().__init__(engine.ranks, self._uses.record, sends_passes=False)
-        self._message = HostMessage("together()", engine.ranks)
+        super().__init__(engine.units, self._uses.record)
         self._ranks = engine.ranks
-        self._units = engine.units
+        self._message = HostMessage("together()", engine.ranks)
         self._scheduler, self._reductions = engine.scheduler, engine.reductions
         self._num_reductions = len(engine.reductions.order)
         self._host_drives = not engine.lanes.compute.runs_ahead
@@ -168,37 +166,37 @@ class GatherRounds(GatherOrder):
         # Gathered in the last round.
         self._last_round: list[Unit] = []
 
-    def begin_forward(self) -> None:
+    def forward_begins(self) -> None:
         """See the base class."""
         if self._uses.are_over:
             self._uses.are_over = False
             self._uses.units.clear()
 
-    def end_forward(self) -> None:
+    def forward_ends(self) -> None:
         """Free units that were gathered for uses that did not come, or for other ranks."""
         for unit in (*self._ahead, *self._for_others):
             self._free(unit)
         self._ahead.clear()
         self._for_others.clear()
 
-    def begin_backward(self) -> None:
+    def backward_begins(self) -> None:
         """Others can wait for the reductions of units that this rank does not use."""
         for unit in self._reductions.order:
             is_used = unit.index in self._uses.units or unit.num_calls > 0
             if not is_used and not unit.awaits_backward(None):
                 self._reductions.unit_is_ready(unit)
 
-    def end_backward(self) -> None:
+    def backward_ends(self) -> None:
         """See the base class."""
         self._uses.are_over = True
 
-    def check_backward(self, call: Call, order: GatherOrder) -> None:
+    def check_backward(self, call: Call, schedule: Schedule) -> None:
         """Refuse a backward outside of the context.
 
         Raises:
             RuntimeError: its unit is gathered, and other ranks may have used other units.
         """
-        if call.unit.reshards and not order.ranks_differ:
+        if call.unit.reshards and not schedule.ranks_differ:
             raise RuntimeError(
                 f"backward of unit {call.unit.label}: expected it within engine.together(), as its "
                 "forward was, since other ranks may have used other units; found that the context "
@@ -232,10 +230,9 @@ class GatherRounds(GatherOrder):
         if phase & BACKWARD:
             unit.keep_for(phase)
 
-    def window(self, window: Sequence[Use]) -> Sequence[Use]:
-        """Returns nothing to prefetch: units that are expected are voted for."""
+    def gather_ahead(self, window: Sequence[Use], compute_now: Ticket | None) -> None:
+        """Vote for units that are expected."""
         self._expect(self.record.next_uses(_NUM_EXPECTED if self._scheduler.prefetches else 0))
-        return ()
 
     def _expect(self, uses: Iterable[Use]) -> None:
         """Vote for units that this rank will use next: one is in flight while another is voted for.
@@ -298,7 +295,7 @@ class GatherRounds(GatherOrder):
         self._is_awaited = True
         status = _Status.BUSY
         while status is not _Status.IDLE or self._has_another_pass:
-            self.end_forward()
+            self.forward_ends()
             if self._vote is None:
                 self._send(status=_Status.IDLE, place=place)
             status = self._take_part(place)
@@ -321,7 +318,7 @@ class GatherRounds(GatherOrder):
         """This rank has raised an exception: others, which may wait for its votes, raise one."""
         if not self._is_awaited:
             return
-        self.end_forward()
+        self.forward_ends()
         if self._vote is not None:
             status = self._exchange()
             self._vote = None
@@ -334,6 +331,7 @@ class GatherRounds(GatherOrder):
     def reset(self) -> None:
         """Drop gathers and the backward; communication is over, but for a vote, which others
         answer."""
+        super().reset()
         self._uses.units.clear()
         self._last_round.clear()
         self._ahead.clear()
@@ -450,7 +448,7 @@ class GatherRounds(GatherOrder):
         )
 
     def _gather(self, unit: Unit, *, is_own: bool) -> None:
-        if unit.unsharded is not None:
+        if unit.state is not State.SHARDED:
             unit.gather_again()
             return
         # Of two encodings of weights ranks can need either.
@@ -496,7 +494,7 @@ def together(engine: Engine) -> Iterator[None]:
             optimizer.zero_grad()
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
 
     Raises:
         RuntimeError: a forward or backward is running, or contexts are nested; or another rank
@@ -514,9 +512,9 @@ def together(engine: Engine) -> Iterator[None]:
             f"found {found} (after an exception, call engine.reset())"
         )
     scheduler.gather_before_forward(wait=True, sharded=False)
-    scheduler.free_all()
+    scheduler.schedule.free_all()
     rounds = GatherRounds(engine)
-    scheduler.use_gather_order(rounds)
+    scheduler.use_schedule(rounds)
     try:
         try:
             yield
@@ -528,7 +526,7 @@ def together(engine: Engine) -> Iterator[None]:
         rounds.fail()
         raise
     finally:
-        scheduler.use_gather_order(None)
+        scheduler.use_schedule(None)
 
 
 def _ranks_can_differ(engine: Engine) -> bool:
@@ -547,7 +545,7 @@ def to_gather(votes: bytes, expected: bytes, phases: bytes) -> list[int]:
     """Units that are gathered in a round; see [Note: Gather rounds].
 
     Args:
-        votes: of all ranks, by unit.
+        votes: The votes of all ranks, by unit.
         expected: whether a rank will use it after the unit that it votes for.
         phases: whether ranks are in forward, and in backward.
     """

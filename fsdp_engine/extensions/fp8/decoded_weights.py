@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffers.redistribute import Gather, ShardedBuffer, redistribute
+from fsdp_engine.buffers.sharded_buffer import Gather, ShardedBuffer
 from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.codecs.base import ParamCodec
 from fsdp_engine.comm.collectives import Steps
@@ -54,7 +54,7 @@ class DecodedWeights(Weights):
             line, storage = self._make_full_wire()
             self._refresh_memory.append(storage)
         how = self.main_shard.source()
-        redistribute(chain, self._context, line, spec.optim_depth, spec.param_depth, how)
+        line.gather(chain, self._context, spec.optim_depth, spec.param_depth, how)
         if self._wire is None:
             self._decode(chain, line)
         return chain
@@ -68,7 +68,7 @@ class DecodedWeights(Weights):
             how = self.main_shard.source()
         else:
             how = Gather(spec.label, spec.tag, self._wire.tensor)
-        redistribute(chain, self._context, line, spec.param_depth, 0, how)
+        line.gather(chain, self._context, spec.param_depth, 0, how)
         self._decode(chain, line)
         return chain
 

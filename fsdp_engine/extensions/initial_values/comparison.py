@@ -91,7 +91,7 @@ class Comparison:
     """Of what all data-parallel ranks have built.
 
     Args:
-        holdings: of this rank.
+        holdings: The holdings of this rank.
         digests: :attr:`Holdings.digests` of all of them.
         mesh: these ranks.
     """

@@ -66,7 +66,7 @@ def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> Non
 
     Args:
         places: module and attribute of each buffer, by name.
-        ranks: of the same buffers.
+        ranks: The ranks of the same buffers.
     """
     buffers = {name: module._buffers[attribute] for name, (module, attribute) in places.items()}
     first_names: dict[int, str] = {}

@@ -31,8 +31,8 @@ class GivenValues(InitialValues):
     """See the module docstring. Making it is collective.
 
     Args:
-        setup: of the engine.
-        comparison: of what all data-parallel ranks have built.
+        setup: The setup of the engine.
+        comparison: The comparison of what all data-parallel ranks have built.
         from_first: see the class.
         takes_first: buffers, too, are those of the first rank.
         is_empty: tensors that are on the meta device on all ranks get memory, and values later.

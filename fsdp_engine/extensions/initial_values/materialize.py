@@ -124,8 +124,9 @@ class ModuleTree:
         hits: Counter[int] = Counter()
         found: set[int] = set()
         for record in records:
-            found.update(id(module) for module, _ in record.owners)
-            hits.update({id(each) for module, _ in record.owners for each in self._upwards(module)})
+            holders = [module for module, _ in record.holders]
+            found.update(map(id, holders))
+            hits.update({id(each) for module in holders for each in self._upwards(module)})
         whole = {key for key, count in hits.items() if count == self._num_beneath[key]}
         return [self._modules[key] for key in sorted(found | whole, key=self._place.__getitem__)]
 
@@ -142,7 +143,7 @@ def materialize(
     """Give the meta parameters of one unit real values.
 
     Args:
-        tree: of the whole model.
+        tree: The tree of the whole model.
         records: the unit's parameters; ``record.param`` and the modules get the real ones.
         device: where.
         seed: the same on all ranks, so that all ranks draw the same values.
@@ -168,7 +169,7 @@ def materialize(
         shape = tuple(param.shape)
         if record.expert is not None and record.expert.is_cut:
             shape = record.expert.whole_shape(shape)
-        if is_empty and not any(module._buffers for module, _ in record.owners):
+        if is_empty and not any(module._buffers for module, _ in record.holders):
             # One element stands for all: nothing as large as the model is ever there.
             values = _valueless(empty((), param.dtype, device)).expand(shape)
         elif record.spread is None and not _is_cut(record) and param_class is None:
@@ -202,7 +203,7 @@ def materialize(
 def _replace(record: ParamRecord, param: nn.Parameter) -> None:
     """``param`` is the record's, and that of its modules, from now on."""
     record.param = param
-    for module, attribute in record.owners:
+    for module, attribute in record.holders:
         module._parameters[attribute] = param
 
 
@@ -258,7 +259,7 @@ def materialize_buffers(
     """Real values for modules that own meta buffers but no meta parameter.
 
     Args:
-        tree: of the whole model.
+        tree: The tree of the whole model.
         device: where.
         seed: the same on all ranks.
         values: False: memory alone, for another rank's values.

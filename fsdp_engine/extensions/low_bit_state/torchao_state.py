@@ -11,7 +11,7 @@ the codes and scales that they came from, bit for bit:
 - fp8: ``(448 * scale) / 448`` may differ from ``scale`` in the last bit. The value of the largest
   element is then a neighbour of ``448 * scale`` that does not.
 
-torch converts loaded values to the parameter's dtype, which rounds them where that is bf16. So they
+torch converts loaded values to the parameter's dtype, which may be bf16. To lose no precision, they
 are quantised from the values as they were before.
 """
 

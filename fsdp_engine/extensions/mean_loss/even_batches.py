@@ -31,7 +31,7 @@ class EvenBatch(NamedTuple, Generic[T]):
     """A batch of a rank, in a step that all ranks take.
 
     Attributes:
-        batch: of this rank's loader, or of another rank's if it has none.
+        batch: The batch of this rank's loader, or of another rank's if it has none.
         is_repeated: this rank has run out, and others have not.
         num_ranks: ranks that have not.
     """
@@ -61,7 +61,7 @@ class _Reader:
     Attributes:
         has_batch: the last read found one.
         batch: the last one.
-        error: of the loader, where it failed.
+        error: The error of the loader, where it failed.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -116,8 +116,9 @@ def even_batches(
             engine.mean_loss(weight * loss, weight * count).backward()
 
     Args:
-        engine: of the model.
-        loader: of this rank; it can have another number of batches on each rank, or none.
+        engine: The engine of the model.
+        loader: The loader of this rank; it can have another number of batches on each rank, or
+            none.
         drop_last: end with the rank that has fewest instead; no batch is repeated.
 
     Yields:

@@ -42,9 +42,9 @@ class _StepLosses:
     """The losses of one step, from its first microbatch until its gradients are reduced.
 
     Attributes:
-        totals: of the microbatches whose backward has begun: the sum of their losses, the number of
-            their samples, their own number, and 1 if there was a backward of another loss, fp64; of
-            this rank, and from ``work`` on of all.
+        totals: The totals of the microbatches whose backward has begun: the sum of their losses,
+            the number of their samples, their own number, and 1 if there was a backward of another
+            loss, fp64; of this rank, and from ``work`` on of all.
         buffers: the trainable ones.
         divisor: backward runs on sums that are divided by this power of two: in fp16, sums would
             overflow.
@@ -143,11 +143,11 @@ class MeanLosses(GradientObserver):
     """See the module docstring.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
 
     Attributes:
         last: the mean of the last step that had one, 0-d, fp32; None before the first.
-        weight: of microbatches; their sums and numbers are multiplied by it.
+        weight: The weight of microbatches; their sums and numbers are multiplied by it.
         num_calls: how often :meth:`add` was called.
     """
 
@@ -307,7 +307,7 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
     of means.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
         loss_sum: one element that requires grad: the sum of the losses of this rank's samples
             in this microbatch.
         count: their number, a number or a tensor of one element, which is not waited for. 0: a
@@ -343,8 +343,8 @@ def weighting_losses(engine: Engine, weight: float) -> Iterator[Callable[[], int
     trainers, whose users call it without knowing of batches that are repeated.
 
     Args:
-        engine: of the model.
-        weight: of the microbatch.
+        engine: The engine of the model.
+        weight: The weight of the microbatch.
 
     Yields:
         A function that returns how often :func:`mean_loss` was called in the context.

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 
 from fsdp_engine.buffers.placement import GradientShard
-from fsdp_engine.buffers.redistribute import BufferContext, ShardedBuffer
+from fsdp_engine.buffers.sharded_buffer import BufferContext, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.lanes import Chain, Lane
+from fsdp_engine.extensions.offload.home import HomePart, Homes
 from fsdp_engine.memory.allocator import TransientStorage, alias
-from fsdp_engine.memory.home import HomePart, Homes
 
 
 def homed_shards(spec: BufferSpec) -> list[tuple[int, torch.dtype]]:
@@ -36,7 +36,7 @@ class HomedShard(GradientShard):
     Args:
         spec, context, depth, dtype: see :class:`GradientShard`.
         homes: makes the home.
-        lanes: those of copies to the device and from it.
+        lanes: The lanes of copies to the device and from it.
     """
 
     is_resident = True

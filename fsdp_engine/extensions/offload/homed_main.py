@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.placement import MainShard
-from fsdp_engine.buffers.redistribute import BufferContext, Gather
+from fsdp_engine.buffers.sharded_buffer import BufferContext, Gather
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain
+from fsdp_engine.extensions.offload.home import Home, Homes
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
-from fsdp_engine.memory.home import Home, Homes
 from fsdp_engine.strategies import Role, Strategy
 
 

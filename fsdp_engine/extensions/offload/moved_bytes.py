@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fsdp_engine.comm.lanes import Ticket
+from fsdp_engine.extensions.offload.home import Home, Steps
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.memory.allocator import TransientStorage
-from fsdp_engine.memory.home import Home, Steps
 from fsdp_engine.optim.chunked_step import StepChunk
 
 

@@ -46,6 +46,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
 from fsdp_engine.extension_list import implementation
+from fsdp_engine.extensions.offload.home import Home, HomePart, Homes
 from fsdp_engine.extensions.offload.moved_bytes import MovedBytes, Piece
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.owned_homes import copy_moved
@@ -54,7 +55,6 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
-from fsdp_engine.memory.home import Home, HomePart, Homes
 from fsdp_engine.optim.chunked_step import (
     ChunkedStep,
     called_once,
@@ -107,9 +107,9 @@ class _Unit(NamedTuple):
     """A unit whose parameters are stepped together.
 
     Attributes:
-        offload: of its engine.
+        offload: The offload of its engine.
         name: for people.
-        number: of units that were offloaded before it.
+        number: The number of units that were offloaded before it.
     """
 
     offload: Offloading
@@ -138,10 +138,11 @@ def offload_state(
     a head) becomes several chunks, of whole parameters. Shards at one home are one chunk.
 
     Args:
-        offload: of the engine.
-        name: of the unit, for people.
+        offload: The offload of the engine.
+        name: The name of the unit, for people.
         buffers: those that are trainable.
-        num_elements: of a rank's slices, at most in a chunk of several parameters.
+        num_elements: The number of elements of a rank's slices, at most in a chunk of several
+            parameters.
     """
     is_divided = not any(buffer.main or buffer.gradients for buffer in buffers)
     unit, size = _Unit(offload, name, next(_NUMBERS)), 0
@@ -209,15 +210,15 @@ class _Chunk(MovedBytes):
     """State of a unit's parameters, and what else of them lies elsewhere.
 
     Args:
-        unit: of the parameters.
-        params: those of the optimizer.
-        dtypes: of each parameter's state tensors, by key.
+        unit: The unit of the parameters.
+        params: The parameters of the optimizer.
+        dtypes: The dtypes of each parameter's state tensors, by key.
         homes: makes that of the state; None: it stays on the device.
 
     Attributes:
         unit: see the argument.
         slots: the parameters.
-        slices: of those that are sharded.
+        slices: The slices of those that are sharded.
         dtypes: see the argument.
         members: by number of a param group, its parameters that are stepped with this chunk.
         kept: views of home by slot and key, as ``optimizer.state`` has them.
@@ -434,7 +435,7 @@ class OffloadedStep(ChunkedStep):
 
     Args:
         optimizer: elementwise.
-        offload: of its parameters.
+        offload: The offload of its parameters.
 
     Raises:
         ValueError: its state tensors are not plain (torchao's), or a trial step failed.

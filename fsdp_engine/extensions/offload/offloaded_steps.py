@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsdp_engine.extensions.offload.home import Homes
 from fsdp_engine.extensions.offload.offloaded_step import (
     STATE,
     OffloadedStep,
@@ -12,7 +13,6 @@ from fsdp_engine.extensions.offload.offloaded_step import (
     is_offloaded,
 )
 from fsdp_engine.extensions.offload.owned_homes import StateHome
-from fsdp_engine.memory.home import Homes
 from fsdp_engine.optim.shadow import StepHook
 from fsdp_engine.optim.step_placement import StatePlace, StepPlacement
 

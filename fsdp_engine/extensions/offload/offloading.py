@@ -8,18 +8,27 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_engine import backend
-from fsdp_engine.comm.copy_lanes import make_state_lanes, make_step_lane, mark
-from fsdp_engine.comm.lanes import Lane
+from fsdp_engine.comm.copy_lanes import make_copy_lanes, make_other_lanes, mark
+from fsdp_engine.comm.lanes import ComputeLane, DeviceLane, Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
+from fsdp_engine.extensions.offload.disk_memory import DiskFile, DiskThreads
+from fsdp_engine.extensions.offload.disk_staging import Staging
+from fsdp_engine.extensions.offload.home import DiskHome, Home, Homes, HostHome, StagedHome
+from fsdp_engine.extensions.offload.places import (
+    DISK,
+    HOST,
+    ROLES,
+    OffloadPlaces,
+    computes_elsewhere,
+)
+from fsdp_engine.extensions.offload.thread_lane import ThreadLane
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.memory.disk_memory import DiskFile, DiskThreads
-from fsdp_engine.memory.disk_staging import Staging
-from fsdp_engine.memory.home import DiskHome, Home, Homes, HostHome, StagedHome
-from fsdp_engine.offload import DISK, HOST, ROLES, Offload, computes_elsewhere
 
 # Of ledgers, by role of :class:`~fsdp_engine.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
 STAGING_ROLE = "staging"
+# Names of lanes: of copies of state, and of steps beside forward.
+STATE, STEP_LANE = "state", "optimizer step"
 
 
 class Offloading:
@@ -27,7 +36,7 @@ class Offloading:
 
     Args:
         offload: says where state lies.
-        memory: of the engine, on its device.
+        memory: The memory of the engine, on its device.
         compute: the engine's lane.
         files: by role, those that there are already.
 
@@ -40,14 +49,17 @@ class Offloading:
     """
 
     def __init__(
-        self, offload: Offload, memory: Memory, compute: Lane, files: Mapping[str, DiskFile]
+        self, offload: OffloadPlaces, memory: Memory, compute: Lane, files: Mapping[str, DiskFile]
     ) -> None:
         self.memory = memory
         self.compute = compute
         is_staged = DISK in offload.places.values() and computes_elsewhere(memory.device)
-        self.state_in, self.state_out = make_state_lanes(memory.device, in_threads=is_staged)
+        kind = ThreadLane if is_staged else DeviceLane
+        self.state_in, self.state_out = make_copy_lanes(memory.device, STATE, kind)
         self.overlaps_forward = offload.overlap_forward and compute.runs_ahead
-        self._step_lane = make_step_lane(memory.device) if self.overlaps_forward else None
+        self._step_lane: ComputeLane | None = None
+        if self.overlaps_forward:
+            (self._step_lane,) = make_other_lanes(memory.device, [STEP_LANE])
         self.steps_on_host = offload.step_on == HOST
         self.offload = offload
         self._files = dict(files)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_engine.extensions.offload.home import Home, Homes
 from fsdp_engine.extensions.offload.moved_bytes import MovedBytes, Piece
 from fsdp_engine.extensions.offload.offloading import LEDGER_ROLES, Offloading
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import begin_together, storage_keys
-from fsdp_engine.memory.home import Home, Homes
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StatePlace
 
@@ -29,7 +29,7 @@ class StateHome(MovedBytes, StatePlace):
     """The state of a chunk, at a home.
 
     Args:
-        offload: of the engine.
+        offload: The offload of the engine.
         homes: makes homes of state.
     """
 

@@ -8,20 +8,20 @@ import torch
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.buffers.placement import GradientShard, MainShard, Placement
-from fsdp_engine.buffers.redistribute import BufferContext
+from fsdp_engine.buffers.sharded_buffer import BufferContext
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.engine import Engine
+from fsdp_engine.extensions.offload.disk_memory import DiskFile
+from fsdp_engine.extensions.offload.home import Homes
 from fsdp_engine.extensions.offload.homed_gradients import HomedShard
 from fsdp_engine.extensions.offload.homed_main import HomedMain, can_leave_device, is_cast_at_home
 from fsdp_engine.extensions.offload.offloaded_step import OffloadedBuffer, offload_state
 from fsdp_engine.extensions.offload.offloading import Offloading
+from fsdp_engine.extensions.offload.places import HOST, ROLES, OffloadPlaces
 from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
-from fsdp_engine.memory.disk_memory import DiskFile
-from fsdp_engine.memory.home import Homes
-from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.runtime.gradient_observer import GradientObserver
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.units.build import Resources
@@ -61,6 +61,10 @@ class OffloadPlacement(Placement):
         is_cast = is_on_host and is_cast_at_home(spec.strategy, codec)
         return HomedMain(spec, context, codec, self._main, is_cast=is_cast)
 
+    def device_of_main(self, device: torch.device) -> torch.device:
+        """See :class:`Placement`."""
+        return device if self._main is None else torch.device("cpu")
+
     def make_gradients(
         self, spec: BufferSpec, context: BufferContext, depth: int, dtype: torch.dtype
     ) -> GradientShard:
@@ -97,22 +101,22 @@ class OffloadPlacement(Placement):
             offload_state(self._offloading, unit.label, buffers, size)
 
 
-def placed(
-    resources: Resources, offload: Offload, files: Mapping[str, DiskFile] | None = None
-) -> Resources:
-    """Returns ``resources`` for units whose shards lie where ``offload`` says: always the same
-    placement for equal ones.
+def place_state(
+    resources: Resources, offload: OffloadPlaces, files: Mapping[str, DiskFile]
+) -> None:
+    """Build buffers with ``resources`` whose shards are at the places of ``offload``. Equal places
+    have one placement.
 
     Args:
-        files: by role, those that there are already.
+        files: Files on a disk that exist already, by role.
     """
     if not any(offload.moves(role, resources.memory.device) for role in ROLES):
-        return resources
+        return
     placements = resources.placements
     if offload not in placements:
         lane, memory = resources.lanes.compute, resources.memory
-        placements[offload] = OffloadPlacement(Offloading(offload, memory, lane, files or {}))
-    return resources.placed(placements[offload])
+        placements[offload] = OffloadPlacement(Offloading(offload, memory, lane, files))
+    resources.placement = placements[offload]
 
 
 def _offloaded(buffer: ParamAndGradBuffer) -> OffloadedBuffer:

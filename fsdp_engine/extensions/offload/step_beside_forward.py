@@ -13,7 +13,6 @@ deleted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from fsdp_engine.comm.lanes import DeviceLane, Lane, Ticket
@@ -31,34 +30,28 @@ class StepBesideForward(PendingStep):
     def __init__(self, compute: Lane) -> None:
         super().__init__(compute)
         self._caller: Lane = compute
-        self._tickets: list[Ticket] = []  # one, or none
         self._freed: list[tuple[str, TransientStorage]] = []
         self._held: list[Any] = []
-
-    @property
-    def tickets(self) -> Sequence[Ticket]:
-        """See :class:`PendingStep`."""
-        return tuple(self._tickets)
 
     def begin(self, ticket: Ticket) -> None:
         """A step is submitted; ``ticket``: its end. Later ones are on the same lane.
 
         The current stream is that of the code that steps.
         """
-        if not self._tickets:
+        if not self.tickets:
             PENDING.append(weakref.ref(self))
-        self._tickets[:] = [ticket]
+        self.tickets = (ticket,)  # one, or none
         if isinstance(self._compute, DeviceLane):
             self._caller = self._compute.of_caller()
 
     def finish(self) -> None:
         """See :class:`PendingStep`."""
-        if not self._tickets:
+        if not self.tickets:
             return
-        self._compute.wait(*self._tickets)
+        self._compute.wait(*self.tickets)
         # The current stream may be another than that of the code that has stepped.
-        self._caller.wait(*self._tickets)
-        self._tickets.clear()
+        self._caller.wait(*self.tickets)
+        self.tickets = ()
         self._held.clear()
         freed, self._freed = self._freed, []
         for label, storage in freed:
@@ -66,12 +59,12 @@ class StepBesideForward(PendingStep):
 
     def hold(self, *objects: Any) -> None:
         """See :class:`PendingStep`."""
-        if self._tickets:
+        if self.tickets:
             self._held += objects
 
     def free(self, label: str, storage: TransientStorage) -> None:
         """See :class:`PendingStep`."""
-        if self._tickets:
+        if self.tickets:
             self._freed.append((label, storage))
         else:
             super().free(label, storage)

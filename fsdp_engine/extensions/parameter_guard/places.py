@@ -31,5 +31,5 @@ def places_of(units: Sequence[Unit]) -> list[ParamPlace]:
         for record, full, sharded in zip(
             buffer.records, buffer.full_params, buffer.sharded_params, strict=True
         )
-        for module, attribute in record.owners
+        for module, attribute in record.holders
     ]

@@ -50,16 +50,17 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.runtime.inputs import iter_tensors
-from fsdp_engine.runtime.record import BACKWARD
-from fsdp_engine.runtime.scheduler import Backward, Scheduler
-from fsdp_engine.runtime.unit import Call, Unit
+from fsdp_engine.runtime.passes import Backward
+from fsdp_engine.runtime.schedule import Use
+from fsdp_engine.runtime.scheduler import Scheduler
+from fsdp_engine.runtime.unit import BACKWARD, Call, Unit
 
 
 class WeightGradients(NamedTuple):
     """Gradients that are computed together.
 
     Attributes:
-        params: of these full parameters.
+        params: The full parameters that get the gradients.
         compute: adds them to ``.grad`` of ``params``.
     """
 
@@ -71,7 +72,7 @@ class BackwardOfWeights(Backward):
     """A backward that computes gradients of weights alone, in several runs of autograd.
 
     Args:
-        scheduler: of the engine.
+        scheduler: The scheduler of the engine.
     """
 
     is_recorded = False
@@ -94,12 +95,12 @@ class BackwardOfWeights(Backward):
             return
         self._read.append(unit)
         self.touched[unit.index] = unit
-        scheduler.provide(unit, BACKWARD)
-        scheduler.use_reserved(unit)
+        scheduler.schedule.provide(unit, BACKWARD)
+        scheduler.schedule.use_reserved(unit)
         may_prefetch = scheduler.prefetches and not scheduler.ranks_differ
-        if following is not None and following.needs_gather(BACKWARD) and may_prefetch:
-            scheduler.prefetch(following, BACKWARD)
-        scheduler.install(unit)
+        if following is not None and may_prefetch:
+            scheduler.schedule.gather_ahead([Use(following.index, BACKWARD)], None)
+        unit.install()
         unit.enter()
 
     def gradients_came(self, unit: Unit) -> None:
@@ -107,7 +108,7 @@ class BackwardOfWeights(Backward):
         if unit in self._read:
             self._read.remove(unit)
             unit.leave()
-            if unit.uses == 0 and not self._scheduler.is_reserved(unit):
+            if unit.uses == 0 and not self._scheduler.schedule.is_reserved(unit):
                 unit.release()
         self._scheduler.reductions.unit_is_ready(unit)
 
@@ -122,7 +123,7 @@ class Microbatches:
     """See the module docstring.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -157,7 +158,8 @@ class Microbatches:
 
         Args:
             microbatch: as its forward had it.
-            last: of the step, unless an outer ``no_sync()`` denies it.
+            last: Whether this backward is the step's last one, unless an outer ``no_sync()`` denies
+                it.
         """
         with self._within(microbatch, last=last, inputs_only=False):
             yield
@@ -223,7 +225,9 @@ class Microbatches:
         gradients.compute()
         with torch.no_grad():
             for unit, number, index in places:
-                unit.trainable[number].gradient_arrived(index)
+                buffer = unit.trainable[number]
+                assert buffer.gradient_hooks is not None
+                buffer.gradient_hooks.arrived(index, buffer.full_params[index])
 
     @contextmanager
     def _within(self, microbatch: Hashable, *, last: bool, inputs_only: bool) -> Iterator[None]:
@@ -267,11 +271,11 @@ def hook_delayed_gradients(scheduler: Scheduler, unit: Unit) -> None:
             if not getattr(param, "skip_backward_post_hook", False):
                 continue
             record = buffer.records[index]
-            modules = [module for module, _ in record.owners if hasattr(module, _REGISTER)]
+            modules = [module for module, _ in record.holders if hasattr(module, _REGISTER)]
             if not modules:
                 raise ValueError(
                     f"{record.name}: expected a module with {_REGISTER}, since the parameter is "
-                    f"marked skip_backward_post_hook; found {type(record.owners[0][0]).__name__}"
+                    f"marked skip_backward_post_hook; found {type(record.holders[0][0]).__name__}"
                 )
             awaited = _Awaited(scheduler, unit, buffer, index)
             for module in modules:

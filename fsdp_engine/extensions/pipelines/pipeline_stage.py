@@ -68,7 +68,7 @@ class PipelineStage(stage.PipelineStage):
         super().__init__(*args, **kwargs)
         engine = engine_of(self.submod)
         if engine is not None and engine.model is self.submod:
-            engine.pipeline_stage = f"{self.stage_index} of {self.num_stages}"
+            engine.model_part = f"{self.stage_index} of {self.num_stages}"
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """The messages with the inputs of a microbatch's forward, as torch's stage has them."""

@@ -58,7 +58,7 @@ def set_replica_reduction(engine: Engine, reduction: ReplicaReduction | None) ->
     """Reduce the step's gradients over replicas of this engine, which other jobs train.
 
     Args:
-        engine: of this job.
+        engine: The engine of this job.
         reduction: called with this rank's parts of the reduced gradients before they are published;
             None: there are no other replicas. Where it returns None, the gradients are cleared.
     """

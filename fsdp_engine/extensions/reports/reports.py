@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, STATE_LANES
+from fsdp_engine.comm.copy_lanes import copied_on
 from fsdp_engine.comm.lanes import COPY_IN, LANES, name_of_wait, unit_of
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.engine import Engine
@@ -28,7 +28,6 @@ from fsdp_engine.extension_list import implementation
 from fsdp_engine.extensions.reports.peaks import Peak, begin_device_peak, device_peak
 from fsdp_engine.extensions.reports.wait_meter import WaitMeter
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.memory.allocator import DISK, HOST
 from fsdp_engine.memory.kinds import KIND_OF_ROLE
 from fsdp_engine.optim.shadow import describe_steps
 from fsdp_engine.optim.state_leaves import leaves_of
@@ -49,7 +48,7 @@ class Waited:
         unit: whose, by its label: "the root module" for the root; of activations the block.
         lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce",
             "state in", "state out", "activations in" or "activations out".
-        phase: of the program: "forward", "backward" or "step".
+        phase: The phase of the program: "forward", "backward" or "step".
         seconds: how long, in all steps.
         count: in how many waits.
     """
@@ -180,7 +179,7 @@ class Measurement:
 
         units = self.by_unit()
         found = {lane for each in units.values() for lane in each}
-        known = (*LANES, COPY_IN, *STATE_LANES, *ACTIVATION_LANES)
+        known = (*LANES, COPY_IN)
         lanes = [*(lane for lane in known if lane in found), *sorted(found.difference(known))]
         table = Table(show_footer=True)
         table.add_column("waited for", footer="all", overflow="fold")
@@ -202,9 +201,8 @@ class Measurement:
     def _title(self) -> str:
         share = self.waited_seconds / self.seconds if self.seconds else 0.0
         of_step = f", {self._ms(self.seconds)} ms a step" if self.num_steps else ""
-        lanes = {each.lane for each in self.waited}
-        copied = {"state": STATE_LANES, "activations": ACTIVATION_LANES}
-        names = " and ".join(name for name, of in copied.items() if lanes.intersection(of))
+        copied = {what for each in self.waited if (what := copied_on(each.lane))}
+        names = " and ".join(sorted(copied))
         text = (
             f"Measured: {self.num_steps} steps in {self.seconds:.3f} s{of_step}. Compute waited "
             f"{share:.1%} of it for communication{f' and copies of {names}' if names else ''}"
@@ -282,8 +280,8 @@ class Description:
     """Rows and totals; ``str`` gives a table.
 
     Attributes:
-        title: of the table.
-        rows: of each unit.
+        title: The title of the table.
+        rows: A row for each unit.
         measured: by the latest ``engine.measure()``, a table of its own; None: there was none.
         elsewhere: bytes of offloaded state and activations on this rank by role, by place ("host",
             "disk").
@@ -363,7 +361,8 @@ def describe(engine: Engine) -> Description:
     expected = expect(units[0].modules[0], [unit.modules for unit in units])
     rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
     ids = [id(p) for unit in units for buffer in unit.trainable for p in buffer.sharded_params]
-    elsewhere = {place: held for place in (HOST, DISK) if (held := engine.memory_bytes(place))}
+    held = {place: engine.memory_bytes(place) for place in engine.memory.elsewhere}
+    elsewhere = {place: by_role for place, by_role in held.items() if by_role}
     measured = engine.extension(_Latest).measured
     return Description(title, tuple(rows), measured, elsewhere, tuple(describe_steps(ids)))
 

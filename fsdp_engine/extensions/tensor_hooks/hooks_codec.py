@@ -37,7 +37,7 @@ def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
     """Whether the codec takes ``param``.
 
     Args:
-        name: of the parameter.
+        name: The name of the parameter.
         param: it, or its shard on this rank.
         is_in_dtensor: it is the shard of a DTensor.
 
@@ -113,7 +113,7 @@ class TensorHooksCodec(ParamCodec):
     """See the module docstring. One object serves one buffer.
 
     Args:
-        dtypes: of its parameters.
+        dtypes: The dtypes of its parameters.
     """
 
     def __init__(self, dtypes: ParamDtypes) -> None:

@@ -1,7 +1,7 @@
 """Units whose forward and backward read different bytes, or other data beside them.
 
-``UnshardedParams`` of such a unit serve some phases of its uses: FORWARD, BACKWARD, or BOTH, as in
-a unit whose forward is recomputed within its own backward.
+Full parameters of such a unit serve some phases of its uses: FORWARD, BACKWARD, or BOTH, as in a
+unit whose forward is recomputed within its own backward.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.comm.lanes import Ticket
-from fsdp_engine.runtime.hooks import not_compiled, outside_checkpoints
-from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD
-from fsdp_engine.runtime.scheduler import in_backward
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.hooks import outside_checkpoints
+from fsdp_engine.runtime.not_compiled import not_compiled
+from fsdp_engine.runtime.passes import in_backward
+from fsdp_engine.runtime.unit import BACKWARD, BOTH, FORWARD, State, Unit
 from fsdp_engine.units.installing import holders
 
 
@@ -32,7 +32,7 @@ class PhasedUnit(Unit):
         self._phased: list[Any] = [each for each in found if each.unit_class is PhasedUnit]
         self.split_weights = [each for each in self._phased if each.is_split]
         if self.split_weights:
-            self.recomputed_phase, self.unknown_phase = FORWARD, BOTH
+            self.repeated_phase, self.unknown_phase = FORWARD, BOTH
         self.phases = BOTH
         self._for_backward = False
 
@@ -43,7 +43,7 @@ class PhasedUnit(Unit):
     def gather(self, phase: int, compute_now: Ticket | None = None) -> None:
         """See :class:`Unit`."""
         kept = held = 0
-        if self.unsharded is not None:
+        if self.state is not State.SHARDED:
             held = self.phases
             self.wait()
             if self.split_weights:
@@ -120,7 +120,7 @@ class PhasedUnit(Unit):
         @outside_checkpoints
         def before(module: nn.Module, args: Any) -> None:
             if in_backward() and not scheduler.is_nested_forward([self], is_model=False):
-                scheduler.recompute(self)
+                scheduler.repeat(self)
 
         for module in holders(self.buffers):
             module.register_forward_pre_hook(before, prepend=True)

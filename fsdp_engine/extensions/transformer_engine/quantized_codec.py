@@ -206,7 +206,7 @@ class TransformerEngineCodec(ParamCodec):
 
     Args:
         api: TE's module of functions on quantized weights.
-        recipe: of the buffer's weights.
+        recipe: The recipe of the buffer's weights.
         nominal: the nominal dtype of the buffer's weights.
         keep_transposes, through_gradients: see :class:`TransformerEngine`.
 

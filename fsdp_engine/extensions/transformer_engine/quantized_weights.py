@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fsdp_engine.buffers.redistribute import Gather, ShardedBuffer, redistribute
+from fsdp_engine.buffers.sharded_buffer import Gather, ShardedBuffer
 from fsdp_engine.buffers.weights import FullParams, KeptWeights
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain, Ticket
 from fsdp_engine.extensions.transformer_engine.phased_unit import PhasedUnit
 from fsdp_engine.extensions.transformer_engine.scratch import ThroughScratch
-from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD
+from fsdp_engine.runtime.unit import BACKWARD, BOTH, FORWARD
 
 # Of two encodings, those that a use reads.
 _READ: dict[int, tuple[int, ...]] = {FORWARD: (0,), BACKWARD: (1,), BOTH: (0, 1)}
@@ -155,14 +155,14 @@ class QuantizedWeights(KeptWeights):
         for each in self._encodings:
             depths = spec.optim_depth, spec.param_depth
             how = Gather(spec.label, spec.tag)
-            redistribute(chain, self._context, each.wire, *depths, how)
+            each.wire.gather(chain, self._context, *depths, how)
         return chain
 
     def _make_unshard(self) -> Chain:
         spec = self._spec
         for each in self._encodings:
             chain, how = Chain(), Gather(spec.label, spec.tag, each.wire.tensor)
-            redistribute(chain, self._context, each.full.target, spec.param_depth, 0, how)
+            each.full.target.gather(chain, self._context, spec.param_depth, 0, how)
             self._unshards.append(chain)
         return self._unshards[0]
 

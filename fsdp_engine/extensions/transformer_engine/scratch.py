@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.buffers.redistribute import BufferContext, Gather, ShardedBuffer, redistribute
+from fsdp_engine.buffers.sharded_buffer import BufferContext, Gather, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain, Ticket
@@ -33,7 +33,7 @@ class ThroughScratch:
     """See the module docstring.
 
     Args:
-        spec, context: those of the buffer.
+        spec, context: The spec and context of the buffer.
         codec: the codec of the buffer, a ``TransformerEngineCodec``.
         main: the main weights.
         targets: the full lines, which persist, of all encodings.
@@ -108,7 +108,7 @@ class ThroughScratch:
 
         values = ShardedBuffer(spec.layout, main.at, 0, line)
         how = Gather(spec.label, spec.tag, cast, reads=[main.tensor], writes=[*codec.state])
-        redistribute(chain, self._context, values, main.depth, 0, how)
+        values.gather(chain, self._context, main.depth, 0, how)
         chain.add(
             self._context.lanes.inner_gather,
             f"encode {spec.label}",

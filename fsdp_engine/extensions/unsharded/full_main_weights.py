@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.buffers.redistribute import ShardedBuffer
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.fingerprints import fingerprints
@@ -39,7 +39,7 @@ class _Installed:
     """The full main weights of one buffer, and the parameters over them that modules hold.
 
     Attributes:
-        buffer: of the unit.
+        buffer: The buffer of the unit.
         main: its full main weights.
         params: that were installed, in the layout's order.
         views: tensors over the same memory that keep it, whatever becomes of ``params``.
@@ -71,7 +71,7 @@ class FullMainWeights:
 
     Args:
         units: whose parameters.
-        guard: of the model's parameters; checks values.
+        guard: The guard of the model's parameters; checks values.
         group: all ranks of the model; None: there is one.
 
     Attributes:
@@ -133,7 +133,7 @@ class FullMainWeights:
     @staticmethod
     def _held(buffer: ParamAndGradBuffer, index: int) -> Tensor:
         """What the modules hold for parameter ``index``, in the first of its places."""
-        module, attribute = buffer.records[index].owners[0]
+        module, attribute = buffer.records[index].holders[0]
         held = dict.__getitem__(module._parameters, attribute)
         assert held is not None
         return held
@@ -160,7 +160,7 @@ class FullMainWeights:
     ) -> Tensor:
         buffer, view = installed.buffer, installed.views[index]
         record, sharded = buffer.records[index], buffer.sharded_params[index]
-        held = [dict.get(module._parameters, name) for module, name in record.owners]
+        held = [dict.get(module._parameters, name) for module, name in record.holders]
         value: Tensor | None = held[0]
         problem = ""
         if any(each is None for each in held):
@@ -207,7 +207,7 @@ class FullMainWeights:
         """Check that no rank has an error, and that ranks changed values alike. Collective.
 
         Args:
-            error: of this rank.
+            error: The error of this rank.
             found: values to write back.
         """
         pairs = list(zip(self._installed, found, strict=False))
@@ -293,7 +293,7 @@ def unsharded(engine: Engine, *modules: nn.Module) -> Iterator[None]:
     Modules that an outer context has unsharded are left to it.
 
     Args:
-        engine: of the model.
+        engine: The engine of the model.
         *modules: whose parameters; none: the whole model.
 
     Raises:

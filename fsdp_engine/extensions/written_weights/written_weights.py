@@ -79,7 +79,7 @@ class UnitWrites(UnitWatch):
     """Finds the full parameters of one unit that modules write.
 
     Args:
-        buffers: of the unit.
+        buffers: The buffers of the unit.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer]) -> None:

@@ -76,10 +76,10 @@ def calibrate(
     NCCL. Without torchrun, two gloo ranks are started on this machine's CPU.
 
     Args:
-        threads: of each rank on a CPU.
+        threads: The threads of each rank on a CPU.
         seconds: measurement time of each figure.
         verbose: the first rank prints progress to stderr.
-        folder: of a local disk, which is measured, too. None: the disk remains unknown.
+        folder: The folder of a local disk, which is measured, too. None: the disk remains unknown.
         compile: kernels of ``torch.compile`` are measured, too. False: they are planned with the
             rates of other operations.
 
@@ -152,10 +152,10 @@ class _Meter:
 
     Args:
         mesh: all ranks: nodes on its outer axis, ranks of a node on the inner one.
-        threads: of each rank on a CPU.
+        threads: The threads of each rank on a CPU.
         seconds: measurement time of each figure.
         verbose: print progress.
-        folder: of a disk.
+        folder: The folder of a disk.
         compiled: measure kernels of ``torch.compile``.
     """
 

@@ -48,12 +48,12 @@ class ChunkedProduct:
     """An operation of :data:`NAMESPACE`.
 
     Attributes:
-        group: of ranks, each of which has a chunk.
+        group: The group of ranks, each of which has a chunk.
         is_gathered: its first operand is gathered; else its result is reduced.
-        parts: of a chunk, for each matrix that it is multiplied with: flops, bytes read and
-            written, and elements of the result.
-        message_bytes: of the gathered operand, or of the result before it is reduced.
-        dtype: of the operands.
+        parts: The parts of a chunk, for each matrix that it is multiplied with: flops, bytes read
+            and written, and elements of the result.
+        message_bytes: The bytes of the gathered operand, or of the result before it is reduced.
+        dtype: The dtype of the operands.
     """
 
     group: ProcessGroup

@@ -37,9 +37,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.copy_lanes import STEP_LANE
 from fsdp_engine.comm.lanes import COMPUTE, COPY_IN, LANES, Lanes, Meter, Operation, Steps, unit_of
-from fsdp_engine.offload import HOST
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine
 
@@ -74,8 +73,8 @@ class Span:
 
     Attributes:
         lane: its name.
-        label: of the operation.
-        phase: of the program: "forward", "backward" or "step".
+        label: The label of the operation.
+        phase: The phase of the program: "forward", "backward" or "step".
         start, end: in seconds.
         module: name of the module whose operation it is; "" if it is none's.
     """
@@ -115,7 +114,7 @@ class Moment:
 
     Attributes:
         known: seconds since the start of the simulation, without those of ``copy``.
-        label, lane: of the longest operation.
+        label, lane: The label and lane of the longest operation.
         seconds: its duration.
         copy: a copy of the operation, whose end later copies may move.
         after_copy: seconds from its end to the operation's.
@@ -183,7 +182,7 @@ class SimulatedLane:
     """A lane that advances in simulated time; see :class:`~fsdp_engine.comm.lanes.Lane`.
 
     Attributes:
-        end: of the last operation.
+        end: The end of the last operation.
         runs_ahead, meters: see :class:`~fsdp_engine.comm.lanes.Lane`.
     """
 
@@ -339,19 +338,19 @@ class Clock:
 
     Args:
         machine: the machine.
-        num_ranks: of the job.
+        num_ranks: The number of ranks of the job.
 
     Attributes:
         machine, num_ranks: the arguments.
-        own_code: of the engine on this machine.
+        own_code: The time of the code of the engine on this machine.
         host: the host's time.
-        phase: of the program: "build", "forward", "backward" or "step".
+        phase: The phase of the program: "build", "forward", "backward" or "step".
         spans: operations in the order of their submission.
         exposed: waits of compute for communication.
         sent_bytes: bytes sent on lanes, by axis.
         copied_bytes: bytes copied on lanes, by lane.
-        model_flops, seconds_at_peak: of products, without recomputation, and the time that they
-            take at the machine's peak.
+        model_flops, seconds_at_peak: The FLOPs of products, without recomputation, and the seconds
+            that they take at the machine's peak.
         entered: lanes that run what compute would.
         every_lane: lanes in the order in which they were made.
         memory_changed: called when the engine has allocated or freed memory.
@@ -395,15 +394,9 @@ class Clock:
         del device
         return Lanes(*self.lanes.values())
 
-    def make_copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane]:
-        """Lanes of copies to the device and from it."""
-        into, out = (self.make_lane(name) for name in names)
-        return into, out
-
-    def make_step_lane(self, device: torch.device) -> SimulatedLane:
-        """The lane of steps beside forward."""
-        del device
-        return self.make_lane(STEP_LANE)
+    def make_other_lanes(self, names: Sequence[str]) -> Sequence[SimulatedLane]:
+        """Returns new lanes beside those of an engine."""
+        return [self.make_lane(name) for name in names]
 
     def make_lane(self, name: str) -> SimulatedLane:
         """A new lane."""
@@ -466,7 +459,7 @@ class Clock:
         """Run a part of a step whose times are known.
 
         Args:
-            label: of the part.
+            label: The label of the part.
             part: its times on the device.
             host_seconds: that the host of a device needs to issue it.
         """
@@ -519,7 +512,7 @@ class Clock:
         """Start a collective of the model, which compute has reached, on a lane of its own.
 
         Args:
-            name: of the operation.
+            name: The name of the operation.
             num_bytes, seconds, of_compute: see :meth:`send`.
             lane_name: the lane.
 
@@ -562,7 +555,7 @@ class Clock:
         Args:
             place: "host" or "disk".
             direction: from the device's point of view.
-            num_bytes: of the copy.
+            num_bytes: The number of bytes of the copy.
         """
         queues = self._queues_of(place)
         into = direction is Direction.INTO

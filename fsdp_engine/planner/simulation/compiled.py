@@ -132,7 +132,7 @@ def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -
     ``names``.
 
     Args:
-        model, names: of the simulation.
+        model, names: The model and the module names of the simulation.
         on_device: where a device computes, the state of random numbers is no result of a graph.
     """
     global _has_rules
@@ -256,7 +256,7 @@ class _CompiledGraph:
     """A graph of inductor, run on the clock.
 
     Args:
-        graph: of aten operations.
+        graph: The graph of aten operations.
         donated: numbers of inputs whose memory it may write.
         is_backward: whether it is one of backward.
 

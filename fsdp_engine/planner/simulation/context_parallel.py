@@ -68,8 +68,8 @@ class ContextParallel:
     """The context-parallel ranks of a simulation.
 
     Args:
-        mesh: of these ranks, one axis.
-        operations: of the simulation.
+        mesh: The mesh of these ranks, one axis.
+        operations: The operations of the simulation.
     """
 
     def __init__(self, mesh: DeviceMesh, operations: Operations) -> None:

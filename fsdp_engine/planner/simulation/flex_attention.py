@@ -56,7 +56,7 @@ class FlexKernel:
 
     Attributes:
         query, key, value: its arguments.
-        computed_share: of the blocks of scores, those that it computes.
+        computed_share: The share of the blocks of scores that it computes.
         is_backward: whether it is the kernel of backward.
     """
 
@@ -89,7 +89,7 @@ def flex_kernel(name: str, args: Sequence[Any]) -> FlexKernel:
     """Returns the kernel of an operation of a compiled graph.
 
     Args:
-        name: of the operation, ``FORWARD`` or ``BACKWARD``.
+        name: The name of the operation, ``FORWARD`` or ``BACKWARD``.
         args: its arguments.
     """
     is_backward = name == BACKWARD
@@ -106,7 +106,8 @@ def computed_share(
     [Note: Blocks of a mask].
 
     Args:
-        block_mask: that of the operation, ``BlockMask.as_tuple()`` with a graph for the function.
+        block_mask: The block mask of the operation, ``BlockMask.as_tuple()`` with a graph for the
+            function.
         buffers: tensors that the function reads.
         num_queries, num_keys: lengths of the sequences.
     """

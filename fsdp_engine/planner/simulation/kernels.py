@@ -94,7 +94,7 @@ class Kernels:
 
         Args:
             flops: floating-point operations per second of products.
-            dtype: of the sequences.
+            dtype: The dtype of the sequences.
         """
         tokens, heads, size, (short, long) = self._attention
         of_short_ones, of_long_ones, of_causal_ones = (
@@ -194,7 +194,7 @@ class Kernels:
         """The figure of :class:`Processor`, from heads of full and of half size; 0 on a host.
 
         Args:
-            dtype: of the sequences.
+            dtype: The dtype of the sequences.
         """
         if self._on_host:
             return 0.0
@@ -261,9 +261,9 @@ class Kernels:
         """Measure all figures of the processor.
 
         Args:
-            dtypes: of products; attention is timed in the last one.
+            dtypes: The dtypes of products; attention is timed in the last one.
             memory_bytes: memory of the rank.
-            compiled: those of fused kernels, too.
+            compiled: Whether to measure the figures of fused kernels, too.
         """
         flops = {dtype: self.matrix_flops(dtype) for dtype in dtypes}
         bandwidth = self.memory_bandwidth()

@@ -37,12 +37,12 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.memory.disk_memory import PIECE
-from fsdp_engine.offload import DISK, HOST
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation import machine_fields as fields
 from fsdp_engine.planner.simulation.json_lines import lines_of
 from fsdp_engine.planner.simulation.machine_fields import FLOPS
 from fsdp_engine.planner.simulation.simulation_error import read_json
+from fsdp_engine.planner.state_places import DISK, implementation_of
 
 _DTYPES = {
     "float64": torch.float64,
@@ -181,7 +181,7 @@ class Processor:
         call_seconds: minimum duration of an operation.
         achievable_flops: the fraction of ``matrix_flops`` that large products achieve.
         achievable_bandwidth: the fraction of ``memory_bandwidth`` that large operations achieve.
-        overlap: of an operation that computes and accesses memory, the fraction of the shorter of
+        overlap: For an operation that computes and accesses memory, the fraction of the shorter of
             the two times that overlaps with the longer. 1 is a roofline, as for a GPU, where
             thousands of threads wait for memory while others compute. 0 is a core that computes
             only after memory access: operations take the sum of both times.
@@ -286,8 +286,8 @@ class Processor:
             flops: floating-point operations of matrix products; of causal attention those of all
                 keys.
             num_bytes: bytes read and written.
-            dtype: of the products.
-            attention: of the operation, if it is attention.
+            dtype: The dtype of the products.
+            attention: The attention of the operation, if it is attention.
             product_elements: elements of a product's result.
             function_elements: elements of a function's result.
             irregular_elements: elements that the operation does not stream through.
@@ -332,7 +332,7 @@ class Machine:
 
     Attributes:
         name: for titles and errors.
-        processor: of one rank.
+        processor: The processor of one rank.
         within_node: the link between ranks of one node.
         between_nodes: the link between ranks of two nodes: the port of one rank, or its share of
             the node's port.
@@ -417,7 +417,8 @@ class Machine:
         if place != DISK or not self.host_runs_ahead:
             return 0.0
         link = self.link_to_state(HOST, num_ranks)
-        return link.latency + min(num_bytes, PIECE) / (link.into if to_device else link.out)
+        piece: float = min(num_bytes, implementation_of("disk_memory").PIECE)
+        return link.latency + piece / (link.into if to_device else link.out)
 
     def _known(self, name: str, place: str) -> TwoWayLink:
         link: TwoWayLink | None = getattr(self, name)

@@ -248,8 +248,8 @@ def file_mistakes(
     """All mistakes of a machine's file, with their lines, in the order of lines.
 
     Args:
-        content: of the file.
-        lines: of its fields.
+        content: The content of the file.
+        lines: The lines of its fields.
         dtypes: names of dtypes.
         machine: the class of machines.
     """

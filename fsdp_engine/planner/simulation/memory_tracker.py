@@ -107,7 +107,7 @@ class MemoryTracker:
 
         Args:
             tensors: those that are not tracked yet are added.
-            kind: of their storages.
+            kind: The kind of their storages.
         """
         newest, grew = set(), False
         for tensor in tensors:

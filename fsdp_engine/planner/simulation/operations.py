@@ -59,7 +59,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_engine.comm.lanes import LANES
-from fsdp_engine.offload import HOST
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation import chunked_products
 from fsdp_engine.planner.simulation.chunked_products import ChunkedProduct
 from fsdp_engine.planner.simulation.clock import CONTEXT_LANE, MODEL_LANE, Clock, SimulatedTicket
@@ -75,7 +75,7 @@ from fsdp_engine.planner.simulation.memory_access import (
     tensors_of,
 )
 from fsdp_engine.planner.simulation.memory_tracker import TRANSIENT, MemoryTracker, as_returned
-from fsdp_engine.runtime.hooks import not_compiled
+from fsdp_engine.runtime.not_compiled import not_compiled
 
 # Types of values that are part of the key. Their type is as well, since 1, 1.0 and True are equal.
 _PLAIN = {type(None), bool, int, float, str}
@@ -117,7 +117,7 @@ class _Result:
         argument: number of the argument that it is, or is a view of. None: it is new.
         view: its metadata. None: it is the argument itself.
         device: its fake device.
-        attributes: of the fake tensor, except for its mode.
+        attributes: The attributes of the fake tensor, except for its mode.
     """
 
     argument: int | None
@@ -450,7 +450,7 @@ class Operations(TorchDispatchMode):
         known: a cache of operations.
 
     Attributes:
-        is_recomputation: of the operations of compiled code that run.
+        is_recomputation: Whether the operations of compiled code that run are recomputations.
         data_ranks: the data-parallel ranks, once there is an engine. Groups of other ranks are the
             model's.
         context_ranks: the context-parallel ranks.
@@ -855,7 +855,7 @@ def exchange_seconds(
     Args:
         machine: the machine.
         sent, received: bytes by rank.
-        stride: of the ranks.
+        stride: The stride of the ranks.
     """
 
     def seconds(link: Link, ranks: range) -> float:

@@ -171,9 +171,10 @@ def simulate_pipeline(
         batch: inputs of the first stage, of one microbatch on one data-parallel rank: a tensor, a
             tuple of tensors, or a function that returns one of these. The first dimension is that
             of samples.
-        target: of the same microbatch, for the loss: a tensor, or a function that returns it.
-        schedule: of ``torch.distributed.pipelining``: a name that ``get_schedule_class`` accepts,
-            or a class.
+        target: The target of the same microbatch, for the loss: a tensor, or a function that
+            returns it.
+        schedule: The schedule of ``torch.distributed.pipelining``: a name that
+            ``get_schedule_class`` accepts, or a class.
         stages_per_rank: None: 1, or 2 if the schedule takes several stages.
         loss: ``loss(output, target)`` of the last stage. None: the cross-entropy of logits.
         quick: simulate each different stage once, with few microbatches, instead of all forwards

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty
-from fsdp_engine.offload import Offload
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
@@ -46,6 +45,7 @@ from fsdp_engine.planner.simulation.simulation_error import SimulationError, as_
 from fsdp_engine.planner.simulation.stage_messages import Message
 from fsdp_engine.planner.simulation.step_options import StepOptions
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
+from fsdp_engine.planner.state_places import offload_of
 from fsdp_engine.sharding import shard
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ class Recorded:
         tape: its clock.
         result: returns the record of the last step, with the times of a replay of ``tape``, whose
             start and seconds are given.
-        actions: of a step.
+        actions: The actions of a step.
         num_targets: elements of the rank's targets in a step.
     """
 
@@ -101,7 +101,7 @@ class PipelineJob:
 
     Attributes:
         stages_of: indices of the stages of each rank.
-        sizes: of the data-parallel axes.
+        sizes: The sizes of the data-parallel axes.
         step: the other options.
     """
 
@@ -194,7 +194,7 @@ class PipelineJob:
         """Returns torch's schedule of a rank's stages.
 
         Args:
-            stages: of the rank.
+            stages: The stages of the rank.
             loss: None: :meth:`loss_of`.
 
         Raises:
@@ -330,7 +330,7 @@ class PipelineJob:
         Args:
             rank: its number.
             arguments: see :meth:`infer_arguments`.
-            clock: of the rank, at which messages of other ranks arrive at once.
+            clock: The clock of the rank, at which messages of other ranks arrive at once.
             keep: see :func:`messages_recorded`.
         """
         indices = self.stages_of[rank]
@@ -414,15 +414,15 @@ class PipelineRank:
 
     Attributes:
         job: the job.
-        number: of the rank.
-        clock: of the rank.
-        process: of the rank.
-        modules: of its stages, by name.
-        engines: of these.
-        optimizer: of all of them.
+        number: The number of the rank.
+        clock: The clock of the rank.
+        process: The process of the rank.
+        modules: The modules of its stages, by name.
+        engines: The engines of these modules.
+        optimizer: The optimizer of all of them.
         stages: the same modules, for a schedule.
-        inputs: of a step, if the rank has the first stage.
-        targets: of a step, if it has the last stage.
+        inputs: The inputs of a step, if the rank has the first stage.
+        targets: The targets of a step, if it has the last stage.
         context: its context-parallel ranks; None: sequences are not sharded.
         sequences: inputs and targets, or if it has none a tensor of their length.
     """
@@ -443,7 +443,7 @@ class PipelineRank:
     @property
     def overlaps_forward(self) -> bool:
         """Whether the optimizer steps beside the next forward."""
-        return any(getattr(engine, "offload", Offload()).overlap_forward for engine in self.engines)
+        return any(offload_of(engine).overlap_forward for engine in self.engines)
 
     @property
     def num_targets(self) -> int:
@@ -484,7 +484,7 @@ def make_schedule(
     Args:
         schedule, pipeline, microbatches, loss: see
             :func:`~.simulation.pipeline.simulate_pipeline`.
-        stages: of the rank.
+        stages: The stages of the rank.
 
     Raises:
         ValueError: it does not take the number of microbatches or of stages.
@@ -542,7 +542,7 @@ class SimulatedStage(PipelineStage):
     """A stage that sets the phase of the clock, and whose messages have labels.
 
     Attributes:
-        clock: of the rank.
+        clock: The clock of the rank.
         begins: called with each forward and backward when it begins.
     """
 
@@ -649,7 +649,7 @@ def messages_recorded(
     """Within it, messages of torch's schedules are recorded by the clock of a pipeline's rank.
 
     Args:
-        clock: of the rank.
+        clock: The clock of the rank.
         rank: its number.
         keep: called with each sent tensor, which messages do not keep then. None: they keep it.
     """

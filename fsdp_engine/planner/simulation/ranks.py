@@ -22,7 +22,7 @@ from fsdp_engine.backend import Backend, using
 from fsdp_engine.comm.mesh import joint_mesh
 
 if TYPE_CHECKING:
-    from fsdp_engine.comm.lanes import ComputeLane, Lanes
+    from fsdp_engine.comm.lanes import Lanes
     from fsdp_engine.planner.simulation.clock import Clock, SimulatedLane
 
 
@@ -57,13 +57,9 @@ class SimulatedBackend(Backend):
         """See :meth:`Backend.lanes`."""
         return None if self._clock is None else self._clock.make_lanes(device)
 
-    def copy_lanes(self, names: tuple[str, str]) -> tuple[SimulatedLane, SimulatedLane] | None:
-        """See :meth:`Backend.copy_lanes`."""
-        return None if self._clock is None else self._clock.make_copy_lanes(names)
-
-    def step_lane(self, device: torch.device) -> ComputeLane | None:
-        """See :meth:`Backend.step_lane`."""
-        return None if self._clock is None else self._clock.make_step_lane(device)
+    def other_lanes(self, names: Sequence[str]) -> Sequence[SimulatedLane] | None:
+        """See :meth:`Backend.other_lanes`."""
+        return None if self._clock is None else self._clock.make_other_lanes(names)
 
     def booked_elsewhere(self, tensor: Tensor, place: str) -> None:
         """See :meth:`Backend.booked_elsewhere`."""
@@ -87,7 +83,7 @@ def simulated_ranks(
     what it sends goes nowhere, what it receives is whatever was there.
 
     Args:
-        sizes: of each data-parallel axis.
+        sizes: The sizes of each data-parallel axis.
         on_host: messages go as they do over gloo, between CPUs, and not as between devices.
         clock: makes the lanes of engines. None: they have those of CPUs.
         moved: called with memory that is booked on the host or on a disk.
@@ -128,8 +124,8 @@ def data_mesh_beside(
     """The axes that parameters are sharded over, of a root mesh of all ranks.
 
     Args:
-        device_type: of the mesh.
-        sizes: of these axes, (inner,) or (outer, inner).
+        device_type: The device type of the mesh.
+        sizes: The sizes of these axes, (inner,) or (outer, inner).
         context_parallel: consecutive ranks of the inner axis that share sequences: the dimension
             "cp" of the root mesh, if it is more than 1.
         tensor_parallel: consecutive ranks at each place of these axes: the innermost dimension,

@@ -39,7 +39,6 @@ from fsdp_engine.comm.groups import members_of
 from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
-from fsdp_engine.offload import Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.options import Options, StagingBudget
 from fsdp_engine.planner.simulation.clock import Clock, Exposed, Mark, Span, StepPart
@@ -64,6 +63,7 @@ from fsdp_engine.planner.simulation.simulation_error import (
 from fsdp_engine.planner.simulation.step_options import Parallelize, StepOptions
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of, family_of
 from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
+from fsdp_engine.planner.state_places import offload_of
 from fsdp_engine.sharding import shard
 
 _aten = torch.ops.aten
@@ -171,7 +171,7 @@ class _OnlyMeta(TorchDispatchMode):
 
     Attributes:
         has_refused: it has refused one, whose exception ``build`` may have caught.
-        storages: those of results by their address, until they are freed.
+        storages: The storages of results by their address, until they are freed.
     """
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ class Simulation:
             phase, and the name of the last module that ran.
         model_flops: floating-point operations of the model on one rank, without recomputation.
         seconds_at_peak: the time that they take at the machine's peak.
-        checkpoint_bytes: of parameters and optimizer state in full.
+        checkpoint_bytes: The bytes of parameters and optimizer state in full.
         further: what each further microbatch would add to a step of three or more; None: the step
             has fewer. See [Note: Steps of many microbatches] in ``planner/batch_search.py``.
     """
@@ -579,7 +579,7 @@ def simulate(
         if context is not None:
             context.check_batch(inputs)
         step = _Step(process, engine, trained, inputs, loss, context)
-        for count in FIRST_STEPS + (1,) * getattr(engine, "offload", Offload()).overlap_forward:
+        for count in FIRST_STEPS + (1,) * offload_of(engine).overlap_forward:
             step.run(count)
         start = clock.finish()
         process.restart()
@@ -610,7 +610,7 @@ def sharded(
     """Shard modules of a simulated rank, and make their optimizer.
 
     Args:
-        process: of the rank.
+        process: The process of the rank.
         stack: contexts in which they run.
         model: contains the modules.
         modules: to shard.
@@ -669,10 +669,10 @@ def simulation_of(
     """Returns the record of a step.
 
     Args:
-        title: of the simulation.
-        clock, memory: of the rank, with the record of the step.
-        engines: of the rank's models; their prefetch windows are added up.
-        start, seconds: of the step.
+        title: The title of the simulation.
+        clock, memory: The clock and memory of the rank, with the record of the step.
+        engines: The engines of the rank's models; their prefetch windows are added up.
+        start, seconds: The start and seconds of the step.
         checkpoint_bytes: see :class:`Simulation`.
     """
     spans, exposed = since(start, clock)
@@ -787,8 +787,8 @@ class _Step:
     """One step of training.
 
     Args:
-        process: of the rank.
-        engine: of the sharded model.
+        process: The process of the rank.
+        engine: The engine of the sharded model.
         optimizer, inputs, loss: see :func:`simulate`.
         context: the context-parallel ranks, if sequences are sharded.
     """

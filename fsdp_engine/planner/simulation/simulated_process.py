@@ -25,12 +25,12 @@ class SimulatedProcess:
     """One rank of a simulated job.
 
     Attributes:
-        clock: of the rank.
+        clock: The clock of the rank.
         device_mesh: the data-parallel axes.
         fake: the mode of all tensors.
         operations: advance the clock.
-        memory: of the rank.
-        names: of the modules whose operations run.
+        memory: The memory of the rank.
+        names: The names of the modules whose operations run.
     """
 
     clock: Clock
@@ -75,8 +75,8 @@ def simulated_process(
     """Within it, this process is one rank of a job, and what it runs advances ``clock``.
 
     Args:
-        clock: of the rank.
-        sizes: of the data-parallel axes.
+        clock: The clock of the rank.
+        sizes: The sizes of the data-parallel axes.
         known: a cache of operations.
         context_parallel, tensor_parallel, pipeline, pipeline_rank: see
             :func:`~.simulation.ranks.simulated_ranks`.

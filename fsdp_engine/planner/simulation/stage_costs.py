@@ -98,10 +98,10 @@ class StageCosts:
     """The costs of a stage.
 
     Attributes:
-        of_case: of its actions.
+        of_case: The costs of its actions.
         sent: change of memory, by the kind of an action, when the tensors that it has sent are no
             longer kept.
-        step: of the optimizer.
+        step: The step of the optimizer.
         held: memory at the start of a step of no microbatches.
         per_microbatch: bytes of inputs and targets, which a schedule holds for the whole step.
         num_targets: elements of the targets of a microbatch.
@@ -133,7 +133,7 @@ class _Cases:
         """The case of the next action.
 
         Args:
-            kind: of the action.
+            kind: The kind of the action.
             is_last: it is the step's last one that computes gradients of weights.
         """
         before = self._before
@@ -149,7 +149,7 @@ class _InOrder(schedules._PipelineScheduleRuntime):
     """Actions of a stage on each rank in one order.
 
     Args:
-        stage: of this rank.
+        stage: The stage of this rank.
         order: one of ``_ORDERS``.
         loss_fn: the loss.
     """
@@ -170,7 +170,7 @@ def stage_costs(
 
     Args:
         job: the job.
-        index: of the stage.
+        index: The index of the stage.
         arguments: see :meth:`PipelineJob.infer_arguments`.
         kinds: see :meth:`PipelineJob.action_kinds`.
     """
@@ -345,9 +345,9 @@ class _CostedStage(SimulatedStage):
     """A stage that computes nothing, and takes the time and memory of its costs.
 
     Attributes:
-        costs: of the stage.
-        outputs: of each forward.
-        gradients: of the inputs of each backward.
+        costs: The costs of the stage.
+        outputs: The outputs of each forward.
+        gradients: The gradients of the inputs of each backward.
         rank: adds up the costs.
     """
 
@@ -412,11 +412,11 @@ class _CostedRank:
     """Adds up the costs of a rank's stages.
 
     Args:
-        clock: of the rank.
+        clock: The clock of the rank.
         held: memory at the start of a step.
 
     Attributes:
-        actions: of the step.
+        actions: The actions of the step.
     """
 
     def __init__(self, clock: RecordingClock, held: Sizes) -> None:
@@ -439,7 +439,7 @@ class _CostedRank:
         """Run the action that has begun.
 
         Args:
-            costs: of its stage.
+            costs: The costs of its stage.
             is_last: see :meth:`_Cases.of`.
         """
         action = self.actions[-1]
@@ -492,8 +492,8 @@ class _CostedRank:
 
         Args:
             alone: the stages' own.
-            title, start, seconds: of the step.
-            replay: of the rank's tape.
+            title, start, seconds: The title, start and seconds of the step.
+            replay: The replay of the rank's tape.
         """
         clock, parts = replay.clock, self.parts
         spans, exposed = since(start, clock)
@@ -527,9 +527,9 @@ def costed_rank(
 
     Args:
         job: the job.
-        rank: of the pipeline.
+        rank: The rank of the pipeline.
         arguments: see :meth:`PipelineJob.infer_arguments`.
-        costs: of all stages.
+        costs: The costs of all stages.
     """
     clock, indices = RecordingClock(job.step.machine, job.world_size), job.stages_of[rank]
     of_rank = [costs[index] for index in indices]

@@ -18,11 +18,11 @@ class Message:
     """One side of a message between two ranks of a pipeline.
 
     Attributes:
-        rank: of the pipeline, whose side it is.
+        rank: The rank of the pipeline, whose side it is.
         peer: the rank at the other side.
         is_send: whether ``rank`` sends it.
         label: microbatch and stage; both sides have the same.
-        num_bytes: of the message.
+        num_bytes: The number of bytes of the message.
         posted: when compute reached it.
         interval: start and end of the transfer, once both sides are posted.
     """
@@ -61,7 +61,7 @@ def check_messages(messages: Sequence[Message]) -> None:
     sent.
 
     Args:
-        messages: of all ranks, those of one rank in its own order.
+        messages: The messages of all ranks, those of one rank in its own order.
 
     Raises:
         ValueError: it does not.

@@ -1,7 +1,7 @@
 """Measures the places of offloaded tensors for ``calibrate``: links to pinned host memory and to a
 disk, and the host's memory itself.
 
-Copies are those of the engine (``HostHome``, ``DiskBlock``), of all ranks at once: each direction
+Copies are those of the engine (``HostBlock``, ``DiskBlock``), of all ranks at once: each direction
 alone, then both. With rates a >= b of the two directions alone, copies of N bytes each that begin
 together take
 
@@ -20,13 +20,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from fsdp_engine.comm.copy_lanes import device_seconds, make_state_lanes
+from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.comm.copy_lanes import device_seconds, make_copy_lanes
 from fsdp_engine.comm.lanes import make_lanes
 from fsdp_engine.memory import allocator
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
-from fsdp_engine.memory.home import HostHome
+from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.planner.simulation.machine import TwoWayLink
+from fsdp_engine.planner.state_places import implementation_of
 
 Agree = Callable[[float], float]
 Action = Callable[[], object]
@@ -46,18 +48,17 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
         agree: combines the ranks' values by the maximum.
     """
     compute = make_lanes(device).compute
-    state_in, state_out = make_state_lanes(device)
+    lane_in, lane_out = make_copy_lanes(device, "state")
     num_bytes = _LARGE_ON_DEVICE
-    homes = [HostHome(num_bytes, pinned=True) for _ in range(2)]
-    hosts = [home.bytes for home in homes]
+    blocks = [HostBlock(num_bytes, pinned=True) for _ in range(2)]
+    hosts = [block.bytes.zero_() for block in blocks]
     there = [allocator.zeros(num_bytes, torch.uint8, device) for _ in range(2)]
 
     def both() -> None:
         begin = [compute.record()]
-        into, out = partial(homes[0].bring, there[0]), partial(homes[1].take, there[1])
         compute.wait(
-            state_in.submit("bring", into, after=begin),
-            state_out.submit("return", out, after=begin),
+            lane_in.submit("bring", partial(_copied, there[0], hosts[0]), after=begin),
+            lane_out.submit("return", partial(_copied, hosts[1], there[1]), after=begin),
         )
 
     actions: dict[str, Action] = {
@@ -69,13 +70,19 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
     return _link(actions, num_bytes, partial(device_seconds, device), seconds, agree)
 
 
+def _copied(target: Tensor, source: Tensor) -> Steps:
+    """The operation of a lane that copies a tensor."""
+    target.copy_(source, non_blocking=True)
+    yield from ()
+
+
 def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: Agree) -> float:
     """Measure the memory of a node, in bytes per second, reads and writes together: all ranks
     multiply in place, as optimizers step, which reads and writes each byte once.
 
     Args:
-        num_ranks: of the node.
-        num_cores: of the node, of which each rank uses its share.
+        num_ranks: The number of ranks of the node.
+        num_cores: The number of cores of the node, of which each rank uses its share.
         seconds: measurement time.
         agree: combines the ranks' values by the maximum.
     """
@@ -94,7 +101,7 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
     """Measure reads and writes of files in a folder.
 
     Args:
-        folder: of a local disk.
+        folder: The folder of a local disk.
         seconds: measurement time.
         agree: combines the ranks' values by the maximum.
 
@@ -102,12 +109,13 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
         OSError: the folder cannot be written, or has too little space.
     """
     num_bytes = _LARGE_ON_DISK
-    file = DiskFile(folder)
-    small = DiskBlock(_SMALL, file)
-    blocks = [DiskBlock(num_bytes, file) for _ in range(2)]
+    disk = implementation_of("disk_memory")
+    file = disk.DiskFile(folder)
+    small = disk.DiskBlock(_SMALL, file)
+    blocks = [disk.DiskBlock(num_bytes, file) for _ in range(2)]
     memory = [allocator.zeros(num_bytes, torch.uint8, "cpu") for _ in range(2)]
     target = allocator.zeros(_SMALL, torch.uint8, "cpu")
-    threads = DiskThreads()
+    threads = disk.DiskThreads()
     for block in blocks:
         block.write(memory[1])
 

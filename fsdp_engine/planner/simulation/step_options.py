@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.extension_list import find_name
-from fsdp_engine.offload import DISK, HOST, Offload
+from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.options import Options
 from fsdp_engine.planner.simulation.context_parallel import check_context_parallel
 from fsdp_engine.planner.simulation.machine import H100, Machine
@@ -26,6 +26,7 @@ from fsdp_engine.planner.simulation.simulation_error import (
     check_type,
     listed,
 )
+from fsdp_engine.planner.state_places import DISK, places_among
 from fsdp_engine.sharding import check_extensions
 
 # Applies tensor parallelism to a model over a mesh of one axis.
@@ -153,7 +154,8 @@ class StepOptions(GivenOptions):
                 offloaded tensors is unknown.
         """
         machine = self.machine
-        for each in check_extensions(self.shard.get("extensions") or ()):
+        extensions = check_extensions(self.shard.get("extensions") or ())
+        for each in extensions:
             if type(each) is find_name("GradientChecks"):
                 raise ValueError(
                     "extensions: expected no checks of gradients, since they have no values; found "
@@ -161,9 +163,9 @@ class StepOptions(GivenOptions):
                 )
             if type(each) is find_name("OffloadActivations") and machine.host_runs_ahead:
                 machine.link_to_state(HOST, world_size)
-            if isinstance(each, Offload):
-                for place in sorted(set(each.places.values())):
-                    if machine.host_runs_ahead or place == DISK:
-                        machine.link_to_state(place, world_size)
-                if machine.host_runs_ahead and each.main_weights == HOST:
-                    machine.host_rate(world_size)
+        offload = places_among(extensions)
+        for place in sorted(set(offload.places.values())):
+            if machine.host_runs_ahead or place == DISK:
+                machine.link_to_state(place, world_size)
+        if machine.host_runs_ahead and offload.main_weights == HOST:
+            machine.host_rate(world_size)

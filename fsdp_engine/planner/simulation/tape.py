@@ -205,7 +205,7 @@ def _recorded(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("make_copy_lanes", "make_step_lane", "restart", "call", "compute", "spend"),
+    *("make_other_lanes", "restart", "call", "compute", "spend"),
     *("compute_on_host", "send", "copy"),
 ):
     setattr(RecordingClock, _name, _recorded(_name))
@@ -282,7 +282,7 @@ class Replay:
 
     Args:
         tape: the tape.
-        num_ranks: of the job.
+        num_ranks: The number of ranks of the job.
         posted: called with each message that compute posts, and the time.
         machine: None: that of the tape.
 

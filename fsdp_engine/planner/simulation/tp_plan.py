@@ -17,7 +17,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh) -> None:
     head that is tied to an embedding is not sharded.
 
     Args:
-        model: of transformers, on any device.
+        model: The model of transformers, on any device.
         mesh: the tensor-parallel ranks, one axis.
 
     Raises:

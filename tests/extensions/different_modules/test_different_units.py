@@ -21,7 +21,7 @@ import fsdp_engine as fe
 from different_modules import PATTERNS
 from different_modules import loss_of as example_loss
 from fsdp_engine.extensions.different_modules.gather_rounds import to_gather
-from fsdp_engine.offload import ROLES
+from fsdp_engine.extensions.offload.places import ROLES
 from fsdp_engine.runtime.unit import Unit
 from tests import reference
 from tests.extensions.different_modules.maze import (

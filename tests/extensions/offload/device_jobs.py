@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.memory import disk_memory, disk_staging, home
-from fsdp_engine.offload import ROLES
+from fsdp_engine.extensions.offload import disk_memory, disk_staging, home
+from fsdp_engine.extensions.offload.places import ROLES
 from tests.async_device import device as on
 from tests.async_device.scene import Job, on_device
 from tests.models import Mlp, Small, vector_batch

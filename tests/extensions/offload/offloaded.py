@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.offload.offloading import Offloading
-from fsdp_engine.offload import ROLES
+from fsdp_engine.extensions.offload.places import ROLES
 from tests.models import Small, vector_batch
 from tests.optim.optimizers import MAKERS
 from tests.reference import rank_and_size

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
-from fsdp_engine.offload import ROLES
+from fsdp_engine.extensions.offload.places import ROLES
 from tests.async_device import device as on
 from tests.async_device.scene import assert_same as assert_same_state
 from tests.async_device.scene import differences, state_of, train_with

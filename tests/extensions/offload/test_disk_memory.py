@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_engine.memory import disk_memory
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, Mapping
+from fsdp_engine.extensions.offload import disk_memory
+from fsdp_engine.extensions.offload.disk_memory import DiskBlock, DiskFile, Mapping
 
 PIECE = disk_memory.PIECE
 

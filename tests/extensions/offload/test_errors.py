@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
-from fsdp_engine.offload import ROLES
+from fsdp_engine.extensions.offload.places import ROLES
 from fsdp_engine.optim.state_format import StateFormat
 from tests.async_device import device as on
 from tests.extensions.offload.offloaded import (

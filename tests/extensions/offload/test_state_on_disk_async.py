@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fsdp_engine as fe
-from fsdp_engine.memory import disk_staging
+from fsdp_engine.extensions.offload import disk_staging
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.extensions.offload.device_jobs import PLACES, slow_disk, trained

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import fsdp_engine as fe
-from fsdp_engine.comm.copy_lanes import ThreadLane, ThreadTicket
 from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.extensions.offload.disk_staging import Staging
+from fsdp_engine.extensions.offload.home import HostHome, StagedHome
 from fsdp_engine.extensions.offload.offloaded_step import _Chunk
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
-from fsdp_engine.memory.disk_staging import Staging
-from fsdp_engine.memory.home import HostHome, StagedHome
+from fsdp_engine.extensions.offload.thread_lane import ThreadLane, ThreadTicket
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import (

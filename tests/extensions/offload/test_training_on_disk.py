@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.offload import ROLES
+from fsdp_engine.extensions.offload.places import ROLES
 from tests.extensions.offload.offloaded import (
     BF16,
     COMBINATIONS,

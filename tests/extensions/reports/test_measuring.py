@@ -18,13 +18,14 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm import lanes
-from fsdp_engine.comm.copy_lanes import STATE_LANES
+from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.comm.lanes import LANES, name_of_wait
+from fsdp_engine.extensions.offload.disk_memory import DiskBlock
 from fsdp_engine.extensions.reports.reports import Measurement
-from fsdp_engine.memory.disk_memory import DiskBlock
 from tests.models import DIM, Mlp, Regression, vector_batch
 from tests.pool import on_few_ranks, on_ranks
 
+STATE_LANES = names_of_copies("state")
 LATE_SECONDS = 0.3
 
 

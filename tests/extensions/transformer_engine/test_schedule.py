@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.extensions.transformer_engine.phased_unit import PhasedUnit
 from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
-from fsdp_engine.runtime.record import BACKWARD, FORWARD
-from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.runtime.unit import BACKWARD, FORWARD, State, Unit
 from fsdp_engine.strategies import Axis
 from tests.extensions.transformer_engine.te_on_cpu import QuantisedBlock, QuantisedStack
 from tests.extensions.transformer_engine.te_training import (
@@ -217,7 +216,7 @@ def gathers_of(whole: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
     def gather(unit: PhasedUnit, phase: int, *args: Any) -> None:
         if unit.name:
             assert len(unit.split_weights) == 1
-            held = unit.phases if unit.unsharded is not None else 0
+            held = unit.phases if unit.state is not State.SHARDED else 0
             encodings = enumerate((FORWARD, BACKWARD))
             missing = tuple(encoding for encoding, read in encodings if phase & ~held & read)
             found[-1].append((unit.name, missing))

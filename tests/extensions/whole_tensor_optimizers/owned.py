@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.offload.disk_memory import DiskBlock
 from fsdp_engine.extensions.whole_tensor_optimizers.owned_step import OwnedStep
-from fsdp_engine.memory.disk_memory import DiskBlock
 from fsdp_engine.optim.shadow import step_hook_of
 from tests import reference
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.offload.home import HostHome, Steps
 from fsdp_engine.extensions.offload.owned_homes import StateHome
 from fsdp_engine.extensions.whole_tensor_optimizers.owned_params import Chunk
-from fsdp_engine.memory.home import HostHome, Steps
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import Job, compare, differences, random_delays, train

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fsdp_engine as fe
-from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, STATE_LANES
+from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.planner.simulation.machine import TwoWayLink
 from fsdp_engine.planner.simulation.memory_tracker import MemoryTracker
 from tests.planner.simulation.copying import (
@@ -28,6 +28,8 @@ from tests.planner.simulation.copying import (
     with_host_rate,
 )
 
+ACTIVATION_LANES = names_of_copies("activations")
+STATE_LANES = names_of_copies("state")
 INTO, OUT = ACTIVATION_LANES
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from fsdp_engine.memory import disk_memory
+from fsdp_engine.extensions.offload import disk_memory
 from fsdp_engine.planner.simulation import calibrate as calibrate_module
 from fsdp_engine.planner.simulation import kernels as kernels_module
 from fsdp_engine.planner.simulation import state_links

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import fsdp_engine as fe
-from fsdp_engine.comm.copy_lanes import STATE_LANES
-from fsdp_engine.memory import disk_staging
-from fsdp_engine.offload import ROLES
-from fsdp_engine.planner.simulation import machine as simulated_machine
+from fsdp_engine.comm.copy_lanes import names_of_copies
+from fsdp_engine.extensions.offload import disk_memory, disk_staging
+from fsdp_engine.extensions.offload.places import ROLES
 from fsdp_engine.planner.simulation.clock import Clock, SimulatedLane
 from fsdp_engine.planner.simulation.copies import CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine, Processor, TwoWayLink
@@ -36,6 +35,7 @@ from tests.planner.simulation.copying import (
 )
 from tests.pool import Ranks
 
+STATE_LANES = names_of_copies("state")
 HOST = fe.Offload(optimizer_state="host")
 DISK = fe.Offload(optimizer_state="disk", folder="/no/such/folder")
 
@@ -219,7 +219,7 @@ def test_the_host_casts_weights_for_gathers_once_a_step(step_on: str) -> None:
 
 def test_work_of_an_operation_follows_its_copy() -> None:
     clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
-    gather, out = clock.lanes["inner gather"], clock.make_copy_lanes(STATE_LANES)[1]
+    gather, out = clock.lanes["inner gather"], clock.make_other_lanes(STATE_LANES)[1]
 
     def bring_and_send() -> Any:
         clock.send(0.0, 2.0)
@@ -303,7 +303,7 @@ def test_a_device_reaches_a_disk_through_pieces_of_host_memory() -> None:
     alone; meanwhile the disk is busy with other chunks, or with other pieces."""
     piece = CHUNK / 4
     fast = TwoWayLink(4 * ALONE, 4 * ALONE, 8 * ALONE, latency=1e-3)
-    with patch.object(simulated_machine, "PIECE", piece):
+    with patch.object(disk_memory, "PIECE", piece):
         found = simulated(machine(host_link=fast), DISK)
     alone = 1e-3 + piece / (4 * ALONE)
     assert found.elsewhere == {"disk": BLOCKS * CHUNK, "host": disk_staging.NUM_BYTES}
@@ -383,7 +383,7 @@ def test_links_without_a_limit_take_the_latency_alone() -> None:
 
 def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None:
     clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
-    into, out = clock.make_copy_lanes(STATE_LANES)
+    into, out = clock.make_other_lanes(STATE_LANES)
 
     def submit(lane: SimulatedLane, direction: Direction) -> Any:
         def copy() -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_engine.runtime import record
+from fsdp_engine.runtime import schedule
 from fsdp_engine.runtime.reductions import Reductions
 from tests.pairs import FEW_PAIRS, PAIRS
 from tests.planner.simulation.scene import (
@@ -125,12 +125,12 @@ def test_reductions_that_wait_for_each_other_are_caught(
 
 
 def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = record.prefetch_windows
+    right = schedule.prefetch_windows
 
-    def late(*args: Any) -> list[tuple[record.Use, ...]]:
+    def late(*args: Any) -> list[tuple[schedule.Use, ...]]:
         return [(), *right(*args)[:-1]]
 
-    monkeypatch.setattr(record, "prefetch_windows", late)
+    monkeypatch.setattr(schedule, "prefetch_windows", late)
     pair = ("optim_grads_params", "no_shard")
     found = simulated(pair, NETWORK, budget=BLOCK_NUMEL)
     must = ideal(pair, NETWORK, budgets=(BLOCK_NUMEL, (BLOCK_NUMEL, 0)))

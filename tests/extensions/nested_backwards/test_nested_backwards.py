@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from tests.extensions.nested_backwards.cached_loss import WIDTH, Encoder, Rows, cached, pair_loss
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_few_ranks, on_ranks
 from tests.reference import Batch, loss_of
-from tests.runtime.cached_loss import WIDTH, Encoder, Rows, cached, pair_loss
 from tests.training import mesh_of
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tests.extensions.nested_backwards.cached_loss import Rows, cached
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_ranks
-from tests.runtime.cached_loss import Rows, cached
 from tests.training import mesh_of
 
 within_together = cached.but(around=lambda engine: engine.together())

@@ -5,47 +5,25 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fsdp_engine import backend
-from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_module
 from fsdp_engine.memory.allocator import DEVICE as DEVICE
-from fsdp_engine.memory.allocator import DISK as DISK
 from fsdp_engine.memory.allocator import HOST as HOST
-from fsdp_engine.memory.allocator import PLACES as PLACES
 
+DISK = "disk"
+PLACES = (DEVICE, HOST, DISK)
 # Fields that are places.
 ROLES = ("optimizer_state", "main_weights", "gradients")
 
 
 @dataclass(frozen=True)
-class Offload(EngineExtension):
-    """Places of state between its uses. See ``docs/offload.md``.
-
-    Each is "device"; or "host": pinned memory, from which each unit's part comes to the device and
-    to which it returns; or "disk": a file. On a CPU "host" is where state is anyway.
-
-    Attributes:
-        optimizer_state: of :func:`~fsdp_engine.shard_optimizer`'s optimizers.
-        folder: of a local disk, for "disk". Files in it have no names, and are gone with the
-            process.
-        main_weights: the weights that optimizers step, of which gathers take this rank's shard.
-            Those that are compute weights, and are kept full, stay on the device.
-        gradients: reduced ones, which have to be sharded: the inner level is "optim_grads" or
-            "optim_grads_params".
-        pin_memory: of the host. False: copies take longer, and the host waits for them.
-        step_on: "host": optimizers step in host memory, where all of the above lie then, by code
-            of the optimizer's own.
-        overlap_forward: of an accelerator with ``optimizer_state="host"`` alone: steps run beside
-            the next forward, whose gathers wait for the step of their unit. Gradients are freed
-            then. Slices of parameters and gradients that were taken before ``step()`` must not be
-            used after it: take them anew.
+class OffloadPlaces:
+    """The arguments of :class:`~fsdp_engine.Offload`, which documents them.
 
     Raises:
-        ValueError: a place is unknown, or "disk" lacks a folder.
+        ValueError: A place is unknown, or arguments contradict each other.
     """
 
     optimizer_state: str = DEVICE
@@ -87,46 +65,6 @@ class Offload(EngineExtension):
         """By role, those that are not the device."""
         found = {role: getattr(self, role) for role in ROLES}
         return {role: place for role, place in found.items() if place != DEVICE}
-
-    def signature(self) -> str:
-        """See :class:`EngineExtension`: folders may differ from node to node."""
-        return f"offload={self.places}, step_on={self.step_on}"
-
-    def check(self, setup: Any) -> None:
-        """See :class:`EngineExtension`."""
-        self.check_plan(setup.plan, setup.axis_plans, setup.data.device)
-        if self.places:
-            take_files = _module("checks").take_files
-            setup.kept[self] = take_files(
-                setup.plan, setup.axis_plans, self, setup.data, setup.experts
-            )
-
-    def prepare(self, setup: Any, resources: Any) -> None:
-        """See :class:`EngineExtension`."""
-        resources.placement = self.placed(resources, setup.kept.get(self)).placement
-
-    def start(self, engine: Any) -> None:
-        """See :class:`EngineExtension`."""
-        _module("").keep_offload(engine, self)
-
-    def check_plan(self, plan: Any, axis_plans: Any, device: torch.device) -> None:
-        """Check that weights, gradients and state of ``plan`` can lie at these places.
-
-        Args:
-            plan: a :class:`~.units.plan.Plan`.
-            axis_plans: a :class:`~.units.plan.AxisPlans`.
-            device: where the model computes.
-
-        Raises:
-            ValueError: they cannot.
-        """
-        if self.places:
-            _module("checks").check_homes(plan, axis_plans, self, device)
-
-    def placed(self, resources: Any, files: Any = None) -> Any:
-        """Returns ``resources`` (:class:`~.units.build.Resources`) for units whose shards lie at
-        these places. ``files``: those on a disk that there are already, by role."""
-        return _module("placing").placed(resources, self, files) if self.places else resources
 
     def check_device(self, device: torch.device, *, shards_gradients: bool) -> None:
         """Whether it can be had.
@@ -185,15 +123,3 @@ class Offload(EngineExtension):
 def computes_elsewhere(device: torch.device) -> bool:
     """Whether ``device`` does not compute in host memory."""
     return backend.current().runs_ahead(device)
-
-
-def _module(name: str) -> Any:
-    """A module of the extension that moves state.
-
-    Raises:
-        ValueError: there is no such extension.
-    """
-    found = find_module(f"offload.{name}".rstrip("."))
-    if found is None:
-        raise ValueError("offload: expected None without the extension of that name; found places")
-    return found

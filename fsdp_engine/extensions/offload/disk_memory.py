@@ -149,8 +149,8 @@ class Mapping:
 
     Args:
         number: descriptor of the file.
-        start: of the range, a multiple of a page.
-        num_bytes: of the range, which is not empty.
+        start: The start of the range, a multiple of a page.
+        num_bytes: The number of bytes of the range, which is not empty.
 
     Attributes:
         bytes: the memory as a tensor, 1-D. It is unmapped with the last tensor over it.

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fsdp_engine.memory.disk_memory import (
+from fsdp_engine.extensions.offload.disk_memory import (
     PIECE,
     DiskBlock,
     DiskFile,
     DiskThreads,
     errors_of_disk,
 )
-from fsdp_engine.memory.disk_staging import Staging, StagingPiece
+from fsdp_engine.extensions.offload.disk_staging import Staging, StagingPiece
 from fsdp_engine.memory.host_memory import HostBlock
 
 Steps = Iterator[Sequence[Any]]
@@ -51,7 +51,7 @@ class HomePart(NamedTuple):
     Attributes:
         home: the whole.
         first: first byte of the range.
-        num_bytes: of the range.
+        num_bytes: The number of bytes of the range.
     """
 
     home: Home

@@ -1,4 +1,4 @@
-"""Gathers and reductions of a flat tensor from one depth of a layout to another.
+"""Flat tensors of a layout, with their gathers and reductions from one depth to another.
 
 See [Note: Depth] in ``strategies/pair.py``. A gather goes from this rank's range to a larger one, a
 reduction to a smaller one, one axis at a time, in place:
@@ -10,7 +10,7 @@ reduction to a smaller one, one axis at a time, in place:
                          | outer                          ^ outer
     depth 2              [..]                             [..]
 
-Each is one link per axis of a chain (``comm/lanes.py``), on the lane of that axis. Chains are
+Either is one link per axis of a chain (``comm/lanes.py``), on the lane of that axis. Chains are
 constructed once. Along an axis of one rank nothing is sent.
 """
 
@@ -79,6 +79,34 @@ class ShardedBuffer:
         slot = self.layout.slots[index]
         return self.tensor[slot.offset : slot.stop].view(slot.shape)
 
+    def gather(
+        self, chain: Chain, context: BufferContext, from_depth: int, to_depth: int, how: Gather
+    ) -> None:
+        """Add to ``chain`` the all-gathers, in place, of which this rank gives its range.
+
+        Args:
+            chain: submissions; these come behind its links.
+            context: of the buffer.
+            from_depth: of the range that this rank gives.
+            to_depth: of the range that it gets.
+            how: the source of this rank's range, and the names of the messages.
+        """
+        _gather(chain, context, self, from_depth, to_depth, how)
+
+    def reduce(
+        self, chain: Chain, context: BufferContext, from_depth: int, to_depth: int, how: Reduction
+    ) -> None:
+        """Add to ``chain`` the reductions of this tensor.
+
+        Args:
+            chain: submissions; these come behind its links.
+            context: of the buffer.
+            from_depth: of the range that this rank gives.
+            to_depth: of the range of which it gets the sum.
+            how: the axes, the dtype of the sums, and where they go.
+        """
+        _reduce(chain, context, self, from_depth, to_depth, how)
+
 
 def flat_source(param: torch.Tensor) -> Tensor:
     """The row-major elements of ``param``, whatever its strides; a copy only where needed."""
@@ -142,9 +170,9 @@ class Gather:
     Attributes:
         label: of the buffer, for people.
         tag: distinguishes its messages from others in flight.
-        source: this rank's shard: a tensor; an encoding, which writes it into the first of the
+        source: this rank's shard: a tensor; a function, which writes it into the first of the
             tensors that it is given; None: it is in place.
-        reads: tensors that the encoding reads.
+        reads: tensors that the function reads.
         writes: tensors that it writes beside the shard.
     """
 
@@ -180,30 +208,6 @@ class Reduction:
     average: bool = False
     boost: float = 1.0
     accumulate: bool = False
-
-
-def redistribute(
-    chain: Chain,
-    context: BufferContext,
-    buffer: ShardedBuffer,
-    from_depth: int,
-    to_depth: int,
-    how: Gather | Reduction,
-) -> None:
-    """Add to ``chain`` the submissions that redistribute ``buffer`` between two depths.
-
-    Args:
-        chain: behind its links.
-        context: of the buffer.
-        buffer: holds both ranges.
-        from_depth: of the source.
-        to_depth: of the result: below ``from_depth`` a gather, else a reduction.
-        how: a :class:`Gather` or a :class:`Reduction`.
-    """
-    if isinstance(how, Gather):
-        _gather(chain, context, buffer, from_depth, to_depth, how)
-    else:
-        _reduce(chain, context, buffer, from_depth, to_depth, how)
 
 
 def copy(chain: Chain, lane: Lane, label: str, source: Tensor, out: Tensor, factor: float) -> None:
@@ -272,14 +276,9 @@ def _gather_operation(
     tag: int,
 ) -> Operation:
     if callable(source):
-        encode = source
-
-        def encode_and_gather() -> Steps:
-            yield from encode((part,))
-            if comm is not None:
-                yield from comm.all_gather(whole, None, tag)
-
-        return encode_and_gather
+        if comm is None:
+            return partial(source, (part,))
+        return partial(comm.gather_encoded, whole, part, source, tag)
     if comm is not None:
         return partial(comm.all_gather, whole, source, tag)
     return partial(_bring, source, part)

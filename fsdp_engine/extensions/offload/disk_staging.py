@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from fsdp_engine import backend
-from fsdp_engine.memory.disk_memory import PIECE
+from fsdp_engine.extensions.offload.disk_memory import PIECE
 from fsdp_engine.memory.host_memory import HostBlock
 
 _NUM_PIECES = 2

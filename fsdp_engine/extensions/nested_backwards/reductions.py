@@ -1,0 +1,120 @@
+"""Reductions of backwards within a backward.
+
+[Note: Passes]
+Backwards within a backward ([Note: Nested backwards] in ``scheduler.py``) can bring gradients of a
+unit whose reduction is submitted. Then the queue is completed as that of a microbatch, and another
+*pass* begins. Ranks may need different numbers of passes. Where passes reduce (axes that shard
+gradients), a rank says so when it begins another one, and waits for none. When the outermost
+backward ends, ranks ask each other whether one has begun another pass, and take part in it with
+zeros. Then the last axes are reduced. Where ranks use different units, the schedule knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fsdp_engine.comm.host_message import HostMessage
+from fsdp_engine.runtime.reductions import ReductionQueue, Reductions
+from fsdp_engine.runtime.unit import Unit
+
+
+class NestedReductions(Reductions):
+    """See the module docstring."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._is_nested = False  # backwards run within the present one
+        self._sends_passes = any(unit.num_staged for unit in self._units)
+        self._message_of_passes: HostMessage | None = None
+
+    def begin_backward(self, *, inputs_only: bool = False) -> None:
+        """See the base class; a backward within another one continues its pass."""
+        if not self._is_nested or self._queue is None:
+            super().begin_backward(inputs_only=inputs_only)
+
+    def end_backward(self) -> None:
+        """See the base class; a pass ends with the outermost backward, or when another one
+        begins."""
+        if not self._is_nested:
+            super().end_backward()
+
+    def reset(self) -> None:
+        """See the base class."""
+        self._is_nested = False
+        self._message_of_passes = None
+        super().reset()
+
+    def begin_nested(self) -> None:
+        """A backward of its own is to run within the present one, or within one in which this
+        engine has had no use."""
+        queue = self._queue
+        if queue is not None and queue.is_last:
+            # All ranks are here, but may have submitted different ones of its reductions.
+            with self._on_stream():
+                self._end_pass(queue)
+                self._close(queue)
+        self._is_nested = True
+        if queue is not None and queue.is_last:
+            self.begin_backward()
+
+    def end_nested(self) -> None:
+        """The outermost backward is over: reduce what nested ones have left, and publish it."""
+        if self._queue is None:
+            self.begin_backward()
+        queue = self._queue
+        assert queue is not None
+        with self._on_stream():
+            self._end_pass(queue)
+            while self._has_another_pass():
+                queue = self._begin_pass(queue)
+                self._end_pass(queue)
+            self._is_nested = False
+            queue.is_last = self._is_last(queue.partial)
+            if queue.is_last:
+                self._check_last(queue.partial)
+                self.wait()  # the last axes are reduced from the sums of passes
+                self._start_last(queue.partial)
+            self._close(queue)
+
+    def _is_last(self, partial: Collection[int]) -> bool:
+        return not self._is_nested and super()._is_last(partial)
+
+    def _reduce_again(self, queue: ReductionQueue, unit: Unit) -> ReductionQueue:
+        if not self._is_nested:
+            return super()._reduce_again(queue, unit)
+        self._end_pass(queue)
+        self._send(b"\1")
+        return self._begin_pass(queue)
+
+    def _begin_pass(self, queue: ReductionQueue) -> ReductionQueue:
+        """Returns the queue of the pass that follows that of ``queue``."""
+        assert self._step is not None
+        self._step.reduced_units.update(queue.reduced)
+        self._queue = ReductionQueue(
+            self.order, is_last=False, inputs_only=queue.inputs_only, partial=queue.partial
+        )
+        return self._queue
+
+    def _end_pass(self, queue: ReductionQueue) -> None:
+        """Reduce the units that ``queue`` still has, with the gradients that have come."""
+        queue.autograd_is_done = True
+        self._advance(queue)
+        self.schedule.await_ranks(queue.place)
+
+    def _has_another_pass(self) -> bool:
+        """Whether another rank has begun another pass, where this one has not. Collective."""
+        if self.schedule.ranks_differ:
+            return self.schedule.has_another_pass()
+        self._send(b"\0")
+        message, self._message_of_passes = self._message_of_passes, None
+        return message is not None and message.finish() != [0]
+
+    def _send(self, content: bytes) -> None:
+        """Send other ranks whether this one has begun another pass."""
+        if not self._sends_passes or self.schedule.ranks_differ:
+            return
+        if self._message_of_passes is not None:
+            self._message_of_passes.finish()
+        self._message_of_passes = HostMessage("the message of nested backwards", self.ranks)
+        self._message_of_passes.start(bytearray(content))

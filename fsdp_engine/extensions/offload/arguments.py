@@ -1,0 +1,135 @@
+"""The arguments of :class:`~fsdp_engine.Offload`, and its part in the building of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp_engine import backend
+from fsdp_engine.buffers.spec import BufferSpec
+from fsdp_engine.engine import Engine
+from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extensions.offload.disk_memory import DiskFile
+from fsdp_engine.extensions.offload.homed_gradients import homed_shards
+from fsdp_engine.extensions.offload.homed_main import (
+    bytes_of_main,
+    can_leave_device,
+    check_leaves_device,
+)
+from fsdp_engine.extensions.offload.places import (
+    DEVICE,
+    DISK,
+    OffloadPlaces,
+    computes_elsewhere,
+)
+from fsdp_engine.extensions.offload.placing import place_state
+from fsdp_engine.strategies import Axis, Role
+from fsdp_engine.units.build import EngineSetup, Resources
+
+
+class Offload(OffloadPlaces, EngineExtension):
+    """Places of state between its uses. See ``docs/offload.md``.
+
+    Each is "device"; "host": pinned memory, from which each unit's shard is copied to the device
+    and back; or "disk": a file. On a CPU all state is in host memory anyway.
+
+    Args:
+        optimizer_state: Place of the state of :func:`~fsdp_engine.shard_optimizer`'s optimizers.
+        folder: A folder on a local disk, for "disk". Its files have no names: the operating system
+            deletes them when the process ends.
+        main_weights: Place of the weights that optimizers step, of which gathers read this rank's
+            shard. Main weights that are also compute weights, and are kept full, stay on the
+            device.
+        gradients: Place of reduced gradients, which have to be sharded: the inner level is
+            "optim_grads" or "optim_grads_params".
+        pin_memory: Whether host memory is pinned. False: copies take longer, and the host waits for
+            them.
+        step_on: "host": optimizers step in host memory, where all of the above lie then, by the
+            optimizer's own code.
+        overlap_forward: On an accelerator, with ``optimizer_state="host"`` alone: steps run beside
+            the next forward, whose gathers wait for the step of their unit. Gradients are freed
+            then. Slices of parameters and gradients that were taken before ``step()`` must not be
+            used after it: take them anew.
+
+    Raises:
+        ValueError: A place is unknown, "disk" lacks a folder, or arguments contradict each other.
+    """
+
+    def signature(self) -> str:
+        """See :class:`EngineExtension`. Folders may differ from node to node."""
+        return f"offload={self.places}, step_on={self.step_on}"
+
+    def check(self, setup: EngineSetup) -> None:
+        """See :class:`EngineExtension`. A rank whose disk has too little space raises before others
+        build.
+
+        Raises:
+            ValueError: The levels, the codecs or the folder do not allow these places.
+            OSError: There is too little space on the disk, or the folder cannot be written.
+        """
+        if not self.places:
+            return
+        device, axis_plans = setup.data.device, setup.axis_plans
+        levels = axis_plans.data.strategy
+        self.check_device(device, shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
+        if self.main_weights != DEVICE and computes_elsewhere(device):
+            for unit in setup.plan.units:
+                for part in unit.buffers:
+                    if part.kind.requires_grad:
+                        strategy, main = axis_plans.of(part.kind).strategy, part.kind.dtypes.main
+                        check_leaves_device(strategy, part.make_codec(), main, f"of {unit.label}")
+        setup.kept[self] = self._take_files(setup)
+
+    def _take_files(self, setup: EngineSetup) -> dict[str, DiskFile]:
+        """Returns files for main weights and gradients on a disk, by role, with the space that
+        building takes."""
+        sizes: dict[str, list[int]] = {
+            role: [] for role in ("main_weights", "gradients") if self.places.get(role) == DISK
+        }
+        if not sizes or not backend.current().has_values:
+            return {}
+        for part in (part for unit in setup.plan.units for part in unit.buffers):
+            strategy = setup.axis_plans.of(part.kind).strategy
+            spec = BufferSpec("", part.layout, part.kind, strategy, 0)
+            mesh = (setup.experts if part.kind.is_expert else None) or setup.data
+            if "main_weights" in sizes and can_leave_device(strategy, part.make_codec()):
+                sizes["main_weights"].append(bytes_of_main(spec, mesh.coordinate))
+            for depth, dtype in homed_shards(spec) if part.kind.requires_grad else ():
+                start, stop = part.layout.range(depth, mesh.coordinate)
+                sizes.get("gradients", []).append((stop - start) * dtype.itemsize)
+        assert self.folder is not None
+        files = {role: DiskFile(Path(self.folder)) for role in sizes}
+        for role, file in files.items():
+            file.reserve(sizes[role])
+        return files
+
+    def prepare(self, setup: EngineSetup, resources: Resources) -> None:
+        """See :class:`EngineExtension`."""
+        place_state(resources, self, setup.kept.get(self, {}))
+
+    def start(self, engine: Engine) -> None:
+        """See :class:`EngineExtension`."""
+        engine.extension(_Selected).offload = self
+
+
+class _Selected:
+    """The offload that :func:`~fsdp_engine.sharding.shard` was called with."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.offload = Offload()
+
+
+def from_argument(value: object) -> list[Offload]:
+    """Returns the extension that the deprecated argument ``offload`` of ``fe.shard`` selects.
+
+    Raises:
+        TypeError: ``value`` is no :class:`Offload`.
+    """
+    if not isinstance(value, Offload):
+        raise TypeError(f"offload: expected an fe.Offload or None; found {value!r}")
+    return [value]
+
+
+@property  # type: ignore[misc]
+def offload(engine: Engine) -> Offload:
+    """The places of an engine's state between its uses."""
+    return engine.extension(_Selected).offload
