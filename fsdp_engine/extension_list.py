@@ -153,7 +153,7 @@ EXTENSIONS = (
     Extension(
         "whole_tensor_optimizers",
         classes=[("WholeTensorSteps", "owned_step.OwnedSteps")],
-        words=("Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP", "whole=True)", "whole=["),
+        words=("whole=True)", "whole=["),
     ),
     Extension(
         "written_weights",

@@ -353,6 +353,7 @@ EXTENSION_USES = {
     "pipelines": r"fsdp_engine\.pipelining|\bPipelineStage\(",
     "reports": r"\.measure\(",
     "transformer_engine": r"\btransformer_engine\b",
+    "low_bit_state": r"torchao\.optim|bitsandbytes",
     "whole_tensor_optimizers": r"\bshard_optimizer\(.*\bwhole=True",
     "tests of one": r"\btests\.extensions\b",
 }

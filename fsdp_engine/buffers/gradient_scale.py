@@ -28,9 +28,8 @@ and
 - it is multiplied by the factors that collectives or a later pass divide by.
 
 Worked example, 4 ranks at level "optim": 8.0 is reduced, and gradients 4, 0, 4, 8 follow. They are
-written as 1, 0, 1, 2; the rank that keeps the range has 8.0 beside its own, and the sum is
-12.0 = 8.0 + the mean, 4.0. At "no_shard" each rank has 2.0 beside its own, and the sum is the same.
-It takes no memory.
+written as 1, 0, 1, 2; one rank has 8.0 beside its own, and the sum is 12.0 = 8.0 + the mean, 4.0.
+At "no_shard" each rank has 2.0 beside its own, and the sum is the same. It takes no memory.
 
 Where gradients are sent in another dtype, reduced gradients would be rounded each time. There they
 are kept beside the accumulation buffer instead: see [Note: Gradients between backwards] in

@@ -60,8 +60,8 @@ class Stored(NamedTuple):
         entries: of its state, by keys that are no parameters.
     """
 
-    groups: dict[tuple[int, str], Any]
-    attributes: dict[str, Any]
+    groups: dict[Any, Any]
+    attributes: dict[Any, Any]
     entries: dict[Any, Any]
 
 
@@ -85,9 +85,7 @@ class Shadows:
         self.lists: dict[str, list[Tensor]] = {}
         self.stepped: set[int] = set()
         self.refresh(optimizer)
-        self._groups: dict[tuple[int, str], Any] = {}
-        self._attributes: dict[str, Any] = {}
-        self._entries: dict[Any, Any] = {}
+        self._stored = Stored({}, {}, {})
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Param groups have other parameters."""
@@ -141,52 +139,47 @@ class Shadows:
         is_all = not known  # ``known`` may be ``stepped``
         for number, group, before in zip(numbers, shadow.chunk_groups, starts, strict=True):
             for key, value in _changed(before, group) if number not in known else ():
-                self._groups.setdefault((number, key), value)
+                self._stored.groups.setdefault((number, key), value)
         self.stepped.update(numbers)
         if not is_all:
             return
         for key, value in _changed(start, vars(shadow)):
             if key not in self.lists:
-                self._attributes.setdefault(key, value)
+                self._stored.attributes.setdefault(key, value)
         for key, value in shadow.chunk_states.items():
             if not isinstance(key, Tensor):
-                self._entries.setdefault(key, value)
+                self._stored.entries.setdefault(key, value)
 
     @property
     def values(self) -> Iterator[Any]:
         """What steps stored."""
-        return chain(self._groups.values(), self._attributes.values(), self._entries.values())
+        return chain.from_iterable(each.values() for each in self._stored)
 
     @property
     def stored(self) -> Stored:
         """Numbers and small values that steps stored."""
-        return Stored(
-            {key: value for key, value in self._groups.items() if _is_small(value)},
-            {key: value for key, value in self._attributes.items() if _is_small(value)},
-            {key: value for key, value in self._entries.items() if _is_small(value)},
-        )
+        small = ({k: v for k, v in each.items() if _is_small(v)} for each in self._stored)
+        return Stored(*small)
 
     def adopt(self, stored: Stored) -> None:
         """Remember what steps stored on another rank."""
-        self._groups.update(stored.groups)
-        self._attributes.update(stored.attributes)
-        self._entries.update(stored.entries)
+        for mine, others in zip(self._stored, stored, strict=True):
+            mine.update(others)
 
     def store(self, optimizer: Any) -> None:
         """Store in the optimizer what steps of its shadows stored there."""
-        for (number, key), value in self._groups.items():
+        for (number, key), value in self._stored.groups.items():
             _store(optimizer.param_groups[number], key, value)
-        for name, value in self._attributes.items():
+        for name, value in self._stored.attributes.items():
             _store(vars(optimizer), name, value)
-        optimizer.state.update(self._entries)
+        optimizer.state.update(self._stored.entries)
         self.clear()
 
     def clear(self) -> None:
         """Forget the steps, and what they stored."""
         self.stepped.clear()
-        self._groups.clear()
-        self._attributes.clear()
-        self._entries.clear()
+        for each in self._stored:
+            each.clear()
 
 
 class StepChunk:

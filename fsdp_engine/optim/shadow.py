@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
-    FlatPlacement,
     clear_gradients,
     gradients_of,
     set_gradients,
 )
 from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
+from fsdp_engine.optim.state_format import StateFormat
 
 slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
@@ -168,29 +168,19 @@ def shadow_class(
     return type(kind.__name__, (mixin, *others, kind), {"__slots__": slots})
 
 
-StatePlacement = Callable[[Any, FlatPlacement], FlatPlacement | None]
-
-
-def _placement_of_param(key: Any, placement: FlatPlacement) -> FlatPlacement | None:
-    return placement
-
-
 class Slot:
     """One FlatDTensor of the optimizer, and the slice that replaces it in the shadow.
 
     Args:
-        param: the FlatDTensor.
-        state_placement: returns the placement of a state from its key and the parameter's
-            placement; None: it is not sharded.
+        param: The FlatDTensor.
+        state_format: The format of its state.
     """
 
-    state_placement: StatePlacement = staticmethod(_placement_of_param)
+    state_format = StateFormat()
 
-    def __init__(
-        self, param: FlatDTensor, state_placement: StatePlacement = _placement_of_param
-    ) -> None:
+    def __init__(self, param: FlatDTensor, state_format: StateFormat = state_format) -> None:
         self.param = param
-        self.state_placement = state_placement
+        self.state_format = state_format
         # A separate tensor, so that it has a separate .grad. It shares the parameter's memory and
         # version counter.
         self.local = param.local.detach()
@@ -203,7 +193,7 @@ class Slot:
 
     def to_flat(self, key: Any, value: Any) -> Any:
         """Convert state of the slice to state of the parameter."""
-        placement = self.state_placement(key, self.param.flat_placement)
+        placement = self.state_format.placement_of(key, self.param.flat_placement)
         if placement is None or not isinstance(value, Tensor) or isinstance(value, FlatDTensor):
             return value
         if value.shape == (placement.numel,):
@@ -219,7 +209,7 @@ class Slot:
         Raises:
             ValueError: ``value`` is a FlatDTensor of another slice.
         """
-        placement = self.state_placement(key, self.param.flat_placement)
+        placement = self.state_format.placement_of(key, self.param.flat_placement)
         if placement is None:
             return value, value
         if isinstance(value, FlatDTensor):

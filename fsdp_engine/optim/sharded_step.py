@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.extension_list import implementation
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.optim.chunked_step import with_closures
 from fsdp_engine.optim.shadow import (
     Shadow,
     Slices,
@@ -339,8 +340,7 @@ class _LocalStep(StepHook):
         shadow: Any = object.__new__(self._shadow_class)
         shadow.__dict__ = optimizer.__dict__
         shadow.local_of, shadow.local_states = self._local_of, self._local_states
-        arguments = [self._closure(a) if callable(a) else a for a in args[1:]]
-        kwargs = {k: self._closure(v) if k == "closure" and v else v for k, v in kwargs.items()}
+        arguments, kwargs = with_closures(args, kwargs, self._closure)
         return (shadow, *arguments), kwargs
 
     def finish(self, optimizer: Any) -> None:
@@ -374,7 +374,7 @@ class _LocalStep(StepHook):
         known = {id(slot.param): slot for slot in self._slices.slots if slot.is_current}
         self._params = params
         flat = [param for param in params if isinstance(param, FlatDTensor)]
-        slots = [known.get(id(p)) or Slot(p, self._format.placement_of) for p in flat]
+        slots = [known.get(id(p)) or Slot(p, self._format) for p in flat]
         self._slices = Slices(slots)
         self._local_of = {id(slot.param): slot.local for slot in slots}
         self._original.slot_of = {id(slot.local): slot for slot in slots}

@@ -20,8 +20,8 @@ def whole_rows(name: str, param: Tensor) -> int:
 
 
 def whole_tensors(name: str, param: Tensor) -> int:
-    """A granule that keeps each parameter on one rank. Steps on whole tensors then send parameters
-    only to balance the work of ranks.
+    """A granule that keeps each parameter on one rank. Optimizers that step whole parameters then
+    send them only where this makes the steps of ranks equally long.
 
     Args:
         name: The name of the parameter.

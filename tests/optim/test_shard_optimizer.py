@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.optim import shard_optimizer
-from fsdp_engine.optim.state_format import StateFormat
+from fsdp_engine.optim.state_format import QUANTIZING_PACKAGES, StateFormat
 from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
 from tests.optim.optimizers import FUSED, OPTIMIZERS
@@ -485,7 +485,8 @@ def test_an_optimizer_that_needs_a_missing_extension_is_refused() -> None:
     optimizer = Counting(params)
     with pytest.raises(ValueError, match=r"found Counting\. The extension whole_tensor_optimizers"):
         WholeTensorSteps.make_hook(optimizer, (), StepPlacement(optimizer))
-    kind: Any = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
+    own = {"__module__": f"{QUANTIZING_PACKAGES[0]}optim.adam"}
+    kind: Any = type("AdamW8bit", (torch.optim.AdamW,), own)
     with pytest.raises(ValueError, match=r"found AdamW8bit, .* The extension low_bit_state"):
         StateFormat.of(kind(params))
 

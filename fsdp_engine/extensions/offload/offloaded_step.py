@@ -46,7 +46,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
 from fsdp_engine.extension_list import implementation
-from fsdp_engine.extensions.offload.home import Home, HomePart, Homes, Steps
+from fsdp_engine.extensions.offload.home import Home, HomePart, Homes
+from fsdp_engine.extensions.offload.moved_bytes import MovedBytes, Piece
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.owned_homes import copy_moved
 from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
@@ -56,7 +57,6 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
 from fsdp_engine.optim.chunked_step import (
     ChunkedStep,
-    StepChunk,
     called_once,
     entries_of,
     step_in_turn,
@@ -206,24 +206,7 @@ class _WorkSlot(Slot):
         self.param_local = param.local
 
 
-class _Piece(NamedTuple):
-    """What a chunk has of one home.
-
-    Attributes:
-        home: where it lies.
-        first: its first byte there.
-        start, stop: its bytes in the chunk.
-        returns: the step changes it.
-    """
-
-    home: Home
-    first: int
-    start: int
-    stop: int
-    returns: bool
-
-
-class _Chunk(StepChunk):
+class _Chunk(MovedBytes):
     """State of a unit's parameters, and what else of them lies elsewhere.
 
     Args:
@@ -252,12 +235,12 @@ class _Chunk(StepChunk):
         dtypes: Sequence[dict[Any, torch.dtype]],
         homes: Homes | None,
     ) -> None:
+        super().__init__(unit.offload, unit.name)
         self.unit = unit
         self.has_state = False
         self.dtypes = list(dtypes)
-        self._offload = offload = unit.offload
+        offload = unit.offload
         self._moves_state = homes is not None
-        self._pieces: list[_Piece] = []
         self.members: dict[int, list[Tensor]] = {}
         places: list[dict[Any, tuple[int, torch.dtype]]] = []
         size = 0
@@ -269,15 +252,15 @@ class _Chunk(StepChunk):
         self._places = places
         if homes is not None:
             home = homes.make(size, offload.state_out.drain)
-            self._pieces.append(_Piece(home, 0, 0, size, returns=True))
+            self._pieces.append(Piece(home, 0, 0, size, returns=True))
         buffers = _unique(_OFFLOADS[param].buffer for param in params if param in _OFFLOADS)
         self.returns_weights = any(buffer.main is not None for buffer in buffers)
         for buffer in buffers:
             if (main := buffer.main) is not None:
-                size = self._add(_Piece(main, 0, size, size + len(main.bytes), returns=True))
+                size = self._add(Piece(main, 0, size, size + len(main.bytes), returns=True))
             if (grads := buffer.gradients) is not None:
                 stop = size + grads.num_bytes
-                size = self._add(_Piece(grads.home, grads.first, size, stop, returns=False))
+                size = self._add(Piece(grads.home, grads.first, size, stop, returns=False))
         self._piece_of = {storage_keys(piece.home.bytes)[0]: piece for piece in self._pieces}
         self.num_bytes = size
         self._storage = offload.memory.transient(size, torch.uint8, ROLE)
@@ -291,12 +274,10 @@ class _Chunk(StepChunk):
         )
         state = self._pieces[0].home.bytes if self._moves_state else self._bytes
         self.kept = self._views(state, lambda slot, key, value: slot.to_flat(key, value))
-        self._brought: Ticket | None = None
-        self._taken: Ticket | None = None
         self._pending = _unique_objects(buffer.pending for buffer in buffers)
         self.has_plain = any(isinstance(slot, PlainSlot) for slot in self.slots)
 
-    def _add(self, piece: _Piece) -> int:
+    def _add(self, piece: Piece) -> int:
         """Where the next piece begins."""
         self._pieces.append(piece)
         return round_up(piece.stop, _ALIGNMENT)
@@ -387,51 +368,9 @@ class _Chunk(StepChunk):
         return {k: v for k, v in values.items() if k in kept and isinstance(v, Tensor)}
 
     def bring(self) -> None:
-        """Take memory on the device, and begin to fill it from home, if there is something to
-        bring."""
-        if not (self.has_state or self.brings_more_than_state):
-            return
-        compute = self._offload.compute
-        self.fill()
-        self._brought = self._offload.state_in.submit(
-            f"bring {self.unit.name}",
-            self._bring_pieces,
-            after=[*([] if self._taken is None else [self._taken]), compute.record()],
-        )
-
-    def _bring_pieces(self) -> Steps:
-        for piece in self._pieces:
-            yield from piece.home.bring(self._bytes[piece.start : piece.stop], piece.first)
-
-    def _take_pieces(self) -> Steps:
-        for piece in self._pieces:
-            if piece.returns:
-                yield from piece.home.take(self._bytes[piece.start : piece.stop])
-
-    def fill(self) -> None:
-        """Take memory on the device."""
-        self._offload.compute.manage("allocate state", self._storage.fill, self._storage)
-
-    def await_brought(self) -> None:
-        """Compute waits for what :meth:`bring` began."""
-        if self._brought is not None:
-            self._offload.compute.wait(self._brought)
-            self._brought = None
-
-    def take(self) -> None:
-        """The step of this chunk is submitted: begin to write its state home."""
-        self._taken = self._offload.state_out.submit(
-            f"return {self.unit.name}",
-            self._take_pieces,
-            after=[self._offload.compute.record()],
-        )
-
-    def leave(self) -> None:
-        """Free the memory on the device as soon as it is written."""
-        self.await_brought()
-        if self._taken is not None:
-            self._offload.compute.wait(self._taken)
-        self._offload.compute.manage("free state", self._storage.drain, self._storage)
+        """See :class:`StepChunk`: nothing is copied before there is state."""
+        if self.has_state or self.brings_more_than_state:
+            super().bring()
 
     def begin_pending(self, ticket: Ticket, held: Sequence[Tensor]) -> None:
         """Compute has not waited for the step of this chunk.
@@ -449,11 +388,6 @@ class _Chunk(StepChunk):
         """Compute waits for the step."""
         for pending in self._pending:
             pending.finish()
-
-    def abandon(self) -> None:
-        """Free the memory on the device; its lanes have ended what they were given."""
-        self._brought = self._taken = None
-        self.leave()
 
 
 def _in_order(chunks: Sequence[_Chunk]) -> list[_Chunk]:
@@ -677,7 +611,7 @@ class OffloadedStep(ChunkedStep):
         for key, value in states.items():
             if isinstance(key, Tensor) and self._others.get(key) is not value:
                 self._others[key] = optimizer.state[key] = value
-        chunk.take()
+        chunk.begin_return()
         return _ChunkStep(self._offload.compute.record(), held)
 
     @staticmethod

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.extensions.offload.home import Home, Homes
+from fsdp_engine.extensions.offload.moved_bytes import MovedBytes, Piece
 from fsdp_engine.extensions.offload.offloading import LEDGER_ROLES, Offloading
 from fsdp_engine.layout import round_up
-from fsdp_engine.memory.allocator import TransientStorage, begin_together, storage_keys
+from fsdp_engine.memory.allocator import begin_together, storage_keys
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StatePlace
 
 _ALIGNMENT = 64
 
 
-class StateHome(StatePlace):
+class StateHome(MovedBytes, StatePlace):
     """The state of a chunk, at a home.
 
     Args:
@@ -34,42 +34,26 @@ class StateHome(StatePlace):
     """
 
     def __init__(self, offload: Offloading, homes: Homes) -> None:
-        self._offload = offload
+        super().__init__(offload, "full state")
         self._homes = homes
         self._layout: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._offsets: list[int] = []
         self._home: Home | None = None
-        self._storage: TransientStorage | None = None
-        self._bytes: Tensor | None = None
-        self._brought: Ticket | None = None
-        self._taken: Ticket | None = None
 
     def bring(self) -> None:
         """See :class:`StatePlace`."""
-        if (home := self._home) is None:
-            return
-        self._fill()
-        assert self._bytes is not None
-        work, compute = self._bytes, self._offload.compute
-        after = [compute.record(), *([] if self._taken is None else [self._taken])]
-        bring = lambda: home.bring(work)  # noqa: E731
-        self._brought = self._offload.state_in.submit("bring owned state", bring, after=after)
+        if self._home is not None:
+            super().bring()
 
     def on_device(self, state: Any) -> Any:
         """See :class:`StatePlace`."""
-        self._await_brought()
+        self.await_brought()
         return map_leaves(self._leaf_on_device, state)
-
-    def _await_brought(self) -> None:
-        if self._brought is not None:
-            self._offload.compute.wait(self._brought)
-            self._brought = None
 
     def _leaf_on_device(self, leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.ndim):
             return leaf
         if self._home is not None and storage_keys(leaf) == storage_keys(self._home.bytes):
-            assert self._bytes is not None
             first = int(leaf.storage_offset()) * leaf.itemsize
             return _view(self._bytes, first, tuple(leaf.shape), leaf.dtype)
         return leaf.to(self._offload.memory.device)
@@ -78,27 +62,22 @@ class StateHome(StatePlace):
         """See :class:`StatePlace`."""
         # Also where no state was read, since the user has reset it: its bytes would still arrive
         # in the memory that the new state is copied into.
-        self._await_brought()
+        self.await_brought()
         large = [leaf for leaf in leaves_of(list(states)) if _is_large(leaf)]
         layout = [(tuple(leaf.shape), leaf.dtype) for leaf in large]
         if not layout and self._home is None:
             return list(states)
         if layout != self._layout or self._home is None:
             self._make(layout)
-        self._fill()
-        home, work = self._home, self._bytes
+        self.fill()
+        home = self._home
         assert home is not None
-        assert work is not None
         places = [
-            _view(work, first, shape, dtype)
+            _view(self._bytes, first, shape, dtype)
             for first, (shape, dtype) in zip(self._offsets, layout, strict=True)
         ]
         copy_moved(places, large)
-        compute = self._offload.compute
-        take = lambda: home.take(work)  # noqa: E731
-        self._taken = self._offload.state_out.submit(
-            "return owned state", take, after=[compute.record()]
-        )
+        self.begin_return()
         offsets = iter(zip(self._offsets, layout, strict=True))
 
         def kept(leaf: Any) -> Any:
@@ -109,26 +88,6 @@ class StateHome(StatePlace):
 
         return [map_leaves(kept, state) for state in states]
 
-    def leave(self) -> None:
-        """Free the memory on the device as soon as it is copied."""
-        if self._storage is not None:
-            for ticket in (self._brought, self._taken):
-                if ticket is not None:
-                    self._offload.compute.wait(ticket)
-            self._brought = None
-            storage = self._storage
-            self._offload.compute.manage("free owned state", storage.drain, storage)
-
-    def abandon(self) -> None:
-        """As :meth:`leave`, after the lanes have ended what they were given."""
-        self._brought = self._taken = None
-        self.leave()
-
-    def _fill(self) -> None:
-        storage = self._storage
-        assert storage is not None
-        self._offload.compute.manage("allocate owned state", storage.fill, storage)
-
     def _make(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Make the home, for tensors of these shapes and dtypes."""
         old = self._storage  # what a step has made may lie there
@@ -138,11 +97,12 @@ class StateHome(StatePlace):
             self._offsets.append(size)
             size += round_up(math.prod(shape) * dtype.itemsize, _ALIGNMENT)
         self._home = self._homes.make(size, self._offload.state_out.drain)
+        self._pieces = [Piece(self._home, 0, 0, size, returns=True)]
         self._taken = None
         self._storage = self._offload.memory.transient(
             size, torch.uint8, LEDGER_ROLES["optimizer_state"]
         )
-        self._fill()
+        self.fill()
         self._bytes = self._storage.view(0, (size,))
         if old is not None:
             old.leave()

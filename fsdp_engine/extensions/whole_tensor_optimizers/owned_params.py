@@ -316,9 +316,9 @@ class MeshOwners:
         what = "the mean loss of a closure"
         return all_reduce_(total, self.mesh.control_group, what=what).div_(self.mesh.size)
 
-    def start(self, gradients: Sequence[Tensor | None]) -> None:
+    def start(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Tell other ranks which gradients there are, and whether weights changed."""
-        has = bytes(grad is not None for grad in gradients)
+        has = bytes(gradients.get(id(each.param)) is not None for each in self.params)
         changed = self._is_cut and self._versions != self._find_versions()
         self._before.start(bytearray([changed]) + has + bytes(1 - byte for byte in has))
 

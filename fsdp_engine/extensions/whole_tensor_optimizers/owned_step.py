@@ -347,8 +347,7 @@ class OwnedStep(ChunkedStep):
             self._check_unit([param for _, param in members], optimizer)
         self._groups = groups
         self._shadows.refresh(optimizer)
-        units: dict[int, list[list[tuple[int, Tensor]]]] = {}
-        meshes: dict[int, DataMesh] = {}
+        units: dict[int, tuple[DataMesh, list[list[tuple[int, Tensor]]]]] = {}
         slots: list[Slot] = []
         plain: list[Slot] = []
         for members in found:
@@ -356,9 +355,8 @@ class OwnedStep(ChunkedStep):
             if first is None or id(members[0][1]) in self._owned:
                 continue
             mesh = first.buffer.mesh
-            meshes[id(mesh)] = mesh
-            units.setdefault(id(mesh), []).append(members)
-        owned = {id(param) for of_mesh in units.values() for unit in of_mesh for _, param in unit}
+            units.setdefault(id(mesh), (mesh, []))[1].append(members)
+        owned = {id(param) for _, new in units.values() for unit in new for _, param in unit}
         owned |= self._owned.keys()
         for param in chain(*groups):
             if id(param) not in owned:
@@ -369,13 +367,13 @@ class OwnedStep(ChunkedStep):
                     plain.append(PlainSlot(param))
         self._slices, self._plain = Slices(slots), plain
         num_before = len(self._owners)
-        for key, of_mesh in units.items():
-            self._add_owners(meshes[key], of_mesh)
+        for mesh, new in units.values():
+            self._add_owners(mesh, new)
         for each in self._owned.values():
             each.groups.clear()
-        for number, param in ((n, param) for n, group in enumerate(groups) for param in group):
-            if id(param) in self._owned:
-                self._owned[id(param)].groups.append(number)
+        for number, group in enumerate(groups):
+            for each in (self._owned[id(param)] for param in group if id(param) in self._owned):
+                each.groups.append(number)
         if takes_state:
             self._take_state_of_slices(optimizer, self._owners[num_before:])
         backrefs = (getattr(each.param, "backref", None) for each in self._owned.values())
@@ -550,7 +548,7 @@ class OwnedStep(ChunkedStep):
         ]
         gradients = [self._gradients(owners) for owners in self._owners]
         for owners, found in zip(self._owners, gradients, strict=True):
-            owners.start([found[id(each.param)] for each in owners.params])
+            owners.start(found)
         for owners, found in zip(self._owners, gradients, strict=True):
             brings_weights = owners.finish_start()
             for chunk in owners.chunks:
@@ -583,7 +581,7 @@ class OwnedStep(ChunkedStep):
             losses.append(loss)
             self._wait_for_gradients()
             found = self._gradients(owners)
-            owners.start([found[id(each.param)] for each in chunk.params])
+            owners.start(found)
             chunk.begin(found, brings_weights=owners.finish_start() and len(losses) == 1)
             chunk.bring_messages()
             chunk.await_brought()
@@ -627,15 +625,9 @@ class OwnedStep(ChunkedStep):
         """This rank's slices of gradients, by id of the parameter."""
         params = [each.param for each in owners.params if each.groups]
         flat = [param for param in params if isinstance(param, FlatDTensor)]
-        found = dict(zip(map(id, flat), gradients_of(flat), strict=True))
-        for param in params:
-            if id(param) not in found:
-                found[id(param)] = param.grad
-        grads = [found.get(id(each.param)) for each in owners.params]
-        return {
-            id(each.param): None if grad is None else flat_slice(grad)
-            for each, grad in zip(owners.params, grads, strict=True)
-        }
+        found = {id(param): param.grad for param in params if not isinstance(param, FlatDTensor)}
+        found.update(zip(map(id, flat), gradients_of(flat), strict=True))
+        return {key: None if grad is None else flat_slice(grad) for key, grad in found.items()}
 
     @torch.no_grad()
     def _step_chunk(

@@ -22,8 +22,8 @@ ranks has all gradients, and their parameters have one owner together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,26 +187,26 @@ class ChunkMessages:
         self._in = MessageTable(sent, received, grad_dtypes, mesh.size)
         self._weights_in = MessageTable(sent, received, dtypes, mesh.size)
         self._out = MessageTable(returned, taken, dtypes, mesh.size)
-        self._own = {number: chunk[number].site.range_of(rank) for number in self.mine}
+        self._own = [Part(rank, n, *chunk[n].site.range_of(rank)) for n in self.mine]
         # The memory of a message serves the next one.
         brought = self._in, self._weights_in
         as_holder = max(sum(self._out.received_sizes), *(sum(each.sent_sizes) for each in brought))
         as_owner = max(sum(self._out.sent_sizes), *(sum(each.received_sizes) for each in brought))
         at, places = as_holder + as_owner, {}
         for number in self.mine:
-            places[number] = at
-            at += round_up(chunk[number].numel * grad_dtypes[number].itemsize, _ALIGNMENT)
+            num_bytes = chunk[number].numel * grad_dtypes[number].itemsize
+            places[number] = at, at + num_bytes
+            at += round_up(num_bytes, _ALIGNMENT)
         self.num_bytes = at
         self._storage = memory.transient(at, torch.uint8, ROLE)
         with self._storage.while_filled():
             whole = self._storage.view(0, (at,))
             self._as_holder = whole[:as_holder]
             self._as_owner = whole[as_holder : as_holder + as_owner]
-            self.gradients = {}
-            for number, place in places.items():
-                num_bytes = chunk[number].numel * grad_dtypes[number].itemsize
-                flat = whole[place : place + num_bytes].view(grad_dtypes[number])
-                self.gradients[number] = flat.view(chunk[number].site.shape)
+            self.gradients = {
+                n: whole[start:stop].view(grad_dtypes[n]).view(chunk[n].site.shape)
+                for n, (start, stop) in places.items()
+            }
 
     def fill(self, compute: Lane) -> None:
         """Take memory."""
@@ -228,34 +228,13 @@ class ChunkMessages:
             The point from which on :attr:`gradients` are there.
         """
         targets = {number: grad.view(-1) for number, grad in self.gradients.items()}
-        return self._bring(lane, "gradients to owners", after, slices, targets, self._in)
+        return self._submit(lane, "gradients to owners", after, slices, targets, self._in)
 
     def bring_weights(
         self, lane: Lane, after: Ticket, slices: Sequence[Tensor], wholes: dict[int, Tensor]
     ) -> Ticket:
         """Begin to bring weights to owners, as :meth:`bring_gradients`, into ``wholes``."""
-        return self._bring(lane, "weights to owners", after, slices, wholes, self._weights_in)
-
-    def _bring(
-        self,
-        lane: Lane,
-        label: str,
-        after: Ticket,
-        slices: Sequence[Tensor | None],
-        wholes: dict[int, Tensor],
-        table: MessageTable,
-    ) -> Ticket:
-        def steps() -> Steps:
-            sent = table.views(table.sent, self._as_holder)
-            _copy(sent, [slices[part.number] for part in table.sent])
-            for number, whole in wholes.items():
-                start, stop = self._own[number]
-                _copy([whole[start:stop]], [slices[number]])
-            yield from self._exchange(0, table, self._as_owner, self._as_holder)
-            received = table.views(table.received, self._as_owner)
-            _copy([wholes[p.number][p.start : p.stop] for p in table.received], received)
-
-        return lane.submit(label, steps, after=[after])
+        return self._submit(lane, "weights to owners", after, slices, wholes, self._weights_in)
 
     def return_weights(
         self, lane: Lane, after: Ticket, slices: Sequence[Tensor], wholes: dict[int, Tensor]
@@ -268,21 +247,39 @@ class ChunkMessages:
             slices: this rank's, 1-D, by number.
             wholes: those of this rank's parameters, flat.
         """
-        table = self._out
-        copied = [number for number in wholes if not _is_one(wholes[number], slices[number])]
+        return self._submit(lane, "weights from owners", after, slices, wholes, self._out)
+
+    def _submit(
+        self,
+        lane: Lane,
+        label: str,
+        after: Ticket,
+        slices: Sequence[Tensor | None],
+        wholes: dict[int, Tensor],
+        table: MessageTable,
+    ) -> Ticket:
+        """Begin to copy parts between ``slices`` and ``wholes``, in the direction of ``table``."""
+
+        def part_of_slice(part: Part) -> Any:
+            return slices[part.number]
+
+        def part_of_whole(part: Part) -> Any:
+            return wholes[part.number][part.start : part.stop]
+
+        ends = [(part_of_slice, self._as_holder), (part_of_whole, self._as_owner)]
+        returns = table is self._out
+        (source, sent), (target, received) = ends[::-1] if returns else ends
 
         def steps() -> Steps:
-            sent = table.views(table.sent, self._as_owner)
-            _copy(sent, [wholes[p.number][p.start : p.stop] for p in table.sent])
-            for number, whole in wholes.items():
-                start, stop = self._own[number]
-                if number in copied:
-                    _copy([slices[number]], [whole[start:stop]])
-            yield from self._exchange(1, table, self._as_holder, self._as_owner)
-            received = table.views(table.received, self._as_holder)
-            _copy([slices[part.number] for part in table.received], received)
+            _copy(table.views(table.sent, sent), map(source, table.sent))
+            # A slice that is the whole parameter is stepped in place.
+            own = [p for p in self._own if source(p) is not None]
+            own = [p for p in own if not begin_together(target(p), source(p))]
+            _copy(map(target, own), map(source, own))
+            yield from self._exchange(returns, table, received, sent)
+            _copy(map(target, table.received), table.views(table.received, received))
 
-        return lane.submit("weights from owners", steps, after=[after])
+        return lane.submit(label, steps, after=[after])
 
     def _exchange(self, which: int, table: MessageTable, received: Tensor, sent: Tensor) -> Steps:
         communicator = self._communicators[which]
@@ -296,12 +293,8 @@ class ChunkMessages:
             )
 
 
-def _is_one(whole: Tensor, own: Tensor) -> bool:
-    return whole.numel() == own.numel() and begin_together(whole, own)
-
-
 @torch.no_grad()
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor | None]) -> None:
     pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if s is not None and s.numel()]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
-from fsdp_engine.extensions.offload import offloaded_step
 from fsdp_engine.extensions.offload.places import ROLES
+from fsdp_engine.optim.state_format import StateFormat
 from tests.async_device import device as on
 from tests.extensions.offload.offloaded import (
     FULL,
@@ -167,7 +167,7 @@ def test_optimizers_whose_state_cannot_lie_there_are_refused(
 
 def test_state_in_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = make(OPTIM, offload=on_disk(tmp_path))
-    monkeypatch.setattr(offloaded_step, "is_blockwise", lambda optimizer: True)
+    monkeypatch.setattr(StateFormat, "has_plain_tensors", False)
     with pytest.raises(ValueError, match=r"plain tensors.*found AdamW, whose state is quantised"):
         fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
 

@@ -271,7 +271,7 @@ def test_a_deleted_engine_waits_for_steps_into_its_memory() -> None:
 @on_ranks(1)
 def test_a_step_that_fails_leaves_nothing_on_the_device() -> None:
     engine, optimizer, step = trained(BESIDE, 1)
-    taken, calls = offloaded_step._Chunk.take, []
+    taken, calls = offloaded_step._Chunk.begin_return, []
 
     def fail(chunk: Any) -> None:
         calls.append(chunk)
@@ -280,7 +280,7 @@ def test_a_step_that_fails_leaves_nothing_on_the_device() -> None:
         taken(chunk)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded_step._Chunk, "take", fail)
+        patch.setattr(offloaded_step._Chunk, "begin_return", fail)
         with pytest.raises(RuntimeError, match="no"):
             step(1)
     assert "optimizer" not in engine.memory_bytes()

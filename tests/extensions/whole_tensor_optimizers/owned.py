@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.extensions.offload.disk_memory import DiskBlock
 from fsdp_engine.extensions.whole_tensor_optimizers.owned_step import OwnedStep
 from fsdp_engine.optim.shadow import step_hook_of
+from fsdp_engine.optim.state_leaves import leaves_of
 from tests import reference
 
 SIZES = (33, 40, 48, 7)
@@ -56,26 +53,6 @@ class Whitening(torch.optim.Optimizer):
                 update = rows / (left.norm().sqrt() + right.norm().sqrt() + 1e-6)
                 p.sub_((update + rows * state["rate"]).view_as(p), alpha=group["lr"])
         return loss
-
-
-class Exchanging(torch.optim.Optimizer):
-    """Exchanges the two tensors of its state in each step."""
-
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        if closure is not None:
-            torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["one"], state["other"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["one"], state["other"] = state["other"], state["one"]
-                state["one"].mul_(0.5).add_(p.grad)
-                p.sub_(state["one"] + 0.5 * state["other"], alpha=group["lr"])
 
 
 class WhitensOrAverages(torch.optim.Optimizer):
@@ -188,12 +165,20 @@ def sharded(
     *,
     mesh: Any = None,
     outer: str = "no_shard",
-    offload: Any = None,
+    extensions: Sequence[Any] = (),
     **options: Any,
 ) -> Side:
     """``options`` are those of ``shard_optimizer``."""
     made = model()
-    engine = fe.shard(made, mesh, level, outer, units=[nn.Linear], min_unit_size=0, offload=offload)
+    engine = fe.shard(
+        made,
+        mesh,
+        level,
+        outer,
+        units=[nn.Linear],
+        options=fe.Options(min_unit_size=0),
+        extensions=extensions,
+    )
     return Side(made, fe.shard_optimizer(maker(made), **options), engine)
 
 
@@ -235,20 +220,18 @@ def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     return target.local.numel() == 3
 
 
-@contextmanager
-def late_disk(read: float = 0.003, write: float = 0.006) -> Iterator[None]:
-    """Within it chunks have a parameter of each rank, and state is read, and written, after a
-    delay in seconds: a read that no step awaits ends when new state is in its place."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "fsdp_engine.extensions.whole_tensor_optimizers.owned_step._CHUNK_ELEMENTS", 1
-        )
-        for name, seconds in (("read", read), ("write", write)):
-            call = getattr(DiskBlock, name)
+RESETS: dict[str, Callable[[Any], Any]] = {
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "loaded": lambda optimizer: optimizer.load_state_dict({**optimizer.state_dict(), "state": {}}),
+    "of each": lambda optimizer: [optimizer.state[p].clear() for p in params_of(optimizer)],
+    "of some": lambda optimizer: [optimizer.state.pop(p, None) for p in params_of(optimizer)[::2]],
+}
 
-            def late(*args: Any, call: Any = call, seconds: float = seconds) -> None:
-                time.sleep(seconds)
-                call(*args)
 
-            patch.setattr(DiskBlock, name, late)
-        yield
+def tensors_of(state: Any) -> list[Tensor]:
+    leaves = leaves_of(state)
+    return [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in leaves]
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -24,19 +24,20 @@ from tests.extensions.whole_tensor_optimizers.owned import (
     CUT,
     LEVELS,
     MAKERS,
+    RESETS,
     SIZES,
-    Exchanging,
     Side,
     Whitening,
     WhitensOrAverages,
     assert_alike,
     assert_close,
     is_mine,
-    late_disk,
     matrices,
+    params_of,
     plain,
     plain_model,
     sharded,
+    tensors_of,
     trained,
     values,
 )
@@ -372,23 +373,6 @@ def test_state_dicts_have_all_state_and_are_loaded_from_plain_and_pickled_ones()
         assert not any(isinstance(leaf, fe.FlatDTensor) for leaf in leaves)
 
 
-RESETS: dict[str, Callable[[Any], Any]] = {
-    "cleared": lambda optimizer: optimizer.state.clear(),
-    "loaded": lambda optimizer: optimizer.load_state_dict({**optimizer.state_dict(), "state": {}}),
-    "of each": lambda optimizer: [optimizer.state[p].clear() for p in params_of(optimizer)],
-    "of some": lambda optimizer: [optimizer.state.pop(p, None) for p in params_of(optimizer)[::2]],
-}
-
-
-def tensors_of(state: Any) -> list[Tensor]:
-    leaves = leaves_of(state)
-    return [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in leaves]
-
-
-def params_of(optimizer: Any) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 @on_few_ranks
 def test_a_state_dict_after_a_reset_has_no_state_on_any_rank() -> None:
     side = sharded(whitening)
@@ -464,7 +448,7 @@ def test_several_optimizers_are_saved_as_one(ranks: Ranks, tmp_path: Path) -> No
 
 
 @on_few_ranks
-def test_the_user_says_what_is_whole(tmp_path: Path) -> None:
+def test_the_user_says_what_is_whole() -> None:
     side = sharded(MAKERS["Adafactor"], whole=["0.*"])
     step = step_hook_of(side.optimizer, OwnedStep)
     assert isinstance(step, OwnedStep)
@@ -476,84 +460,3 @@ def test_the_user_says_what_is_whole(tmp_path: Path) -> None:
     assert len(step.needs) == len(params)
     with pytest.raises(ValueError, match="whole: expected nothing beside elementwise=True"):
         fe.shard_optimizer(torch.optim.SGD(params), elementwise=True, whole=True)
-    offload = fe.Offload(optimizer_state="disk", main_weights="disk", folder=tmp_path)
-    with pytest.raises(ValueError, match=r"offload\.main_weights: expected 'device', since Muon s"):
-        sharded(MAKERS["Muon"], offload=offload)
-
-
-# --- state elsewhere ---
-
-
-def assert_same_on_a_disk(
-    body: Callable[[Side], object], maker: Callable[[Any], Any], folder: Path, **options: Any
-) -> list[Side]:
-    """Training with state on a disk has the bits of training with state on the device."""
-    disk = fe.Offload(optimizer_state="disk", folder=folder)
-    sides = [sharded(maker, offload=offload, **options) for offload in (None, disk)]
-    for side in sides:
-        body(side)
-    assert all(map(torch.equal, *(values(side.model) for side in sides)))
-    return sides
-
-
-@pytest.mark.parametrize("name", [*MAKERS, "mixed"])
-@on_few_ranks
-def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
-    maker, options = MAKERS.get(name), {}
-    if maker is None:  # elementwise, but some are stepped whole
-        maker, options = (
-            lambda m: torch.optim.AdamW(m.parameters(), 0.02),
-            {"whole": ["0.*", "2.*"]},
-        )
-
-    def body(side: Side) -> None:
-        side.train(0, 1)
-        side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
-        side.train(2)
-
-    sides = assert_same_on_a_disk(body, maker, tmp_path, **options)
-    if name in ("Muon", "mixed"):
-        assert sides[1].engine.memory_bytes("disk")["optimizer"] > 0
-    expected, found = (side.optimizer.state_dict()["state"] for side in sides)
-    assert found.keys() == expected.keys()
-    for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
-        assert torch.equal(reference.held(one), reference.held(other))
-
-
-@pytest.mark.parametrize("reset", RESETS)
-@pytest.mark.parametrize("level", LEVELS)
-@on_few_ranks
-def test_state_on_a_disk_may_be_reset(level: str, reset: str, tmp_path: Path) -> None:
-    def body(side: Side) -> None:
-        for step in range(4):
-            if step == 2:
-                RESETS[reset](side.optimizer)
-            side.optimizer.step(side.closure(step))
-
-    with late_disk():
-        assert_same_on_a_disk(body, whitening, tmp_path, level=level)
-
-
-def lbfgs(search: str | None) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda m: torch.optim.LBFGS(m.parameters(), 0.5, max_iter=2, line_search_fn=search)
-
-
-CLOSURES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
-    "tensors exchanged": (lambda model: Exchanging(model.parameters()), {"whole": True}),
-    "slices exchanged": (lambda model: Exchanging(model.parameters()), {"elementwise": True}),
-    "called again": (lbfgs(None), {}),
-    "searching": (lbfgs("strong_wolfe"), {}),
-}
-
-
-@pytest.mark.parametrize("name", CLOSURES)
-@on_few_ranks
-def test_state_on_a_disk_may_be_exchanged_and_closures_called_again(
-    name: str, tmp_path: Path
-) -> None:
-    def body(side: Side) -> None:
-        for step in range(4):
-            side.optimizer.step(side.closure(step))
-
-    maker, options = CLOSURES[name]
-    assert_same_on_a_disk(body, maker, tmp_path, **options)

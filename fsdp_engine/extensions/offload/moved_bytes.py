@@ -1,0 +1,95 @@
+"""Memory on the device for state that lies elsewhere between steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fsdp_engine.comm.lanes import Ticket
+from fsdp_engine.extensions.offload.home import Home, Steps
+from fsdp_engine.extensions.offload.offloading import Offloading
+from fsdp_engine.memory.allocator import TransientStorage
+from fsdp_engine.optim.chunked_step import StepChunk
+
+
+class Piece(NamedTuple):
+    """A part of a chunk, which is at one home between steps.
+
+    Attributes:
+        home: The home.
+        first: The part's first byte there.
+        start, stop: The part's bytes in the chunk.
+        returns: The step changes the part.
+    """
+
+    home: Home
+    first: int
+    start: int
+    stop: int
+    returns: bool
+
+
+class MovedBytes(StepChunk):
+    """Memory of one chunk, which is copied from homes before a step and to them afterwards.
+
+    Args:
+        offload: The lanes and the memory of the engine.
+        name: The chunk in labels of copies.
+    """
+
+    def __init__(self, offload: Offloading, name: str) -> None:
+        self._offload = offload
+        self._name = name
+        self._pieces: list[Piece] = []
+        # Subclasses create the storage, and a view of its bytes.
+        self._storage: TransientStorage | None = None
+        self._bytes: Any = None
+        self._brought: Ticket | None = None
+        self._taken: Ticket | None = None
+
+    def _bring_pieces(self) -> Steps:
+        for piece in self._pieces:
+            yield from piece.home.bring(self._bytes[piece.start : piece.stop], piece.first)
+
+    def _take_pieces(self) -> Steps:
+        for piece in self._pieces:
+            if piece.returns:
+                yield from piece.home.take(self._bytes[piece.start : piece.stop])
+
+    def fill(self) -> None:
+        """Allocate the memory."""
+        assert self._storage is not None
+        self._offload.compute.manage("allocate state", self._storage.fill, self._storage)
+
+    def bring(self) -> None:
+        """See :class:`StepChunk`."""
+        self.fill()
+        # Compute may be on the stream of a lane, which waits for the last of its tickets.
+        after = [*([] if self._taken is None else [self._taken]), self._offload.compute.record()]
+        self._brought = self._offload.state_in.submit(
+            f"bring {self._name}", self._bring_pieces, after=after
+        )
+
+    def await_brought(self) -> None:
+        """See :class:`StepChunk`."""
+        if self._brought is not None:
+            self._offload.compute.wait(self._brought)
+            self._brought = None
+
+    def begin_return(self) -> None:
+        """Begin to copy to homes what a submitted step changes."""
+        self._taken = self._offload.state_out.submit(
+            f"return {self._name}", self._take_pieces, after=[self._offload.compute.record()]
+        )
+
+    def leave(self) -> None:
+        """See :class:`StepChunk`."""
+        self.await_brought()
+        if self._taken is not None:
+            self._offload.compute.wait(self._taken)
+        if self._storage is not None:
+            self._offload.compute.manage("free state", self._storage.drain, self._storage)
+
+    def abandon(self) -> None:
+        """As :meth:`leave`, after the lanes have ended what they were given."""
+        self._brought = self._taken = None
+        self.leave()

@@ -1,0 +1,151 @@
+"""State of optimizers that step whole tensors lies on a disk between steps."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.extensions.offload.disk_memory import DiskBlock
+from tests import reference
+from tests.extensions.whole_tensor_optimizers.owned import (
+    LEVELS,
+    MAKERS,
+    RESETS,
+    Side,
+    sharded,
+    tensors_of,
+    values,
+)
+from tests.pool import on_few_ranks
+
+whitening = MAKERS["Whitening"]
+
+
+class Exchanging(torch.optim.Optimizer):
+    """Exchanges the two tensors of its state in each step."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["one"], state["other"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["one"], state["other"] = state["other"], state["one"]
+                state["one"].mul_(0.5).add_(p.grad)
+                p.sub_(state["one"] + 0.5 * state["other"], alpha=group["lr"])
+
+
+@contextmanager
+def late_disk(read: float = 0.003, write: float = 0.006) -> Iterator[None]:
+    """Within it chunks have a parameter of each rank, and state is read, and written, after a
+    delay in seconds: a read that no step awaits ends when new state is in its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "fsdp_engine.extensions.whole_tensor_optimizers.owned_step._CHUNK_ELEMENTS", 1
+        )
+        for name, seconds in (("read", read), ("write", write)):
+            call = getattr(DiskBlock, name)
+
+            def late(*args: Any, call: Any = call, seconds: float = seconds) -> None:
+                time.sleep(seconds)
+                call(*args)
+
+            patch.setattr(DiskBlock, name, late)
+        yield
+
+
+@on_few_ranks
+def test_main_weights_of_whole_tensors_stay_on_the_device(tmp_path: Path) -> None:
+    offload = fe.Offload(optimizer_state="disk", main_weights="disk", folder=tmp_path)
+    with pytest.raises(ValueError, match=r"offload\.main_weights: expected 'device', since Muon s"):
+        sharded(MAKERS["Muon"], extensions=[offload])
+
+
+def assert_same_on_a_disk(
+    body: Callable[[Side], object], maker: Callable[[Any], Any], folder: Path, **options: Any
+) -> list[Side]:
+    """Training with state on a disk has the bits of training with state on the device."""
+    disk = fe.Offload(optimizer_state="disk", folder=folder)
+    sides = [sharded(maker, extensions=given, **options) for given in ([], [disk])]
+    for side in sides:
+        body(side)
+    assert all(map(torch.equal, *(values(side.model) for side in sides)))
+    return sides
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "mixed"])
+@on_few_ranks
+def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
+    maker, options = MAKERS.get(name), {}
+    if maker is None:  # elementwise, but some are stepped whole
+        maker, options = (
+            lambda m: torch.optim.AdamW(m.parameters(), 0.02),
+            {"whole": ["0.*", "2.*"]},
+        )
+
+    def body(side: Side) -> None:
+        side.train(0, 1)
+        side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
+        side.train(2)
+
+    sides = assert_same_on_a_disk(body, maker, tmp_path, **options)
+    if name in ("Muon", "mixed"):
+        assert sides[1].engine.memory_bytes("disk")["optimizer"] > 0
+    expected, found = (side.optimizer.state_dict()["state"] for side in sides)
+    assert found.keys() == expected.keys()
+    for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(reference.held(one), reference.held(other))
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("level", LEVELS)
+@on_few_ranks
+def test_state_on_a_disk_may_be_reset(level: str, reset: str, tmp_path: Path) -> None:
+    def body(side: Side) -> None:
+        for step in range(4):
+            if step == 2:
+                RESETS[reset](side.optimizer)
+            side.optimizer.step(side.closure(step))
+
+    with late_disk():
+        assert_same_on_a_disk(body, whitening, tmp_path, level=level)
+
+
+def lbfgs(search: str | None) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda m: torch.optim.LBFGS(m.parameters(), 0.5, max_iter=2, line_search_fn=search)
+
+
+CLOSURES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
+    "tensors exchanged": (lambda model: Exchanging(model.parameters()), {"whole": True}),
+    "slices exchanged": (lambda model: Exchanging(model.parameters()), {"elementwise": True}),
+    "called again": (lbfgs(None), {}),
+    "searching": (lbfgs("strong_wolfe"), {}),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+@on_few_ranks
+def test_state_on_a_disk_may_be_exchanged_and_closures_called_again(
+    name: str, tmp_path: Path
+) -> None:
+    def body(side: Side) -> None:
+        for step in range(4):
+            side.optimizer.step(side.closure(step))
+
+    maker, options = CLOSURES[name]
+    assert_same_on_a_disk(body, maker, tmp_path, **options)
