@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -57,6 +56,10 @@ class HomePart(NamedTuple):
     home: Home
     first: int
     num_bytes: int
+
+
+# Makes a home of so many bytes; the second argument ends the copies from and to it.
+MakeHome = Callable[[int, Callable[[], object]], Home]
 
 
 class HostHome(HostBlock):
@@ -152,32 +155,3 @@ class StagedHome(DiskBlock):
         copied[0].wait()
         self.write_part(copied[0].bytes, start, num_bytes)
         self._out.put(copied.popleft())
-
-
-class Homes:
-    """Makes homes.
-
-    Args:
-        book: called with each.
-        make: makes one of so many bytes.
-    """
-
-    def __init__(self, book: Callable[[Home], None], make: Callable[[int], Home]) -> None:
-        self._book = book
-        self._make = make
-
-    def make(self, num_bytes: int, drain: Callable[[], object]) -> Home:
-        """Returns a home of ``num_bytes``.
-
-        Args:
-            drain: ends the copies from and to it. Operations on files keep their home; a device
-                that copies host memory by itself does not.
-
-        Raises:
-            OSError: there is too little space on the disk; names both figures.
-        """
-        home = self._make(num_bytes)
-        if isinstance(home, HostHome):
-            weakref.finalize(home, drain).atexit = False
-        self._book(home)
-        return home

@@ -16,7 +16,7 @@ from fsdp_engine.buffers.placement import GradientShard
 from fsdp_engine.buffers.redistribute import BufferContext, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.lanes import Chain, Lane
-from fsdp_engine.extensions.offload.home import HomePart, Homes
+from fsdp_engine.extensions.offload.home import HomePart, MakeHome
 from fsdp_engine.memory.allocator import TransientStorage, alias
 
 
@@ -35,7 +35,7 @@ class HomedShard(GradientShard):
 
     Args:
         spec, context, depth, dtype: see :class:`GradientShard`.
-        homes: makes the home.
+        make_home: Makes the home.
         lanes: The lanes of copies to the device and from it.
     """
 
@@ -48,13 +48,13 @@ class HomedShard(GradientShard):
         context: BufferContext,
         depth: int,
         dtype: torch.dtype,
-        homes: Homes,
+        make_home: MakeHome,
         lanes: Sequence[Lane],
     ) -> None:
         super().__init__(spec, context, depth, dtype)
         self._into, self._out = lanes
         at, numel = self._at, self._numel
-        self.home = homes.make(numel * dtype.itemsize, self._out.drain)
+        self.home = make_home(numel * dtype.itemsize, self._out.drain)
         self._buffer = ShardedBuffer(spec.layout, at, depth, alias(self.home.bytes.view(dtype)))
         storage: TransientStorage = context.memory.transient(numel, dtype, "staging")
         self.memory = (storage,)

@@ -15,7 +15,7 @@ from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain
-from fsdp_engine.extensions.offload.home import Home, Homes
+from fsdp_engine.extensions.offload.home import Home, MakeHome
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
 from fsdp_engine.strategies import Role, Strategy
@@ -39,12 +39,12 @@ class HomedMain(MainShard):
         spec: BufferSpec,
         context: BufferContext,
         codec: ParamCodec,
-        homes: Homes,
+        make_home: MakeHome,
         *,
         is_cast: bool,
     ) -> None:
         at = context.mesh_communicators.mesh.coordinate
-        self.home = homes.make(bytes_of_main(spec, at), context.lanes.drain)
+        self.home = make_home(bytes_of_main(spec, at), context.lanes.drain)
         main = alias(self.home.bytes.view(spec.kind.dtypes.main))
         super().__init__(spec, context, codec, main)
         if is_accelerator(context.memory.device):
@@ -53,7 +53,7 @@ class HomedMain(MainShard):
         self._sent: Home | None = self.home if codec.is_identity else None
         if is_cast:
             num_bytes = main.numel() * codec.wire_dtype.itemsize
-            self._sent = homes.make(num_bytes, context.lanes.drain)
+            self._sent = make_home(num_bytes, context.lanes.drain)
         self._brought: TransientStorage | None = None
         if self._sent is None:
             self._brought = context.memory.transient(main.numel(), main.dtype, "full")

@@ -44,7 +44,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.comm.pending_steps import PendingStep, finish_pending_steps
-from fsdp_engine.extensions.offload.home import Home, HomePart, Homes, Steps
+from fsdp_engine.extensions.offload.chunk_memory import ALIGNMENT, ChunkMemory, Piece, view_of
+from fsdp_engine.extensions.offload.home import HomePart, MakeHome
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.owned_homes import copy_moved
 from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
@@ -65,12 +66,8 @@ from fsdp_engine.optim.shadow import (
 from fsdp_engine.optim.state_leaves import is_plain
 from fsdp_engine.optim.step_listeners import add_step_check
 
-# The role of chunks in the ledger.
-ROLE = "optimizer"
 # Of :class:`~fsdp_engine.Offload`.
 STATE = "optimizer_state"
-# State tensors begin at multiples of so many bytes.
-_ALIGNMENT = 64
 # Attributes of all optimizers. Defaults are those of groups, state and parameters the step's own.
 _OF_OPTIMIZER = {"defaults", "param_groups", "state"}
 # An unusual shape: state of it is state of each element. It has more elements than the vectors that
@@ -84,17 +81,17 @@ def _slice_within(value: Tensor) -> Tensor:
 
 
 class OffloadedBuffer(NamedTuple):
-    """Homes of a buffer.
+    """MakeHome of a buffer.
 
     Attributes:
         params: its sharded parameters.
-        main: the home of their slices; None: they are on the device.
-        gradients: the home of their gradients; None: they are on the device.
+        main: the place of their slices; None: they are on the device.
+        gradients: the place of their gradients; None: they are on the device.
         pending: their step, while compute has not waited for it.
     """
 
     params: Sequence[Tensor]
-    main: Home | None
+    main: HomePart | None
     gradients: HomePart | None
     pending: PendingStep
 
@@ -216,31 +213,14 @@ class _WorkSlot(Slot):
         self.param_local = param.local
 
 
-class _Piece(NamedTuple):
-    """What a chunk has of one home.
-
-    Attributes:
-        home: where it lies.
-        first: its first byte there.
-        start, stop: its bytes in the chunk.
-        returns: the step changes it.
-    """
-
-    home: Home
-    first: int
-    start: int
-    stop: int
-    returns: bool
-
-
-class _Chunk:
+class _Chunk(ChunkMemory):
     """State of a unit's parameters, and what else of them lies elsewhere.
 
     Args:
         unit: The unit of the parameters.
         params: The parameters of the optimizer.
         dtypes: The dtypes of each parameter's state tensors, by key.
-        homes: makes that of the state; None: it stays on the device.
+        make_home: Makes the home of the state; None: it stays on the device.
 
     Attributes:
         unit: see the argument.
@@ -259,13 +239,12 @@ class _Chunk:
         unit: _Unit,
         params: Sequence[Tensor],
         dtypes: Sequence[dict[Any, torch.dtype]],
-        homes: Homes | None,
+        make_home: MakeHome | None,
     ) -> None:
+        super().__init__(unit.offload, unit.name)
         self.unit = unit
         self.dtypes = list(dtypes)
-        self._offload = offload = unit.offload
-        self._moves_state = homes is not None
-        self._pieces: list[_Piece] = []
+        self._moves_state = make_home is not None
         self.members: dict[int, list[Tensor]] = {}
         places: list[dict[Any, tuple[int, torch.dtype]]] = []
         size = 0
@@ -273,41 +252,33 @@ class _Chunk:
             places.append({})
             for key, dtype in keys.items():
                 places[-1][key] = size, dtype
-                size += round_up(_slice_within(param).numel() * dtype.itemsize, _ALIGNMENT)
+                size += round_up(_slice_within(param).numel() * dtype.itemsize, ALIGNMENT)
         self._places = places
-        if homes is not None:
-            home = homes.make(size, offload.state_out.drain)
-            self._pieces.append(_Piece(home, 0, 0, size, returns=True))
-        buffers = _unique(_OFFLOADS[param].buffer for param in params if param in _OFFLOADS)
+        if make_home is not None:
+            home = make_home(size, unit.offload.state_out.drain)
+            self._pieces.append(Piece(HomePart(home, 0, size), 0, returns=True))
+        registered = (_OFFLOADS[param].buffer for param in params if param in _OFFLOADS)
+        buffers = list({id(each): each for each in registered}.values())
         self.returns_weights = any(buffer.main is not None for buffer in buffers)
         for buffer in buffers:
-            if (main := buffer.main) is not None:
-                size = self._add(_Piece(main, 0, size, size + len(main.bytes), returns=True))
-            if (grads := buffer.gradients) is not None:
-                stop = size + grads.num_bytes
-                size = self._add(_Piece(grads.home, grads.first, size, stop, returns=False))
-        self._piece_of = {storage_keys(piece.home.bytes)[0]: piece for piece in self._pieces}
+            for part, returns in ((buffer.main, True), (buffer.gradients, False)):
+                if part is not None:
+                    self._pieces.append(Piece(part, size, returns=returns))
+                    size = round_up(size + part.num_bytes, ALIGNMENT)
+        self._piece_of = {storage_keys(piece.part.home.bytes)[0]: piece for piece in self._pieces}
         self.num_bytes = size
-        self._storage = offload.memory.transient(size, torch.uint8, ROLE)
-        with self._storage.while_filled():
-            self._bytes = self._storage.view(0, (size,))
-            self.slots = [self._slot(param) for param in params]
-            self.work = self._views(self._bytes, lambda slot, key, value: value)
+        self.reserve(size)
+        self.slots = [self._slot(param) for param in params]
+        self.work = self._views(self._bytes, lambda slot, key, value: value)
+        self.leave()
         self.slices = Slices(
             [slot for slot in self.slots if isinstance(slot.param, FlatDTensor)],
             self._gradient if any(not piece.returns for piece in self._pieces) else None,
         )
-        state = self._pieces[0].home.bytes if self._moves_state else self._bytes
+        state = self._pieces[0].part.home.bytes if self._moves_state else self._bytes
         self.kept = self._views(state, lambda slot, key, value: slot.to_flat(key, value))
-        self._brought: Ticket | None = None
-        self._taken: Ticket | None = None
-        self._pending = _unique_objects(buffer.pending for buffer in buffers)
+        self._pending = [buffer.pending for buffer in buffers]
         self.has_plain = any(isinstance(slot, _PlainSlot) for slot in self.slots)
-
-    def _add(self, piece: _Piece) -> int:
-        """Where the next piece begins."""
-        self._pieces.append(piece)
-        return round_up(piece.stop, _ALIGNMENT)
 
     def _slot(self, param: Any) -> Slot:
         if not isinstance(param, FlatDTensor):
@@ -323,7 +294,7 @@ class _Chunk:
         piece = self._piece_of.get(storage_keys(local)[0])
         if piece is None:
             return None
-        first = int(local.storage_offset()) * local.itemsize - piece.first
+        first = int(local.storage_offset()) * local.itemsize - piece.part.first
         return self._view(self._bytes, piece.start + first, local.dtype, local)
 
     def _gradient(self, index: int, local: Tensor) -> Tensor:
@@ -345,9 +316,8 @@ class _Chunk:
 
     @staticmethod
     def _view(memory: Tensor, start: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        piece = memory[start : start + like.numel() * dtype.itemsize]
-        # Of its own: a step changes it in place, where a home's other views must not seem changed.
-        return allocator.alias(piece.view(dtype).view(like.shape))
+        # A step changes it in place, where a home's other views must not seem changed.
+        return allocator.alias(view_of(memory, start, like.shape, dtype))
 
     @property
     def brings_more_than_state(self) -> bool:
@@ -394,50 +364,6 @@ class _Chunk:
                 slot.to_local(key, value)  # raises
         return {k: v for k, v in values.items() if k in kept and isinstance(v, Tensor)}
 
-    def bring(self) -> None:
-        """Take memory on the device, and begin to fill it from home."""
-        compute = self._offload.compute
-        self.fill()
-        self._brought = self._offload.state_in.submit(
-            f"bring {self.unit.name}",
-            self._bring_pieces,
-            after=[*([] if self._taken is None else [self._taken]), compute.record()],
-        )
-
-    def _bring_pieces(self) -> Steps:
-        for piece in self._pieces:
-            yield from piece.home.bring(self._bytes[piece.start : piece.stop], piece.first)
-
-    def _take_pieces(self) -> Steps:
-        for piece in self._pieces:
-            if piece.returns:
-                yield from piece.home.take(self._bytes[piece.start : piece.stop])
-
-    def fill(self) -> None:
-        """Take memory on the device."""
-        self._offload.compute.manage("allocate state", self._storage.fill, self._storage)
-
-    def await_brought(self) -> None:
-        """Compute waits for what :meth:`bring` began."""
-        if self._brought is not None:
-            self._offload.compute.wait(self._brought)
-            self._brought = None
-
-    def take(self) -> None:
-        """The step of this chunk is submitted: begin to write its state home."""
-        self._taken = self._offload.state_out.submit(
-            f"return {self.unit.name}",
-            self._take_pieces,
-            after=[self._offload.compute.record()],
-        )
-
-    def leave(self) -> None:
-        """Free the memory on the device as soon as it is written."""
-        self.await_brought()
-        if self._taken is not None:
-            self._offload.compute.wait(self._taken)
-        self._offload.compute.manage("free state", self._storage.drain, self._storage)
-
     def begin_pending(self, ticket: Ticket, held: Sequence[Tensor]) -> None:
         """Compute has not waited for the step of this chunk.
 
@@ -455,11 +381,6 @@ class _Chunk:
         for pending in self._pending:
             pending.finish()
 
-    def abandon(self) -> None:
-        """Free the memory on the device; its lanes have ended what they were given."""
-        self._brought = self._taken = None
-        self.leave()
-
 
 def _in_order(chunks: Sequence[_Chunk]) -> list[_Chunk]:
     """The order in which chunks are stepped: neighbours have like sizes, since one is brought while
@@ -467,10 +388,6 @@ def _in_order(chunks: Sequence[_Chunk]) -> list[_Chunk]:
     smallest."""
     by_size = sorted(chunks, key=attrgetter("num_bytes"))
     return [*by_size[::2], *reversed(by_size[1::2])]
-
-
-def _unique_objects(objects: Iterable[Any]) -> list[Any]:
-    return list({id(each): each for each in objects}.values())
 
 
 def _has_tensors(values: Iterable[Any]) -> bool:
@@ -482,11 +399,6 @@ def _has_tensors(values: Iterable[Any]) -> bool:
         if isinstance(inner, tuple | list | ValuesView) and _has_tensors(inner):
             return True
     return False
-
-
-def _unique(buffers: Iterable[OffloadedBuffer]) -> list[OffloadedBuffer]:
-    """One for each home, in order."""
-    return list({(id(each.main), id(each.gradients)): each for each in buffers}.values())
 
 
 class _ChunkStep(NamedTuple):
@@ -522,7 +434,7 @@ class OffloadedStep(StepHook):
                 f"steps (offload); found {type(optimizer).__name__}, whose state is quantised"
             )
         self._offload = offload
-        self._homes = offload.homes(STATE) if offload.moves(STATE) else None
+        self._make_home = offload.homes(STATE)
         self._shadows = Shadows(optimizer)
         self._groups: list[list[Tensor]] = []
         self._chunks: list[_Chunk] = []
@@ -709,7 +621,7 @@ class OffloadedStep(StepHook):
         for key, value in shadow.chunk_states.items():
             if isinstance(key, Tensor) and self._others.get(key) is not value:
                 self._others[key] = optimizer.state[key] = value
-        chunk.take()
+        chunk.write_back()
         return _ChunkStep(self._offload.compute.record(), held)
 
     @staticmethod
@@ -782,7 +694,7 @@ class OffloadedStep(StepHook):
                 is_moved = registered.buffer.main or registered.buffer.gradients
                 if not (param.ndim or is_moved):
                     continue
-                if self._homes is not None and param.dtype not in trials:
+                if self._make_home is not None and param.dtype not in trials:
                     trials[param.dtype] = self._try(optimizer, group, param)
                 params, dtypes = by_unit[registered.unit]
                 params.append(param)
@@ -801,7 +713,7 @@ class OffloadedStep(StepHook):
         else:
             self._chunks = _in_order(self._chunks)
         if not self._chunks:  # parameters without an offload are stepped with the first one
-            self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._homes))
+            self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._make_home))
         self._assign_members()
 
     def _refit(self, optimizer: Any) -> None:
@@ -830,7 +742,7 @@ class OffloadedStep(StepHook):
     ) -> None:
         """Make the chunk of that number, or make it anew; state that there is goes home."""
         self._offload.wait()
-        chunk = _Chunk(unit, params, dtypes, self._homes)
+        chunk = _Chunk(unit, params, dtypes, self._make_home)
         self._chunks[number : number + 1] = [chunk]
         for place, (slot, kept) in enumerate(zip(chunk.slots, chunk.kept, strict=True)):
             self._slot_of[id(slot.param)] = chunk, place

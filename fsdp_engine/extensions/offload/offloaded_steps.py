@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_engine.extensions.offload.home import Homes
 from fsdp_engine.extensions.offload.offloaded_step import (
     STATE,
     OffloadedStep,
@@ -22,15 +21,13 @@ class OffloadedSteps(StepPlacement):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._offload = find_offload(optimizer)
-        self._homes: Homes | None = None
-        if self._offload is not None and self._offload.moves(STATE):
-            self._homes = self._offload.homes(STATE)
+        self._make_home = None if self._offload is None else self._offload.homes(STATE)
 
     def make_place(self) -> StatePlace:
         """See :class:`StepPlacement`."""
-        if self._offload is None or self._homes is None:
+        if self._offload is None or self._make_home is None:
             return super().make_place()
-        return StateHome(self._offload, self._homes)
+        return StateHome(self._offload, self._make_home)
 
     def check_owners(self, name: str) -> None:
         """See :class:`StepPlacement`."""
@@ -53,10 +50,10 @@ class OffloadedSteps(StepPlacement):
 
     def drain(self) -> None:
         """See :class:`StepPlacement`."""
-        if self._homes is not None and self._offload is not None:
+        if self._make_home is not None and self._offload is not None:
             self._offload.drain()
 
     def wait(self) -> None:
         """See :class:`StepPlacement`."""
-        if self._homes is not None and self._offload is not None:
+        if self._make_home is not None and self._offload is not None:
             self._offload.wait()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from fsdp_engine.comm.lanes import ComputeLane, DeviceLane, Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.extensions.offload.disk_memory import DiskFile, DiskThreads
 from fsdp_engine.extensions.offload.disk_staging import Staging
-from fsdp_engine.extensions.offload.home import DiskHome, Home, Homes, HostHome, StagedHome
+from fsdp_engine.extensions.offload.home import DiskHome, Home, HostHome, MakeHome, StagedHome
 from fsdp_engine.extensions.offload.places import (
     DISK,
     HOST,
@@ -71,25 +72,34 @@ class Offloading:
         """Whether a role of :class:`~fsdp_engine.Offload` lies elsewhere."""
         return role in self._moved
 
-    def homes(self, role: str) -> Homes:
-        """Returns what makes homes of a role that lies elsewhere: on a disk in a file of its own.
+    def homes(self, role: str) -> MakeHome | None:
+        """Returns the function that makes homes of a role; on a disk they are in one file. None:
+        the role is on the device.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        place, memory = self.offload.places[role], self.memory
+        if role not in self._moved:
+            return None
+        place = self.offload.places[role]
+        kind: Callable[[int], Home] = partial(HostHome, pinned=self.offload.pin_memory)
+        if place == DISK and backend.current().has_values:
+            assert self.offload.folder is not None
+            file = self._files.pop(role, None) or DiskFile(Path(self.offload.folder))
+            kind = partial(DiskHome, file=file, threads=self._threads)
+            if self._staging:
+                into, out = self._staging
+                kind = partial(StagedHome, file=file, into=into, out=out)
 
-        def book(home: Home) -> None:
-            memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
+        def make(num_bytes: int, drain: Callable[[], object]) -> Home:
+            home = kind(num_bytes)
+            # Operations on files keep their home; a device that copies host memory does not.
+            if isinstance(home, HostHome):
+                weakref.finalize(home, drain).atexit = False
+            self.memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
+            return home
 
-        if place != DISK or not backend.current().has_values:
-            return Homes(book, partial(HostHome, pinned=self.offload.pin_memory))
-        assert self.offload.folder is not None
-        file = self._files.pop(role, None) or DiskFile(Path(self.offload.folder))
-        if self._staging:
-            into, out = self._staging
-            return Homes(book, partial(StagedHome, file=file, into=into, out=out))
-        return Homes(book, partial(DiskHome, file=file, threads=self._threads))
+        return make
 
     def _make_staging(self) -> list[Staging]:
         """One for each direction."""

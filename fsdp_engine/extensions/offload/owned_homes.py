@@ -8,127 +8,83 @@ it, so its home is made after the first step, and anew if a step or a load chang
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.lanes import Ticket
-from fsdp_engine.extensions.offload.home import Home, Homes
+from fsdp_engine.extensions.offload.chunk_memory import ALIGNMENT, ChunkMemory, Piece, view_of
+from fsdp_engine.extensions.offload.home import Home, HomePart, MakeHome
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.layout import round_up
-from fsdp_engine.memory.allocator import TransientStorage, begin_together, storage_keys
-from fsdp_engine.optim.owner_messages import ROLE
+from fsdp_engine.memory.allocator import begin_together, storage_keys
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StatePlace
 
-_ALIGNMENT = 64
 
-
-class StateHome(StatePlace):
+class StateHome(ChunkMemory, StatePlace):
     """The state of a chunk, at a home.
 
     Args:
         offload: The offload of the engine.
-        homes: makes homes of state.
+        make_home: Makes homes of state.
     """
 
-    def __init__(self, offload: Offloading, homes: Homes) -> None:
-        self._offload = offload
-        self._homes = homes
+    def __init__(self, offload: Offloading, make_home: MakeHome) -> None:
+        super().__init__(offload, "owned state")
+        self._make_home = make_home
         self._layout: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._offsets: list[int] = []
         self._home: Home | None = None
-        self._storage: TransientStorage | None = None
-        self._bytes: Tensor | None = None
-        self._brought: Ticket | None = None
-        self._taken: Ticket | None = None
 
     def bring(self) -> None:
         """See :class:`StatePlace`."""
-        if (home := self._home) is None:
-            return
-        self._fill()
-        assert self._bytes is not None
-        work, compute = self._bytes, self._offload.compute
-        after = [compute.record(), *([] if self._taken is None else [self._taken])]
-        bring = lambda: home.bring(work)  # noqa: E731
-        self._brought = self._offload.state_in.submit("bring owned state", bring, after=after)
+        if self._home is not None:
+            super().bring()
 
     def on_device(self, state: Any) -> Any:
         """See :class:`StatePlace`."""
-        self._await_brought()
+        self.await_brought()
         return map_leaves(self._leaf_on_device, state)
-
-    def _await_brought(self) -> None:
-        if self._brought is not None:
-            self._offload.compute.wait(self._brought)
-            self._brought = None
 
     def _leaf_on_device(self, leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.ndim):
             return leaf
         if self._home is not None and storage_keys(leaf) == storage_keys(self._home.bytes):
-            assert self._bytes is not None
             first = int(leaf.storage_offset()) * leaf.itemsize
-            return _view(self._bytes, first, tuple(leaf.shape), leaf.dtype)
+            return view_of(self._bytes, first, leaf.shape, leaf.dtype)
         return leaf.to(self._offload.memory.device)
 
     def take(self, states: Sequence[Any]) -> list[Any]:
         """See :class:`StatePlace`."""
         # Also where no state was read, since the user has reset it: its bytes would still arrive
         # in the memory that the new state is copied into.
-        self._await_brought()
+        self.await_brought()
         large = [leaf for leaf in leaves_of(list(states)) if _is_large(leaf)]
         layout = [(tuple(leaf.shape), leaf.dtype) for leaf in large]
         if not layout and self._home is None:
             return list(states)
         if layout != self._layout or self._home is None:
             self._make(layout)
-        self._fill()
-        home, work = self._home, self._bytes
+        self.fill()
+        home = self._home
         assert home is not None
-        assert work is not None
         places = [
-            _view(work, first, shape, dtype)
+            view_of(self._bytes, first, shape, dtype)
             for first, (shape, dtype) in zip(self._offsets, layout, strict=True)
         ]
         copy_moved(places, large)
-        compute = self._offload.compute
-        take = lambda: home.take(work)  # noqa: E731
-        self._taken = self._offload.state_out.submit(
-            "return owned state", take, after=[compute.record()]
-        )
+        self.write_back()
         offsets = iter(zip(self._offsets, layout, strict=True))
 
         def kept(leaf: Any) -> Any:
             if not _is_large(leaf):
                 return leaf
             first, (shape, dtype) = next(offsets)
-            return _view(home.bytes, first, shape, dtype)
+            return view_of(home.bytes, first, shape, dtype)
 
         return [map_leaves(kept, state) for state in states]
-
-    def leave(self) -> None:
-        """Free the memory on the device as soon as it is copied."""
-        if self._storage is not None:
-            for ticket in (self._brought, self._taken):
-                if ticket is not None:
-                    self._offload.compute.wait(ticket)
-            self._brought = None
-            storage = self._storage
-            self._offload.compute.manage("free owned state", storage.drain, storage)
-
-    def abandon(self) -> None:
-        """As :meth:`leave`, after the lanes have ended what they were given."""
-        self._brought = self._taken = None
-        self.leave()
-
-    def _fill(self) -> None:
-        storage = self._storage
-        assert storage is not None
-        self._offload.compute.manage("allocate owned state", storage.fill, storage)
 
     def _make(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Make the home, for tensors of these shapes and dtypes."""
@@ -137,12 +93,11 @@ class StateHome(StatePlace):
         self._layout, self._offsets, size = list(layout), [], 0
         for shape, dtype in layout:
             self._offsets.append(size)
-            size += round_up(math.prod(shape) * dtype.itemsize, _ALIGNMENT)
-        self._home = self._homes.make(size, self._offload.state_out.drain)
+            size += round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT)
+        self._home = self._make_home(size, self._offload.state_out.drain)
         self._taken = None
-        self._storage = self._offload.memory.transient(size, torch.uint8, ROLE)
-        self._fill()
-        self._bytes = self._storage.view(0, (size,))
+        self._pieces = [Piece(HomePart(self._home, 0, size), 0, returns=True)]
+        self.reserve(size)
         if old is not None:
             old.leave()
 
@@ -164,9 +119,3 @@ def copy_moved(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def _is_large(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
-
-
-def _view(memory: Tensor, first: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    shape = tuple(shape)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return memory[first : first + num_bytes].view(dtype).view(shape)

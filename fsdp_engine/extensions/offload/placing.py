@@ -15,7 +15,7 @@ from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.engine import Engine
 from fsdp_engine.extensions.offload.disk_memory import DiskFile
-from fsdp_engine.extensions.offload.home import Homes
+from fsdp_engine.extensions.offload.home import HomePart
 from fsdp_engine.extensions.offload.homed_gradients import HomedShard
 from fsdp_engine.extensions.offload.homed_main import HomedMain, can_leave_device, is_cast_at_home
 from fsdp_engine.extensions.offload.offloaded_step import OffloadedBuffer, offload_state
@@ -47,10 +47,7 @@ class OffloadPlacement(Placement):
 
     def __init__(self, offloading: Offloading) -> None:
         self._offloading = offloading
-        self._main, self._gradients = map(self._homes, ("main_weights", "gradients"))
-
-    def _homes(self, role: str) -> Homes | None:
-        return self._offloading.homes(role) if self._offloading.moves(role) else None
+        self._main, self._gradients = map(offloading.homes, ("main_weights", "gradients"))
 
     def make_main(self, spec: BufferSpec, context: BufferContext, codec: ParamCodec) -> MainShard:
         """See :class:`Placement`."""
@@ -124,7 +121,7 @@ def _offloaded(buffer: ParamAndGradBuffer) -> OffloadedBuffer:
     shard = None if grads is None else grads.shard
     return OffloadedBuffer(
         buffer.sharded_params,
-        main.home if isinstance(main, HomedMain) else None,
+        HomePart(main.home, 0, main.buffer.tensor.nbytes) if isinstance(main, HomedMain) else None,
         shard.part_at(buffer.spec.optim_depth) if isinstance(shard, HomedShard) else None,
         buffer.weights.pending,
     )
