@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name, public_names, register
+from fsdp_engine.extension_list import find_name, names_of, register
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -146,4 +146,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the public names, also those that were not imported yet."""
-    return sorted({*globals(), *__all__, *_LAZY, *public_names()})
+    return sorted({*globals(), *__all__, *_LAZY, *names_of("names")})

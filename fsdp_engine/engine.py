@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
-from fsdp_engine.extension_list import find_method, implementation, method_names, other_places
+from fsdp_engine.extension_list import find, implementation, names_of, other_places
 from fsdp_engine.memory.allocator import DEVICE, HOST, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
@@ -141,14 +141,14 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute that an extension has: see ``extension_list.py``."""
-        found = find_method(name)
+        found = find("methods", name)
         if found is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return found.__get__(self)
 
     def __dir__(self) -> list[str]:
         """Returns the names of attributes, also of those that extensions have."""
-        return [*super().__dir__(), *method_names()]
+        return [*super().__dir__(), *names_of("methods")]
 
     def extension(self, kind: Callable[[Engine], T]) -> T:
         """Returns what an extension keeps for this engine; made by ``kind`` when it is first asked

@@ -165,43 +165,38 @@ EXTENSIONS = (
     Extension("stall_monitor", registers=True),
 )
 
-_FOLDER_OF_NAME = {name: each.folder for each in EXTENSIONS for name in each.names}
-_FOLDER_OF_CODEC = {name: each.folder for each in EXTENSIONS for name in each.codecs}
-_FOLDER_OF_METHOD = {name: each.folder for each in EXTENSIONS for name in each.methods}
+_FOLDERS = {
+    kind: {name: each.folder for each in EXTENSIONS for name in getattr(each, kind)}
+    for kind in ("names", "codecs", "methods")
+}
 _CLASS_OF_NAME = {
     name: f"{each.folder}.{path}" for each in EXTENSIONS for name, path in each.classes
 }
 
 
-def public_names() -> Iterator[str]:
-    """Returns the names of the package that extensions have."""
-    return iter(_FOLDER_OF_NAME)
+def names_of(kind: str) -> Iterator[str]:
+    """Returns the names that extensions have.
+
+    Args:
+        kind: A field of :class:`Extension`: "names", "codecs" or "methods".
+    """
+    return iter(_FOLDERS[kind])
+
+
+def find(kind: str, name: str) -> Any:
+    """Returns the object of a name; None: no extension has it.
+
+    Args:
+        kind: See :func:`names_of`.
+        name: The name.
+    """
+    folder = _FOLDERS[kind].get(name)
+    return folder and getattr(importlib.import_module(f"{_FOLDER}.{folder}"), name)
 
 
 def find_name(name: str) -> Any:
     """Returns the object of a public name of the package; None: no extension has it."""
-    return _find(_FOLDER_OF_NAME, name)
-
-
-def codec_names() -> Iterator[str]:
-    """Returns the names of ``fsdp_engine.codecs`` that extensions have."""
-    return iter(_FOLDER_OF_CODEC)
-
-
-def find_codec(name: str) -> Any:
-    """Returns the object of a name of ``fsdp_engine.codecs``; None: no extension has it."""
-    return _find(_FOLDER_OF_CODEC, name)
-
-
-def method_names() -> Iterator[str]:
-    """Returns the attributes of engines that extensions have."""
-    return iter(_FOLDER_OF_METHOD)
-
-
-def find_method(name: str) -> Any:
-    """Returns the function or property that is an attribute of engines; None: no extension has
-    it."""
-    return _find(_FOLDER_OF_METHOD, name)
+    return find("names", name)
 
 
 def other_places() -> Iterator[str]:
@@ -258,13 +253,19 @@ def find_module(path: str) -> Any:
     return importlib.import_module(f"{_FOLDER}.{path}")
 
 
+def require_module(path: str) -> Any:
+    """Returns a module of an extension.
+
+    Raises:
+        ValueError: The package has no such extension.
+    """
+    if (found := find_module(path)) is None:
+        raise ValueError(f"expected the extension {path.split('.')[0]!r}; found that it is missing")
+    return found
+
+
 def register() -> None:
     """Let extensions register what the kernel calls. Called when the package is imported."""
     for each in EXTENSIONS:
         if each.registers:
             importlib.import_module(f"{_FOLDER}.{each.folder}").register()
-
-
-def _find(folders: dict[str, str], name: str) -> Any:
-    folder = folders.get(name)
-    return folder and getattr(importlib.import_module(f"{_FOLDER}.{folder}"), name)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from fsdp_engine.comm.mesh import DataMesh, ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.extension_list import require_module
 from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
 from fsdp_engine.fsdp2.param_group import WHAT, ParamGroup, UsageError, group_of, make_group
 from fsdp_engine.fsdp2.root_module import build_engine_on_first_call
@@ -61,13 +61,8 @@ def engine_extensions(policy: object) -> list[EngineExtension]:
         )
     if not isinstance(policy, fsdp.CPUOffloadPolicy):
         return []
-    if (offload := find_name("Offload")) is None:
-        raise ValueError(
-            "offload_policy: expected OffloadPolicy() without the extension offload; found "
-            f"{policy!r}"
-        )
     places = dict.fromkeys(("optimizer_state", "main_weights", "gradients", "step_on"), HOST)
-    return [offload(**places, pin_memory=policy.pin_memory)]
+    return [require_module("offload").Offload(**places, pin_memory=policy.pin_memory)]
 
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.extension_list import find_name, from_deprecated
 from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces
@@ -173,12 +173,12 @@ def merged_extensions(
 ) -> list[EngineExtension]:
     """Returns the extensions of ``candidate``, and those that are given, which override them."""
     known = [*(given or ())]
-    own: list[EngineExtension | None] = [candidate.offload]
-    activations = [each for name in _ACTIVATIONS if (each := find_name(name)) is not None]
-    if not any(isinstance(each, tuple(activations)) for each in known):
-        own += [kind.of(candidate.checkpointing) for kind in activations]
+    own = [] if candidate.offload is None else [candidate.offload]
+    activations = tuple(kind for name in _ACTIVATIONS if (kind := find_name(name)) is not None)
+    if candidate.checkpointing and not any(isinstance(each, activations) for each in known):
+        own += from_deprecated("checkpointing", candidate.checkpointing)
     kinds = {type(each) for each in known}
-    return [*known, *(each for each in own if each is not None and type(each) not in kinds)]
+    return [*known, *(each for each in own if type(each) not in kinds)]
 
 
 def check_checkpointing(value: object) -> None:

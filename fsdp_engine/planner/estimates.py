@@ -41,6 +41,7 @@ from torch import nn
 from fsdp_engine.codecs import CastCodec, ParamCodec
 from fsdp_engine.deprecated_arguments import replaced
 from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import require_module
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.memory.allocator import DEVICE, HOST
@@ -50,7 +51,7 @@ from fsdp_engine.planner.simulation.simulation_error import (
     check_type,
     listed,
 )
-from fsdp_engine.planner.state_places import DISK, StatePlaces, implementation_of, places_among
+from fsdp_engine.planner.state_places import DISK, StatePlaces, places_among
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
 from fsdp_engine.sharding import check_extensions
@@ -104,7 +105,7 @@ class Footprint:
         """Whether main weights lie elsewhere."""
         if "main_weights" not in self.offload.places:
             return False
-        main = implementation_of("homed_main")
+        main = require_module("offload.homed_main")
         return bool(main.can_leave_device(self.strategy, self.buffer.codec))
 
     @property
@@ -116,7 +117,7 @@ class Footprint:
         """Whether compute weights lie elsewhere, beside main weights."""
         if not self._main_leaves or self.offload.main_weights != HOST:
             return False
-        main = implementation_of("homed_main")
+        main = require_module("offload.homed_main")
         return bool(main.is_cast_at_home(self.strategy, self.buffer.codec))
 
     @property
@@ -457,7 +458,7 @@ def estimate(
         elsewhere.update(each.elsewhere)
     chunks = [unit.total(lambda each: each.chunk_bytes) for unit in footprints]
     if DISK in where.places.values() and not on_cpu:
-        elsewhere[HOST] += implementation_of("disk_staging").NUM_BYTES
+        elsewhere[HOST] += require_module("offload.disk_staging").NUM_BYTES
     at_rest, place = sum(states), where.places.get("optimizer_state")
     if place is not None:
         elsewhere[place] += at_rest
@@ -537,7 +538,7 @@ def _check_levels(
         offload.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
         stays = on_cpu or offload.main_weights == DEVICE
         for buffer in () if stays else buffers:
-            main = implementation_of("homed_main")
+            main = require_module("offload.homed_main")
             main.check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
     except ValueError as error:
         raise OffloadLevelError(str(error)) from error

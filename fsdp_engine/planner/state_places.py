@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_module, find_name
+from fsdp_engine.extension_list import find_name, require_module
 from fsdp_engine.memory.allocator import DEVICE, HOST
 
 DISK = "disk"
@@ -46,21 +46,18 @@ def make_offload(**fields: Any) -> StatePlaces:
     Raises:
         ValueError: The package has no such extension, or a field is invalid.
     """
-    made: StatePlaces = implementation_of("arguments").Offload(**fields)
+    made: StatePlaces = require_module("offload").Offload(**fields)
     return made
 
 
-def is_offload(value: object) -> bool:
+def is_offload(value: object) -> TypeGuard[StatePlaces]:
     """Returns whether ``value`` is an ``fe.Offload``."""
-    kind = find_name("Offload")
-    return kind is not None and isinstance(value, kind)
+    return isinstance(value, find_name("Offload") or ())
 
 
 def places_among(extensions: Iterable[object]) -> StatePlaces:
     """Returns the ``fe.Offload`` among ``extensions``; if there is none, :class:`StatePlaces`."""
-    found: Any = next(filter(is_offload, extensions), StatePlaces())
-    places: StatePlaces = found
-    return places
+    return next(filter(is_offload, extensions), StatePlaces())
 
 
 def offload_of(engine: Engine) -> StatePlaces:
@@ -77,14 +74,3 @@ def offloads_to_host() -> tuple[StatePlaces, ...]:
         return ()
     every = dict.fromkeys(KIND_OF_OFFLOADED, HOST)
     return make_offload(optimizer_state=HOST), make_offload(**every)
-
-
-def implementation_of(module: str) -> Any:
-    """Returns a module of the extension, whose sizes and rules formulas use.
-
-    Raises:
-        ValueError: The package has no such extension.
-    """
-    if (found := find_module(f"offload.{module}")) is None:
-        raise ValueError("offload: expected None without the extension offload; found places")
-    return found

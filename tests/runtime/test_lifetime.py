@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from fsdp_engine.extension_list import method_names
+from fsdp_engine.extension_list import names_of
 from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
@@ -79,4 +79,4 @@ def test_a_step_leaves_attributes_of_the_engine_s_objects_quick_to_read() -> Non
 def test_engines_list_the_methods_of_extensions() -> None:
     engine = fe.shard(torch.nn.Linear(2, 2))
     assert "clip_grad_norm_" in dir(engine)
-    assert set(method_names()) <= set(dir(engine))
+    assert set(names_of("methods")) <= set(dir(engine))

@@ -125,23 +125,26 @@ class OffloadActivations(EngineExtension):
         if (moves := _PREPARED.pop(engine.model, None)) is not None:
             engine.parts.append(moves)
 
-    @classmethod
-    def of(cls, checkpointing: object) -> OffloadActivations | None:
-        """Returns how activations are offloaded by the argument of ``shard``; None: they are not.
 
-        Raises:
-            ValueError: the argument is none of those that ``shard`` takes.
-        """
-        if isinstance(checkpointing, bool) or Recompute.of(checkpointing) is not None:
-            return None
-        if checkpointing == OFFLOAD:
-            return cls()
-        if not isinstance(checkpointing, cls):
-            raise ValueError(
-                f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, "
-                f"fe.Recompute or fe.OffloadActivations; found {checkpointing!r}"
-            )
-        return checkpointing
+def from_argument(value: object) -> list[EngineExtension]:
+    """Returns the extensions that the deprecated argument ``checkpointing`` of ``fe.shard``
+    selects.
+
+    Raises:
+        ValueError: ``value`` is none of those that it took.
+    """
+    if value is False:
+        return []
+    if isinstance(value, OffloadActivations):
+        return [value]
+    if (recompute := Recompute.of(value)) is not None:
+        return [recompute]
+    if value != OFFLOAD:
+        raise ValueError(
+            f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r}, fe.Recompute or "
+            f"fe.OffloadActivations; found {value!r}"
+        )
+    return [OffloadActivations()]
 
 
 class View(NamedTuple):

@@ -70,7 +70,10 @@ class Offload(OffloadPlaces, EngineExtension):
             return
         device, axis_plans = setup.data.device, setup.axis_plans
         levels = axis_plans.data.strategy
-        self.check_device(device, shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
+        self.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
+        if computes_elsewhere(device):
+            self.check_pair()
+        self.check_folder()
         if self.main_weights != DEVICE and computes_elsewhere(device):
             for unit in setup.plan.units:
                 for part in unit.buffers:

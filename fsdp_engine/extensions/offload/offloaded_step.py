@@ -253,7 +253,7 @@ class _Chunk(MovedBytes):
         if homes is not None:
             home = homes.make(size, offload.state_out.drain)
             self._pieces.append(Piece(home, 0, 0, size, returns=True))
-        buffers = _unique(_OFFLOADS[param].buffer for param in params if param in _OFFLOADS)
+        buffers = _unique_objects(_OFFLOADS[param].buffer for param in params if param in _OFFLOADS)
         self.returns_weights = any(buffer.main is not None for buffer in buffers)
         for buffer in buffers:
             if (main := buffer.main) is not None:
@@ -411,11 +411,6 @@ def _has_tensors(values: Iterable[Any]) -> bool:
         if isinstance(inner, tuple | list | ValuesView) and _has_tensors(inner):
             return True
     return False
-
-
-def _unique(buffers: Iterable[OffloadedBuffer]) -> list[OffloadedBuffer]:
-    """One for each home, in order."""
-    return list({(id(each.main), id(each.gradients)): each for each in buffers}.values())
 
 
 class _ChunkStep(NamedTuple):

@@ -44,21 +44,19 @@ class OffloadPlaces:
             raise ValueError(
                 f"offload.step_on: expected one of {(DEVICE, HOST)}; found {self.step_on!r}"
             )
-        expected = {"optimizer_state": HOST, "main_weights": DEVICE, "gradients": DEVICE}
-        if self.overlap_forward:
-            for role, place in expected.items():
+        homes = "since the host sees weights and gradients at their homes"
+        beside = {"optimizer_state": HOST, "main_weights": DEVICE, "gradients": DEVICE}
+        for applies, expected, why in (
+            (self.overlap_forward, beside, f" with overlap_forward, {homes}"),
+            (
+                self.step_on == HOST,
+                dict.fromkeys(ROLES, HOST),
+                ", since optimizers step there (step_on)",
+            ),
+        ):
+            for role, place in expected.items() if applies else ():
                 if (found := getattr(self, role)) != place:
-                    raise ValueError(
-                        f"offload.{role}: expected {place!r} with overlap_forward, since the host "
-                        f"sees weights and gradients at their homes; found {found!r}"
-                    )
-        if self.step_on == HOST:
-            for role in ROLES:
-                if (place := getattr(self, role)) != HOST:
-                    raise ValueError(
-                        f"offload.{role}: expected 'host', since optimizers step there (step_on); "
-                        f"found {place!r}"
-                    )
+                    raise ValueError(f"offload.{role}: expected {place!r}{why}; found {found!r}")
 
     @property
     def places(self) -> dict[str, str]:
@@ -66,19 +64,12 @@ class OffloadPlaces:
         found = {role: getattr(self, role) for role in ROLES}
         return {role: place for role, place in found.items() if place != DEVICE}
 
-    def check_device(self, device: torch.device, *, shards_gradients: bool) -> None:
-        """Whether it can be had.
-
-        Args:
-            device: where the model computes.
-            shards_gradients: whether the inner level does.
+    def check_folder(self) -> None:
+        """Check that files can be made in the folder, if there are to be some.
 
         Raises:
-            ValueError: no file can be made in the folder, or gradients are not sharded.
+            ValueError: They cannot.
         """
-        self.check_levels(shards_gradients=shards_gradients)
-        if computes_elsewhere(device):
-            self.check_pair()
         if DISK not in self.places.values() or not backend.current().has_values:
             return
         assert self.folder is not None

@@ -37,12 +37,13 @@ from typing import Any
 
 import torch
 
+from fsdp_engine.extension_list import require_module
 from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.planner.simulation import machine_fields as fields
 from fsdp_engine.planner.simulation.json_lines import lines_of
 from fsdp_engine.planner.simulation.machine_fields import FLOPS
 from fsdp_engine.planner.simulation.simulation_error import read_json
-from fsdp_engine.planner.state_places import DISK, implementation_of
+from fsdp_engine.planner.state_places import DISK
 
 _DTYPES = {
     "float64": torch.float64,
@@ -417,7 +418,7 @@ class Machine:
         if place != DISK or not self.host_runs_ahead:
             return 0.0
         link = self.link_to_state(HOST, num_ranks)
-        piece: float = min(num_bytes, implementation_of("disk_memory").PIECE)
+        piece: float = min(num_bytes, require_module("offload.disk_memory").PIECE)
         return link.latency + piece / (link.into if to_device else link.out)
 
     def _known(self, name: str, place: str) -> TwoWayLink:

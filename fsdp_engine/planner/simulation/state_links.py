@@ -25,10 +25,10 @@ from torch import Tensor
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.copy_lanes import device_seconds, make_copy_lanes
 from fsdp_engine.comm.lanes import make_lanes
+from fsdp_engine.extension_list import require_module
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.planner.simulation.machine import TwoWayLink
-from fsdp_engine.planner.state_places import implementation_of
 
 Agree = Callable[[float], float]
 Action = Callable[[], object]
@@ -109,7 +109,7 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
         OSError: the folder cannot be written, or has too little space.
     """
     num_bytes = _LARGE_ON_DISK
-    disk = implementation_of("disk_memory")
+    disk = require_module("offload.disk_memory")
     file = disk.DiskFile(folder)
     small = disk.DiskBlock(_SMALL, file)
     blocks = [disk.DiskBlock(num_bytes, file) for _ in range(2)]

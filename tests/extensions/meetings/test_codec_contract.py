@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsdp_engine.codecs as codecs
 from fsdp_engine.codecs import CastCodec, ParamCodec, Piece
-from fsdp_engine.extension_list import codec_names
+from fsdp_engine.extension_list import names_of
 from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, ScaledCodec
 from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
 from tests.extensions.fp8.int8_codec import Int8, Int8Codec
@@ -47,7 +47,7 @@ PLANTED = {(0, 3): NAN, (0, 34): INF, (2, 128): -INF, (2, 16000): NAN, (3, 1): N
 
 
 def test_every_codec_is_held_to_the_contract() -> None:
-    found = (getattr(codecs, name) for name in (*codecs.__all__, *codec_names()))
+    found = (getattr(codecs, name) for name in (*codecs.__all__, *names_of("codecs")))
     kinds = {each for each in found if isinstance(each, type)}
     kinds = {each for each in kinds if issubclass(each, ParamCodec)}
     kinds -= {ParamCodec, DecodingCodec, ScaledCodec}

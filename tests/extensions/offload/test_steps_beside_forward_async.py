@@ -21,7 +21,7 @@ from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import on_device, state_of
 from tests.async_device.waits import memory_is_overwritten
-from tests.extensions.offload.device_jobs import FULL, trained
+from tests.extensions.offload.device_jobs import FULL, job, trained
 from tests.extensions.offload.offloaded import offloadings_of
 from tests.models import vector_batch
 from tests.pool import on_ranks
@@ -68,6 +68,21 @@ def test_forward_begins_before_the_last_chunk_is_stepped(level: str) -> None:
         assert not syncs
         now.synchronize()  # would never end if compute had waited for the step
     assert held > engine.memory_bytes().get("grad", 0) == 0
+
+
+@on_ranks(1)
+def test_gathers_of_all_buffers_of_a_unit_wait_for_its_step() -> None:
+    given = job(BESIDE)
+    model: Any = given.make_model()
+    model.blocks[1].up.weight.gradient_divisor = 2.0  # a buffer of its own
+    engine = given.shard(model, on.NAME)
+    assert max(len(unit.trainable) for unit in engine.units) == 2
+    optimizer: Any = given.make_optimizer(model.parameters())
+    lane: Any = offloadings_of(engine)[0]._step_lane
+    model(*batch_of(7)).backward()
+    with on.held(lane._target()):
+        optimizer.step()
+        assert all(buffer.weights.pending.tickets for buffer in engine.buffers)
 
 
 # What users do after a step: what it finds, of the engine, the optimizer, and tensors that the user

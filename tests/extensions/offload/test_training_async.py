@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import fsdp_engine as fe
+from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.extensions.offload.disk_staging import Staging
 from fsdp_engine.extensions.offload.home import HostHome, StagedHome
 from fsdp_engine.extensions.offload.offloaded_step import _Chunk
@@ -163,7 +165,16 @@ def stream_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def gathers_do_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepBesideForward, "tickets", ())
+    gather = Weights.gather
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gathers that do not know of the step, which compute waits for all the same."""
+        pending, self.pending = self.pending, PendingStep(self.pending._compute)
+        tickets = gather(self, *args, **kwargs)
+        self.pending = pending
+        return tickets
+
+    patch.setattr(Weights, "gather", without)
 
 
 def steps_do_not_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
