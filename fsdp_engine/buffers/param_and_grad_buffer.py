@@ -163,7 +163,7 @@ class ParamAndGradBuffer:
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
         self._spreads = [record.spread for record in self.records]
-        codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
+        codec.belongs_to([record.holders[0][0] for record in self.records], self.mesh)
         pending = context.placement.make_pending_step(context.lanes.compute)
         self.weights = make_weights(spec, context, codec, params, pending)
         self.grads = Gradients(spec, context, options, pending) if spec.kind.requires_grad else None
@@ -428,7 +428,7 @@ class ParamAndGradBuffer:
         """Whether some of its parameters are DTensors over others' mesh dimensions."""
         return any(spread is not None for spread in self._spreads)
 
-    def gradient_conversion(self) -> Callable[[int, Tensor], Tensor] | None:
+    def gradient_to_shard(self) -> Callable[[int, Tensor], Tensor] | None:
         """Returns a function that makes the gradient of full parameter ``index`` this rank's plain
         shard: see :meth:`TensorParallelSpec.shard_of_gradient`. None: all gradients are."""
         plain = self.weights.codec.gradient()

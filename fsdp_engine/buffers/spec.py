@@ -42,11 +42,6 @@ class ParamRecord:
     expert: ExpertPlace | None = None
 
     @property
-    def owners(self) -> list[tuple[nn.Module, str]]:
-        """The same as :attr:`holders`."""
-        return self.holders
-
-    @property
     def shard(self) -> nn.Parameter:
         """This rank's shard of ``param`` on mesh dimensions other than the engine's: a plain
         parameter with the user's attributes; ``param`` itself, if it is no DTensor."""

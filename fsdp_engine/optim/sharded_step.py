@@ -97,8 +97,8 @@ def shard_optimizer(
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         ValueError: it has ``differentiable=True``; or a trial step failed; or a parameter that has
             to be stepped whole is a DTensor over other mesh dimensions; or a shard boundary divides
-            a block of its quantised state; or its parameters' state lies elsewhere
-            (:class:`~fsdp_engine.Offload`), and it cannot.
+            a block of its quantised state; or its state cannot lie where that of its parameters
+            lies.
         OSError: there is too little space on the disk for its state.
     """
     if not isinstance(optimizer, Optimizer):

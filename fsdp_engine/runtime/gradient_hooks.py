@@ -36,7 +36,7 @@ class GradientHooks:
         self._scheduler = scheduler
         self._unit = unit
         self._buffer = buffer
-        self._to_shard = buffer.gradient_conversion()
+        self._to_shard = buffer.gradient_to_shard()
         self._stream = scheduler.reductions.stream
         self.follow()
         own = weakref.ref(self)

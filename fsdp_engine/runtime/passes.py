@@ -145,9 +145,9 @@ def check_is_whole(units: Sequence[Unit]) -> None:
     ]
     if params and not any(_will_run(accumulator_of(param)) for param in params):
         raise RuntimeError(
-            "backward of a pipeline's stage: expected gradients of inputs and weights at once, "
-            "since torch's own PipelineStage does not tell the engine of parts; found those of "
-            "inputs alone (a zero-bubble schedule). Use fsdp_engine.pipelining.PipelineStage"
+            "backward of a stage of torch.distributed.pipelining: expected gradients of inputs "
+            "and weights at once, since torch's own stage does not tell the engine of parts; found "
+            "those of inputs alone (a zero-bubble schedule). Use a stage of fsdp_engine.pipelining"
         )
 
 

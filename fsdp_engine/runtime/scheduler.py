@@ -442,8 +442,8 @@ class Scheduler:
         self.reductions.run_hooks()
 
     def _forget_uncounted(self, backward: Backward) -> None:
-        """Subtract the calls that ran again. If some did, the others are of a pipeline whose next
-        forward precedes this backward; if none did, they were of an evaluation."""
+        """Subtract the calls that ran again. If some did, the others are those of another
+        microbatch, whose forward preceded this backward. If none did, they were an evaluation's."""
         for index in list(self._uncounted):
             num_run_again = backward.num_run_again[index]
             self._uncounted[index] -= num_run_again

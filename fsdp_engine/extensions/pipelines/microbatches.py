@@ -326,7 +326,7 @@ class _Awaited:
         grads = self._buffer.grads
         assert grads is not None
         assert grads.writer is not None
-        shard_of = self._buffer.gradient_conversion()
+        shard_of = self._buffer.gradient_to_shard()
         shard = grad if shard_of is None else shard_of(self._index, grad)
         grads.writer.write(self._index, shard)
         self._unit.num_late -= 1
