@@ -27,8 +27,8 @@ from fsdp_engine.memory.allocator import Memory
 # Of ledgers, by role of :class:`~fsdp_engine.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
 STAGING_ROLE = "staging"
-# Names of lanes: of copies of state, and of steps beside forward.
-STATE, STEP_LANE = "state", "optimizer step"
+# Names of copies of state, and of the lane of steps beside forward.
+STATE_COPIES, STEP_LANE = "state", "optimizer step"
 
 
 class Offloading:
@@ -55,7 +55,7 @@ class Offloading:
         self.compute = compute
         is_staged = DISK in offload.places.values() and computes_elsewhere(memory.device)
         kind = ThreadLane if is_staged else DeviceLane
-        self.state_in, self.state_out = make_copy_lanes(memory.device, STATE, kind)
+        self.state_in, self.state_out = make_copy_lanes(memory.device, STATE_COPIES, kind)
         self.overlaps_forward = offload.overlap_forward and compute.runs_ahead
         self._step_lane: ComputeLane | None = None
         if self.overlaps_forward:
