@@ -95,7 +95,11 @@ EXTENSIONS = (
         words=("offload=",),
     ),
     Extension(
-        "pipelines", names=("LateGradients",), methods=("microbatches",), files=("pipelining.py",)
+        "pipelines",
+        names=("LateGradients",),
+        methods=("microbatches",),
+        files=("pipelining.py",),
+        words=("pipeline=", "simulate_pipeline", "pipeline_job", "shard_stages"),
     ),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
@@ -178,6 +182,21 @@ def find_module(path: str) -> Any:
     if path.split(".")[0] not in known:
         return None
     return importlib.import_module(f"{_FOLDER}.{path}")
+
+
+def required_module(path: str, argument: str) -> Any:
+    """Returns a module of an extension that the value of ``argument`` needs.
+
+    Raises:
+        ValueError: There is no such extension.
+    """
+    found = find_module(path)
+    if found is None:
+        raise ValueError(
+            f"{argument}: expected a package with the extension {path.split('.')[0]!r}, which this "
+            "value needs; found none"
+        )
+    return found
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_engine import backend
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_module
+from fsdp_engine.extension_list import required_module
 from fsdp_engine.memory.allocator import DEVICE as DEVICE
 from fsdp_engine.memory.allocator import DISK as DISK
 from fsdp_engine.memory.allocator import HOST as HOST
@@ -188,12 +188,5 @@ def computes_elsewhere(device: torch.device) -> bool:
 
 
 def _module(name: str) -> Any:
-    """A module of the extension that moves state.
-
-    Raises:
-        ValueError: there is no such extension.
-    """
-    found = find_module(f"offload.{name}".rstrip("."))
-    if found is None:
-        raise ValueError("offload: expected None without the extension of that name; found places")
-    return found
+    """A module of the extension that moves state."""
+    return required_module(f"offload.{name}".rstrip("."), "offload")

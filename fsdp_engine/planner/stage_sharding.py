@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from fsdp_engine.comm.groups import default_group, timeout_of_group
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import meet, reporting
-from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.extension_list import required_module
 from fsdp_engine.planner.candidate_sharding import Select, agreed_candidate
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
@@ -55,7 +56,8 @@ def shard_stages_as(
     with reporting(_WHAT, ranks := ranks_that_meet(None)):
         modules = [_built(stages, index, num_stages) for index in indices]
     meet(_WHAT, ranks, timeout_of_group(default_group(), device))
-    found = []
+    stage = required_module("pipelines.pipeline_stage", "pipeline").PipelineStage
+    found: list[PipelineStage] = []
     for index, module in zip(indices, modules, strict=True):
         if tensor > 1 and parallelize is None:
             apply_tp_plan(with_tp_plan(module), root["tp"])
@@ -63,7 +65,7 @@ def shard_stages_as(
             parallelize(module, root["tp"])
         shard(module, data, **arguments)
         group = root.get_group("pp")
-        found.append(PipelineStage(module, index, num_stages, device, group=group))
+        found.append(stage(module, index, num_stages, device, group=group))
     return found
 
 

@@ -49,7 +49,7 @@ from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 if TYPE_CHECKING:  # it loads torch's compiler
-    from fsdp_engine.pipelining import PipelineStage
+    from torch.distributed.pipelining import PipelineStage
 
 # Numbers of ranks of `scaling`: one node of eight, and more.
 RANKS = tuple(2**power for power in range(3, 13))
