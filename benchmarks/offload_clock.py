@@ -38,7 +38,7 @@ from simulated import Llama, LlamaShape
 
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COMPUTE
-from fsdp_engine.planner.plan_options import EVERYTHING
+from fsdp_engine.planner.candidates import EVERYTHING
 from fsdp_engine.planner.simulation.machine import TwoWayLink
 
 SHAPES = {

@@ -1,8 +1,8 @@
 """The backend: what an engine runs on.
 
 :class:`Backend` is the hardware of this process: CPUs with gloo, or an accelerator. Another backend
-can take its place for a block of code (``using``), whose engines then take their lanes from it. The
-planner has one that advances a clock instead of running work.
+can take its place for a block of code (:meth:`Backend.used`), whose engines then take their lanes
+from it. The planner has one that advances a clock instead of running work.
 """
 
 from __future__ import annotations
@@ -41,12 +41,21 @@ class Backend:
         """Returns lanes of copies to the device and from it. None: those of the device."""
         del names
 
-    def step_lane(self, device: torch.device) -> Any:
+    def step_lane(self, name: str) -> Any:
         """Returns the lane of steps beside forward. None: that of the device."""
-        del device
+        del name
 
     def booked_elsewhere(self, tensor: torch.Tensor, place: str) -> None:
         """Memory is booked at another place than the device: "host" or "disk"."""
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Context in which this is the backend of the process."""
+        _BACKENDS.append(self)
+        try:
+            yield
+        finally:
+            _BACKENDS.remove(self)
 
 
 _BACKENDS = [Backend()]
@@ -55,13 +64,3 @@ _BACKENDS = [Backend()]
 def current() -> Backend:
     """Returns the backend of this process."""
     return _BACKENDS[-1]
-
-
-@contextmanager
-def using(backend: Backend) -> Iterator[None]:
-    """Context in which ``backend`` is the backend of this process."""
-    _BACKENDS.append(backend)
-    try:
-        yield
-    finally:
-        _BACKENDS.remove(backend)

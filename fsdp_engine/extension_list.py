@@ -171,32 +171,26 @@ def implementation(plain: type[T]) -> type[T]:
     return found
 
 
-def find_module(path: str) -> Any:
+def find_module(path: str, needed_by: str | None = None) -> Any:
     """Returns a module of an extension, for interfaces that use more of it than its names; None:
     there is no such extension.
 
     Args:
         path: such as "conversion.dtype_conversion".
-    """
-    known = {each.folder for each in EXTENSIONS}
-    if path.split(".")[0] not in known:
-        return None
-    return importlib.import_module(f"{_FOLDER}.{path}")
-
-
-def required_module(path: str, argument: str) -> Any:
-    """Returns a module of an extension that the value of ``argument`` needs.
+        needed_by: an argument whose value needs the extension.
 
     Raises:
-        ValueError: There is no such extension.
+        ValueError: The value needs an extension that is not there.
     """
-    found = find_module(path)
-    if found is None:
+    folder = path.partition(".")[0]
+    if any(each.folder == folder for each in EXTENSIONS):
+        return importlib.import_module(f"{_FOLDER}.{path}")
+    if needed_by is not None:
         raise ValueError(
-            f"{argument}: expected a package with the extension {path.split('.')[0]!r}, which this "
-            "value needs; found none"
+            f"{needed_by}: expected a package with the extension {folder!r}, which this value "
+            "needs; found none"
         )
-    return found
+    return None
 
 
 def register() -> None:

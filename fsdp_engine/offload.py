@@ -11,7 +11,7 @@ import torch
 
 from fsdp_engine import backend
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import required_module
+from fsdp_engine.extension_list import find_module
 from fsdp_engine.memory.allocator import DEVICE as DEVICE
 from fsdp_engine.memory.allocator import DISK as DISK
 from fsdp_engine.memory.allocator import HOST as HOST
@@ -176,6 +176,22 @@ class Offload(EngineExtension):
                 f"torch wants a parameter and its .grad on one device; found {self.gradients!r}"
             )
 
+    def main_leaves(self, strategy: Any, codec: Any) -> bool:
+        """Whether main weights lie elsewhere.
+
+        Args:
+            strategy: their :class:`~.strategies.Strategy`.
+            codec: their :class:`~.codecs.ParamCodec`.
+        """
+        leaves = self.main_weights != DEVICE
+        return leaves and bool(_module("homed_main").can_leave_device(strategy, codec))
+
+    def is_cast_by_host(self, strategy: Any, codec: Any) -> bool:
+        """Whether compute weights lie in host memory beside main weights; see
+        :meth:`main_leaves`."""
+        is_there = self.main_weights == HOST and self.main_leaves(strategy, codec)
+        return is_there and bool(_module("homed_main").is_cast_at_home(strategy, codec))
+
     def moves(self, role: str, device: torch.device) -> bool:
         """Whether ``role`` lies elsewhere than where ``device`` computes."""
         place = getattr(self, role)
@@ -189,4 +205,4 @@ def computes_elsewhere(device: torch.device) -> bool:
 
 def _module(name: str) -> Any:
     """A module of the extension that moves state."""
-    return required_module(f"offload.{name}".rstrip("."), "offload")
+    return find_module(f"offload.{name}".rstrip("."), "offload")

@@ -125,7 +125,7 @@ def shard(
             "initial_values": initial_values,
             "expert_mesh": expert_mesh,
             "options": options,
-            "extensions": tuple(extensions),
+            "extensions": extensions,
         }
         if deprecated:
             from fsdp_engine.deprecated_arguments import current_arguments, num_rows_of
@@ -305,13 +305,15 @@ def make_engine(
     return engine
 
 
-def check_extensions(extensions: Iterable[object]) -> tuple[EngineExtension, ...]:
+def check_extensions(extensions: object) -> tuple[EngineExtension, ...]:
     """Returns the extensions as a tuple.
 
     Raises:
-        TypeError: An object is no extension.
+        TypeError: They are no sequence, or an object is no extension.
         ValueError: Two are of one class.
     """
+    if not isinstance(extensions, Iterable):
+        raise TypeError(f"extensions: expected a sequence of extensions; found {extensions!r}")
     found: dict[type, EngineExtension] = {}
     for each in extensions:
         if not isinstance(each, EngineExtension):
@@ -327,6 +329,26 @@ def check_extensions(extensions: Iterable[object]) -> tuple[EngineExtension, ...
     return tuple(found.values())
 
 
+def checked_arguments(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Returns arguments of :func:`shard` with the replacements of deprecated ones.
+
+    Args:
+        given: By name.
+        what: The name of the function that the user has called, for messages.
+
+    Raises:
+        TypeError, ValueError: A deprecated argument is invalid, or ``mp_policy``, ``options`` or
+            ``extensions`` are.
+    """
+    from fsdp_engine.deprecated_arguments import replaced
+
+    found = replaced(given, what, stacklevel=5)
+    check_policy_and_options(found.get("mp_policy"), found.get("options"))
+    if "extensions" in found:
+        found["extensions"] = check_extensions(found["extensions"] or ())
+    return found
+
+
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
     """The axes of ``mesh`` with the levels along them."""
     sizes = {axis: mesh.axis(axis).size for axis in Axis}
@@ -337,6 +359,11 @@ def check_types(model: object, policy: object, options: object = None) -> None:
     """Raise TypeError for an argument of another type."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
+    check_policy_and_options(policy, options)
+
+
+def check_policy_and_options(policy: object, options: object) -> None:
+    """Raise TypeError for an argument of another type."""
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy or None; found {policy!r}")
     if options is not None and not isinstance(options, Options):

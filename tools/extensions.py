@@ -64,7 +64,8 @@ def words(extensions: Sequence[Extension]) -> list[str]:
     for each in extensions:
         patterns.append(rf"extensions\.{each.folder}\b|extensions/{each.folder}\b")
         patterns += [rf"\bfe\.{name}\b|\bfsdp_engine\.{name}\b" for name in each.names]
-        patterns += [rf"\.{name}\b" for name in each.methods]
+        # A test class may have an attribute of that name.
+        patterns += [rf"(?<!\bself)\.{name}\b" for name in each.methods]
         patterns += [rf"fsdp_engine\.{Path(file).stem}\b" for file in each.files]
         patterns += [re.escape(word) for word in each.words]
     return patterns

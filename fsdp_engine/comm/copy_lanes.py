@@ -47,7 +47,7 @@ def make_state_lanes(device: torch.device, *, in_threads: bool = False) -> tuple
 
 def make_step_lane(device: torch.device) -> ComputeLane:
     """A lane of an accelerator beside compute."""
-    if (made := backend.current().step_lane(device)) is not None:
+    if (made := backend.current().step_lane(STEP_LANE)) is not None:
         given: ComputeLane = made
         return given
     return DeviceLane(device, module_of(device).Stream(device=device), name=STEP_LANE)

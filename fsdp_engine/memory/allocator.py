@@ -68,6 +68,14 @@ BACKWARDS_PER_TRIM = 100
 DEVICE, HOST, DISK = "device", "host", "disk"
 PLACES = (DEVICE, HOST, DISK)
 
+# Kinds of memory in reports and simulations, by the role in a ledger ("idle": memory of transient
+# storages between uses). Any other role is of weights.
+KIND_OF_ROLE = {
+    "grad": "gradients",
+    **dict.fromkeys(("full", "staging", "idle"), "transient"),
+    "optimizer": "optimizer",  # chunks of offloaded state
+}
+
 
 class Ledger:
     """Bytes held now, and at most so far, by role and in total.

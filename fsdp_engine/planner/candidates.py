@@ -8,19 +8,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name
-from fsdp_engine.offload import HOST, ROLES, Offload
+from fsdp_engine.kernel_interface import Offload, Strategy, allocator, find_module
 from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
-from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 
 Mesh = tuple[int, ...]
 # What becomes of activations: see :class:`Candidate`.
 Activations = Any
 SELECTIVE = "selective"
 OFFLOAD = "offload"
-# Names of the extensions for activations.
-_ACTIVATIONS = ("OffloadActivations", "Recompute")
+# Everything that can be on the host.
+EVERYTHING = Offload(
+    optimizer_state=allocator.HOST, main_weights=allocator.HOST, gradients=allocator.HOST
+)
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,14 @@ class Candidate:
         """Offloads as text: "optimizer state on the host", "everything on the host", "activations
         on the host"; empty if all is on the device."""
         offload, names = self.offload or Offload(), dict[str, list[str]]()
+        everything = [role.replace("_", " ") for role in EVERYTHING.places]
         for role, place in offload.places.items():
             names.setdefault(place, []).append(role.replace("_", " "))
         texts = [
-            f"{'everything' if len(each) == len(ROLES) else ' and '.join(each)} on the {place}"
+            f"{'everything' if each == everything else ' and '.join(each)} on the {place}"
             for place, each in names.items()
         ]
-        texts += ["stepped there"] * (offload.step_on == HOST)
+        texts += ["stepped there"] * (offload.step_on == allocator.HOST)
         texts += ["stepped beside forward"] * offload.overlap_forward
         return ", ".join([*texts, *["activations on the host"] * (self.checkpointing == OFFLOAD)])
 
@@ -157,19 +157,18 @@ class Candidate:
 
 def recomputed_by(checkpointing: Activations) -> Any:
     """Returns the :class:`~fsdp_engine.Recompute` that the value selects; None: none."""
-    kind = find_name("Recompute")
-    return kind and kind.of(checkpointing)
+    activations = find_module("activations")
+    return activations and activations.Recompute.of(checkpointing)
 
 
-def merged_extensions(
-    candidate: Candidate, given: Iterable[EngineExtension] | None
-) -> list[EngineExtension]:
+def merged_extensions(candidate: Candidate, given: Iterable[object] | None) -> list[object]:
     """Returns the extensions of ``candidate``, and those that are given, which override them."""
     known = [*(given or ())]
-    own: list[EngineExtension | None] = [candidate.offload]
-    activations = [each for name in _ACTIVATIONS if (each := find_name(name)) is not None]
-    if not any(isinstance(each, tuple(activations)) for each in known):
-        own += [kind.of(candidate.checkpointing) for kind in activations]
+    own: list[object] = [candidate.offload]
+    if (activations := find_module("activations")) is not None:
+        by_argument = (activations.OffloadActivations, activations.Recompute)
+        if not any(isinstance(each, by_argument) for each in known):
+            own += [kind.of(candidate.checkpointing) for kind in by_argument]
     kinds = {type(each) for each in known}
     return [*known, *(each for each in own if each is not None and type(each) not in kinds)]
 
@@ -235,7 +234,7 @@ def candidates(
     """Every combination: four levels on one axis, ten pairs on two."""
     every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
     for sequence, size, recompute, mesh in every:
-        for pair in _pairs(mesh):
+        for pair in Strategy.all_on(len(mesh)):
             yield Candidate(
                 mesh,
                 pair.inner.name,
@@ -280,7 +279,3 @@ def is_quick(candidate: Candidate) -> bool:
     is_one_axis = len(candidate.mesh) == 1
     is_known = (candidate.strategy, candidate.outer_strategy) in _QUICK
     return is_known and (is_one_axis or candidate.strategy == _QUICK[0][0])
-
-
-def _pairs(mesh: Mesh) -> list[Strategy]:
-    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.shards(Role.OPTIM, Axis.OUTER)]

@@ -7,17 +7,13 @@ from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES, STATE_LANES
-from fsdp_engine.comm.lanes import COPY_IN
-from fsdp_engine.extension_list import find_name
-from fsdp_engine.offload import Offload
+from fsdp_engine.kernel_interface import Offload, Strategy, find_module, lanes
 from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.planner.simulation.clock import StepPart, axis_of
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
-from fsdp_engine.strategies import Strategy
 
 if TYPE_CHECKING:  # it loads torch's compiler
     from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
@@ -77,11 +73,9 @@ def _waits_for(lane: str, candidate: Candidate) -> str:
     brings_weights = offload is not None and "main_weights" in offload.places
     if is_stage_lane(lane):
         return PIPELINE
-    if lane in ACTIVATION_LANES:
-        return ACTIVATIONS
-    if lane in STATE_LANES or (lane == COPY_IN and brings_weights):
+    if lane == lanes.COPY_IN and brings_weights:
         return STATE
-    return axis_of(lane)
+    return axis_of(lane)  # of copies: "state" or "activations"
 
 
 @dataclass(frozen=True)
@@ -305,7 +299,9 @@ class Outcome:
         if candidate.get("offload") is not None:
             candidate["offload"] = Offload(**candidate["offload"])
         if isinstance(candidate.get("checkpointing"), dict):
-            candidate["checkpointing"] = find_name("Recompute")(**candidate["checkpointing"])
+            candidate["checkpointing"] = find_module("activations").Recompute(
+                **candidate["checkpointing"]
+            )
         times = values.pop("times")
         times = None if times is None else Times(**times)
         found = cls(Candidate(**candidate), **values, times=times)

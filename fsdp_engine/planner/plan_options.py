@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_engine.offload import HOST, Offload
+from fsdp_engine.kernel_interface import Offload, allocator
 from fsdp_engine.planner.candidates import (
+    EVERYTHING,
     OFFLOAD,
     SELECTIVE,
     Activations,
@@ -37,10 +38,8 @@ from fsdp_engine.planner.simulation.simulation_error import (
 )
 from fsdp_engine.planner.simulation.step_options import GivenOptions, MakeOptimizer, Parallelize
 
-# Everything that can be on the host.
-EVERYTHING = Offload(optimizer_state=HOST, main_weights=HOST, gradients=HOST)
 # The offloads that are tried, until some fit.
-_AUTO_OFFLOADS = (Offload(optimizer_state=HOST), EVERYTHING)
+_AUTO_OFFLOADS = (Offload(optimizer_state=allocator.HOST), EVERYTHING)
 
 
 class Where(StrEnum):
@@ -382,5 +381,5 @@ class PlanOptions(GivenOptions):
         if self.offload != AUTO or not self.tries_offloads:
             return ()
         if self.where.host_memory_bandwidth is None:  # which the host needs to cast main weights
-            return tuple(each for each in _AUTO_OFFLOADS if each.main_weights != HOST)
+            return tuple(each for each in _AUTO_OFFLOADS if each.main_weights != allocator.HOST)
         return _AUTO_OFFLOADS

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_engine.offload import Offload
+from fsdp_engine.kernel_interface import Offload
 from fsdp_engine.planner.candidates import (
     Candidate,
     Mesh,

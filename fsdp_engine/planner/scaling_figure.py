@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.kernel_interface import terminal
 from fsdp_engine.planner.comparison import ComparedRow, Comparison
 from fsdp_engine.planner.plan_view import TIME_COLOURS, row_label, time_label
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
-from fsdp_engine.terminal import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +24,7 @@ def save_scaling_figure(found: Comparison, path: str | Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: nothing fits on any number of ranks.
     """
-    with naming_extra():
+    with terminal.naming_extra():
         from matplotlib.figure import Figure
 
     base = found.base
@@ -83,7 +82,7 @@ def _draw_rates(axes: Axes, found: Comparison) -> None:
     axes.plot(places, efficiencies, color="black", marker="o", linewidth=1)
     item = found.rows[0].setting.item
     for place, efficiency, rate in zip(places, efficiencies, rates, strict=True):
-        text = f"{efficiency:.2f}\n{format_count(rate)} {item}/s"
+        text = f"{efficiency:.2f}\n{terminal.format_count(rate)} {item}/s"
         axes.annotate(
             text, (place, efficiency), (0, 6), textcoords="offset points", fontsize=7, ha="center"
         )

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_engine.offload import Offload
-from fsdp_engine.options import Options
+from fsdp_engine.kernel_interface import Offload, Options
 from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Candidate, candidates, is_quick
 from fsdp_engine.planner.command_inputs import AUTO
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate

@@ -37,11 +37,13 @@ from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import (
+    Expected,
     UnitSelector,
     assign,
     bucket_multiple,
     check_memory,
     collect_records,
+    expect,
     find_units,
     has_parameters,
     join_small,
@@ -109,6 +111,11 @@ class PlannedBuffer:
     records: list[ParamRecord]
     make_codec: Callable[[], ParamCodec]
 
+    @cached_property
+    def codec(self) -> ParamCodec:
+        """A codec of this kind, for its sizes. It belongs to no buffer."""
+        return self.make_codec()
+
 
 def label_of(name: str) -> str:
     """The name of a unit, or of a module of the model, in messages."""
@@ -152,10 +159,47 @@ class Plan:
     records: list[ParamRecord]
     on_meta: bool
 
+    @classmethod
+    def unchecked(
+        cls,
+        model: nn.Module,
+        sizes: dict[Axis, int],
+        strategy: Strategy,
+        units: UnitSelector | Iterable[UnitSelector] | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        options: Options | None = None,
+        extensions: Sequence[EngineExtension] = (),
+    ) -> tuple[Plan, PlanSettings]:
+        """The plan of a model that is not trained, whose values and optimizers are not checked, and
+        what it follows.
+
+        Args:
+            model: on any device.
+            sizes: ranks on each axis, which need not exist.
+            strategy: the levels.
+            units, mp_policy, options, extensions: see :func:`~fsdp_engine.shard`.
+
+        Raises:
+            ValueError: units or a granule are invalid, or the model has no parameters.
+        """
+        policy = mp_policy or MixedPrecisionPolicy()
+        axes = AxisPlans(AxisPlan(sizes, strategy))
+        settings = PlanSettings(policy, options or Options(), axes, extensions)
+        records = collect_records(model)
+        if not records:
+            raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
+        set_spreads(records)
+        return cls(plan_units(model, records, units, settings), records, on_meta=True), settings
+
     @property
     def root(self) -> nn.Module:
         """The model."""
         return self.units[0].modules[0]
+
+    @property
+    def expected(self) -> Expected:
+        """How the units are expected to be used."""
+        return expect(self.root, [unit.modules for unit in self.units])
 
     def signature(self) -> list[str]:
         """A line for each parameter, which must be the same on all ranks."""

@@ -13,8 +13,8 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm.copy_lanes import ACTIVATION_LANES
+from fsdp_engine.planner.candidates import EVERYTHING
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.plan_options import EVERYTHING
 from tests.planner.made_plans import simulated
 from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
 

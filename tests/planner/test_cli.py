@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 import fsdp_engine as fe
 from fsdp_engine.planner import job, plan_cache, planner_cli, strategy_search
-from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.candidates import EVERYTHING, Candidate
 from fsdp_engine.planner.command_inputs import default_loss
 from fsdp_engine.planner.outcome import Outcome, Times
-from fsdp_engine.planner.plan_options import EVERYTHING, PlanOptions
+from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.planner_cli import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
 from fsdp_engine.planner.progress import plan_progress
 from fsdp_engine.planner.strategy_plan import StrategyPlan

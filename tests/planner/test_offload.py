@@ -22,11 +22,10 @@ from fsdp_engine.comm.copy_lanes import STATE_LANES
 from fsdp_engine.comm.lanes import COPY_IN
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import ROLES
-from fsdp_engine.planner.candidates import Candidate
+from fsdp_engine.planner.candidates import EVERYTHING, Candidate
 from fsdp_engine.planner.estimates import Estimate, compare, estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.planner.plan_options import EVERYTHING
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.terminal import format_bytes
 from tests.models import Transformer, token_batch

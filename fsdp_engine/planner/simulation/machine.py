@@ -37,8 +37,7 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.memory.disk_memory import PIECE
-from fsdp_engine.offload import DISK, HOST
+from fsdp_engine.kernel_interface import Hardware, allocator
 from fsdp_engine.planner.simulation import machine_fields as fields
 from fsdp_engine.planner.simulation.json_lines import lines_of
 from fsdp_engine.planner.simulation.machine_fields import FLOPS
@@ -402,22 +401,23 @@ class Machine:
         Raises:
             ValueError: its figures are unknown.
         """
-        if place == DISK and not self.host_runs_ahead:
+        if place == allocator.DISK and not self.host_runs_ahead:
             return self._known("disk", place)
         link = self._known("host_link", place)
         if self.host_memory_bandwidth is not None:
             link = link.within(self.host_rate(num_ranks))
-        return link if place == HOST else self._known("disk", place).through(link)
+        return link if place == allocator.HOST else self._known("disk", place).through(link)
 
     def staging_seconds(
         self, place: str, num_bytes: float, num_ranks: int, *, to_device: bool
     ) -> float:
         """Returns the seconds by which host memory lengthens a copy between a device and a disk:
         one piece crosses the host's link while the disk does nothing for the copy."""
-        if place != DISK or not self.host_runs_ahead:
+        if place != allocator.DISK or not self.host_runs_ahead:
             return 0.0
-        link = self.link_to_state(HOST, num_ranks)
-        return link.latency + min(num_bytes, PIECE) / (link.into if to_device else link.out)
+        link = self.link_to_state(allocator.HOST, num_ranks)
+        piece = min(num_bytes, Hardware.DISK_PIECE)
+        return link.latency + piece / (link.into if to_device else link.out)
 
     def _known(self, name: str, place: str) -> TwoWayLink:
         link: TwoWayLink | None = getattr(self, name)

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
-from fsdp_engine.extension_list import required_module
-from fsdp_engine.options import Options
+from fsdp_engine.kernel_interface import Options, find_module
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages
 from fsdp_engine.planner.simulation.machine import Machine
 from fsdp_engine.planner.simulation.operations import OperationCache
@@ -243,7 +242,7 @@ def schedule_class(schedule: str | type[Any]) -> type[Any]:
         TypeError: ``schedule`` is no name and no class of a schedule.
         ValueError: the name is unknown, or the package lacks the extension.
     """
-    required_module("pipelines", "pipeline")
+    find_module("pipelines", needed_by="pipeline")
     expected = "the name or class of a schedule of torch.distributed.pipelining"
     kind = schedule
     if isinstance(schedule, str):

@@ -19,10 +19,7 @@ from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.engine import Engine
-from fsdp_engine.extension_list import find_module
-from fsdp_engine.memory.allocator import empty
-from fsdp_engine.offload import Offload
+from fsdp_engine.kernel_interface import Engine, Offload, allocator, find_module, shard
 from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.planner.simulation.clock import Clock
@@ -46,7 +43,6 @@ from fsdp_engine.planner.simulation.simulation_error import SimulationError, as_
 from fsdp_engine.planner.simulation.stage_messages import Message
 from fsdp_engine.planner.simulation.step_options import StepOptions
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
-from fsdp_engine.sharding import shard
 
 if TYPE_CHECKING:
     PipelineStage = stage.PipelineStage
@@ -351,7 +347,7 @@ class PipelineJob:
             if context is not None and not sequences:
                 # torch's context manager takes the length of sequences from a tensor.
                 length = sequence_length(self.made("batch", process.fake))
-                sequences = (empty((1, length or 0), torch.uint8, CPU),)
+                sequences = (allocator.empty((1, length or 0), torch.uint8, CPU),)
             group = mesh._get_root_mesh().get_group("pp")
             stages = []
             for module, index in zip(modules, indices, strict=True):

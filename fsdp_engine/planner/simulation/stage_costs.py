@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine.memory.allocator import empty, empty_like
+from fsdp_engine.kernel_interface import allocator
 from fsdp_engine.planner.simulation.clock import Clock, Mark, StepPart
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.pipeline_job import (
@@ -552,7 +552,9 @@ def costed_rank(
         group = mesh._get_root_mesh().get_group("pp")
         stages = [_costed_stage(job, index, arguments, costs, found, group) for index in indices]
         schedule = job.make_schedule(stages, loss=lambda output, target: output)
-        rows = empty((job.step.microbatches,), torch.float32, CPU)  # a row for each microbatch
+        rows = allocator.empty(
+            (job.step.microbatches,), torch.float32, CPU
+        )  # a row for each microbatch
         inputs = [rows] * len(arguments[0]) if 0 in indices else []
         target = rows if job.num_stages - 1 in indices else None
         for _ in range(STEPS):
@@ -594,8 +596,8 @@ def _costed_stage(
     )
     stage.clock, stage.begins = rank.clock, rank.actions.append
     stage.rank, stage.costs = rank, costs[index]
-    stage.outputs = tuple(empty_like(each, CPU) for each in outputs)
+    stage.outputs = tuple(allocator.empty_like(each, CPU) for each in outputs)
     stage.gradients = tuple(
-        empty_like(each, CPU) if each.requires_grad else None for each in inputs
+        allocator.empty_like(each, CPU) if each.requires_grad else None for each in inputs
     )
     return stage

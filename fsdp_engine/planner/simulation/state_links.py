@@ -1,7 +1,7 @@
 """Measures the places of offloaded tensors for ``calibrate``: links to pinned host memory and to a
 disk, and the host's memory itself.
 
-Copies are those of the engine (``HostHome``, ``DiskBlock``), of all ranks at once: each direction
+Copies are those of the engine (``hardware.py``), of all ranks at once: each direction
 alone, then both. With rates a >= b of the two directions alone, copies of N bytes each that begin
 together take
 
@@ -14,18 +14,13 @@ if both rates are multiplied by f while both run, and the slower one continues a
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from fsdp_engine.comm.copy_lanes import device_seconds, make_state_lanes
-from fsdp_engine.comm.lanes import make_lanes
-from fsdp_engine.memory import allocator
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
-from fsdp_engine.memory.home import HostHome
+from fsdp_engine.kernel_interface import Hardware, allocator
 from fsdp_engine.planner.simulation.machine import TwoWayLink
 
 Agree = Callable[[float], float]
@@ -36,6 +31,8 @@ _LARGE_ON_HOST = 2**28  # bytes of a rank, more than its share of caches
 _SMALL = 2**12
 _LEAST, _MOST = 5, 50  # repetitions
 
+_wall_seconds = Hardware(torch.device("cpu")).seconds
+
 
 def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> TwoWayLink:
     """Measure copies between a device and pinned host memory.
@@ -45,28 +42,9 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
         seconds: measurement time.
         agree: combines the ranks' values by the maximum.
     """
-    compute = make_lanes(device).compute
-    state_in, state_out = make_state_lanes(device)
-    num_bytes = _LARGE_ON_DEVICE
-    homes = [HostHome(num_bytes, pinned=True) for _ in range(2)]
-    hosts = [home.bytes for home in homes]
-    there = [allocator.zeros(num_bytes, torch.uint8, device) for _ in range(2)]
-
-    def both() -> None:
-        begin = [compute.record()]
-        into, out = partial(homes[0].bring, there[0]), partial(homes[1].take, there[1])
-        compute.wait(
-            state_in.submit("bring", into, after=begin),
-            state_out.submit("return", out, after=begin),
-        )
-
-    actions: dict[str, Action] = {
-        "small": lambda: there[0][:_SMALL].copy_(hosts[0][:_SMALL], non_blocking=True),
-        "into": lambda: there[0].copy_(hosts[0], non_blocking=True),
-        "out": lambda: hosts[1].copy_(there[1], non_blocking=True),
-        "both": both,
-    }
-    return _link(actions, num_bytes, partial(device_seconds, device), seconds, agree)
+    hardware = Hardware(device)
+    actions = hardware.host_copies(_LARGE_ON_DEVICE, _SMALL)
+    return _link(actions, _LARGE_ON_DEVICE, hardware.seconds, seconds, agree)
 
 
 def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: Agree) -> float:
@@ -101,37 +79,8 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
     Raises:
         OSError: the folder cannot be written, or has too little space.
     """
-    num_bytes = _LARGE_ON_DISK
-    file = DiskFile(folder)
-    small = DiskBlock(_SMALL, file)
-    blocks = [DiskBlock(num_bytes, file) for _ in range(2)]
-    memory = [allocator.zeros(num_bytes, torch.uint8, "cpu") for _ in range(2)]
-    target = allocator.zeros(_SMALL, torch.uint8, "cpu")
-    threads = DiskThreads()
-    for block in blocks:
-        block.write(memory[1])
-
-    def both() -> None:
-        pending = [
-            threads.read(partial(blocks[0].read, memory[0])),
-            threads.write(partial(blocks[1].write, memory[1])),
-        ]
-        for each in pending:
-            each.wait()
-
-    actions: dict[str, Action] = {
-        "small": partial(small.read, target),
-        "into": partial(blocks[0].read, memory[0]),
-        "out": partial(blocks[1].write, memory[1]),
-        "both": both,
-    }
-    return _link(actions, num_bytes, _wall_seconds, seconds, agree)
-
-
-def _wall_seconds(action: Action) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    actions = Hardware.disk_copies(folder, _LARGE_ON_DISK, _SMALL)
+    return _link(actions, _LARGE_ON_DISK, _wall_seconds, seconds, agree)
 
 
 def _link(

@@ -12,10 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.deprecated_arguments import replaced
-from fsdp_engine.extension_list import find_name
-from fsdp_engine.offload import DISK, HOST, Offload
-from fsdp_engine.options import Options
+from fsdp_engine.kernel_interface import Offload, Options, allocator, checked_arguments
 from fsdp_engine.planner.simulation.context_parallel import check_context_parallel
 from fsdp_engine.planner.simulation.machine import H100, Machine
 from fsdp_engine.planner.simulation.operations import OperationCache
@@ -26,7 +23,6 @@ from fsdp_engine.planner.simulation.simulation_error import (
     check_type,
     listed,
 )
-from fsdp_engine.sharding import check_extensions
 
 # Applies tensor parallelism to a model over a mesh of one axis.
 Parallelize = Callable[[nn.Module, DeviceMesh], object]
@@ -70,7 +66,7 @@ class GivenOptions:
         names = {each.name for each in dataclasses.fields(cls)} - {"shard"}
         own = {name: value for name, value in given.items() if name in names}
         shard = {name: given[name] for name in given if name not in names}
-        return cls(**own, shard=replaced(shard, f"the function of {cls.__name__}"))
+        return cls(**own, shard=checked_arguments(shard, f"the function of {cls.__name__}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,17 +149,19 @@ class StepOptions(GivenOptions):
                 offloaded tensors is unknown.
         """
         machine = self.machine
-        for each in check_extensions(self.shard.get("extensions") or ()):
-            if type(each) is find_name("GradientChecks"):
+        given = checked_arguments(self.shard, f"the function of {type(self).__name__}")
+        names = {type(each).__name__: each for each in given.get("extensions", ())}
+        for name, each in names.items():
+            if name == "GradientChecks":
                 raise ValueError(
                     "extensions: expected no checks of gradients, since they have no values; found "
                     f"{each!r}"
                 )
-            if type(each) is find_name("OffloadActivations") and machine.host_runs_ahead:
-                machine.link_to_state(HOST, world_size)
+            if name == "OffloadActivations" and machine.host_runs_ahead:
+                machine.link_to_state(allocator.HOST, world_size)
             if isinstance(each, Offload):
                 for place in sorted(set(each.places.values())):
-                    if machine.host_runs_ahead or place == DISK:
+                    if machine.host_runs_ahead or place == allocator.DISK:
                         machine.link_to_state(place, world_size)
-                if machine.host_runs_ahead and each.main_weights == HOST:
+                if machine.host_runs_ahead and each.main_weights == allocator.HOST:
                     machine.host_rate(world_size)

@@ -14,9 +14,9 @@ import torch
 
 import fsdp_engine as fe
 from fsdp_engine.comm.copy_lanes import STATE_LANES
+from fsdp_engine.hardware import Hardware
 from fsdp_engine.memory import disk_staging
 from fsdp_engine.offload import ROLES
-from fsdp_engine.planner.simulation import machine as simulated_machine
 from fsdp_engine.planner.simulation.clock import Clock, SimulatedLane
 from fsdp_engine.planner.simulation.copies import CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine, Processor, TwoWayLink
@@ -303,7 +303,7 @@ def test_a_device_reaches_a_disk_through_pieces_of_host_memory() -> None:
     alone; meanwhile the disk is busy with other chunks, or with other pieces."""
     piece = CHUNK / 4
     fast = TwoWayLink(4 * ALONE, 4 * ALONE, 8 * ALONE, latency=1e-3)
-    with patch.object(simulated_machine, "PIECE", piece):
+    with patch.object(Hardware, "DISK_PIECE", piece):
         found = simulated(machine(host_link=fast), DISK)
     alone = 1e-3 + piece / (4 * ALONE)
     assert found.elsewhere == {"disk": BLOCKS * CHUNK, "host": disk_staging.NUM_BYTES}
