@@ -329,26 +329,6 @@ def check_extensions(extensions: object) -> tuple[EngineExtension, ...]:
     return tuple(found.values())
 
 
-def checked_arguments(given: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Returns arguments of :func:`shard` with the replacements of deprecated ones.
-
-    Args:
-        given: By name.
-        what: The name of the function that the user has called, for messages.
-
-    Raises:
-        TypeError, ValueError: A deprecated argument is invalid, or ``mp_policy``, ``options`` or
-            ``extensions`` are.
-    """
-    from fsdp_engine.deprecated_arguments import replaced
-
-    found = replaced(given, what, stacklevel=5)
-    check_policy_and_options(found.get("mp_policy"), found.get("options"))
-    if "extensions" in found:
-        found["extensions"] = check_extensions(found["extensions"] or ())
-    return found
-
-
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
     """The axes of ``mesh`` with the levels along them."""
     sizes = {axis: mesh.axis(axis).size for axis in Axis}

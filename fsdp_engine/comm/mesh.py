@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,7 +175,6 @@ class DataMesh(Ranks):
         return self.inner if axis is Axis.INNER else self.outer
 
 
-T = TypeVar("T")
 # Control group, message group, outer axis, inner axis.
 Axes = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, MeshAxis, MeshAxis]
 
@@ -196,24 +195,6 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
     if device_mesh is None:
         init_from_environment()
     return list(range(dist.get_world_size())) if dist.is_initialized() else []
-
-
-def on_all_ranks(what: str, function: Callable[[int], T], note: Callable[[T], str] = str) -> T:
-    """Call a function on all ranks, and wait until each of them has called it. Collective.
-
-    Args:
-        what: the operation, for error messages.
-        function: takes the number of ranks.
-        note: returns a text that must be equal on all ranks.
-
-    Raises:
-        Exception: an error of ``function``; on the other ranks, see :func:`~.rendezvous.meet`.
-    """
-    with reporting(what, ranks := ranks_that_meet(None)):
-        found = function(len(ranks))
-    timeout = timeout_of_group(default_group(), device_of(None))
-    meet(what, ranks, timeout, note=note(found))
-    return found
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:

@@ -43,13 +43,13 @@ from fsdp_engine.kernel_interface import (
     Axis,
     Hardware,
     Offload,
-    Plan,
     PlannedBuffer,
     Rehearsal,
     Role,
     Strategy,
     allocator,
     checked_arguments,
+    unchecked_plan,
 )
 from fsdp_engine.planner.simulation.ranks import SimulatedBackend
 from fsdp_engine.planner.simulation.simulation_error import check_count, check_type
@@ -353,7 +353,7 @@ def estimate(
         model, asked["units"] = _equal_blocks(round(model), num_units, dtype), _Block
     elif not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
-    plan, settings = Plan.unchecked(model, sizes, levels, **asked)
+    plan, settings = unchecked_plan(model, sizes, levels, **asked)
     where = next((each for each in settings.extensions if isinstance(each, Offload)), Offload())
     try:
         with SimulatedBackend(on_cpu).used():

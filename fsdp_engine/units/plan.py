@@ -159,38 +159,6 @@ class Plan:
     records: list[ParamRecord]
     on_meta: bool
 
-    @classmethod
-    def unchecked(
-        cls,
-        model: nn.Module,
-        sizes: dict[Axis, int],
-        strategy: Strategy,
-        units: UnitSelector | Iterable[UnitSelector] | None = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        options: Options | None = None,
-        extensions: Sequence[EngineExtension] = (),
-    ) -> tuple[Plan, PlanSettings]:
-        """The plan of a model that is not trained, whose values and optimizers are not checked, and
-        what it follows.
-
-        Args:
-            model: on any device.
-            sizes: ranks on each axis, which need not exist.
-            strategy: the levels.
-            units, mp_policy, options, extensions: see :func:`~fsdp_engine.shard`.
-
-        Raises:
-            ValueError: units or a granule are invalid, or the model has no parameters.
-        """
-        policy = mp_policy or MixedPrecisionPolicy()
-        axes = AxisPlans(AxisPlan(sizes, strategy))
-        settings = PlanSettings(policy, options or Options(), axes, extensions)
-        records = collect_records(model)
-        if not records:
-            raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
-        set_spreads(records)
-        return cls(plan_units(model, records, units, settings), records, on_meta=True), settings
-
     @property
     def root(self) -> nn.Module:
         """The model."""
