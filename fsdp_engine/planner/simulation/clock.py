@@ -280,27 +280,6 @@ class SimulatedLane:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A moment of the program, and the records of a step until then.
-
-    Attributes:
-        time: at which compute reaches it.
-        host: at which the host does.
-        num_spans, num_exposed: lengths of the records.
-        sent_bytes, copied_bytes, model_flops, seconds_at_peak: see :class:`Clock`.
-    """
-
-    time: float
-    host: float
-    num_spans: int
-    num_exposed: int
-    sent_bytes: dict[str, float]
-    copied_bytes: dict[str, float]
-    model_flops: float
-    seconds_at_peak: float
-
-
-@dataclass(frozen=True)
 class StepPart:
     """What a part of a step, such as a microbatch, adds to it.
 
@@ -316,6 +295,23 @@ class StepPart:
     copied_bytes: dict[str, float] = field(default_factory=dict)
     model_flops: float = 0.0
     seconds_at_peak: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of the program, and the records of a step until then.
+
+    Attributes:
+        part: the step until then, without times of lanes; its seconds are the time at which compute
+            reaches the moment.
+        host: the time at which the host does.
+        num_spans, num_exposed: lengths of the records.
+    """
+
+    part: StepPart
+    host: float
+    num_spans: int
+    num_exposed: int
 
 
 @dataclass
@@ -418,9 +414,14 @@ class Clock:
 
     def mark(self) -> Mark:
         """This moment."""
-        counts = self.host, len(self.spans), len(self.exposed)
-        flops = self.model_flops, self.seconds_at_peak
-        return Mark(self.now, *counts, dict(self.sent_bytes), dict(self.copied_bytes), *flops)
+        part = StepPart(
+            self.now,
+            sent_bytes=dict(self.sent_bytes),
+            copied_bytes=dict(self.copied_bytes),
+            model_flops=self.model_flops,
+            seconds_at_peak=self.seconds_at_peak,
+        )
+        return Mark(part, self.host, len(self.spans), len(self.exposed))
 
     @property
     def now(self) -> float:

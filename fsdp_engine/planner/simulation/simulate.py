@@ -20,9 +20,12 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,7 @@ from fsdp_engine.planner.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.planner.simulation.meshes import data_mesh_beside
 from fsdp_engine.planner.simulation.module_names import parents_of
 from fsdp_engine.planner.simulation.packed_sequences import masks_of_rows
+from fsdp_engine.planner.simulation.records import combined
 from fsdp_engine.planner.simulation.simulated_process import SimulatedProcess, simulated_process
 from fsdp_engine.planner.simulation.simulation_error import (
     NEEDS_VALUES,
@@ -393,6 +397,19 @@ class Simulation:
         """Peak memory in bytes."""
         return sum(self.memory.values())
 
+    @property
+    def part(self) -> StepPart:
+        """The whole step."""
+        return StepPart(
+            self.seconds,
+            self.compute_seconds,
+            self.exposed_by_lane,
+            self.sent_bytes,
+            self.copied_bytes,
+            self.model_flops,
+            self.seconds_at_peak,
+        )
+
     def trace(self) -> dict[str, Any]:
         """The timeline in Chrome's trace event format: a row for each lane, one for the modules
         whose operations compute runs, one for waits, and a counter of bytes by kind."""
@@ -632,7 +649,7 @@ def sharded(
     # Fake tensors have no values to compare between ranks.
     engines = [shard(each, mesh, **step.shard, initial_values="rank0") for each in modules]
     process.operations.data_ranks = frozenset(ranks_of(mesh))
-    process.memory.watch(lambda: sums([held_bytes(engine) for engine in engines]))
+    process.memory.watch(partial(_held_bytes, engines))
     with as_simulation_error("making the optimizer"):
         optimizer = (step.optimizer or make_adamw)(model.parameters())
     shard_optimizer_of(optimizer)
@@ -653,15 +670,6 @@ def context_of(process: SimulatedProcess, step: StepOptions) -> ContextParallel 
     mesh = process.device_mesh._get_root_mesh()["cp"]
     process.operations.context_ranks = ranks_of(mesh)
     return ContextParallel(mesh, process.operations)
-
-
-def sums(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums by name; what lacks a name has 0."""
-    found: dict[str, Any] = {}
-    for each in counts:
-        for name, count in each.items():
-            found[name] = found.get(name, 0) + count
-    return found
 
 
 def simulation_of(
@@ -718,19 +726,11 @@ def since(start: float, clock: Clock) -> tuple[tuple[Span, ...], tuple[Exposed, 
 def part_between(clock: Clock, start: Mark, end: Mark) -> StepPart:
     """The part of a step that the clock has recorded between two marks."""
     spans = clock.spans[start.num_spans : end.num_spans]
-    return StepPart(
-        end.time - start.time,
-        _busy(spans, lanes.COMPUTE),
-        _by_lane(clock.exposed[start.num_exposed : end.num_exposed]),
-        _grown(start.sent_bytes, end.sent_bytes),
-        _grown(start.copied_bytes, end.copied_bytes),
-        end.model_flops - start.model_flops,
-        end.seconds_at_peak - start.seconds_at_peak,
+    return replace(
+        combined(sub, end.part, start.part),
+        compute_seconds=_busy(spans, lanes.COMPUTE),
+        exposed_by_lane=_by_lane(clock.exposed[start.num_exposed : end.num_exposed]),
     )
-
-
-def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    return {name: count - before.get(name, 0.0) for name, count in after.items()}
 
 
 def _busy(spans: Iterable[Span], lane: str) -> float:
@@ -869,9 +869,12 @@ def _describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def held_bytes(engine: Engine) -> dict[str, int]:
-    """The engine's bytes by role, with its idle memory for transient storages."""
-    return {**engine.memory_bytes(), "idle": engine.idle_memory_bytes}
+def _held_bytes(engines: Iterable[Engine]) -> Counter[str]:
+    """Bytes of engines by role, with their idle memory for transient storages."""
+    found = Counter[str]()
+    for engine in engines:
+        found.update({**engine.memory_bytes(), "idle": engine.idle_memory_bytes})
+    return found
 
 
 def _signature(model: nn.Module) -> inspect.Signature | None:
