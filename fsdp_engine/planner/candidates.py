@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_engine.kernel_interface import Offload, Strategy, allocator, find_module
@@ -222,31 +222,23 @@ def check_meshes(meshes: Iterable[Sequence[int]], allowed: Sequence[int]) -> lis
 
 def candidates(
     meshes: Iterable[Mesh],
-    checkpointing: Iterable[Activations],
-    microbatch_sizes: Iterable[int | None],
-    offload: Offload | None = None,
-    sequences: Iterable[int | None] = (None,),
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-    pipeline: int = 1,
-    schedule: str | None = None,
+    like: Candidate,
+    checkpointing: Sequence[Activations],
+    microbatch_sizes: Sequence[int | None],
+    sequences: Sequence[int | None],
 ) -> Iterator[Candidate]:
-    """Every combination: four levels on one axis, ten pairs on two."""
+    """Every combination, otherwise like a candidate: four levels on one axis, ten pairs on two."""
     every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
     for sequence, size, recompute, mesh in every:
         for pair in Strategy.all_on(len(mesh)):
-            yield Candidate(
-                mesh,
-                pair.inner.name,
-                pair.outer.name,
-                recompute,
-                size,
-                offload,
+            yield replace(
+                like,
+                mesh=mesh,
+                strategy=pair.inner.name,
+                outer_strategy=pair.outer.name,
+                checkpointing=recompute,
+                microbatch_size=size,
                 sequence=sequence,
-                tensor_parallel=tensor_parallel,
-                context_parallel=context_parallel,
-                pipeline=pipeline,
-                schedule=schedule,
             )
 
 

@@ -105,7 +105,7 @@ def _draw_times(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome])
         spent = []
         for each in outcomes:
             assert each.times is not None
-            spent.append(1e3 * each.times.shares().get(name, 0.0) * each.times.step)
+            spent.append(1e3 * each.times.parts().get(name, 0.0))
         if name == "compute" or any(spent):
             _draw_part(axes, outcomes, ends, spent, colour, time_label(name))
     item = planning.setting.item

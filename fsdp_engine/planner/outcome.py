@@ -48,7 +48,7 @@ _OTHER_WAITS = {STATE: "state copies", ACTIVATIONS: "activation copies", PIPELIN
 
 def part_waiting_for(lane: str, candidate: Candidate) -> str:
     """The part of a step's time in which compute waits for a lane: "inner link", "state copies",
-    ..., as in :meth:`Times.shares`."""
+    ..., as in :meth:`Times.parts`."""
     what = _waits_for(lane, candidate)
     return _OTHER_WAITS.get(what, f"{what} link")
 
@@ -160,15 +160,18 @@ class Times:
         """Total time in which compute waited for communication and copies."""
         return sum(self.exposed.values())
 
-    def shares(self) -> dict[str, float]:
-        """Fractions of the step time: "compute", "inner link", "outer link", "context link",
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step: "compute", "inner link", "outer link", "context link",
         "tensor link", "state copies", "activation copies", "other stages", "host"."""
         waits = {
             _OTHER_WAITS.get(what, f"{what} link"): seconds
             for what, seconds in self.exposed.items()
         }
-        parts = {"compute": self.compute, **waits, "host": self.host}
-        return {name: seconds / self.step for name, seconds in parts.items()}
+        return {"compute": self.compute, **waits, "host": self.host}
+
+    def shares(self) -> dict[str, float]:
+        """The parts as fractions of the step time."""
+        return {name: seconds / self.step for name, seconds in self.parts().items()}
 
 
 @dataclass(frozen=True)

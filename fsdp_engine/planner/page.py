@@ -185,7 +185,7 @@ def _step(planning: StrategyPlan, step: Simulation) -> Iterator[str]:
     unit, name = table_unit(planning.outcomes)
     used = {colour for spans in rows.values() for _, _, colour, _ in spans}
     times = {time_label(n): colour for n, colour in TIME_COLOURS.items() if colour in used}
-    lanes = len(rows) * (_ROW + _GAP)
+    height = len(rows) * (_ROW + _GAP)
     yield f"<section>\n<h2>One step of the {what} candidate</h2>"
     text = f"{planning.outcomes[0].candidate}: {1e3 * step.seconds:,.1f} ms"
     yield f'<p class="soft">{escape(text)}</p>'
@@ -208,7 +208,7 @@ def _step(planning: StrategyPlan, step: Simulation) -> Iterator[str]:
     )
     yield '</div>\n<div class="scroll"><div class="plot">'
     yield (
-        f'<svg viewBox="0 0 {_ACROSS:g} {lanes}" height="{lanes}" preserveAspectRatio="none" '
+        f'<svg viewBox="0 0 {_ACROSS:g} {height}" height="{height}" preserveAspectRatio="none" '
         'role="img" aria-label="timeline of the step">'
     )
     for number, spans in enumerate(rows.values()):

@@ -318,16 +318,9 @@ class _Planning:
         if like.is_data_parallel or best.fits is not True:
             return []
         tried = [each.candidate for each in outcomes if each.candidate.degrees == like.degrees]
+        meshes = dict.fromkeys(each.mesh for each in tried)
         found = candidates(
-            dict.fromkeys(each.mesh for each in tried),
-            [like.checkpointing],
-            [like.microbatch_size],
-            like.offload,
-            [like.sequence],
-            like.tensor_parallel,
-            like.context_parallel,
-            like.pipeline,
-            like.schedule,
+            meshes, like, [like.checkpointing], [like.microbatch_size], [like.sequence]
         )
         return self._allowed([each for each in found if not is_quick(each)])
 
