@@ -178,7 +178,10 @@ def check_checkpointing(value: object) -> None:
 
     Raises:
         TypeError: ``value`` is no bool, "selective", "offload" or :class:`Recompute`.
+        ValueError: the package lacks the extension that ``value`` needs.
     """
+    if value is not False:
+        find_module("activations", needed_by="checkpointing")
     if not (isinstance(value, bool) or value == OFFLOAD or recomputed_by(value) is not None):
         raise TypeError(
             f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Recompute, "

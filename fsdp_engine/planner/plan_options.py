@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_engine.kernel_interface import Offload, allocator
+from fsdp_engine.kernel_interface import Offload, allocator, find_module
 from fsdp_engine.planner.candidates import (
     EVERYTHING,
     OFFLOAD,
@@ -340,7 +340,8 @@ class PlanOptions(GivenOptions):
     def activations(self) -> list[Any]:
         """Values of ``checkpointing`` to try."""
         kinds = "True, False, 'selective' ..., in a tuple"
-        return self._several("checkpointing", kinds, [False, SELECTIVE, True])
+        default = [False] if find_module("activations") is None else [False, SELECTIVE, True]
+        return self._several("checkpointing", kinds, default)
 
     @property
     def sizes(self) -> list[Any]:
@@ -368,7 +369,7 @@ class PlanOptions(GivenOptions):
     def tries_offloads(self) -> bool:
         """Whether candidates may be tried with more on the host than ``offload`` says."""
         has_host = self.where.host_runs_ahead and self.where.host_link is not None
-        return has_host and not self.quick
+        return has_host and not self.quick and find_module("offload") is not None
 
     @property
     def tries_offloaded_activations(self) -> bool:

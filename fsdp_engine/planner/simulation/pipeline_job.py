@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.kernel_interface import Engine, Offload, allocator, find_module, shard
+from fsdp_engine.kernel_interface import Engine, Offload, allocator, find_module
 from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.planner.simulation.clock import Clock
@@ -34,6 +34,7 @@ from fsdp_engine.planner.simulation.simulate import (
     checkpoint_bytes_of,
     context_of,
     parallelize_model,
+    shard_fake,
     sharded,
     simulation_of,
     to_fake,
@@ -261,8 +262,7 @@ class PipelineJob:
     ) -> tuple[Tensor, ...]:
         """The outputs of a stage."""
         module = self.module(index, process.device_mesh)
-        # Fake tensors have no values to compare between ranks.
-        engine = shard(module, process.device_mesh, **self.step.shard, initial_values="rank0")
+        engine = shard_fake(module, process.device_mesh, self.step)
         with (
             masks_of_rows(),
             _compiling_nothing(),  # the process' hooks would be traced

@@ -43,6 +43,7 @@ from fsdp_engine.kernel_interface import (
     Offload,
     Options,
     allocator,
+    find_module,
     lanes,
     shard,
     shard_optimizer,
@@ -646,8 +647,7 @@ def sharded(
     stack.enter_context(compiled_modules(model, process.names, on_device=on_device))
     if on_device:
         stack.enter_context(device_kernels())
-    # Fake tensors have no values to compare between ranks.
-    engines = [shard(each, mesh, **step.shard, initial_values="rank0") for each in modules]
+    engines = [shard_fake(each, mesh, step) for each in modules]
     process.operations.data_ranks = frozenset(ranks_of(mesh))
     process.memory.watch(partial(_held_bytes, engines))
     with as_simulation_error("making the optimizer"):
@@ -655,6 +655,12 @@ def sharded(
     shard_optimizer_of(optimizer)
     process.memory.settle("optimizer")
     return engines, optimizer
+
+
+def shard_fake(module: nn.Module, mesh: DeviceMesh, step: StepOptions) -> Engine:
+    """Shard a fake module, which has no values to compare between ranks."""
+    values = "same" if find_module("initial_values") is None else "rank0"
+    return shard(module, mesh, **step.shard, initial_values=values)
 
 
 @_disable_current_modes()
