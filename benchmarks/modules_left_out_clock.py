@@ -49,7 +49,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
-from fsdp_engine.backend import using
 from fsdp_engine.planner.simulation.calibrate import calibrate
 from fsdp_engine.planner.simulation.operations import (
     OperationCache,
@@ -179,7 +178,7 @@ class Ranks:
         operations = Operations(clock, _Nothing(), fake, self._known)  # type: ignore[arg-type]
         with fake, operations:
             on_host = not job.machine.host_runs_ahead
-            with using(SimulatedBackend(on_host, clock)):  # type: ignore[arg-type]
+            with SimulatedBackend(on_host, clock).used():  # type: ignore[arg-type]
                 model = build_fake_model(job.build)
                 engine = fe.shard(
                     model, mesh, strategy=LEVEL, mp_policy=job.policy, initial_values="rank0"

@@ -1,8 +1,8 @@
 """The backend: what an engine runs on.
 
 :class:`Backend` is the hardware of this process: CPUs with gloo, or an accelerator. Another backend
-can take its place for a block of code (``using``), whose engines then take their lanes from it. The
-planner has one that advances a clock instead of running work.
+can take its place for a block of code (:meth:`Backend.used`), whose engines then take their lanes
+from it. The planner has one that advances a clock instead of running work.
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ class Backend:
     def booked_elsewhere(self, tensor: torch.Tensor, place: str) -> None:
         """Memory is booked at another place than the device, such as "host"."""
 
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Context in which this is the backend of the process."""
+        _BACKENDS.append(self)
+        try:
+            yield
+        finally:
+            _BACKENDS.remove(self)
+
 
 _BACKENDS = [Backend()]
 
@@ -51,13 +60,3 @@ _BACKENDS = [Backend()]
 def current() -> Backend:
     """Returns the backend of this process."""
     return _BACKENDS[-1]
-
-
-@contextmanager
-def using(backend: Backend) -> Iterator[None]:
-    """Context in which ``backend`` is the backend of this process."""
-    _BACKENDS.append(backend)
-    try:
-        yield
-    finally:
-        _BACKENDS.remove(backend)

@@ -75,13 +75,14 @@ def current_arguments(
     return found
 
 
-def replaced(options: Mapping[str, Any], what: str) -> dict[str, Any]:
+def replaced(options: Mapping[str, Any], what: str, *, stacklevel: int = 4) -> dict[str, Any]:
     """Returns ``options`` of :func:`~fsdp_engine.sharding.shard` with the replacements of
     deprecated ones.
 
     Args:
         options: By name.
         what: The name of the function that the user has called, for messages.
+        stacklevel: See :func:`current_arguments`.
 
     Raises:
         TypeError, ValueError: See :func:`current_arguments`. Or ``config`` determines the mesh.
@@ -90,7 +91,7 @@ def replaced(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     if not deprecated:
         return dict(options)
     given = {name: value for name, value in options.items() if name not in deprecated}
-    found = current_arguments(given, deprecated, what, stacklevel=4)
+    found = current_arguments(given, deprecated, what, stacklevel=stacklevel)
     if (num_rows := num_rows_of(deprecated)) > 1:
         raise ValueError(
             "num_distributed_optimizer_instances: expected 1, and the sizes (outer, inner) as "

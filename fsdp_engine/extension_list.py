@@ -130,6 +130,7 @@ EXTENSIONS = (
         methods=("microbatches",),
         advice=[("view_as", "fsdp_engine.pipelining.PipelineStage")],
         files=("pipelining.py",),
+        words=("pipeline=", "simulate_pipeline", "pipeline_job", "shard_stages"),
     ),
     Extension(
         "nested_backwards",
@@ -240,17 +241,26 @@ def implementation(plain: type[T]) -> type[T]:
     return found
 
 
-def find_module(path: str) -> Any:
+def find_module(path: str, needed_by: str | None = None) -> Any:
     """Returns a module of an extension, for interfaces that use more of it than its names; None:
     there is no such extension.
 
     Args:
         path: such as "conversion.dtype_conversion".
+        needed_by: an argument whose value needs the extension.
+
+    Raises:
+        ValueError: The value needs an extension that is not there.
     """
-    known = {each.folder for each in EXTENSIONS}
-    if path.split(".")[0] not in known:
-        return None
-    return importlib.import_module(f"{_FOLDER}.{path}")
+    folder = path.partition(".")[0]
+    if any(each.folder == folder for each in EXTENSIONS):
+        return importlib.import_module(f"{_FOLDER}.{path}")
+    if needed_by is not None:
+        raise ValueError(
+            f"{needed_by}: expected a package with the extension {folder!r}, which this value "
+            "needs; found none"
+        )
+    return None
 
 
 def require_module(path: str) -> Any:

@@ -124,7 +124,7 @@ def shard(
             "initial_values": initial_values,
             "expert_mesh": expert_mesh,
             "options": options,
-            "extensions": tuple(extensions),
+            "extensions": extensions,
         }
         if deprecated:
             from fsdp_engine.deprecated_arguments import current_arguments, num_rows_of
@@ -309,13 +309,15 @@ def make_engine(
     return engine
 
 
-def check_extensions(extensions: Iterable[object]) -> tuple[EngineExtension, ...]:
+def check_extensions(extensions: object) -> tuple[EngineExtension, ...]:
     """Returns the extensions as a tuple.
 
     Raises:
-        TypeError: An object is no extension.
+        TypeError: They are no sequence, or an object is no extension.
         ValueError: Two are of one class.
     """
+    if not isinstance(extensions, Iterable):
+        raise TypeError(f"extensions: expected a sequence of extensions; found {extensions!r}")
     found: dict[type, EngineExtension] = {}
     for each in extensions:
         if not isinstance(each, EngineExtension):
@@ -341,6 +343,11 @@ def check_types(model: object, policy: object, options: object = None) -> None:
     """Raise TypeError for an argument of another type."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
+    check_policy_and_options(policy, options)
+
+
+def check_policy_and_options(policy: object, options: object) -> None:
+    """Raise TypeError for an argument of another type."""
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy or None; found {policy!r}")
     if options is not None and not isinstance(options, Options):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.extras import naming_extra as naming_extra
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "memory": 2,
     "comm": 3,
     "codecs": 4,
+    "hardware": 4,
     "flat_dtensor": 4,
     "optim": 5,
     "buffers": 5,
@@ -52,6 +53,7 @@ FLOORS: dict[str, int] = {
     "checkpoint": 9,
     "deprecated_arguments": 8,
     "extensions": 10,
+    "kernel_interface": 11,
     "pipelining": 11,
     "fsdp2": 11,
     "megatron": 11,
@@ -68,7 +70,7 @@ CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies",
 CORE |= {"accelerator", "backend", "extension_list", "flat_dtensor", "optim"}
 CORE |= {"engine", "sharding"}
 ABOVE_THE_CORE = {"checkpoint", "extensions", "fsdp2", "integrations", "megatron"}
-ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained"}
+ABOVE_THE_CORE |= {"kernel_interface", "pipelining", "planner", "pretrained"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
 FORMAT_PACKAGES |= {"transformers"}
@@ -248,6 +250,14 @@ def the_core_imports_no_format(source: Source) -> Iterator[Finding]:
         is_above = first == "fsdp_engine" and bool(rest) and rest[0] in ABOVE_THE_CORE
         if is_above or first in FORMAT_PACKAGES:
             yield line, f"the core imports {name}"
+
+
+def the_planner_uses_one_file_of_the_kernel(source: Source) -> Iterator[Finding]:
+    """The planner imports the rest of the package by ``kernel_interface.py``."""
+    allowed = ("fsdp_engine.planner", "fsdp_engine.kernel_interface")
+    for line, name in source.imports() if source.room == "planner" else ():
+        if name.startswith("fsdp_engine") and not name.startswith(allowed):
+            yield line, f"the planner imports {name}"
 
 
 def the_core_leaves_private_attributes_to_their_objects(source: Source) -> Iterator[Finding]:
@@ -750,6 +760,7 @@ def _address_keys(node: ast.Call) -> list[str]:
 RULES: list[Callable[[Source], Iterator[Finding]]] = [
     imports_go_down,
     the_core_imports_no_format,
+    the_planner_uses_one_file_of_the_kernel,
     the_core_leaves_private_attributes_to_their_objects,
     only_collectives_communicates,
     only_mesh_makes_groups,
@@ -802,6 +813,11 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (the_core_imports_no_format, "units.build", "from fsdp_engine import extensions"),
     (the_core_imports_no_format, "runtime.hooks", "def f():\n    from ..pretrained import load"),
     (the_core_imports_no_format, "units.build", "import peft"),
+    (
+        the_planner_uses_one_file_of_the_kernel,
+        "planner.estimates",
+        "def f():\n    from fsdp_engine.units.plan import Plan",
+    ),
     (
         the_core_leaves_private_attributes_to_their_objects,
         "runtime.hooks",

@@ -21,6 +21,7 @@ from unittest import mock
 
 from typer.testing import CliRunner
 
+from fsdp_engine import terminal
 from fsdp_engine.planner import planner_cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
@@ -64,7 +65,7 @@ def _working_in(folder: Path) -> Iterator[None]:
     modules that it imported afterwards."""
     before = Path.cwd()
     with (
-        mock.patch.object(planner_cli, "terminal_width", return_value=WIDTH),
+        mock.patch.object(terminal, "terminal_width", return_value=WIDTH),
         mock.patch.object(sys, "path", [*sys.path]),
     ):
         os.chdir(folder)

@@ -39,7 +39,7 @@ TOLERANCE = 0.01
 # Folders that are no part of the kernel: extensions, interfaces and formats.
 BESIDE_THE_KERNEL = {
     *("checkpoint", "extensions", "extension_list", "fsdp2", "integrations", "megatron"),
-    *("pipelining", "planner", "pretrained"),
+    *("hardware", "kernel_interface", "pipelining", "planner", "pretrained"),
 }
 # Words that only an extension needs.
 WORDS = (

@@ -67,6 +67,14 @@ BACKWARDS_PER_TRIM = 100
 # Places of memory: the device of an engine, and one of :meth:`Memory.book_elsewhere`.
 DEVICE, HOST = "device", "host"
 
+# Kinds of memory in reports and simulations, by the role in a ledger ("idle": memory of transient
+# storages between uses). Any other role is of weights.
+KIND_OF_ROLE = {
+    "grad": "gradients",
+    **dict.fromkeys(("full", "staging", "idle"), "transient"),
+    "optimizer": "optimizer",  # chunks of its state in a step
+}
+
 
 class Ledger:
     """Bytes held now, and at most so far, by role and in total.

@@ -6,18 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from fsdp_engine.comm.groups import default_group, timeout_of_group
-from fsdp_engine.comm.mesh import device_of, ranks_that_meet
-from fsdp_engine.comm.rendezvous import meet, reporting
-from fsdp_engine.engine import Engine
+from fsdp_engine.kernel_interface import Engine, Hardware, on_all_ranks, shard
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.simulation.ranks import data_mesh_beside
 from fsdp_engine.planner.simulation.step_options import Parallelize
 from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan, check_tp_plan
-from fsdp_engine.sharding import shard
 
 Select = Callable[[int], tuple[Candidate, Mapping[str, Any]]]
 
@@ -46,10 +41,10 @@ def shard_as(select: Select, model: nn.Module, parallelize: Parallelize | None) 
         if candidate.tensor_parallel > 1 and parallelize is None:
             check_tp_plan(model, candidate.tensor_parallel)
 
-    candidate, arguments, device = agreed_candidate("StrategyPlan.shard", select, check)
+    candidate, arguments = agreed_candidate("StrategyPlan.shard", select, check)
     if candidate.is_data_parallel:
         return shard(model, candidate.mesh, **arguments)
-    tensor = candidate.tensor_parallel
+    tensor, device = candidate.tensor_parallel, Hardware.of_process().device
     data = data_mesh_beside(device.type, candidate.mesh, candidate.context_parallel, tensor)
     if tensor > 1:
         (parallelize or apply_tp_plan)(model, data._get_root_mesh()["tp"])
@@ -58,8 +53,8 @@ def shard_as(select: Select, model: nn.Module, parallelize: Parallelize | None) 
 
 def agreed_candidate(
     what: str, select: Select, check: Callable[[Candidate], None]
-) -> tuple[Candidate, Mapping[str, Any], torch.device]:
-    """The candidate of all ranks, the arguments of ``shard``, and this rank's device.
+) -> tuple[Candidate, Mapping[str, Any]]:
+    """The candidate of all ranks, and the arguments of ``shard``.
 
     Args:
         what: the caller, for errors.
@@ -69,9 +64,10 @@ def agreed_candidate(
     Raises:
         ValueError: an error of ``select`` or ``check``, or the candidates differ; on all ranks.
     """
-    with reporting(what, ranks := ranks_that_meet(None)):
-        candidate, arguments = select(len(ranks))
+
+    def checked(num_ranks: int) -> tuple[Candidate, Mapping[str, Any]]:
+        candidate, arguments = select(num_ranks)
         check(candidate)
-    device = device_of(None)
-    meet(what, ranks, timeout_of_group(default_group(), device), note=str(candidate))
-    return candidate, arguments, device
+        return candidate, arguments
+
+    return on_all_ranks(what, checked, note=lambda found: str(found[0]))

@@ -5,23 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name, from_deprecated
-from fsdp_engine.memory.allocator import HOST
+from fsdp_engine.kernel_interface import Strategy, allocator, find_module
 from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces
-from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 
 Mesh = tuple[int, ...]
 # What becomes of activations: see :class:`Candidate`.
 Activations = Any
 SELECTIVE = "selective"
 OFFLOAD = "offload"
-# Names of the extensions for activations.
-_ACTIVATIONS = ("OffloadActivations", "Recompute")
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class Candidate:
             f"{'everything' if len(each) == number else ' and '.join(each)} on the {place}"
             for place, each in names.items()
         ]
-        texts += ["stepped there"] * (offload.step_on == HOST)
+        texts += ["stepped there"] * (offload.step_on == allocator.HOST)
         texts += ["stepped beside forward"] * offload.overlap_forward
         return ", ".join([*texts, *["activations on the host"] * (self.checkpointing == OFFLOAD)])
 
@@ -164,19 +159,18 @@ class Candidate:
 
 def recomputed_by(checkpointing: Activations) -> Any:
     """Returns the :class:`~fsdp_engine.Recompute` that the value selects; None: none."""
-    kind = find_name("Recompute")
-    return kind and kind.of(checkpointing)
+    activations = find_module("activations")
+    return activations and activations.Recompute.of(checkpointing)
 
 
-def merged_extensions(
-    candidate: Candidate, given: Iterable[EngineExtension] | None
-) -> list[EngineExtension]:
+def merged_extensions(candidate: Candidate, given: Iterable[object] | None) -> list[object]:
     """Returns the extensions of ``candidate``, and those that are given, which override them."""
     known = [*(given or ())]
-    own = [] if candidate.offload is None else [candidate.offload]
-    activations = tuple(kind for name in _ACTIVATIONS if (kind := find_name(name)) is not None)
-    if candidate.checkpointing and not any(isinstance(each, activations) for each in known):
-        own += from_deprecated("checkpointing", candidate.checkpointing)
+    own: list[object] = [] if candidate.offload is None else [candidate.offload]
+    if candidate.checkpointing and (activations := find_module("activations")) is not None:
+        by_argument = (activations.OffloadActivations, activations.Recompute)
+        if not any(isinstance(each, by_argument) for each in known):
+            own += activations.from_argument(candidate.checkpointing)
     kinds = {type(each) for each in known}
     return [*known, *(each for each in own if type(each) not in kinds)]
 
@@ -186,7 +180,10 @@ def check_checkpointing(value: object) -> None:
 
     Raises:
         TypeError: ``value`` is no bool, "selective", "offload" or :class:`Recompute`.
+        ValueError: the package lacks the extension that ``value`` needs.
     """
+    if value is not False:
+        find_module("activations", needed_by="checkpointing")
     if not (isinstance(value, bool) or value == OFFLOAD or recomputed_by(value) is not None):
         raise TypeError(
             f"checkpointing: expected True, False, {SELECTIVE!r}, {OFFLOAD!r} or fe.Recompute, "
@@ -230,31 +227,23 @@ def check_meshes(meshes: Iterable[Sequence[int]], allowed: Sequence[int]) -> lis
 
 def candidates(
     meshes: Iterable[Mesh],
-    checkpointing: Iterable[Activations],
-    microbatch_sizes: Iterable[int | None],
-    offload: StatePlaces | None = None,
-    sequences: Iterable[int | None] = (None,),
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-    pipeline: int = 1,
-    schedule: str | None = None,
+    like: Candidate,
+    checkpointing: Sequence[Activations],
+    microbatch_sizes: Sequence[int | None],
+    sequences: Sequence[int | None],
 ) -> Iterator[Candidate]:
-    """Every combination: four levels on one axis, ten pairs on two."""
+    """Every combination, otherwise like a candidate: four levels on one axis, ten pairs on two."""
     every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
     for sequence, size, recompute, mesh in every:
-        for pair in _pairs(mesh):
-            yield Candidate(
-                mesh,
-                pair.inner.name,
-                pair.outer.name,
-                recompute,
-                size,
-                offload,
+        for pair in Strategy.all_on(len(mesh)):
+            yield replace(
+                like,
+                mesh=mesh,
+                strategy=pair.inner.name,
+                outer_strategy=pair.outer.name,
+                checkpointing=recompute,
+                microbatch_size=size,
                 sequence=sequence,
-                tensor_parallel=tensor_parallel,
-                context_parallel=context_parallel,
-                pipeline=pipeline,
-                schedule=schedule,
             )
 
 
@@ -287,7 +276,3 @@ def is_quick(candidate: Candidate) -> bool:
     is_one_axis = len(candidate.mesh) == 1
     is_known = (candidate.strategy, candidate.outer_strategy) in _QUICK
     return is_known and (is_one_axis or candidate.strategy == _QUICK[0][0])
-
-
-def _pairs(mesh: Mesh) -> list[Strategy]:
-    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.shards(Role.OPTIM, Axis.OUTER)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine.memory import allocator
+from fsdp_engine.kernel_interface import allocator
 from fsdp_engine.planner.simulation.simulation_error import read_json
 
 # As `offload`: only if nothing fits without; as `tensor_parallel`: all that the model has a plan

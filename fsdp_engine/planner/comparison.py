@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.kernel_interface import terminal
 from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.planner.questions import TrainingRun, format_large
 from fsdp_engine.planner.simulation.machine import Machine
 from fsdp_engine.planner.simulation.simulation_error import listed
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
-from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +75,7 @@ class Comparison:
         return speedup * self.base.setting.world_size / row.setting.world_size
 
     def __str__(self) -> str:
-        return table_text(comparison_table(self))
+        return terminal.table_text(comparison_table(self))
 
 
 def named_machines(machines: Any) -> Iterator[tuple[str, Machine]]:
@@ -103,7 +102,7 @@ def comparison_table(
         items: tokens or samples of a training run, for columns with its days and GPU hours.
         prices: dollars per GPU hour, one for all rows or one for each, for a column with its cost.
     """
-    with naming_extra():
+    with terminal.naming_extra():
         from rich.table import Table
 
     setting = found.rows[0].setting
@@ -119,7 +118,7 @@ def comparison_table(
     each = [accuracy_of(row.setting.machine_family) for row in found.rows]
     accuracies = ", ".join(dict.fromkeys(f"{one.where} {one.mark}" for one in each))
     table = Table(
-        title=f"{setting.model}, {format_count(setting.num_elements)} parameters",
+        title=f"{setting.model}, {terminal.format_count(setting.num_elements)} parameters",
         caption=f"The fastest strategy that fits. "
         f"{'Efficiency: rate of one rank' if scales else 'Speed: rate'}, over that of the first "
         f"row; MFU: model flops utilization; {last}. Accuracy of times: {accuracies}.",
@@ -154,9 +153,13 @@ def _cells(
     if chosen is None or chosen.times is None:
         return []
     ratio = found.efficiency(row) if scales else found.speedup(row)
-    cells = [format_count(chosen.rate), f"{ratio:.2f}", f"{chosen.times.mfu:.1%}"]
+    cells = [terminal.format_count(chosen.rate), f"{ratio:.2f}", f"{chosen.times.mfu:.1%}"]
     if items is None:
-        return [format_seconds(chosen.times.step), *cells, format_bytes(chosen.peak_bytes)]
+        return [
+            terminal.format_seconds(chosen.times.step),
+            *cells,
+            terminal.format_bytes(chosen.peak_bytes),
+        ]
     run = row.run(items, price)
     cells += [f"{run.days:,.1f}", format_large(run.gpu_hours)]
     if has_cost:

@@ -33,44 +33,25 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_engine.codecs import CastCodec, ParamCodec
-from fsdp_engine.deprecated_arguments import replaced
-from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import require_module
-from fsdp_engine.layout import Layout
-from fsdp_engine.layout.placement import TensorRequest, plan_layouts
-from fsdp_engine.memory.allocator import DEVICE, HOST
-from fsdp_engine.options import Options, StagingBudget
-from fsdp_engine.planner.simulation.simulation_error import (
-    check_count,
-    check_type,
-    listed,
+from fsdp_engine.kernel_interface import (
+    Axis,
+    PlannedBuffer,
+    Rehearsal,
+    Role,
+    Strategy,
+    allocator,
+    checked_arguments,
+    unchecked_plan,
 )
-from fsdp_engine.planner.state_places import DISK, StatePlaces, places_among
-from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
-from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
-from fsdp_engine.sharding import check_extensions
-from fsdp_engine.strategies import ALL_STRATEGIES, AXIS_BELOW_DEPTH, NO_SHARD, Axis, Role, Strategy
-from fsdp_engine.units.assignment import Expected, UnitSelector, collect_records, expect
-from fsdp_engine.units.dtensors import set_spreads
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, PlanSettings, plan_units
-
-AxisSizes = dict[Axis, int]
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """One planned flat buffer."""
-
-    layout: Layout
-    dtypes: ParamDtypes
-    trainable: bool
-    codec: ParamCodec
+from fsdp_engine.planner.simulation.ranks import SimulatedBackend
+from fsdp_engine.planner.simulation.simulation_error import check_count, check_type
+from fsdp_engine.planner.state_places import DISK, StatePlaces, offload_module, places_among
 
 
 @dataclass(frozen=True)
@@ -79,15 +60,20 @@ class Footprint:
 
     Attributes:
         buffer: the buffer.
-        strategy: the levels.
         sizes: ranks on each axis.
+        strategy: the levels.
         offload: says where its state lies.
     """
 
-    buffer: BufferPlan
+    buffer: PlannedBuffer
+    sizes: dict[Axis, int]
     strategy: Strategy
-    sizes: AxisSizes
     offload: StatePlaces
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether its parameters have gradients."""
+        return self.buffer.kind.requires_grad
 
     def held(self, role: Role) -> int:
         """Elements of ``role`` at rest."""
@@ -103,26 +89,20 @@ class Footprint:
     @property
     def _main_leaves(self) -> bool:
         """Whether main weights lie elsewhere."""
-        if "main_weights" not in self.offload.places:
-            return False
-        main = require_module("offload.homed_main")
-        return bool(main.can_leave_device(self.strategy, self.buffer.codec))
+        return self.offload.main_leaves(self.strategy, self.buffer.codec)
 
     @property
     def _grads_leave(self) -> bool:
-        return self.buffer.trainable and "gradients" in self.offload.places
+        return self.is_trainable and "gradients" in self.offload.places
 
     @property
     def _is_cast_by_host(self) -> bool:
         """Whether compute weights lie elsewhere, beside main weights."""
-        if not self._main_leaves or self.offload.main_weights != HOST:
-            return False
-        main = require_module("offload.homed_main")
-        return bool(main.is_cast_at_home(self.strategy, self.buffer.codec))
+        return self.offload.is_cast_by_host(self.strategy, self.buffer.codec)
 
     @property
     def _main_bytes(self) -> int:
-        return self.held(Role.OPTIM) * self.buffer.dtypes.main.itemsize
+        return self.held(Role.OPTIM) * self.buffer.kind.dtypes.main.itemsize
 
     @property
     def elsewhere(self) -> dict[str, int]:
@@ -140,9 +120,9 @@ class Footprint:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of weights and gradients that come from homes to the device to be stepped."""
-        if not self.buffer.trainable or self.offload.step_on == HOST:
+        if not self.is_trainable or self.offload.step_on == allocator.HOST:
             return 0
-        dtypes = self.buffer.dtypes
+        dtypes = self.buffer.kind.dtypes
         grads = self.held(Role.OPTIM) * dtypes.optim_grad.itemsize
         return self._main_bytes * self._main_leaves + grads * self._grads_leave
 
@@ -155,7 +135,7 @@ class Footprint:
     @property
     def weight_bytes(self) -> int:
         """Main weights and persistent compute weights, at rest."""
-        codec, dtypes = self.buffer.codec, self.buffer.dtypes
+        codec, dtypes = self.buffer.codec, self.buffer.kind.dtypes
         if self._main_leaves and codec.is_identity:
             return 0
         total = 0 if codec.is_identity or self._main_leaves else self._main_bytes
@@ -171,18 +151,18 @@ class Footprint:
         """Full parameters of all encodings, and the encoded tensor that they are decoded from."""
         if not self._reshards:
             return 0
-        itemsize = self.buffer.codec.full_itemsize(self.buffer.dtypes)
+        itemsize = self.buffer.codec.full_itemsize(self.buffer.kind.dtypes)
         return self.buffer.layout.numel * itemsize
 
     @property
     def grad_bytes(self) -> int:
         """Gradients at rest."""
-        return self._reduced_bytes if self.buffer.trainable and not self._grads_leave else 0
+        return self._reduced_bytes if self.is_trainable and not self._grads_leave else 0
 
     @property
     def _reduced_bytes(self) -> int:
         """Accumulated gradients, and the optimizer's shard in another dtype."""
-        dtypes = self.buffer.dtypes
+        dtypes = self.buffer.kind.dtypes
         kept = self.held(Role.GRAD) * dtypes.main_grad.itemsize
         if dtypes.optim_grad != dtypes.main_grad:
             kept += self.held(Role.OPTIM) * dtypes.optim_grad.itemsize
@@ -191,7 +171,7 @@ class Footprint:
     @property
     def staged_elements(self) -> int:
         """Elements of full gradients that count against the staging budget."""
-        if not self.buffer.trainable or self.strategy.depth(Role.GRAD) == 0:
+        if not self.is_trainable or self.strategy.depth(Role.GRAD) == 0:
             return 0
         return self.buffer.layout.numel
 
@@ -199,11 +179,13 @@ class Footprint:
     def staging_bytes(self) -> int:
         """Full gradients in flight, the converted copy for the last reduction, and the result that
         goes home."""
-        if not self.buffer.trainable:
+        if not self.is_trainable:
             return 0
-        dtypes, depth = self.buffer.dtypes, self.strategy.depth(Role.GRAD)
-        elements = self.staged_elements
-        reduces_last = any(self.sizes[axis] > 1 for axis in AXIS_BELOW_DEPTH[depth:])
+        dtypes, elements = self.buffer.kind.dtypes, self.staged_elements
+        reduces_last = any(
+            size > 1 and not self.strategy.shards(Role.GRAD, axis)
+            for axis, size in self.sizes.items()
+        )
         if reduces_last and dtypes.comm != dtypes.main_grad:
             elements += self.held(Role.GRAD)
         return elements * dtypes.comm.itemsize + self._reduced_bytes * self._grads_leave
@@ -225,12 +207,12 @@ class Footprint:
             elements *= self.strategy.inner.fraction(Role.OPTIM, self.sizes[Axis.INNER])
         codec = self.buffer.codec
         # A gather per step gathers all encodings; a gather per use gathers one encoding.
-        params = traffic.params_per_step * codec.num_gathers if self.buffer.trainable else 0.0
+        params = traffic.params_per_step * codec.num_gathers if self.is_trainable else 0.0
         # A unit that is not resharded before backward still gathers the encodings of backward.
         times = max(num_gathers, codec.num_gathers)
         params += num_microbatches * traffic.params_per_microbatch * times / 2
         sent = params * codec.wire_dtype.itemsize
-        if self.buffer.trainable:
+        if self.is_trainable:
             grads = traffic.grads_per_step + num_microbatches * traffic.grads_per_microbatch
             sent += grads * self._grad_itemsize(axis, round(elements))
         return elements * sent
@@ -240,7 +222,7 @@ class Footprint:
         all-reduce. If sums have a wider dtype than summands (``sharded_buffer.py``), the second
         half sends sums; if the ranks do not divide ``elements`` evenly, both halves use the wider
         dtype."""
-        dtypes = self.buffer.dtypes
+        dtypes = self.buffer.kind.dtypes
         if self.strategy.shards(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:
             return dtypes.comm.itemsize
         if elements % self.sizes[axis]:
@@ -270,37 +252,7 @@ class UnitFootprint:
         return sum(count(each) for each in self.buffers)
 
 
-def peak_full_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: int) -> int:
-    """Peak bytes of full parameters: of a unit, of enclosing units, and of prefetched ones; with
-    what they are encoded from, if that is brought from a home. Units that are not gathered are
-    encoded together, before the first of them computes."""
-    sizes = [unit.total(lambda each: each.full_bytes) for unit in units]
-    brought = [unit.total(lambda each: each.brought_bytes) for unit in units]
-    if not any(sizes):
-        return sum(brought)
-    elements = [unit.numel if size else 0 for unit, size in zip(units, sizes, strict=True)]
-    moments = full_moments(expected, elements, budget)
-    sizes = [sum(pair) for pair in zip(sizes, brought, strict=True)]
-    return max((sum(sizes[index] for index in moment) for moment in moments), default=0)
-
-
-def peak_staging_bytes(
-    units: Sequence[UnitFootprint], expected: Expected, budget: StagingBudget
-) -> int:
-    """Peak bytes of full gradients if every reduction completes only when it is waited for."""
-    staged = [unit.total(lambda each: each.staged_elements) for unit in units]
-    sizes = [unit.total(lambda each: each.staging_bytes) for unit in units]
-    moments = staged_moments(expected, staged, budget)
-    return max((sum(sizes[index] for index in moment) for moment in moments), default=0)
-
-
 NOT_INCLUDED = "Activations are not included, nor is memory of kernels and allocators."
-
-
-# The buffers of one planned unit; the root is the first unit.
-class _Unit(NamedTuple):
-    buffers: list[BufferPlan]
-    is_loose: bool = False
 
 
 @dataclass(frozen=True)
@@ -350,25 +302,6 @@ class Estimate:
         return self.rest_bytes + self.full_bytes + self.staging_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class _UnitOptions:
-    """The options of ``shard`` that change bytes and traffic."""
-
-    units: UnitSelector | Iterable[UnitSelector] | None = None
-    mp_policy: MixedPrecisionPolicy | None = None
-    options: Options | None = None
-    extensions: Sequence[EngineExtension] = ()
-
-    def __post_init__(self) -> None:
-        for name, value, kind in (
-            ("mp_policy", self.mp_policy, MixedPrecisionPolicy),
-            ("options", self.options, Options),
-        ):
-            if value is not None:
-                check_type(name, value, kind, f"a {kind.__name__}")
-        check_extensions(listed("extensions", self.extensions, "a sequence of extensions"))
-
-
 def estimate(
     model: nn.Module | float,
     *,
@@ -409,47 +342,52 @@ def estimate(
     """
     sizes = _axis_sizes(world_size, outer_size)
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
-    if outer_size == 1:
-        levels = Strategy(levels.inner, NO_SHARD)  # as in the engine
-    asked = _UnitOptions(**replaced(options, "estimate()"))
+    asked = checked_arguments(options, "estimate()")
     check_type("dtype", dtype, torch.dtype, "a dtype")
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     check_count("num_microbatches", num_microbatches, "1 or more")
-    settings = PlanSettings(
-        asked.mp_policy or MixedPrecisionPolicy(),
-        asked.options or Options(),
-        AxisPlans(AxisPlan(sizes, levels)),
-        asked.extensions,
-    )
-    if isinstance(model, nn.Module):
-        planned, expected = _units_of(model, asked.units, settings)
-    elif isinstance(model, int | float) and not isinstance(model, bool):
+    if isinstance(model, int | float) and not isinstance(model, bool):
         check_count("num_units", num_units, "1 or more")
         _check_at_least("model", model, 1)
-        planned = _equal_units(round(model), num_units, dtype, settings)
-        order = list(range(1, len(planned)))
-        expected = Expected(order, order[::-1], [set() for _ in planned])
-    else:
+        model, asked["units"] = _equal_blocks(round(model), num_units, dtype), _Block
+    elif not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
-    where = places_among(asked.extensions)
-    if not on_cpu:
-        where.check_pair()
-    _check_levels(where, levels, planned, on_cpu=on_cpu)
+    plan, settings = unchecked_plan(model, sizes, levels, **asked)
+    where = places_among(settings.extensions)
+    try:
+        with SimulatedBackend(on_cpu).used():
+            where.check_plan(plan, settings.axis_plans, torch.device("cpu"))
+    except ValueError as error:
+        raise OffloadLevelError(str(error)) from error
     footprints = [
         UnitFootprint(
-            tuple(Footprint(buffer, levels, sizes, where) for buffer in unit.buffers),
-            unit.is_loose,
+            tuple(Footprint(buffer, sizes, levels, where) for buffer in unit.buffers),
+            bool(unit.loose),
         )
-        for unit in planned
+        for unit in plan.units
     ]
+    expected = plan.expected
     blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
     others = [unit.numel for unit in footprints if unit.buffers]
-    prefetched, staged = settings.options.budgets(blocks, others)
+    full = [unit.total(lambda each: each.full_bytes) for unit in footprints]
+    brought = [unit.total(lambda each: each.brought_bytes) for unit in footprints]
+    rehearsal = Rehearsal(
+        expected,
+        [unit.numel if size else 0 for unit, size in zip(footprints, full, strict=True)],
+        [unit.total(lambda each: each.staged_elements) for unit in footprints],
+        *settings.options.budgets(blocks, others),
+    )
+    if any(full):
+        gathered = [sum(pair) for pair in zip(full, brought, strict=True)]
+        full_bytes = _peak(rehearsal.full(), gathered)
+    else:  # encoded together, before the first unit computes
+        full_bytes = sum(brought)
+    staging = [unit.total(lambda each: each.staging_bytes) for unit in footprints]
     every = [each for unit in footprints for each in unit.buffers]
     states = [
         math.ceil(
             optimizer_bytes_per_element
-            * unit.total(lambda each: each.held(Role.OPTIM) if each.buffer.trainable else 0)
+            * unit.total(lambda each: each.held(Role.OPTIM) if each.is_trainable else 0)
         )
         for unit in footprints
     ]
@@ -458,12 +396,12 @@ def estimate(
         elsewhere.update(each.elsewhere)
     chunks = [unit.total(lambda each: each.chunk_bytes) for unit in footprints]
     if DISK in where.places.values() and not on_cpu:
-        elsewhere[HOST] += require_module("offload.disk_staging").NUM_BYTES
+        elsewhere[allocator.HOST] += offload_module("disk_staging").NUM_BYTES
     at_rest, place = sum(states), where.places.get("optimizer_state")
     if place is not None:
         elsewhere[place] += at_rest
         at_rest = 0
-        if where.step_on != HOST:
+        if where.step_on != allocator.HOST:
             chunks = [sum(pair) for pair in zip(chunks, states, strict=True)]
 
     def traffic(axis: Axis) -> int:
@@ -484,8 +422,8 @@ def estimate(
         weight_bytes=sum(each.weight_bytes for each in every),
         grad_bytes=sum(each.grad_bytes for each in every),
         optimizer_bytes=at_rest + sum(sorted(chunks)[-2:]),
-        full_bytes=peak_full_bytes(footprints, expected, prefetched),
-        staging_bytes=peak_staging_bytes(footprints, expected, staged),
+        full_bytes=full_bytes,
+        staging_bytes=_peak(rehearsal.staging(), staging),
         inner_traffic_bytes=traffic(Axis.INNER),
         outer_traffic_bytes=traffic(Axis.OUTER),
         elsewhere={place: count for place, count in elsewhere.items() if count},
@@ -505,10 +443,9 @@ def compare(
         OffloadLevelError: no level allows it.
         ValueError, TypeError: see :func:`estimate`.
     """
-    pairs = [s for s in ALL_STRATEGIES if outer_size > 1 or not s.shards(Role.OPTIM, Axis.OUTER)]
     found: list[Estimate] = []
     refused: OffloadLevelError | None = None
-    for pair in pairs:
+    for pair in Strategy.all_on(1 + (outer_size > 1)):
         options["strategy"], options["outer_strategy"] = pair.inner.name, pair.outer.name
         try:
             each = estimate(model, world_size=world_size, outer_size=outer_size, **options)
@@ -525,26 +462,7 @@ class OffloadLevelError(ValueError):
     """A level does not allow an offload on an accelerator."""
 
 
-def _check_levels(
-    offload: StatePlaces, levels: Strategy, units: Sequence[_Unit], *, on_cpu: bool
-) -> None:
-    """Like ``Offload.check``.
-
-    Raises:
-        OffloadLevelError: the levels do not allow it.
-    """
-    buffers = [each for unit in units for each in unit.buffers if each.trainable]
-    try:
-        offload.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
-        stays = on_cpu or offload.main_weights == DEVICE
-        for buffer in () if stays else buffers:
-            main = require_module("offload.homed_main")
-            main.check_leaves_device(levels, buffer.codec, buffer.dtypes.main)
-    except ValueError as error:
-        raise OffloadLevelError(str(error)) from error
-
-
-def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:
+def _axis_sizes(world_size: int, outer_size: int) -> dict[Axis, int]:
     for name, size in (("world_size", world_size), ("outer_size", outer_size)):
         check_count(name, size, "a number of ranks, 1 or more")
     if world_size % outer_size:
@@ -561,48 +479,25 @@ def _check_at_least(name: str, value: float, least: int) -> None:
         raise ValueError(f"{name}: expected {least} or more; found {value}")
 
 
-def _units_of(
-    model: nn.Module,
-    selectors: UnitSelector | Iterable[UnitSelector] | None,
-    settings: PlanSettings,
-) -> tuple[list[_Unit], Expected]:
-    """Plan units like ``plan.make_plan``, without its checks of values and optimizers."""
-    records = collect_records(model)
-    if not records:
-        raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
-    set_spreads(records)
-    made = plan_units(model, records, selectors, settings)
-    units = [
-        _Unit(
-            [
-                BufferPlan(
-                    each.layout, each.kind.dtypes, each.kind.requires_grad, each.make_codec()
-                )
-                for each in unit.buffers
-            ],
-            bool(unit.loose),
-        )
-        for unit in made
-    ]
-    return units, expect(model, [unit.modules for unit in made])
+class _Block(nn.Module):
+    """One of equal units.
+
+    Args:
+        numel: elements of its parameter.
+        dtype: of the parameter.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
 
 
-def _equal_units(
-    num_elements: int, num_units: int, dtype: torch.dtype, settings: PlanSettings
-) -> list[_Unit]:
-    """A root without parameters, and equal units of one tensor each."""
-    param = torch.empty(0, dtype=dtype, device="meta").requires_grad_()
-    narrow = settings.options.sum_in_fp32
-    dtypes = settings.policy.resolve(param, narrow)
-    axes = settings.axis_plans.data
-    codec = CastCodec(dtypes.main, dtypes.compute)
-    units = [_Unit([])]
-    for index in range(num_units):
-        count = num_elements * (index + 1) // num_units - num_elements * index // num_units
-        if count:
-            requests = [TensorRequest(f"unit {index}", (count,))]
-            (layout,) = plan_layouts(
-                requests, inner_size=axes.cut(Axis.INNER), outer_size=axes.cut(Axis.OUTER)
-            )
-            units.append(_Unit([BufferPlan(layout, dtypes, True, codec)]))
-    return units
+def _equal_blocks(num_elements: int, num_blocks: int, dtype: torch.dtype) -> nn.Module:
+    """A model of blocks with one parameter each."""
+    ends = [num_elements * number // num_blocks for number in range(num_blocks + 1)]
+    return nn.ModuleList(_Block(end - start, dtype) for start, end in pairwise(ends) if end > start)
+
+
+def _peak(moments: Iterable[Sequence[int]], sizes: Sequence[int]) -> int:
+    """Most bytes at one of ``moments``, by the ``sizes`` of units."""
+    return max((sum(sizes[unit] for unit in moment) for moment in moments), default=0)

@@ -20,9 +20,9 @@ that count blocks. Every ``period``-th one may be, such as where windows of atte
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ from torch import nn
 from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.records import combined
 from fsdp_engine.planner.simulation.simulate import Simulation
 
 # Alike blocks of the first simulation, at least, and of its beginning: units are gathered ahead
@@ -137,71 +138,46 @@ def of_all_blocks(
         simulations, outcomes: The simulations and outcomes of the numbers of blocks of
             ``repeated.depths``.
     """
-    numbers = [_numbers(each) for each in outcomes]
+    more = (repeated.count - repeated.depths[-1]) // repeated.period
     places = [
         _places(repeated, depth, simulation)
         for depth, simulation in zip(repeated.depths, simulations, strict=True)
     ]
-    more = (repeated.count - repeated.depths[-1]) // repeated.period
-    continued = _continued(numbers, more)
     # All of the first simulation's places: the others have these, too, and more in the middle.
-    if continued is None or any(place not in each for each in places for place in places[0]):
+    if any(place not in each for each in places for place in places[0]):
         return None
-    memory = [_continued([each[place] for each in places], more) for place in places[0]]
-    held = [{kind: round(each[kind]) for kind in KINDS} for each in memory if each is not None]
-    if len(held) < len(memory):
+    try:
+        numbers = combined(partial(_continued, more), *map(_numbers, outcomes))
+        held = [
+            combined(partial(_continued, more), *(each[place] for each in places))
+            for place in places[0]
+        ]
+    except _NotLinearError:
         return None
-    return _with_numbers(outcomes[-1], continued, max(held, key=lambda each: sum(each.values())))
+    return replace(outcomes[-1], memory=max(held, key=lambda each: sum(each.values())), **numbers)
 
 
-def _continued(lines: Sequence[Mapping[Any, float]], more: int) -> dict[Any, float] | None:
-    """Three values of each name, continued by ``more`` values; None if they are not on a line."""
-    found: dict[Any, float] = {}
-    for name in lines[-1]:
-        one, two, three = (each.get(name, math.nan) for each in lines)
-        if not abs((three - two) - (two - one)) <= _TOLERANCE * abs(three):
-            return None
-        found[name] = three + more * (three - two)
-    return found
+class _NotLinearError(ValueError):
+    """Numbers are not on a line."""
 
 
-def _numbers(outcome: Outcome) -> dict[tuple[str, str], float]:
+def _continued(more: int, one: float, two: float, three: float) -> float:
+    """Three values, continued by ``more`` values."""
+    if not abs((three - two) - (two - one)) <= _TOLERANCE * abs(three):
+        raise _NotLinearError
+    return three + more * (three - two)
+
+
+def _numbers(outcome: Outcome) -> dict[str, Any]:
     """Everything of an outcome that grows with the model, except for memory."""
-    times = outcome.times
-    assert times is not None
-    groups: dict[str, Mapping[str, float]] = {
-        "sent": outcome.sent,
-        "elsewhere": outcome.elsewhere,
-        "exposed": times.exposed,
-        "times": {"step": times.step, "compute": times.compute, "at_peak": times.at_peak},
-        "sizes": {"model_flops": outcome.model_flops, "checkpoint": outcome.checkpoint_bytes},
-    }
-    return {(group, name): each for group, named in groups.items() for name, each in named.items()}
-
-
-def _with_numbers(
-    outcome: Outcome, numbers: Mapping[tuple[str, str], float], memory: Mapping[str, int]
-) -> Outcome:
-    assert outcome.times is not None
-    groups: dict[str, dict[str, float]] = {"sent": {}, "elsewhere": {}, "exposed": {}}
-    for (group, name), each in numbers.items():
-        groups.setdefault(group, {})[name] = each
-    times, sizes = groups["times"], groups["sizes"]
-    return replace(
-        outcome,
-        memory=memory,
-        sent=groups["sent"],
-        elsewhere={place: round(each) for place, each in groups["elsewhere"].items()},
-        times=replace(outcome.times, exposed=groups["exposed"], **times),
-        model_flops=sizes["model_flops"],
-        checkpoint_bytes=round(sizes["checkpoint"]),
-    )
+    names = ("sent", "elsewhere", "times", "model_flops", "checkpoint_bytes")
+    return {name: getattr(outcome, name) for name in names}
 
 
 _Place = tuple[str, str]
 
 
-def _places(repeated: Repeated, depth: int, found: Simulation) -> dict[_Place, dict[str, float]]:
+def _places(repeated: Repeated, depth: int, found: Simulation) -> dict[_Place, dict[str, int]]:
     """The largest memory at each place by kind. A place is a phase and a module."""
     return {
         (phase, repeated.place_of(module, depth)): dict(zip(KINDS, sizes, strict=True))

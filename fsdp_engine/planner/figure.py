@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.kernel_interface import terminal
 from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.plan_view import (
     CHOSEN_COLOUR,
@@ -19,7 +19,6 @@ from fsdp_engine.planner.plan_view import (
 )
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.terminal import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +34,7 @@ def save_figure(planning: StrategyPlan, path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    with naming_extra():
+    with terminal.naming_extra():
         from matplotlib.figure import Figure
 
     outcomes = planning.outcomes[::-1]  # the y axis is upwards
@@ -106,12 +105,12 @@ def _draw_times(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome])
         spent = []
         for each in outcomes:
             assert each.times is not None
-            spent.append(1e3 * each.times.shares().get(name, 0.0) * each.times.step)
+            spent.append(1e3 * each.times.parts().get(name, 0.0))
         if name == "compute" or any(spent):
             _draw_part(axes, outcomes, ends, spent, colour, time_label(name))
     item = planning.setting.item
     values = [
-        f"{end:,.1f}, {format_count(each.rate)} {item}/s"
+        f"{end:,.1f}, {terminal.format_count(each.rate)} {item}/s"
         for end, each in zip(ends, outcomes, strict=True)
     ]
     axes.set_xlim(0, (1 + 1.4 * _ROOM) * max(ends))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_engine.memory.allocator import HOST
+from fsdp_engine.kernel_interface import allocator
 from fsdp_engine.planner.batch_search import (
     divisors,
     fastest_fitting,
@@ -245,7 +245,7 @@ class Job:
             f"{more} microbatches a step": lambda: self.outcome(longer, limit),
         }
         offload: Any = candidate.offload
-        if candidate.places == {"optimizer_state": HOST}:
+        if candidate.places == {"optimizer_state": allocator.HOST}:
             beside = replace(candidate, offload=replace(offload, overlap_forward=True))
             if self.request.options.where.host_runs_ahead and beside != candidate:
                 tries["steps beside forward (`overlap_forward=True`)"] = lambda: self.outcome(

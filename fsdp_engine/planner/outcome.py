@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.comm.copy_lanes import copied_on
-from fsdp_engine.comm.lanes import COPY_IN
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.kernel_interface import Strategy, find_module, lanes
 from fsdp_engine.planner.candidates import Candidate, check_checkpointing
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.planner.simulation.clock import StepPart, axis_of
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
+from fsdp_engine.planner.simulation.records import combined
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
 from fsdp_engine.planner.state_places import make_offload
-from fsdp_engine.strategies import Strategy
 
 if TYPE_CHECKING:  # it loads torch's compiler
     from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
@@ -43,15 +41,9 @@ _OTHER_WAITS = {STATE: "state copies", ACTIVATIONS: "activation copies", PIPELIN
 
 def part_waiting_for(lane: str, candidate: Candidate) -> str:
     """The part of a step's time in which compute waits for a lane: "inner link", "state copies",
-    ..., as in :meth:`Times.shares`."""
+    ..., as in :meth:`Times.parts`."""
     what = _waits_for(lane, candidate)
     return _OTHER_WAITS.get(what, f"{what} link")
-
-
-def _means(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means by name; a rank that lacks a name has 0."""
-    names = dict.fromkeys(name for each in of_ranks for name in each)
-    return {name: fmean(each.get(name, 0.0) for each in of_ranks) for name in names}
 
 
 def _exposed_by_axis(candidate: Candidate, by_lane: Mapping[str, float]) -> dict[str, float]:
@@ -68,9 +60,9 @@ def _waits_for(lane: str, candidate: Candidate) -> str:
     brings_weights = "main_weights" in candidate.places
     if is_stage_lane(lane):
         return PIPELINE
-    if lane == COPY_IN and brings_weights:
+    if lane == lanes.COPY_IN and brings_weights:
         return STATE
-    return copied_on(lane) or axis_of(lane)
+    return axis_of(lane)  # of copies: "state" or "activations"
 
 
 @dataclass(frozen=True)
@@ -160,15 +152,18 @@ class Times:
         """Total time in which compute waited for communication and copies."""
         return sum(self.exposed.values())
 
-    def shares(self) -> dict[str, float]:
-        """Fractions of the step time: "compute", "inner link", "outer link", "context link",
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step: "compute", "inner link", "outer link", "context link",
         "tensor link", "state copies", "activation copies", "other stages", "host"."""
         waits = {
             _OTHER_WAITS.get(what, f"{what} link"): seconds
             for what, seconds in self.exposed.items()
         }
-        parts = {"compute": self.compute, **waits, "host": self.host}
-        return {name: seconds / self.step for name, seconds in parts.items()}
+        return {"compute": self.compute, **waits, "host": self.host}
+
+    def shares(self) -> dict[str, float]:
+        """The parts as fractions of the step time."""
+        return {name: seconds / self.step for name, seconds in self.parts().items()}
 
 
 @dataclass(frozen=True)
@@ -213,62 +208,44 @@ class Outcome:
             memory: the limit in bytes.
             more: microbatches of a step beside those that were simulated, three.
         """
-        further = found.further or StepPart()
-
-        def grown(simulated: float, of_microbatch: float) -> float:
-            return simulated + more * of_microbatch
-
-        exposed = _exposed_by_axis(
-            candidate,
-            {
-                lane: grown(seconds, further.exposed_by_lane.get(lane, 0.0))
-                for lane, seconds in found.exposed_by_lane.items()
-            },
-        )
-        times = Times(
-            grown(found.seconds, further.seconds),
-            grown(found.compute_seconds, further.compute_seconds),
-            exposed,
-            grown(found.seconds_at_peak, further.seconds_at_peak),
-        )
-        return cls(
-            candidate,
-            found.memory,
-            {
-                axis: grown(count, further.sent_bytes.get(axis, 0.0))
-                for axis, count in found.sent_bytes.items()
-            },
-            max(found.peak_bytes - memory, 0.0),
-            items,
-            times,
-            found.elsewhere,
-            grown(found.model_flops, further.model_flops),
-            found.checkpoint_bytes,
-        )
+        part = found.part
+        if found.further is not None:
+            part = combined(lambda simulated, each: simulated + more * each, part, found.further)
+        return cls._of_part(candidate, part, found, items, memory, found.checkpoint_bytes)
 
     @classmethod
     def of_pipeline(
         cls, candidate: Candidate, found: PipelineSimulation, items: int, memory: float
     ) -> Outcome:
         """The result of a simulated pipeline; see :meth:`of_simulation`."""
-        ranks = found.ranks
-        fullest = max(ranks, key=lambda rank: rank.peak_bytes)
-        times = Times(
-            found.seconds,
-            fmean(rank.compute_seconds for rank in ranks),
-            _exposed_by_axis(candidate, _means([rank.exposed_by_lane for rank in ranks])),
-            fmean(rank.seconds_at_peak for rank in ranks),
-        )
+        mean = combined(lambda *ranks: fmean(ranks), *(rank.part for rank in found.ranks))
+        part = replace(mean, seconds=found.seconds)
+        fullest = max(found.ranks, key=lambda rank: rank.peak_bytes)
+        num_bytes = sum(rank.checkpoint_bytes for rank in found.ranks)
+        return cls._of_part(candidate, part, fullest, items, memory, num_bytes)
+
+    @classmethod
+    def _of_part(
+        cls,
+        candidate: Candidate,
+        part: StepPart,
+        fullest: Simulation,
+        items: int,
+        memory: float,
+        checkpoint_bytes: int,
+    ) -> Outcome:
+        """The result of a step, with the memory of the rank that has the highest peak."""
+        exposed = _exposed_by_axis(candidate, part.exposed_by_lane)
         return cls(
             candidate,
             fullest.memory,
-            _means([rank.sent_bytes for rank in ranks]),
+            part.sent_bytes,
             max(fullest.peak_bytes - memory, 0.0),
             items,
-            times,
+            Times(part.seconds, part.compute_seconds, exposed, part.seconds_at_peak),
             fullest.elsewhere,
-            fmean(rank.model_flops for rank in ranks),
-            sum(rank.checkpoint_bytes for rank in ranks),
+            part.model_flops,
+            checkpoint_bytes,
         )
 
     @classmethod
@@ -294,7 +271,9 @@ class Outcome:
         if candidate.get("offload") is not None:
             candidate["offload"] = make_offload(**candidate["offload"])
         if isinstance(candidate.get("checkpointing"), dict):
-            candidate["checkpointing"] = find_name("Recompute")(**candidate["checkpointing"])
+            candidate["checkpointing"] = find_module("activations").Recompute(
+                **candidate["checkpointing"]
+            )
         times = values.pop("times")
         times = None if times is None else Times(**times)
         found = cls(Candidate(**candidate), **values, times=times)

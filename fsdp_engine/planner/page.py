@@ -14,8 +14,7 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.kernel_interface import lanes, terminal
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import Outcome, part_waiting_for
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, table_unit, time_label
@@ -30,9 +29,8 @@ from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.module_names import parents_of
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
-from fsdp_engine.terminal import Column
 
-with naming_extra():
+with terminal.naming_extra():
     from rich.text import Text
 
 # Pixels of a row of the timeline, and of the chart of memory; points of the latter.
@@ -109,14 +107,14 @@ def _text_of(name: str) -> str:
     return (_FILES / name).read_text(encoding="utf-8")
 
 
-def _ordered(columns: Sequence[Column]) -> list[Column]:
+def _ordered(columns: Sequence[terminal.Column]) -> list[terminal.Column]:
     """Texts, then numbers from the most important to those that terminals leave out first."""
     texts = [each for each in columns if not each.is_number]
     numbers = [each for each in columns if each.is_number]
     return [*texts, *sorted(numbers, key=lambda each: each.drop in DETAILS)]
 
 
-def _num_texts(columns: Sequence[Column]) -> int:
+def _num_texts(columns: Sequence[terminal.Column]) -> int:
     return sum(not each.is_number for each in columns)
 
 
@@ -187,7 +185,7 @@ def _step(planning: StrategyPlan, step: Simulation) -> Iterator[str]:
     unit, name = table_unit(planning.outcomes)
     used = {colour for spans in rows.values() for _, _, colour, _ in spans}
     times = {time_label(n): colour for n, colour in TIME_COLOURS.items() if colour in used}
-    lanes = len(rows) * (_ROW + _GAP)
+    height = len(rows) * (_ROW + _GAP)
     yield f"<section>\n<h2>One step of the {what} candidate</h2>"
     text = f"{planning.outcomes[0].candidate}: {1e3 * step.seconds:,.1f} ms"
     yield f'<p class="soft">{escape(text)}</p>'
@@ -210,7 +208,7 @@ def _step(planning: StrategyPlan, step: Simulation) -> Iterator[str]:
     )
     yield '</div>\n<div class="scroll"><div class="plot">'
     yield (
-        f'<svg viewBox="0 0 {_ACROSS:g} {lanes}" height="{lanes}" preserveAspectRatio="none" '
+        f'<svg viewBox="0 0 {_ACROSS:g} {height}" height="{height}" preserveAspectRatio="none" '
         'role="img" aria-label="timeline of the step">'
     )
     for number, spans in enumerate(rows.values()):
@@ -233,9 +231,11 @@ _Interval = tuple[float, float, str, str]  # start, end, colour ("" if busy), te
 
 def _timeline_rows(step: Simulation, candidate: Candidate) -> dict[str, list[_Interval]]:
     """The intervals of each row of the timeline."""
-    compute = [replace(each, label=_unit_of(each)) for each in step.spans if each.lane == COMPUTE]
+    compute = [
+        replace(each, label=_unit_of(each)) for each in step.spans if each.lane == lanes.COMPUTE
+    ]
     rows = {
-        COMPUTE: [
+        lanes.COMPUTE: [
             (each.start, each.end, TIME_COLOURS["compute"], _text(each))
             for each in _merged(compute, step.seconds)
         ]
@@ -245,7 +245,8 @@ def _timeline_rows(step: Simulation, candidate: Candidate) -> dict[str, list[_In
             each.start,
             each.start + each.seconds,
             TIME_COLOURS[part_waiting_for(each.lane, candidate)],
-            f"{name_of_wait(each.lane, each.unit)}, {each.phase}: {1e3 * each.seconds:,.3f} ms",
+            f"{lanes.name_of_wait(each.lane, each.unit)}, {each.phase}: "
+            f"{1e3 * each.seconds:,.3f} ms",
         )
         for each in step.exposed
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_engine.memory.allocator import HOST
+from fsdp_engine.kernel_interface import allocator, find_module
 from fsdp_engine.planner.candidates import (
     OFFLOAD,
     SELECTIVE,
@@ -294,12 +294,13 @@ class PlanOptions(GivenOptions):
                 check_callable(name, function, "a function, or None")
         for each in self.activations:
             check_checkpointing(each)
-        for each in self.sizes:
-            if each is not None:
-                check_count("microbatch_sizes", each, "sizes of 1 or more")
-        for each in self.lengths:
-            if each is not None:
-                check_count("sequences", each, "lengths of 1 or more")
+        for name, what, values in (
+            ("microbatch_sizes", "sizes", self.sizes),
+            ("sequences", "lengths", self.lengths),
+        ):
+            for each in values:
+                if each is not None:
+                    check_count(name, each, f"{what} of 1 or more")
         self._check_global_batch()
         if self.tensor_parallel == AUTO and self.parallelize is not None:
             raise ValueError(
@@ -338,24 +339,19 @@ class PlanOptions(GivenOptions):
     @property
     def activations(self) -> list[Any]:
         """Values of ``checkpointing`` to try."""
-        if self.checkpointing is None:
-            return [False, SELECTIVE, True]
         kinds = "True, False, 'selective' ..., in a tuple"
-        return listed("checkpointing", self.checkpointing, kinds)
+        default = [False] if find_module("activations") is None else [False, SELECTIVE, True]
+        return self._several("checkpointing", kinds, default)
 
     @property
     def sizes(self) -> list[Any]:
         """Microbatch sizes to try; None: that of the batch."""
-        if self.microbatch_sizes is None:
-            return [None]
-        return listed("microbatch_sizes", self.microbatch_sizes, "sizes, such as (1, 2)")
+        return self._several("microbatch_sizes", "sizes, such as (1, 2)", [None])
 
     @property
     def lengths(self) -> list[Any]:
         """Lengths of sequences to try; None: that of the batch."""
-        if self.sequences is None:
-            return [None]
-        return listed("sequences", self.sequences, "lengths, such as (4096, 8192)")
+        return self._several("sequences", "lengths, such as (4096, 8192)", [None])
 
     @property
     def schedule_names(self) -> list[Any]:
@@ -364,11 +360,16 @@ class PlanOptions(GivenOptions):
             return [self.schedules]
         return listed("schedules", self.schedules, "names, such as '1F1B' and 'Interleaved1F1B'")
 
+    def _several(self, name: str, expected: str, default: list[Any]) -> list[Any]:
+        """The values of a field, or ``default`` if it is None."""
+        given = getattr(self, name)
+        return default if given is None else listed(name, given, expected)
+
     @property
     def tries_offloads(self) -> bool:
         """Whether candidates may be tried with more on the host than ``offload`` says."""
         has_host = self.where.host_runs_ahead and self.where.host_link is not None
-        return has_host and not self.quick
+        return has_host and not self.quick and find_module("offload") is not None
 
     @property
     def tries_offloaded_activations(self) -> bool:
@@ -381,5 +382,6 @@ class PlanOptions(GivenOptions):
         if self.offload != AUTO or not self.tries_offloads:
             return ()
         if self.where.host_memory_bandwidth is None:  # which the host needs to cast main weights
-            return tuple(each for each in offloads_to_host() if each.main_weights != HOST)
+            offloads = offloads_to_host()
+            return tuple(each for each in offloads if each.main_weights != allocator.HOST)
         return offloads_to_host()

@@ -215,14 +215,20 @@ class PlanRequest:
             for schedule in (self.options.schedule_names if pipeline > 1 else [None])
             for candidate in candidates(
                 [each for each in meshes if each[-1] % context == 0],
+                Candidate(
+                    (),
+                    "",
+                    "",
+                    None,
+                    offload=given,
+                    tensor_parallel=degree,
+                    context_parallel=context,
+                    pipeline=pipeline,
+                    schedule=schedule,
+                ),
                 self.options.activations,
                 sizes,
-                given,
                 self.options.lengths,
-                degree,
-                context,
-                pipeline,
-                schedule,
             )
             if candidate.is_data_parallel or is_quick(candidate)
         ]

@@ -1,15 +1,13 @@
-"""The command line ``fsdp-engine``, also as ``python -m fsdp_engine``.
+"""The commands of ``fsdp-engine`` that plan jobs.
 
     fsdp-engine plan --model my_package.models:build --batch 4x4096 --world 64 --dtype bf16
     fsdp-engine plan --model llama/config.json --batch 1x8192 --world 1024 --figure plan.png
     fsdp-engine plan --elements 8e9 --world 64 --outer 8 --dtype bf16 --memory 80
     fsdp-engine calibrate machine.json
-    fsdp-engine checkpoint inspect PATH
 
 ``plan`` with a batch simulates every strategy and recommends one; without a batch, or with
 ``--formulas``, it prints the results of formulas. It does not train or allocate tensors.
-``calibrate`` measures this machine. ``checkpoint`` inspects checkpoints
-(``checkpoint/cli.py``).
+``calibrate`` measures this machine.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from fsdp_engine.checkpoint.cli import app as checkpoint_app
-from fsdp_engine.extras import naming_extra
-from fsdp_engine.memory.allocator import HOST
-from fsdp_engine.options import Options
+from fsdp_engine.kernel_interface import MixedPrecisionPolicy, Options, allocator, terminal
 from fsdp_engine.planner.command_inputs import (
     AUTO,
     batch_shape,
@@ -57,10 +52,8 @@ from fsdp_engine.planner.simulation.simulation_error import SimulationError
 from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces, make_offload
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import plan as plan_job
-from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.terminal import print_whole, terminal_width, wrapped
 
-with naming_extra():
+with terminal.naming_extra():
     import typer
 
 
@@ -75,7 +68,6 @@ DTYPES = {
 NOTHING_FITS, FIT_UNKNOWN = 3, 4
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @app.callback()
@@ -219,8 +211,10 @@ def _print_estimates(inputs: _Inputs, options: Mapping[str, Any], details: _Deta
         **options["shard"],
     )
     memory = options["memory"]
-    print_whole(
-        estimates_table(estimates, None if memory is None else memory / 2**30, terminal_width())
+    terminal.print_whole(
+        estimates_table(
+            estimates, None if memory is None else memory / 2**30, terminal.terminal_width()
+        )
     )
     limit = float("inf") if memory is None else memory
     raise typer.Exit(0 if any(each.peak_bytes <= limit for each in estimates) else NOTHING_FITS)
@@ -308,9 +302,9 @@ def build_on_meta(spec: str) -> nn.Module:
 
 
 def _print(planning: StrategyPlan) -> None:
-    width = terminal_width()
-    print_whole(plan_table(planning.setting, planning.outcomes, width))
-    print(wrapped(advice(planning.setting, planning.outcomes, planning.trials), width))
+    width = terminal.terminal_width()
+    terminal.print_whole(plan_table(planning.setting, planning.outcomes, width))
+    print(terminal.wrapped(advice(planning.setting, planning.outcomes, planning.trials), width))
 
 
 def _save(planning: StrategyPlan, outputs: _Outputs) -> None:
@@ -360,7 +354,7 @@ def _offload(where: Where, folder: Path | None) -> StatePlaces | str | None:
     if where is Where.none:
         return None
     if where is Where.everything:
-        return make_offload(**dict.fromkeys(KIND_OF_OFFLOADED, HOST))
+        return make_offload(**dict.fromkeys(KIND_OF_OFFLOADED, allocator.HOST))
     return make_offload(optimizer_state=where.value, folder=None if folder is None else str(folder))
 
 
@@ -470,8 +464,3 @@ def _check_figure(path: Path, option: str) -> None:
         raise typer.BadParameter(
             f"{option}: expected a file that ends with one of {', '.join(known)}; found {path}"
         )
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    app(prog_name="fsdp-engine")

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.kernel_interface import Strategy, terminal
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
 from fsdp_engine.planner.outcome import AXES, CONTEXT, TENSOR, Outcome, Setting
 from fsdp_engine.planner.plan_view import in_units, table_unit
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
-from fsdp_engine.strategies import LEVELS
-from fsdp_engine.terminal import (
-    Column,
-    add_columns,
-    fitted,
-    format_bytes,
-    format_count,
-    not_shown,
-)
 
-with naming_extra():
+with terminal.naming_extra():
     from rich.table import Table
 
 
+# Of levels, by name.
+_NUMBERS = {each.inner.name: str(each.inner.value) for each in Strategy.all_on(1)}
 _UNKNOWN = "?"
 # Which columns are left out of narrow terminals first: bytes sent, and those of each kind.
 DETAILS = range(10, 30)
@@ -37,24 +30,24 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None 
         outcomes: sorted.
         width: columns of the terminal, to which the table is fitted. None: all columns.
     """
-    found = fitted(plan_columns(setting, outcomes), width)
-    levels = ", ".join(f"{number} {level}" for number, level in enumerate(LEVELS))
+    found = terminal.fitted(plan_columns(setting, outcomes), width)
+    levels = ", ".join(f"{number} {level}" for level, number in _NUMBERS.items())
     table = Table(
         title=plan_title(setting),
         caption=plan_caption(setting, outcomes)
         + f" Levels: {levels}." * ("strategy" in found.folded)
-        + not_shown(found, width),
+        + terminal.not_shown(found, width),
         title_justify="left",
         caption_justify="left",
     )
-    add_columns(table, found.columns, ["dim" if each.lacking else "" for each in outcomes])
+    terminal.add_columns(table, found.columns, ["dim" if each.lacking else "" for each in outcomes])
     return table
 
 
 def plan_title(setting: Setting) -> str:
     """Model, ranks and machine."""
     return (
-        f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
+        f"{setting.model}, {terminal.format_count(setting.num_elements)} parameters, on "
         f"{setting.world_size:,} ranks of {setting.machine}; {_step_text(setting)}"
         + ", blocks compiled"
         * setting.is_compiled
@@ -73,8 +66,8 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
     _, name = table_unit(outcomes)
     text = (
         f"{name} of one rank: memory by kind at the peak; free of "
-        f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
-        f"step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
+        f"{terminal.format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent "
+        f"per step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
         f"communication{' and copies' * is_offloaded}. Ranks: outer x inner. Recompute: "
         "activation checkpointing, of whole blocks or selective."
     )
@@ -91,7 +84,7 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
     return text
 
 
-def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
+def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[terminal.Column]:
     """The columns of a plan, with a cell for each outcome."""
     unit, _ = table_unit(outcomes)
     is_offloaded = any(each.candidate.offloaded for each in outcomes)
@@ -107,53 +100,60 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[Column]:
     if has_outer:
         columns.append(_levels("outer", "outer", outer))
     if has_outer or not all(each.is_data_parallel for each in candidates):
-        columns.append(Column("ranks", [each.ranks for each in candidates], False, drop=110))
+        columns.append(
+            terminal.Column("ranks", [each.ranks for each in candidates], False, drop=110)
+        )
     schedules = [each.schedule or "" for each in candidates]
     if len({each for each in schedules if each}) > 1:
-        columns.append(Column("schedule", schedules, False))
+        columns.append(terminal.Column("schedule", schedules, False))
     recompute = [each.recomputed for each in candidates]
-    columns.append(Column("recompute", recompute, False, fold=80, folded=("redo", recompute)))
+    columns.append(
+        terminal.Column("recompute", recompute, False, fold=80, folded=("redo", recompute))
+    )
     if is_offloaded:
         texts = [each.offloaded or "no" for each in candidates]
         short = ("offload", list(map(_short_offload, texts)))
-        columns.append(Column("offloaded", texts, False, fold=70, folded=short))
+        columns.append(terminal.Column("offloaded", texts, False, fold=70, folded=short))
     if len({each.sequence for each in candidates}) > 1:
-        columns.append(Column("sequence", [f"{each.sequence:,}" for each in candidates]))
+        columns.append(terminal.Column("sequence", [f"{each.sequence:,}" for each in candidates]))
     if setting.global_batch:
         batches = [f"{each.microbatches} x {each.microbatch_size}" for each in candidates]
-        columns.append(Column("batch", batches))
+        columns.append(terminal.Column("batch", batches))
     elif len({each.microbatch_size for each in candidates}) > 1:
-        columns.append(Column("size", [str(each.microbatch_size) for each in candidates]))
+        columns.append(terminal.Column("size", [str(each.microbatch_size) for each in candidates]))
     for number, kind in enumerate(KINDS):
         sizes = [in_units(each.memory.get(kind), unit) for each in outcomes]
-        columns.append(Column(kind, sizes, drop=20 + number))
-    columns.append(Column("at most", [in_units(each.peak_bytes, unit) for each in outcomes]))
+        columns.append(terminal.Column(kind, sizes, drop=20 + number))
+    columns.append(
+        terminal.Column("at most", [in_units(each.peak_bytes, unit) for each in outcomes])
+    )
     free = [_free(setting, each, unit) for each in outcomes]
     short_free = ("free", [_free(setting, each, unit, is_short=True) for each in outcomes])
-    columns.append(Column("free", free, drop=90, fold=40, folded=short_free))
+    columns.append(terminal.Column("free", free, drop=90, fold=40, folded=short_free))
     if is_offloaded:
         held = [in_units(sum(each.elsewhere.values()), unit) for each in outcomes]
-        columns.append(Column("elsewhere", held, drop=50))
+        columns.append(terminal.Column("elsewhere", held, drop=50))
     times = [each.times for each in outcomes]
     steps = [_UNKNOWN if each is None else f"{each.step * 1e3:,.1f}" for each in times]
     waits = [_UNKNOWN if each is None else f"{each.exposed_sum * 1e3:,.1f}" for each in times]
-    rates = [_UNKNOWN if each.times is None else format_count(each.rate) for each in outcomes]
-    columns.append(Column("step", steps))
-    columns.append(Column("exposed", waits, drop=30))
-    columns.append(Column(f"{setting.item}/s", rates, drop=100))
+    rates = [
+        _UNKNOWN if each.times is None else terminal.format_count(each.rate) for each in outcomes
+    ]
+    columns.append(terminal.Column("step", steps))
+    columns.append(terminal.Column("exposed", waits, drop=30))
+    columns.append(terminal.Column(f"{setting.item}/s", rates, drop=100))
     axes = [*AXES[: 1 + has_outer], *(axis for axis, is_there in shared.items() if is_there)]
     for number, axis in enumerate(axes):
         sent = [in_units(each.sent.get(axis, 0), unit) for each in outcomes]
         name = f"sent {axis}" if len(axes) > 1 else "sent"
-        columns.append(Column(name, sent, drop=12 - number))
+        columns.append(terminal.Column(name, sent, drop=12 - number))
     return columns
 
 
-def _levels(name: str, short_name: str, strategies: Sequence[str]) -> Column:
+def _levels(name: str, short_name: str, strategies: Sequence[str]) -> terminal.Column:
     """A column of levels, which is folded to their numbers."""
-    numbers = {level: str(number) for number, level in enumerate(LEVELS)}
-    short = [numbers.get(each, each) for each in strategies]
-    return Column(name, strategies, False, fold=60, folded=(short_name, short))
+    short = [_NUMBERS.get(each, each) for each in strategies]
+    return terminal.Column(name, strategies, False, fold=60, folded=(short_name, short))
 
 
 def _short_offload(text: str) -> str:
@@ -189,29 +189,33 @@ def estimates_table(
     """
     first = estimates[0]
     padding = max(each.padding for each in estimates)
-    found = fitted(_estimate_columns(estimates, memory_gib), width)
+    found = terminal.fitted(_estimate_columns(estimates, memory_gib), width)
     table = Table(
         title=(
             f"{first.num_elements:,} elements (and at most {padding:,} of padding) on "
             f"{first.outer_size} x {first.inner_size} ranks (outer x inner); bytes of one rank"
         ),
         caption=f"+: temporary, at most. Sent: per step, at most. {NOT_INCLUDED}"
-        + not_shown(found, width),
+        + terminal.not_shown(found, width),
         title_justify="left",
         caption_justify="left",
     )
-    add_columns(table, found.columns)
+    terminal.add_columns(table, found.columns)
     return table
 
 
-def _estimate_columns(estimates: Sequence[Estimate], memory_gib: float | None) -> list[Column]:
-    def of_bytes(name: str, drop: int, counts: Sequence[float]) -> Column:
-        return Column(name, list(map(format_bytes, counts)), drop=drop)
+def _estimate_columns(
+    estimates: Sequence[Estimate], memory_gib: float | None
+) -> list[terminal.Column]:
+    def of_bytes(name: str, drop: int, counts: Sequence[float]) -> terminal.Column:
+        return terminal.Column(name, list(map(terminal.format_bytes, counts)), drop=drop)
 
     has_outer = estimates[0].outer_size > 1
-    columns = [Column("strategy", [each.strategy.inner.name for each in estimates], False)]
+    columns = [terminal.Column("strategy", [each.strategy.inner.name for each in estimates], False)]
     if has_outer:
-        columns.append(Column("outer", [each.strategy.outer.name for each in estimates], False))
+        columns.append(
+            terminal.Column("outer", [each.strategy.outer.name for each in estimates], False)
+        )
     columns += [
         of_bytes("weights", 7, [each.weight_bytes for each in estimates]),
         of_bytes("gradients", 6, [each.grad_bytes for each in estimates]),
@@ -232,8 +236,10 @@ def _estimate_columns(estimates: Sequence[Estimate], memory_gib: float | None) -
     if memory_gib is not None:
         left = [memory_gib * 2**30 - each.peak_bytes for each in estimates]
         cells = [
-            format_bytes(each) if each > 0 else f"[red]-{format_bytes(-each)}[/red]"
+            terminal.format_bytes(each)
+            if each > 0
+            else f"[red]-{terminal.format_bytes(-each)}[/red]"
             for each in left
         ]
-        columns.append(Column("left", cells))
+        columns.append(terminal.Column("left", cells))
     return columns

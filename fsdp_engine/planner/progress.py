@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.kernel_interface import terminal
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.terminal import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -47,9 +46,10 @@ def row_text(outcome: Outcome, item: str) -> str:
     """An outcome in a line."""
     text = f"{outcome.candidate}: "
     if outcome.times is not None:
-        text += f"{format_seconds(outcome.times.step)}, {format_count(outcome.rate)} {item}/s, "
-    text += f"{format_bytes(outcome.peak_bytes)}"
-    return f"{text}; {format_bytes(outcome.lacking)} too much" if outcome.lacking else text
+        rate = terminal.format_count(outcome.rate)
+        text += f"{terminal.format_seconds(outcome.times.step)}, {rate} {item}/s, "
+    text += f"{terminal.format_bytes(outcome.peak_bytes)}"
+    return f"{text}; {terminal.format_bytes(outcome.lacking)} too much" if outcome.lacking else text
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def plan_progress(is_shown: bool) -> Iterator[PlanProgress]:
     if not is_shown:
         yield PlanProgress()
         return
-    with naming_extra():
+    with terminal.naming_extra():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column

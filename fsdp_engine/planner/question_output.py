@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.kernel_interface import terminal
 from fsdp_engine.planner.command_options import Needs, option
 from fsdp_engine.planner.comparison import Comparison, comparison_table, named_machines
 from fsdp_engine.planner.questions import format_duration
 from fsdp_engine.planner.scaling_figure import save_scaling_figure
 from fsdp_engine.planner.simulation.simulation_error import check_positive
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.terminal import format_bytes
 
-with naming_extra():
+with terminal.naming_extra():
     from rich.console import Console
 
 
@@ -116,7 +115,7 @@ class Questions:
             assert planning.chosen is not None
             num_bytes = planning.chosen.checkpoint_bytes
             yield (
-                f"A checkpoint has {format_bytes(num_bytes)}; saving it takes "
+                f"A checkpoint has {terminal.format_bytes(num_bytes)}; saving it takes "
                 f"{format_duration(num_bytes / (1e9 * self.checkpoint_bandwidth))}."
             )
 

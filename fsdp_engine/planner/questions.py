@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from fsdp_engine.kernel_interface import terminal
 from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.planner.simulation.simulation_error import check_positive
 from fsdp_engine.planner.simulation.time_accuracy import TimeAccuracy, accuracy_of
-from fsdp_engine.terminal import format_count, format_seconds
 
 HOUR = 3600.0
 # Units of durations, with their names.
@@ -105,7 +105,7 @@ class TrainingRun:
 def format_large(count: float) -> str:
     """Format a count with three significant digits, also of trillions: 15T."""
     if count < 0.9995 * _TRILLION:
-        return format_count(count)
+        return terminal.format_count(count)
     return f"{count / _TRILLION:,.3g}T"
 
 
@@ -114,4 +114,4 @@ def format_duration(seconds: float) -> str:
     for unit, name in _DURATIONS.items():
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
-    return format_seconds(seconds)
+    return terminal.format_seconds(seconds)

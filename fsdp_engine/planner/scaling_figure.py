@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_engine.extras import naming_extra
+from fsdp_engine.kernel_interface import terminal
 from fsdp_engine.planner.comparison import ComparedRow, Comparison
 from fsdp_engine.planner.plan_view import TIME_COLOURS, row_label, time_label
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
-from fsdp_engine.terminal import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +24,7 @@ def save_scaling_figure(found: Comparison, path: str | Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: nothing fits on any number of ranks.
     """
-    with naming_extra():
+    with terminal.naming_extra():
         from matplotlib.figure import Figure
 
     base = found.base
@@ -49,9 +48,10 @@ def save_scaling_figure(found: Comparison, path: str | Path) -> None:
 def _draw_times(axes: Axes, rows: Sequence[ComparedRow]) -> None:
     """A bar for each row, of the parts of its step's time; its strategy is written in it."""
     ends = [0.0] * len(rows)
-    parts = [{} if each.chosen is None else _parts(each) for each in rows]
+    times = [None if each.chosen is None else each.chosen.times for each in rows]
+    parts = [{} if each is None else each.parts() for each in times]
     for name, colour in TIME_COLOURS.items():
-        spent = [each.get(name, 0.0) for each in parts]
+        spent = [1e3 * each.get(name, 0.0) for each in parts]
         if any(spent):
             axes.bar(range(len(rows)), spent, bottom=ends, color=colour, label=time_label(name))
             ends = [end + time for end, time in zip(ends, spent, strict=True)]
@@ -62,14 +62,6 @@ def _draw_times(axes: Axes, rows: Sequence[ComparedRow]) -> None:
             axes.text(place, end, f"{end:,.0f}", fontsize=8, ha="center", va="bottom")
     axes.set_ylim(0, 1.1 * max(ends))
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
-
-
-def _parts(row: ComparedRow) -> dict[str, float]:
-    """Milliseconds of a step by what they are spent for."""
-    assert row.chosen is not None
-    assert row.chosen.times is not None
-    times = row.chosen.times
-    return {name: 1e3 * share * times.step for name, share in times.shares().items()}
 
 
 def _draw_rates(axes: Axes, found: Comparison) -> None:
@@ -83,7 +75,7 @@ def _draw_rates(axes: Axes, found: Comparison) -> None:
     axes.plot(places, efficiencies, color="black", marker="o", linewidth=1)
     item = found.rows[0].setting.item
     for place, efficiency, rate in zip(places, efficiencies, rates, strict=True):
-        text = f"{efficiency:.2f}\n{format_count(rate)} {item}/s"
+        text = f"{efficiency:.2f}\n{terminal.format_count(rate)} {item}/s"
         axes.annotate(
             text, (place, efficiency), (0, 6), textcoords="offset points", fontsize=7, ha="center"
         )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
-from fsdp_engine.comm.groups import default_group, timeout_of_group
-from fsdp_engine.comm.mesh import ranks_that_meet
-from fsdp_engine.comm.rendezvous import meet, reporting
-from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.kernel_interface import Hardware, find_module, on_all_ranks, shard
 from fsdp_engine.planner.candidate_sharding import Select, agreed_candidate
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
@@ -15,7 +13,6 @@ from fsdp_engine.planner.simulation.pipeline import schedule_class, stages_of_ra
 from fsdp_engine.planner.simulation.ranks import data_mesh_beside
 from fsdp_engine.planner.simulation.step_options import Parallelize
 from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
-from fsdp_engine.sharding import shard
 
 _WHAT = "StrategyPlan.shard_stages"
 
@@ -43,7 +40,8 @@ def shard_stages_as(
                 "planning.shard(model) instead"
             )
 
-    candidate, arguments, device = agreed_candidate(_WHAT, select, check)
+    device = Hardware.of_process().device
+    candidate, arguments = agreed_candidate(_WHAT, select, check)
     tensor, pipeline = candidate.tensor_parallel, candidate.pipeline
     data = data_mesh_beside(
         device.type, candidate.mesh, candidate.context_parallel, tensor, pipeline
@@ -52,10 +50,13 @@ def shard_stages_as(
     of_ranks = stages_of_ranks(schedule_class(candidate.schedule or ""), pipeline, None)
     num_stages = sum(map(len, of_ranks))
     indices = of_ranks[root.get_local_rank("pp")]
-    with reporting(_WHAT, ranks := ranks_that_meet(None)):
-        modules = [_built(stages, index, num_stages) for index in indices]
-    meet(_WHAT, ranks, timeout_of_group(default_group(), device))
-    found = []
+
+    def build(_: int) -> list[nn.Module]:
+        return [_built(stages, index, num_stages) for index in indices]
+
+    modules = on_all_ranks(_WHAT, build, note=lambda _: "")
+    stage = find_module("pipelines.pipeline_stage", needed_by="pipeline").PipelineStage
+    found: list[PipelineStage] = []
     for index, module in zip(indices, modules, strict=True):
         if tensor > 1 and parallelize is None:
             apply_tp_plan(with_tp_plan(module), root["tp"])
@@ -63,7 +64,7 @@ def shard_stages_as(
             parallelize(module, root["tp"])
         shard(module, data, **arguments)
         group = root.get_group("pp")
-        found.append(PipelineStage(module, index, num_stages, device, group=group))
+        found.append(stage(module, index, num_stages, device, group=group))
     return found
 
 

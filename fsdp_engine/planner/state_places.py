@@ -12,10 +12,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from fsdp_engine.engine import Engine
-from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name, require_module
-from fsdp_engine.memory.allocator import DEVICE, HOST
+from fsdp_engine.kernel_interface import Engine, EngineExtension, allocator, find_module
 
 DISK = "disk"
 # Kinds of memory that are taken off the device, by role of an offload.
@@ -29,15 +26,20 @@ KIND_OF_OFFLOADED = {
 class StatePlaces(EngineExtension):
     """All state is on the device. ``fe.Offload`` documents the attributes."""
 
-    optimizer_state = main_weights = gradients = step_on = DEVICE
+    optimizer_state = main_weights = gradients = step_on = allocator.DEVICE
     overlap_forward = False
     places: Mapping[str, str] = MappingProxyType({})
 
-    def check_levels(self, *, shards_gradients: bool) -> None:
-        """Check that the levels of an engine allow these places."""
+    def check_plan(self, plan: Any, axis_plans: Any, device: Any) -> None:
+        """Check that the levels and the codecs of a plan allow these places."""
 
-    def check_pair(self) -> None:
-        """Check that an accelerator's parameters and their gradients are on one device."""
+    def main_leaves(self, strategy: Any, codec: Any) -> bool:
+        """Returns whether main weights are not on the device."""
+        return False
+
+    def is_cast_by_host(self, strategy: Any, codec: Any) -> bool:
+        """Returns whether the host casts main weights to compute weights in host memory."""
+        return False
 
 
 def make_offload(**fields: Any) -> StatePlaces:
@@ -46,13 +48,19 @@ def make_offload(**fields: Any) -> StatePlaces:
     Raises:
         ValueError: The package has no such extension, or a field is invalid.
     """
-    made: StatePlaces = require_module("offload").Offload(**fields)
+    made: StatePlaces = find_module("offload", "offload").Offload(**fields)
     return made
+
+
+def offload_module(name: str) -> Any:
+    """Returns a module of the extension of an offload that exists."""
+    return find_module(f"offload.{name}", "offload")
 
 
 def is_offload(value: object) -> TypeGuard[StatePlaces]:
     """Returns whether ``value`` is an ``fe.Offload``."""
-    return isinstance(value, find_name("Offload") or ())
+    module = find_module("offload")
+    return module is not None and isinstance(value, module.Offload)
 
 
 def places_among(extensions: Iterable[object]) -> StatePlaces:
@@ -70,7 +78,7 @@ def offload_of(engine: Engine) -> StatePlaces:
 def offloads_to_host() -> tuple[StatePlaces, ...]:
     """Returns offloads of optimizer state, and of everything, to host memory; () if the package has
     no such extension."""
-    if find_name("Offload") is None:
+    if find_module("offload") is None:
         return ()
-    every = dict.fromkeys(KIND_OF_OFFLOADED, HOST)
-    return make_offload(optimizer_state=HOST), make_offload(**every)
+    every = dict.fromkeys(KIND_OF_OFFLOADED, allocator.HOST)
+    return make_offload(optimizer_state=allocator.HOST), make_offload(**every)

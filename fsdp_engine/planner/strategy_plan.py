@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdp_engine.deprecated_arguments import replaced
-from fsdp_engine.engine import Engine
+from fsdp_engine.kernel_interface import Engine, checked_arguments, terminal
 from fsdp_engine.planner.candidate_sharding import shard_as
 from fsdp_engine.planner.candidates import SELECTIVE, Candidate, Mesh, merged_extensions
 from fsdp_engine.planner.comparison import ComparedRow, Comparison, named_machines
@@ -46,10 +45,9 @@ from fsdp_engine.planner.simulation.simulation_error import (
 from fsdp_engine.planner.simulation.step_options import Parallelize
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED
-from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 if TYPE_CHECKING:  # it loads torch's compiler
-    from fsdp_engine.pipelining import PipelineStage
+    from torch.distributed.pipelining import PipelineStage
 
 # Numbers of ranks of `scaling`: one node of eight, and more.
 RANKS = tuple(2**power for power in range(3, 13))
@@ -115,21 +113,22 @@ def _limit(setting: Setting) -> str:
     whole = setting.machine_memory
     if not whole:
         return ""
-    has = f"the machine's {format_bytes(whole)} ({whole / 1e9:,.4g} GB)"
+    has = f"the machine's {terminal.format_bytes(whole)} ({whole / 1e9:,.4g} GB)"
     if setting.memory != USABLE * whole:
-        return f"Memory limit: {format_bytes(setting.memory)}, as given, of {has}."
+        return f"Memory limit: {terminal.format_bytes(setting.memory)}, as given, of {has}."
     others = "the driver's context, buffers of NCCL and of kernels"
     if setting.machine_family == "calibrated CPU":
         others = "the system, buffers of messages and of kernels"
     return (
-        f"Memory limit: {format_bytes(setting.memory)}, {USABLE} of {has}; "
-        f"{format_bytes(whole - setting.memory)} are kept free for {others}, and fragmentation."
+        f"Memory limit: {terminal.format_bytes(setting.memory)}, {USABLE} of {has}; "
+        f"{terminal.format_bytes(whole - setting.memory)} are kept free for {others}, and "
+        "fragmentation."
     )
 
 
 def _unknown_fit(setting: Setting, first: Outcome) -> list[str]:
-    sent = format_bytes(sum(first.sent.values()))
-    held, limit = format_bytes(first.peak_bytes), format_bytes(setting.memory)
+    sent = terminal.format_bytes(sum(first.sent.values()))
+    held, limit = terminal.format_bytes(first.peak_bytes), terminal.format_bytes(setting.memory)
     return [
         "Whether any candidate fits is therefore unknown.",
         f"Of the candidates whose weights, gradients and optimizer state fit, {first.candidate} "
@@ -139,16 +138,16 @@ def _unknown_fit(setting: Setting, first: Outcome) -> list[str]:
 
 
 def _choice(setting: Setting, chosen: Outcome, times: Times) -> str:
-    held = format_bytes(chosen.peak_bytes)
-    limit = format_bytes(setting.memory)
-    rate = f"{format_count(chosen.rate)} {setting.item}/s"
-    step = f"{format_seconds(times.step)} {accuracy_of(setting.machine_family).mark}"
+    held = terminal.format_bytes(chosen.peak_bytes)
+    limit = terminal.format_bytes(setting.memory)
+    rate = f"{terminal.format_count(chosen.rate)} {setting.item}/s"
+    step = f"{terminal.format_seconds(times.step)} {accuracy_of(setting.machine_family).mark}"
     text = f"Use {chosen.candidate}: {step} per step, {rate}, at most {held} of {limit}."
     sharing = min(setting.ranks_per_node, setting.world_size)
     for place, num_bytes in chosen.elsewhere.items():
         text += (
-            f" Each node keeps {format_bytes(sharing * num_bytes)} on the {place}, "
-            f"{format_bytes(num_bytes)} of each rank."
+            f" Each node keeps {terminal.format_bytes(sharing * num_bytes)} on the {place}, "
+            f"{terminal.format_bytes(num_bytes)} of each rank."
         )
     return text
 
@@ -171,8 +170,8 @@ def _next_faster(chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
 def _missing_memory(outcome: Outcome) -> str:
     kind = outcome.largest_kind
     return (
-        f"it exceeds the limit by {format_bytes(outcome.lacking)}, and the largest part of its "
-        f"memory is {kind} ({format_bytes(outcome.memory[kind])})"
+        f"it exceeds the limit by {terminal.format_bytes(outcome.lacking)}, and the largest part "
+        f"of its memory is {kind} ({terminal.format_bytes(outcome.memory[kind])})"
     )
 
 
@@ -220,7 +219,7 @@ _SHORTER_SCHEDULES = {
 def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Trial]) -> list[str]:
     lines = []
     for trial in trials:
-        fits = "fits" if not trial.lacking else f"needs {format_bytes(trial.lacking)} more"
+        fits = "fits" if not trial.lacking else f"needs {terminal.format_bytes(trial.lacking)} more"
         lines.append(
             f"With {trial.change}: {trial.speedup:.2f} times the {setting.item}/s; {fits}."
         )
@@ -249,8 +248,8 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     nearest = outcomes[0]
     kind = nearest.largest_kind
     lines = [
-        f"No candidate fits {format_bytes(setting.memory)}. The nearest is {nearest.candidate}: "
-        f"{_missing_memory(nearest)}."
+        f"No candidate fits {terminal.format_bytes(setting.memory)}. The nearest is "
+        f"{nearest.candidate}: {_missing_memory(nearest)}."
     ]
     if kind == ACTIVATIONS:
         recompute = "" if nearest.candidate.checkpointing else "activation checkpointing, "
@@ -388,7 +387,7 @@ class StrategyPlan:
         """The chosen candidate for all ranks, and the arguments of ``shard``."""
         self._check_ranks(num_ranks, self.setting.world_size)
         chosen = self._fitting().candidate
-        given = replaced(given, "StrategyPlan.shard()")
+        given = checked_arguments(given, "StrategyPlan.shard()")
         return chosen, self.arguments(chosen.mesh, chosen.data_parallel, given)
 
     def arguments(
@@ -561,7 +560,7 @@ class StrategyPlan:
     def __str__(self) -> str:
         from fsdp_engine.planner.planner_tables import plan_table  # needs rich
 
-        table = table_text(plan_table(self.setting, self.outcomes))
+        table = terminal.table_text(plan_table(self.setting, self.outcomes))
         return f"{table}\n{advice(self.setting, self.outcomes, self.trials)}"
 
     def _check_ranks(self, num_ranks: int, *planned: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_engine.options import Options
+from fsdp_engine.kernel_interface import Options
 from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Candidate, candidates, is_quick
 from fsdp_engine.planner.command_inputs import AUTO
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
@@ -318,16 +318,9 @@ class _Planning:
         if like.is_data_parallel or best.fits is not True:
             return []
         tried = [each.candidate for each in outcomes if each.candidate.degrees == like.degrees]
+        meshes = dict.fromkeys(each.mesh for each in tried)
         found = candidates(
-            dict.fromkeys(each.mesh for each in tried),
-            [like.checkpointing],
-            [like.microbatch_size],
-            like.offload,
-            [like.sequence],
-            like.tensor_parallel,
-            like.context_parallel,
-            like.pipeline,
-            like.schedule,
+            meshes, like, [like.checkpointing], [like.microbatch_size], [like.sequence]
         )
         return self._allowed([each for each in found if not is_quick(each)])
 

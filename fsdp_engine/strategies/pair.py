@@ -75,6 +75,11 @@ class Strategy:
         """The strategy of two level names."""
         return cls(level_from_name(inner, "strategy"), level_from_name(outer, "outer_strategy"))
 
+    @staticmethod
+    def all_on(num_axes: int) -> list[Strategy]:
+        """The ten strategies on two axes, or the four on one."""
+        return [each for each in ALL_STRATEGIES if num_axes == 2 or each.outer is NO_SHARD]
+
     def on(self, outer_size: int) -> Strategy:
         """The strategy for an outer axis of ``outer_size`` ranks: ``no_shard`` on an axis of one
         rank."""

@@ -37,11 +37,13 @@ from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import (
+    Expected,
     UnitSelector,
     assign,
     bucket_multiple,
     check_memory,
     collect_records,
+    expect,
     find_units,
     has_parameters,
     join_small,
@@ -109,6 +111,11 @@ class PlannedBuffer:
     records: list[ParamRecord]
     make_codec: Callable[[], ParamCodec]
 
+    @cached_property
+    def codec(self) -> ParamCodec:
+        """A codec of this kind, for its sizes. It belongs to no buffer."""
+        return self.make_codec()
+
 
 def label_of(name: str) -> str:
     """The name of a unit, or of a module of the model, in messages."""
@@ -156,6 +163,11 @@ class Plan:
     def root(self) -> nn.Module:
         """The model."""
         return self.units[0].modules[0]
+
+    @property
+    def expected(self) -> Expected:
+        """How the units are expected to be used."""
+        return expect(self.root, [unit.modules for unit in self.units])
 
     def signature(self) -> list[str]:
         """A line for each parameter, which must be the same on all ranks."""

@@ -28,7 +28,7 @@ from fsdp_engine.extensions.arenas import nccl_pool
 from fsdp_engine.extensions.arenas.arena import Arena
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import Memory, TransientStorage
-from fsdp_engine.runtime.rehearsal import predict_concurrent_units
+from fsdp_engine.runtime.rehearsal import Rehearsal
 from fsdp_engine.units.assignment import expect
 from fsdp_engine.units.build import EngineSetup
 
@@ -173,6 +173,14 @@ class Arenas(EngineExtension):
         memory, units = engine.memory, engine.units
         if self.registered:
             assert isinstance(memory, ArenaMemory)
-            expected = expect(engine.model, [unit.modules for unit in units])
-            budgets = engine.budget, engine.staging_budget
-            memory.expect(predict_concurrent_units(units, expected, *budgets))
+            rehearsal = Rehearsal(
+                expect(engine.model, [unit.modules for unit in units]),
+                [unit.num_elements if unit.reshards else 0 for unit in units],
+                [unit.num_staged for unit in units],
+                engine.budget,
+                engine.staging_budget,
+            )
+            # In the first forward, loose units are full throughout.
+            loose = [unit.index for unit in units if unit.loose]
+            full = [list(dict.fromkeys((*loose, *moment))) for moment in rehearsal.full()]
+            memory.expect({"full": full, "staging": list(rehearsal.staging())})

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from fsdp_engine import backend
 from fsdp_engine.buffers.spec import BufferSpec
+from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.offload.disk_memory import DiskFile
@@ -14,16 +17,19 @@ from fsdp_engine.extensions.offload.homed_main import (
     bytes_of_main,
     can_leave_device,
     check_leaves_device,
+    is_cast_at_home,
 )
 from fsdp_engine.extensions.offload.places import (
     DEVICE,
     DISK,
+    HOST,
     OffloadPlaces,
     computes_elsewhere,
 )
 from fsdp_engine.extensions.offload.placing import place_state
-from fsdp_engine.strategies import Axis, Role
+from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.build import EngineSetup, Resources
+from fsdp_engine.units.plan import AxisPlans, Plan
 
 
 class Offload(OffloadPlaces, EngineExtension):
@@ -66,21 +72,49 @@ class Offload(OffloadPlaces, EngineExtension):
             ValueError: The levels, the codecs or the folder do not allow these places.
             OSError: There is too little space on the disk, or the folder cannot be written.
         """
+        self.check_plan(setup.plan, setup.axis_plans, setup.data.device)
+        if self.places:
+            setup.kept[self] = self._take_files(setup)
+
+    def check_plan(self, plan: Plan, axis_plans: AxisPlans, device: torch.device) -> None:
+        """Check that the levels and the codecs of a plan allow these places.
+
+        Args:
+            plan: The plan of the model.
+            axis_plans: The axes and the levels of its parameters.
+            device: The device that computes.
+
+        Raises:
+            ValueError: They do not, or the folder cannot be written.
+        """
         if not self.places:
             return
-        device, axis_plans = setup.data.device, setup.axis_plans
         levels = axis_plans.data.strategy
         self.check_levels(shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
         if computes_elsewhere(device):
             self.check_pair()
         self.check_folder()
         if self.main_weights != DEVICE and computes_elsewhere(device):
-            for unit in setup.plan.units:
+            for unit in plan.units:
                 for part in unit.buffers:
                     if part.kind.requires_grad:
                         strategy, main = axis_plans.of(part.kind).strategy, part.kind.dtypes.main
                         check_leaves_device(strategy, part.make_codec(), main, f"of {unit.label}")
-        setup.kept[self] = self._take_files(setup)
+
+    def main_leaves(self, strategy: Strategy, codec: ParamCodec) -> bool:
+        """Returns whether main weights of a buffer are not on the device.
+
+        Args:
+            strategy: The levels of the buffer.
+            codec: Its codec.
+        """
+        return self.main_weights != DEVICE and can_leave_device(strategy, codec)
+
+    def is_cast_by_host(self, strategy: Strategy, codec: ParamCodec) -> bool:
+        """Returns whether the host casts main weights to compute weights in host memory. See
+        :meth:`main_leaves`."""
+        leaves = self.main_weights == HOST and can_leave_device(strategy, codec)
+        return leaves and is_cast_at_home(strategy, codec)
 
     def _take_files(self, setup: EngineSetup) -> dict[str, DiskFile]:
         """Returns files for main weights and gradients on a disk, by role, with the space that

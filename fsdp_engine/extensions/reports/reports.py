@@ -28,7 +28,7 @@ from fsdp_engine.extension_list import implementation
 from fsdp_engine.extensions.reports.peaks import Peak, begin_device_peak, device_peak
 from fsdp_engine.extensions.reports.wait_meter import WaitMeter
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.memory.kinds import KIND_OF_ROLE
+from fsdp_engine.memory.allocator import KIND_OF_ROLE
 from fsdp_engine.optim.shadow import describe_steps
 from fsdp_engine.optim.state_leaves import leaves_of
 from fsdp_engine.optim.step_placement import StepPlacement

@@ -24,20 +24,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from fsdp_engine.accelerator import is_accelerator, module_of
-from fsdp_engine.comm.collectives import Communicator, all_reduce_
-from fsdp_engine.comm.copy_lanes import device_seconds
-from fsdp_engine.comm.mesh import DataMesh, MeshAxis, init_from_environment
-from fsdp_engine.memory import allocator
+from fsdp_engine.kernel_interface import Axis, Hardware, allocator
 from fsdp_engine.planner.simulation.kernels import Kernels
 from fsdp_engine.planner.simulation.machine import Link, Machine, TwoWayLink
 from fsdp_engine.planner.simulation.state_links import (
@@ -45,6 +42,8 @@ from fsdp_engine.planner.simulation.state_links import (
     measure_host_link,
     measure_host_memory,
 )
+
+_Gather = Callable[[Tensor], Iterator[Sequence[Any]]]
 
 RANKS = 2
 _LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes, about those of a unit
@@ -134,14 +133,11 @@ def _measure(
             f"calibrate: expected the same number of ranks on each node; found {num_ranks} ranks, "
             f"{per_node} of them on this node"
         )
-    if not is_guest:
-        init_from_environment("calibrate")
-    mesh = DataMesh.create(None, num_instances=num_ranks // per_node, what="calibrate")
-    if mesh.device.type == "cpu":
+    hardware = Hardware.of_all_ranks(num_ranks // per_node, "calibrate")
+    if hardware.is_host:
         torch.set_num_threads(threads)
-    meter = _Meter(mesh, threads, seconds, verbose, folder, compiled)
-    machine = meter.measure()
-    meter.agree(0.0)  # a barrier
+    machine = _Meter(hardware, threads, seconds, verbose, folder, compiled).measure()
+    hardware.agree(0.0)  # a barrier
     if not is_guest:
         dist.destroy_process_group()
     return machine
@@ -151,7 +147,7 @@ class _Meter:
     """Measures one rank's part of this machine, concurrently with the other ranks.
 
     Args:
-        mesh: all ranks: nodes on its outer axis, ranks of a node on the inner one.
+        hardware: The hardware of all ranks.
         threads: The threads of each rank on a CPU.
         seconds: measurement time of each figure.
         verbose: print progress.
@@ -161,7 +157,7 @@ class _Meter:
 
     def __init__(
         self,
-        mesh: DataMesh,
+        hardware: Hardware,
         threads: int,
         seconds: float,
         verbose: bool,
@@ -170,25 +166,26 @@ class _Meter:
     ) -> None:
         self._folder = folder
         self._compiled = compiled
-        self._mesh = mesh
-        self._device = mesh.device
+        self._hardware = hardware
+        self._agree = hardware.agree
+        self._device = hardware.device
         self._threads = threads
         self._seconds = seconds
-        self._prints = verbose and mesh.rank == 0
+        self._prints = verbose and hardware.rank == 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._cores = cores or 1
         self._is_crowded = False
 
     def measure(self) -> Machine:
         """Measure all figures."""
-        nodes, ranks = self._mesh.outer.size, self._mesh.inner.size
-        on_host = self._device.type == "cpu"
+        nodes, ranks = self._hardware.num_nodes, self._hardware.ranks_per_node
+        on_host = self._hardware.is_host
         kind = f"gloo ranks of {self._threads} thread(s)"
         if not on_host:
-            kind = module_of(self._device).get_device_name(self._device)
+            kind = torch.get_device_module(self._device).get_device_name(self._device)
         self._say(f"{nodes} x {ranks} {kind}: products, memory, attention, functions, calls")
         turns = max(ranks * self._threads / self._cores, 1.0) if on_host else 1.0
-        kernels = Kernels(self._device, turns, self._seconds, self.agree)
+        kernels = Kernels(self._device, turns, self._seconds, self._agree)
         if turns > 1:
             self._say(f"  ranks share cores: {ranks * self._threads} threads, {self._cores} cores")
         processor = kernels.processor(
@@ -227,18 +224,18 @@ class _Meter:
                 "measured by processor time only. Measure without other programs if possible"
             )
         alone = Link(processor.memory_bandwidth / 2, 0.0)  # for a single rank
-        within = self._link("within a node", self._mesh.inner) or alone
-        between = self._link("between nodes", self._mesh.outer) or within
+        within = self._link("within a node", Axis.INNER, ranks) or alone
+        between = self._link("between nodes", Axis.OUTER, nodes) or within
         host_link = disk = host_memory = None
         if not on_host:
             self._say("link to the host's memory, and that memory")
-            host_link = measure_host_link(self._device, self._seconds, self.agree)
+            host_link = measure_host_link(self._device, self._seconds, self._agree)
             self._say_link(host_link)
-            host_memory = measure_host_memory(ranks, self._cores, self._seconds, self.agree)
+            host_memory = measure_host_memory(ranks, self._cores, self._seconds, self._agree)
             self._say(f"  {host_memory / 1e9:,.1f} GB/s of a node")
         if self._folder is not None:
             self._say(f"disk of {self._folder}")
-            disk = measure_disk(Path(self._folder), self._seconds, self.agree)
+            disk = measure_disk(Path(self._folder), self._seconds, self._agree)
             self._say_link(disk)
         return Machine(
             f"this machine, {nodes * ranks} {kind}" if nodes == 1 else f"{nodes} x {ranks} {kind}",
@@ -254,62 +251,62 @@ class _Meter:
         )
 
     def _memory_bytes(self, ranks: int) -> float:
-        if is_accelerator(self._device):
+        if not self._hardware.is_host:
             return float(torch.accelerator.get_memory_info(self._device)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
-    def _link(self, what: str, axis: MeshAxis) -> Link | None:
-        """The link between the ranks of one axis, measured on all rows or columns at once; None for
-        one rank."""
-        if axis.gather_group is None:
+    def _link(self, what: str, axis: Axis, size: int) -> Link | None:
+        """The link between the ``size`` ranks of one axis, measured on all rows or columns at once;
+        None for one rank."""
+        gather = self._hardware.gather(axis)
+        if gather is None:
             return None
-        self._say(f"link {what}: gathers of {axis.size} ranks")
-        comm = Communicator(axis.gather_group, self._device)
+        self._say(f"link {what}: gathers of {size} ranks")
         large_bytes = _LARGE.get(self._device.type, _LARGE["cuda"])
-        small, _ = self._message(comm, _SMALL)
-        large, busy = self._message(comm, large_bytes)
-        if self._device.type == "cpu":
-            busy = max(busy, self._beside_compute(comm, large_bytes))
+        small, _ = self._message(gather, _SMALL)
+        large, busy = self._message(gather, large_bytes)
+        if self._hardware.is_host:
+            busy = max(busy, self._beside_compute(gather, large_bytes))
             large = max(large, busy)
         # In an all-gather of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. If
         # small ones were delayed, half of a large one's time is still attributed to its bytes.
         small = min(small, large / 2)
-        hops = comm.size - 1
-        sent = [num_bytes * hops / comm.size for num_bytes in (large_bytes, _SMALL)]
+        hops = size - 1
+        sent = [num_bytes * hops / size for num_bytes in (large_bytes, _SMALL)]
         bandwidth = (sent[0] - sent[1]) / (large - small)
         latency = max(small - sent[1] / bandwidth, 0.0) / hops
         share = min(busy / large, 1.0)
         self._say(f"  {bandwidth / 1e6:,.0f} MB/s, {latency * 1e6:,.0f} us per hop")
-        if self._device.type == "cpu":
+        if self._hardware.is_host:
             self._say(f"  {share:.0%} of communication time delays compute")
         return Link(bandwidth, latency, processor_share=share)
 
-    def _message(self, comm: Communicator, num_bytes: int) -> tuple[float, float]:
+    def _message(self, gather: _Gather, num_bytes: int) -> tuple[float, float]:
         """Seconds of an all-gather, in place as in the engine, and the seconds by which it delays
         compute. (Sums of reductions are separate operations.) The data is not in caches, as after
         the computation of a model."""
-        send = partial(_send, comm, self._messages(num_bytes))
+        send = partial(_send, gather, self._messages(num_bytes))
         others = [allocator.zeros(_LARGE["cpu"], torch.float32, self._device) for _ in range(2)]
         for _ in range(3):
             send()
-        once = self.agree(self._elapsed(send))
+        once = self._agree(self._hardware.seconds(send))
         found = []
         for _ in range(min(max(round(self._seconds / once), _LEAST), _MOST)):
             others[0].copy_(others[1])
-            self.agree(0.0)  # a barrier
+            self._agree(0.0)  # a barrier
             thread, process = time.thread_time(), time.process_time()
-            elapsed = self._elapsed(send)
+            elapsed = self._hardware.seconds(send)
             own = time.thread_time() - thread
             found.append((elapsed, own + self._stolen(time.process_time() - process - own)))
         # If a rank is late, threads of the others poll. The fast repetitions are without polling.
         low, busy = (statistics.quantiles(each, n=10)[0] for each in zip(*found, strict=True))
-        if is_accelerator(self._device):
+        if not self._hardware.is_host:
             busy = 0.0
         elif self._is_crowded:
             low = busy
-        return self.agree(low), self.agree(busy)
+        return self._agree(low), self._agree(busy)
 
-    def _beside_compute(self, comm: Communicator, num_bytes: int) -> float:
+    def _beside_compute(self, gather: _Gather, num_bytes: int) -> float:
         """Seconds by which an all-gather delays concurrent matrix products if there are no spare
         cores. Threads that are preempted by the products receive its data in smaller pieces."""
         messages = self._messages(num_bytes)
@@ -320,7 +317,7 @@ class _Meter:
                 torch.mm(operands[0], operands[1], out=operands[2])
 
         def both() -> None:
-            for works in comm.all_gather(next(messages)):
+            for works in gather(next(messages)):
                 compute()
                 for work in works:
                     work.wait()
@@ -328,14 +325,14 @@ class _Meter:
         found: dict[Callable[[], None], list[float]] = {compute: [], both: []}
         for _ in range(_LEAST + round(self._seconds / _SECONDS_BESIDE)):
             for action, seconds in found.items():
-                self.agree(0.0)
+                self._agree(0.0)
                 thread, process = time.thread_time(), time.process_time()
                 for _ in range(_IN_A_ROW):
                     action()
                 own = time.thread_time() - thread
                 seconds.append(own + self._stolen(time.process_time() - process - own))
         alone, together = (statistics.quantiles(found[each], n=4)[0] for each in (compute, both))
-        return self.agree(max(together - alone, 0.0) / _IN_A_ROW)
+        return self._agree(max(together - alone, 0.0) / _IN_A_ROW)
 
     def _messages(self, num_bytes: int) -> Iterator[Tensor]:
         """A cycle of tensors whose total size exceeds the caches."""
@@ -347,20 +344,8 @@ class _Meter:
     def _stolen(self, of_other_threads: float) -> float:
         """The part of the backend threads' time that delays compute; see
         [Note: Compute time of communication]."""
-        spare = self._cores / self._mesh.inner.size - self._threads
+        spare = self._cores / self._hardware.ranks_per_node - self._threads
         return of_other_threads * (1.0 - min(max(spare, 0.0), 1.0))
-
-    def _elapsed(self, action: Callable[[], object]) -> float:
-        if is_accelerator(self._device):
-            return device_seconds(self._device, action)
-        start = time.perf_counter()
-        action()
-        return time.perf_counter() - start
-
-    def agree(self, value: float) -> float:
-        """The maximum over all ranks."""
-        found = allocator.zeros(1, torch.float64, self._device).fill_(value)
-        return float(all_reduce_(found, self._mesh.control_group, "max"))
 
     def _say_link(self, link: TwoWayLink) -> None:
         into, out, both = (each / 1e9 for each in (link.into, link.out, link.both))
@@ -376,12 +361,12 @@ def _dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
     dtypes = _DTYPES.get(device.type, _DTYPES["cuda"])
     # The fp8 formats of AMD's GPUs are others.
     has_formats = device.type == "cuda" and torch.version.hip is None
-    if has_formats and module_of(device).get_device_capability(device) >= _WITH_FP8:
+    if has_formats and torch.get_device_module(device).get_device_capability(device) >= _WITH_FP8:
         return (torch.float8_e4m3fn, *dtypes)
     return dtypes
 
 
-def _send(comm: Communicator, messages: Iterator[Tensor]) -> None:
-    for works in comm.all_gather(next(messages)):
+def _send(gather: _Gather, messages: Iterator[Tensor]) -> None:
+    for works in gather(next(messages)):
         for work in works:
             work.wait()

@@ -37,8 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.lanes import COMPUTE, COPY_IN, LANES, Lanes, Meter, Operation, Steps, unit_of
-from fsdp_engine.memory.allocator import HOST
+from fsdp_engine.kernel_interface import allocator, lanes
 from fsdp_engine.planner.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine
 
@@ -147,7 +146,7 @@ class SimulatedTicket:
         self._lane = lane
         self._clock = clock
         self._start = start
-        self._steps: Steps | None = None  # the part after its communication
+        self._steps: lanes.Steps | None = None  # the part after its communication
         self.moment = moment
         self.number = -1  # on a tape
         # Whether the host has waited for it, or it had no communication; as in HostTicket.
@@ -191,7 +190,7 @@ class SimulatedLane:
         self.name = name
         self.end = Moment(0.0, name, name)
         self.runs_ahead = clock.machine.host_runs_ahead
-        self.meters: tuple[Meter, ...] = ()  # empty: the clock records exposed communication
+        self.meters: tuple[lanes.Meter, ...] = ()  # empty: the clock records exposed communication
         self._waiting: deque[SimulatedTicket] = deque()
 
     @property
@@ -206,7 +205,7 @@ class SimulatedLane:
     def submit(
         self,
         label: str,
-        operation: Operation,
+        operation: lanes.Operation,
         *,
         after: Sequence[Any] = (),
         reads: Sequence[Tensor] = (),
@@ -281,27 +280,6 @@ class SimulatedLane:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A moment of the program, and the records of a step until then.
-
-    Attributes:
-        time: at which compute reaches it.
-        host: at which the host does.
-        num_spans, num_exposed: lengths of the records.
-        sent_bytes, copied_bytes, model_flops, seconds_at_peak: see :class:`Clock`.
-    """
-
-    time: float
-    host: float
-    num_spans: int
-    num_exposed: int
-    sent_bytes: dict[str, float]
-    copied_bytes: dict[str, float]
-    model_flops: float
-    seconds_at_peak: float
-
-
-@dataclass(frozen=True)
 class StepPart:
     """What a part of a step, such as a microbatch, adds to it.
 
@@ -317,6 +295,23 @@ class StepPart:
     copied_bytes: dict[str, float] = field(default_factory=dict)
     model_flops: float = 0.0
     seconds_at_peak: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of the program, and the records of a step until then.
+
+    Attributes:
+        part: the step until then, without times of lanes; its seconds are the time at which compute
+            reaches the moment.
+        host: the time at which the host does.
+        num_spans, num_exposed: lengths of the records.
+    """
+
+    part: StepPart
+    host: float
+    num_spans: int
+    num_exposed: int
 
 
 @dataclass
@@ -371,13 +366,13 @@ class Clock:
         self.memory_changed: Callable[[], None] = lambda: None
         self.module: Callable[[], str] = lambda: ""
         # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
-        names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
+        names = (*lanes.LANES, lanes.COPY_IN) if machine.host_runs_ahead else lanes.LANES
         self.own_code = _ON_DEVICES if machine.host_runs_ahead else _ON_HOSTS
         self.every_lane: list[SimulatedLane] = []
         self.lanes = {name: self.make_lane(name) for name in names}
         self._queues: dict[str, CopyQueues] = {}
         self._copies: list[tuple[int, Copy]] = []  # of spans, by number
-        self._compute = self.lanes[COMPUTE]
+        self._compute = self.lanes[lanes.COMPUTE]
         self._of_model = {name: self.make_lane(name) for name in (MODEL_LANE, CONTEXT_LANE)}
         # The dependency of compute's next operation, and the phase in which it was added.
         self._awaited: SimulatedTicket | None = None
@@ -387,12 +382,12 @@ class Clock:
         self._arrived_in = ""
         # The operation that runs on another lane, and the rest of the last one.
         self._work: _Work | None = None
-        self._rest: Steps | None = None
+        self._rest: lanes.Steps | None = None
 
-    def make_lanes(self, device: torch.device) -> Lanes:
+    def make_lanes(self, device: torch.device) -> lanes.Lanes:
         """The lanes of an engine."""
         del device
-        return Lanes(*self.lanes.values())
+        return lanes.Lanes(*self.lanes.values())
 
     def make_other_lanes(self, names: Sequence[str]) -> Sequence[SimulatedLane]:
         """Returns new lanes beside those of an engine."""
@@ -414,9 +409,14 @@ class Clock:
 
     def mark(self) -> Mark:
         """This moment."""
-        counts = self.host, len(self.spans), len(self.exposed)
-        flops = self.model_flops, self.seconds_at_peak
-        return Mark(self.now, *counts, dict(self.sent_bytes), dict(self.copied_bytes), *flops)
+        part = StepPart(
+            self.now,
+            sent_bytes=dict(self.sent_bytes),
+            copied_bytes=dict(self.copied_bytes),
+            model_flops=self.model_flops,
+            seconds_at_peak=self.seconds_at_peak,
+        )
+        return Mark(part, self.host, len(self.spans), len(self.exposed))
 
     @property
     def now(self) -> float:
@@ -453,7 +453,7 @@ class Clock:
             self.host = self._compute.free
         if seconds:
             end = self._compute.free
-            self.spans.append(Span(COMPUTE, label, self.phase, start, end, self.module()))
+            self.spans.append(Span(lanes.COMPUTE, label, self.phase, start, end, self.module()))
 
     def spend(self, label: str, part: StepPart, host_seconds: float) -> None:
         """Run a part of a step whose times are known.
@@ -465,7 +465,7 @@ class Clock:
         """
         host, start = self.host, self._settle()
         end = start + part.compute_seconds
-        self.spans.append(Span(COMPUTE, label, self.phase, start, end, self.module()))
+        self.spans.append(Span(lanes.COMPUTE, label, self.phase, start, end, self.module()))
         for lane, wait in part.exposed_by_lane.items():
             self.exposed.append(Exposed(label, self.phase, lane, wait, end))
             end += wait
@@ -479,7 +479,7 @@ class Clock:
         slows down copies beside it."""
         self.call()
         start = self.host
-        self.host = self._queues_of(HOST).add(Direction.WORK, start, num_bytes).end
+        self.host = self._queues_of(allocator.HOST).add(Direction.WORK, start, num_bytes).end
         if self._work is not None:
             self._work.hosted = self.host
         if self.host > start:
@@ -578,13 +578,13 @@ class Clock:
     def _queues_of(self, place: str) -> CopyQueues:
         if place not in self._queues:
             machine, num_ranks = self.machine, self.num_ranks
-            has_rate = place == HOST and machine.host_memory_bandwidth is not None
+            has_rate = place == allocator.HOST and machine.host_memory_bandwidth is not None
             rate = machine.host_rate(num_ranks) if has_rate else math.inf
             self._queues[place] = CopyQueues(machine.link_to_state(place, num_ranks), rate)
         return self._queues[place]
 
     def run(
-        self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
+        self, lane: SimulatedLane, label: str, operation: lanes.Operation, after: Sequence[Any]
     ) -> Moment:
         """Run an operation on ``lane`` and return its end. If the host computes, run it up to its
         first communication; see :meth:`take_rest`."""
@@ -653,13 +653,13 @@ class Clock:
         lane.end = Moment(0.0, label, lane.name, copy.end + rest - copy.start, copy, rest)
         return lane.end
 
-    def take_rest(self) -> Steps | None:
+    def take_rest(self) -> lanes.Steps | None:
         """The rest of the last operation, after its communication; None if there is none. Its
         scratch memory is held until the rest has run."""
         steps, self._rest = self._rest, None
         return steps
 
-    def run_rest(self, lane: SimulatedLane, steps: Steps) -> None:
+    def run_rest(self, lane: SimulatedLane, steps: lanes.Steps) -> None:
         """Run the rest of an operation on ``lane`` on the host, and wait for its communication."""
         has_more = True
         while has_more:
@@ -732,11 +732,11 @@ class Clock:
         self._compute.free = start + seconds
         if not self.machine.host_runs_ahead:
             self.host = self._compute.free
-        self.spans.append(Span(COMPUTE, "moving data", self.phase, start, start + seconds))
+        self.spans.append(Span(lanes.COMPUTE, "moving data", self.phase, start, start + seconds))
 
     def _note_exposed(self, due: Moment, ready: float, phase: str) -> None:
-        if due.time > ready and due.lane != COMPUTE:
-            name = unit_of(due.label)
+        if due.time > ready and due.lane != lanes.COMPUTE:
+            name = lanes.unit_of(due.label)
             self.exposed.append(Exposed(name, phase, due.lane, due.time - ready, ready))
 
     @contextmanager
@@ -748,7 +748,7 @@ class Clock:
             self._work = outside
 
 
-def _issue(steps: Steps) -> bool:
+def _issue(steps: lanes.Steps) -> bool:
     """Run the next step of an operation. Returns whether it ended with communication."""
     works = next(steps, None)
     for work in works or ():
@@ -758,4 +758,4 @@ def _issue(steps: Steps) -> bool:
 
 def axis_of(lane: str) -> str:
     """The axis of the communication on ``lane``, "inner" or "outer"; "inner" for encodings."""
-    return "inner" if lane == COPY_IN else lane.split()[0]
+    return "inner" if lane == lanes.COPY_IN else lane.split()[0]

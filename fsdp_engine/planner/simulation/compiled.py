@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fsdp_engine.memory import allocator
+from fsdp_engine.kernel_interface import allocator, find_blocks
 from fsdp_engine.planner.simulation.chunked_products import (
     chunk_products,
     is_of_backward,
@@ -48,8 +48,6 @@ from fsdp_engine.planner.simulation.fusion import (
 from fsdp_engine.planner.simulation.memory_access import num_bytes_of, tensors_of
 from fsdp_engine.planner.simulation.module_names import ModuleNames
 from fsdp_engine.planner.simulation.operations import Operations
-from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.blocks import find_blocks
 
 # Of Dynamo: shapes are not generalized, and code is compiled for all shapes that are simulated.
 _DYNAMO = {
@@ -173,9 +171,7 @@ def _without_states(
     return forward, backward
 
 
-def compile_blocks(
-    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None = None
-) -> None:
+def compile_blocks(model: nn.Module, units: Any = None) -> None:
     """Call ``compile()`` of the blocks, unless it was called.
 
     Args:

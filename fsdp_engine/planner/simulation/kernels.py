@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_engine.comm.copy_lanes import device_seconds, finish_compute
-from fsdp_engine.memory import allocator
+from fsdp_engine.kernel_interface import Hardware, allocator
 from fsdp_engine.planner.simulation.machine import Processor
 
 Action = Callable[[], object]
@@ -44,7 +43,8 @@ class Kernels:
         self, device: torch.device, turns: float, seconds: float, agree: Callable[[float], float]
     ) -> None:
         self._device = device
-        self._on_host = device.type == "cpu"
+        self._hardware = Hardware(device)
+        self._on_host = self._hardware.is_host
         self._turns = turns
         self._seconds = seconds
         self._agree = agree
@@ -324,13 +324,13 @@ class Kernels:
 
     def _time(self, action: Action, timed: Callable[[Action], float] | None = None) -> float:
         """The median duration in seconds, combined over the ranks by ``agree``."""
-        timed = timed or (self._host_time if self._on_host else self._device_time)
+        timed = timed or (self._host_time if self._on_host else self._hardware.seconds)
         for _ in range(2):
             action()
         once = self._agree(timed(action))
         count = min(max(round(self._seconds / max(once, 1e-6)), _LEAST), _MOST)
         found = statistics.median(timed(action) for _ in range(count))
-        finish_compute(self._device)
+        self._hardware.finish()
         return self._agree(found)
 
     def _host_time(self, action: Action) -> float:
@@ -343,9 +343,6 @@ class Kernels:
         start = time.thread_time()
         action()
         return (time.thread_time() - start) * self._turns
-
-    def _device_time(self, action: Action) -> float:
-        return device_seconds(self._device, action)
 
 
 class _Calls(TorchDispatchMode):

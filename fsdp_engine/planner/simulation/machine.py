@@ -37,13 +37,12 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.extension_list import require_module
-from fsdp_engine.memory.allocator import HOST
+from fsdp_engine.kernel_interface import allocator
 from fsdp_engine.planner.simulation import machine_fields as fields
 from fsdp_engine.planner.simulation.json_lines import lines_of
 from fsdp_engine.planner.simulation.machine_fields import FLOPS
 from fsdp_engine.planner.simulation.simulation_error import read_json
-from fsdp_engine.planner.state_places import DISK
+from fsdp_engine.planner.state_places import DISK, offload_module
 
 _DTYPES = {
     "float64": torch.float64,
@@ -408,7 +407,7 @@ class Machine:
         link = self._known("host_link", place)
         if self.host_memory_bandwidth is not None:
             link = link.within(self.host_rate(num_ranks))
-        return link if place == HOST else self._known("disk", place).through(link)
+        return link if place == allocator.HOST else self._known("disk", place).through(link)
 
     def staging_seconds(
         self, place: str, num_bytes: float, num_ranks: int, *, to_device: bool
@@ -417,8 +416,8 @@ class Machine:
         one piece crosses the host's link while the disk does nothing for the copy."""
         if place != DISK or not self.host_runs_ahead:
             return 0.0
-        link = self.link_to_state(HOST, num_ranks)
-        piece: float = min(num_bytes, require_module("offload.disk_memory").PIECE)
+        link = self.link_to_state(allocator.HOST, num_ranks)
+        piece: float = min(num_bytes, offload_module("disk_memory").PIECE)
         return link.latency + piece / (link.into if to_device else link.out)
 
     def _known(self, name: str, place: str) -> TwoWayLink:

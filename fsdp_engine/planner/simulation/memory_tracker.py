@@ -49,8 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.memory import allocator
-from fsdp_engine.memory.kinds import KIND_OF_ROLE
+from fsdp_engine.kernel_interface import allocator
 
 KINDS = ("weights", "gradients", "optimizer", "transient", "activations")
 
@@ -200,7 +199,7 @@ class MemoryTracker:
     def _booked(self) -> dict[str, int]:
         now = dict.fromkeys(KINDS, 0)
         for role, count in self._held().items():
-            now[KIND_OF_ROLE.get(role, "weights")] += count
+            now[allocator.KIND_OF_ROLE.get(role, "weights")] += count
         return now
 
     def _gone(self, key: int, _: object) -> None:

@@ -58,8 +58,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_engine.comm.lanes import LANES
-from fsdp_engine.memory.allocator import HOST
+from fsdp_engine.kernel_interface import allocator, lanes, not_compiled
 from fsdp_engine.planner.simulation import chunked_products
 from fsdp_engine.planner.simulation.chunked_products import ChunkedProduct
 from fsdp_engine.planner.simulation.clock import CONTEXT_LANE, MODEL_LANE, Clock, SimulatedTicket
@@ -75,7 +74,6 @@ from fsdp_engine.planner.simulation.memory_access import (
     tensors_of,
 )
 from fsdp_engine.planner.simulation.memory_tracker import TRANSIENT, MemoryTracker, as_returned
-from fsdp_engine.runtime.not_compiled import not_compiled
 
 # Types of values that are part of the key. Their type is as well, since 1, 1.0 and True are equal.
 _PLAIN = {type(None), bool, int, float, str}
@@ -610,7 +608,7 @@ class Operations(TorchDispatchMode):
             self._clock.compute(func._overloadpacket.__name__, seconds)
             self._count_flops(func, args, kwargs, out, recipe)
         results = (out,) if type(out) is FakeTensor else tensors_of(out)
-        if self._clock.lane_at_work in LANES and not self._clock.machine.host_runs_ahead:
+        if self._clock.lane_at_work in lanes.LANES and not self._clock.machine.host_runs_ahead:
             self._memory.made(results, TRANSIENT)
         else:
             self._memory.made(results)
@@ -635,7 +633,7 @@ class Operations(TorchDispatchMode):
         for each in args:
             if isinstance(each, list | tuple) and each:
                 each = each[0]
-            if isinstance(each, Tensor) and self._memory.place_of(each) == HOST:
+            if isinstance(each, Tensor) and self._memory.place_of(each) == allocator.HOST:
                 return True
         return False
 
@@ -653,7 +651,7 @@ class Operations(TorchDispatchMode):
         self._memory.made(results)
         for each in results:
             if self._memory.place_of(each) is None:
-                self._memory.moved(each, HOST)
+                self._memory.moved(each, allocator.HOST)
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
         """Device time of the operation; None if it only takes host time."""

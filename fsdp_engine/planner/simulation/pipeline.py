@@ -24,21 +24,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
-from fsdp_engine.options import Options
-from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.kernel_interface import Options, find_module
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages
 from fsdp_engine.planner.simulation.machine import Machine
 from fsdp_engine.planner.simulation.operations import OperationCache
 from fsdp_engine.planner.simulation.pipeline_job import (
-    CPU,
     Action,
     PipelineJob,
     Recorded,
     cross_entropy,
+    empty_stages,
     make_schedule,
 )
 from fsdp_engine.planner.simulation.ranks import simulated_ranks
@@ -242,8 +241,9 @@ def schedule_class(schedule: str | type[Any]) -> type[Any]:
 
     Raises:
         TypeError: ``schedule`` is no name and no class of a schedule.
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or the package lacks the extension.
     """
+    find_module("pipelines", needed_by="pipeline")
     expected = "the name or class of a schedule of torch.distributed.pipelining"
     kind = schedule
     if isinstance(schedule, str):
@@ -294,15 +294,11 @@ def takes_microbatches(schedule: str, pipeline: int, microbatches: int) -> bool:
     """
     kind = schedule_class(schedule)
     stages_of = stages_of_ranks(kind, pipeline, None)
-    num_stages = sum(map(len, stages_of))
     with simulated_ranks((1,), on_host=True, pipeline=pipeline) as mesh:
-        group = mesh._get_root_mesh().get_group("pp")
-        stages = [
-            PipelineStage(nn.Identity(), index, num_stages, CPU, group=group)
-            for index in stages_of[0]
-        ]
         try:
-            make_schedule(kind, stages, pipeline, microbatches, cross_entropy)
+            make_schedule(
+                kind, empty_stages(stages_of, mesh), pipeline, microbatches, cross_entropy
+            )
         except ValueError:
             return False
     return True

@@ -9,19 +9,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.engine import Engine
-from fsdp_engine.memory.allocator import empty
-from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.kernel_interface import Engine, allocator, find_module
 from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.planner.simulation.clock import Clock
@@ -36,6 +34,7 @@ from fsdp_engine.planner.simulation.simulate import (
     checkpoint_bytes_of,
     context_of,
     parallelize_model,
+    shard_fake,
     sharded,
     simulation_of,
     to_fake,
@@ -46,7 +45,11 @@ from fsdp_engine.planner.simulation.stage_messages import Message
 from fsdp_engine.planner.simulation.step_options import StepOptions
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
 from fsdp_engine.planner.state_places import offload_of
-from fsdp_engine.sharding import shard
+
+if TYPE_CHECKING:
+    PipelineStage = stage.PipelineStage
+else:  # without the extension no schedule is simulated: see `schedule_class`
+    PipelineStage = (find_module("pipelines.pipeline_stage") or stage).PipelineStage
 
 CPU = torch.device("cpu")
 
@@ -171,12 +174,7 @@ class PipelineJob:
             ValueError: the schedule does not take the number of microbatches or of stages.
         """
         with self.process(Clock(self.step.machine)) as process:
-            group = process.device_mesh._get_root_mesh().get_group("pp")
-            stages = [
-                PipelineStage(nn.Identity(), index, self.num_stages, CPU, group=group)
-                for index in self.stages_of[0]
-            ]
-            schedule = self.make_schedule(stages)
+            schedule = self.make_schedule(empty_stages(self.stages_of, process.device_mesh))
         if self.has_one_stage_per_rank:
             return FORWARD, BACKWARD
         letters = {
@@ -188,7 +186,7 @@ class PipelineJob:
 
     def make_schedule(
         self,
-        stages: Sequence[PipelineStage],
+        stages: Sequence[stage.PipelineStage],
         loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> Any:
         """Returns torch's schedule of a rank's stages.
@@ -265,8 +263,7 @@ class PipelineJob:
     ) -> tuple[Tensor, ...]:
         """The outputs of a stage."""
         module = self.module(index, process.device_mesh)
-        # Fake tensors have no values to compare between ranks.
-        engine = shard(module, process.device_mesh, **self.step.shard, initial_values="rank0")
+        engine = shard_fake(module, process.device_mesh, self.step)
         with (
             masks_of_rows(),
             _compiling_nothing(),  # the process' hooks would be traced
@@ -351,7 +348,7 @@ class PipelineJob:
             if context is not None and not sequences:
                 # torch's context manager takes the length of sequences from a tensor.
                 length = sequence_length(self.made("batch", process.fake))
-                sequences = (empty((1, length or 0), torch.uint8, CPU),)
+                sequences = (allocator.empty((1, length or 0), torch.uint8, CPU),)
             group = mesh._get_root_mesh().get_group("pp")
             stages = []
             for module, index in zip(modules, indices, strict=True):
@@ -472,9 +469,22 @@ class PipelineRank:
         return simulation_of(title, clock, memory, self.engines, start, seconds, num_bytes)
 
 
+def empty_stages(stages_of: Sequence[Sequence[int]], mesh: DeviceMesh) -> list[stage.PipelineStage]:
+    """Returns the stages of the first rank of a pipeline, with modules that do nothing.
+
+    Args:
+        stages_of: indices of the stages of each rank.
+        mesh: of the simulated ranks.
+    """
+    group, count = mesh._get_root_mesh().get_group("pp"), sum(map(len, stages_of))
+    return [
+        stage.PipelineStage(nn.Identity(), index, count, CPU, group=group) for index in stages_of[0]
+    ]
+
+
 def make_schedule(
     schedule: type[Any],
-    stages: Sequence[PipelineStage],
+    stages: Sequence[stage.PipelineStage],
     pipeline: int,
     microbatches: int,
     loss: Callable[[Any, Any], Tensor],
@@ -544,9 +554,11 @@ class SimulatedStage(PipelineStage):
     Attributes:
         clock: The clock of the rank.
         begins: called with each forward and backward when it begins.
+        received_bytes: see :class:`fsdp_engine.pipelining.PipelineStage`.
     """
 
     clock: RecordingClock
+    received_bytes: int
     begins: Callable[[Action], object] = staticmethod(lambda action: None)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

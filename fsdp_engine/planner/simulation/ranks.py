@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_engine.backend import Backend, using
-from fsdp_engine.comm.mesh import joint_mesh
+from fsdp_engine.kernel_interface import Backend, lanes
 
 if TYPE_CHECKING:
-    from fsdp_engine.comm.lanes import Lanes
     from fsdp_engine.planner.simulation.clock import Clock, SimulatedLane
 
 
@@ -53,7 +51,7 @@ class SimulatedBackend(Backend):
         """See :meth:`Backend.is_gloo`."""
         return self._on_host
 
-    def lanes(self, device: torch.device) -> Lanes | None:
+    def lanes(self, device: torch.device) -> lanes.Lanes | None:
         """See :meth:`Backend.lanes`."""
         return None if self._clock is None else self._clock.make_lanes(device)
 
@@ -107,7 +105,7 @@ def simulated_ranks(
         "fake", store=FakeStore(), rank=pipeline_rank * num_ranks, world_size=pipeline * num_ranks
     )
     try:
-        with using(SimulatedBackend(on_host, clock, moved)):
+        with SimulatedBackend(on_host, clock, moved).used():
             yield data_mesh_beside("cpu", sizes, context_parallel, tensor_parallel, pipeline)
     finally:
         dist.destroy_process_group()
@@ -145,5 +143,5 @@ def data_mesh_beside(
     root = init_device_mesh(device_type, (*shape.values(),), mesh_dim_names=(*shape,))
     if context_parallel > 1:
         inner = root["dp", "cp"]._flatten("inner")
-        return inner if len(sizes) == 1 else joint_mesh(root["outer"], inner)
+        return inner if len(sizes) == 1 else DeviceMesh._concatenate([root["outer"], inner])
     return root if list(shape) == names else root[(*names,)]

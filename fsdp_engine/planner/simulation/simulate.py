@@ -20,9 +20,12 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +38,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_engine.comm.groups import members_of
-from fsdp_engine.comm.lanes import COMPUTE, name_of_wait
-from fsdp_engine.engine import Engine
-from fsdp_engine.memory.allocator import empty_like, empty_strided_like, storage_keys
-from fsdp_engine.optim import shard_optimizer
-from fsdp_engine.options import Options, StagingBudget
+from fsdp_engine.kernel_interface import (
+    Engine,
+    Options,
+    allocator,
+    find_module,
+    lanes,
+    shard,
+    shard_optimizer,
+)
 from fsdp_engine.planner.simulation.clock import Clock, Exposed, Mark, Span, StepPart
 from fsdp_engine.planner.simulation.compiled import (
     compile_blocks,
@@ -53,6 +59,7 @@ from fsdp_engine.planner.simulation.memory_tracker import KINDS, MemoryTracker
 from fsdp_engine.planner.simulation.meshes import data_mesh_beside
 from fsdp_engine.planner.simulation.module_names import parents_of
 from fsdp_engine.planner.simulation.packed_sequences import masks_of_rows
+from fsdp_engine.planner.simulation.records import combined
 from fsdp_engine.planner.simulation.simulated_process import SimulatedProcess, simulated_process
 from fsdp_engine.planner.simulation.simulation_error import (
     NEEDS_VALUES,
@@ -64,7 +71,6 @@ from fsdp_engine.planner.simulation.step_options import Parallelize, StepOptions
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of, family_of
 from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan
 from fsdp_engine.planner.state_places import offload_of
-from fsdp_engine.sharding import shard
 
 _aten = torch.ops.aten
 _ROWS = (_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step)
@@ -133,7 +139,7 @@ def to_fake(batch: Any, fake: FakeTensorMode) -> Any:
 
     def converted(tensor: Tensor) -> Tensor:
         if tensor.is_meta or tensor.device.type != "cpu":
-            twin = empty_like(tensor.detach(), _CPU)
+            twin = allocator.empty_like(tensor.detach(), _CPU)
             return twin.requires_grad_(tensor.requires_grad)
         return tensor if _is_fake(tensor) else fake.from_tensor(tensor)
 
@@ -156,7 +162,7 @@ def _built_outside_of_modes(build: Callable[[], nn.Module]) -> Any:
         return None
     if mode.has_refused or not isinstance(model, nn.Module):
         return None
-    kept = {key for each in _tensors_of(model) for key in storage_keys(each)}
+    kept = {key for each in _tensors_of(model) for key in allocator.storage_keys(each)}
     return model if kept.issuperset(mode.storages) else None
 
 
@@ -284,12 +290,12 @@ def _to_fake_cpu(tensor: Tensor) -> Tensor:
     twin: Tensor
     source = tensor if type(tensor) in _PLAIN else tensor.detach()
     if type(source) in _PLAIN and source.layout is torch.strided:  # without a fake one on meta
-        twin = empty_strided_like(source, _CPU)
+        twin = allocator.empty_strided_like(source, _CPU)
     elif isinstance(source, DTensor):
-        local = empty_like(source._local_tensor, _CPU)
+        local = allocator.empty_like(source._local_tensor, _CPU)
         twin = DTensor(local, source._spec, requires_grad=False)
     else:
-        twin = empty_like(source, _CPU)
+        twin = allocator.empty_like(source, _CPU)
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
     twin.__dict__.update(_user_attributes(tensor, twin))
@@ -350,7 +356,7 @@ class Simulation:
     memory: dict[str, int]
     sent_bytes: dict[str, float]
     budget: int
-    staging_budget: StagingBudget
+    staging_budget: Any
     elsewhere: dict[str, int] = field(default_factory=dict)
     copied_bytes: dict[str, float] = field(default_factory=dict)
     memory_series: tuple[tuple[float, tuple[int, ...]], ...] = ()
@@ -369,12 +375,12 @@ class Simulation:
     @property
     def compute_seconds(self) -> float:
         """Busy time of the compute lane."""
-        return _busy(self.spans, COMPUTE)
+        return _busy(self.spans, lanes.COMPUTE)
 
     @property
     def message_seconds(self) -> dict[str, float]:
         """Busy time of each of the other lanes."""
-        names = sorted({span.lane for span in self.spans} - {COMPUTE})
+        names = sorted({span.lane for span in self.spans} - {lanes.COMPUTE})
         return {name: _busy(self.spans, name) for name in names}
 
     @property
@@ -392,10 +398,23 @@ class Simulation:
         """Peak memory in bytes."""
         return sum(self.memory.values())
 
+    @property
+    def part(self) -> StepPart:
+        """The whole step."""
+        return StepPart(
+            self.seconds,
+            self.compute_seconds,
+            self.exposed_by_lane,
+            self.sent_bytes,
+            self.copied_bytes,
+            self.model_flops,
+            self.seconds_at_peak,
+        )
+
     def trace(self) -> dict[str, Any]:
         """The timeline in Chrome's trace event format: a row for each lane, one for the modules
         whose operations compute runs, one for waits, and a counter of bytes by kind."""
-        rows = [MODULES, COMPUTE, _WAITS, *self.message_seconds]
+        rows = [MODULES, lanes.COMPUTE, _WAITS, *self.message_seconds]
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
         ]
@@ -411,7 +430,7 @@ class Simulation:
             module = {"module": span.module} if span.module else {}
             events.append({**event, "args": {"phase": span.phase, **module}})
         for each in self.exposed:
-            name = name_of_wait(each.lane, each.unit)
+            name = lanes.name_of_wait(each.lane, each.unit)
             event = self._event(rows.index(_WAITS), name, each.start, each.start + each.seconds)
             events.append({**event, "args": {"phase": each.phase}})
         for time, sizes in self.memory_series:
@@ -427,7 +446,7 @@ class Simulation:
         found: list[Span] = []
         running: list[int] = []  # numbers of the last spans, the outermost module first
         for span in self.spans:
-            if span.lane != COMPUTE or not span.module:  # the engine's own, between others
+            if span.lane != lanes.COMPUTE or not span.module:  # the engine's own, between others
                 continue
             names = parents_of(span.module)
             depth = 0
@@ -628,10 +647,9 @@ def sharded(
     stack.enter_context(compiled_modules(model, process.names, on_device=on_device))
     if on_device:
         stack.enter_context(device_kernels())
-    # Fake tensors have no values to compare between ranks.
-    engines = [shard(each, mesh, **step.shard, initial_values="rank0") for each in modules]
-    process.operations.data_ranks = frozenset(members_of(mesh))
-    process.memory.watch(lambda: sums([held_bytes(engine) for engine in engines]))
+    engines = [shard_fake(each, mesh, step) for each in modules]
+    process.operations.data_ranks = frozenset(ranks_of(mesh))
+    process.memory.watch(partial(_held_bytes, engines))
     with as_simulation_error("making the optimizer"):
         optimizer = (step.optimizer or make_adamw)(model.parameters())
     shard_optimizer_of(optimizer)
@@ -639,22 +657,25 @@ def sharded(
     return engines, optimizer
 
 
+def shard_fake(module: nn.Module, mesh: DeviceMesh, step: StepOptions) -> Engine:
+    """Shard a fake module, which has no values to compare between ranks."""
+    values = "same" if find_module("initial_values") is None else "rank0"
+    return shard(module, mesh, **step.shard, initial_values=values)
+
+
+@_disable_current_modes()
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """Returns the global ranks of a mesh."""
+    return list(mesh.mesh.flatten().tolist())
+
+
 def context_of(process: SimulatedProcess, step: StepOptions) -> ContextParallel | None:
     """Returns the context-parallel ranks of a rank. None: sequences are not sharded."""
     if step.context_parallel == 1:
         return None
     mesh = process.device_mesh._get_root_mesh()["cp"]
-    process.operations.context_ranks = members_of(mesh)
+    process.operations.context_ranks = ranks_of(mesh)
     return ContextParallel(mesh, process.operations)
-
-
-def sums(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums by name; what lacks a name has 0."""
-    found: dict[str, Any] = {}
-    for each in counts:
-        for name, count in each.items():
-            found[name] = found.get(name, 0) + count
-    return found
 
 
 def simulation_of(
@@ -711,19 +732,11 @@ def since(start: float, clock: Clock) -> tuple[tuple[Span, ...], tuple[Exposed, 
 def part_between(clock: Clock, start: Mark, end: Mark) -> StepPart:
     """The part of a step that the clock has recorded between two marks."""
     spans = clock.spans[start.num_spans : end.num_spans]
-    return StepPart(
-        end.time - start.time,
-        _busy(spans, COMPUTE),
-        _by_lane(clock.exposed[start.num_exposed : end.num_exposed]),
-        _grown(start.sent_bytes, end.sent_bytes),
-        _grown(start.copied_bytes, end.copied_bytes),
-        end.model_flops - start.model_flops,
-        end.seconds_at_peak - start.seconds_at_peak,
+    return replace(
+        combined(sub, end.part, start.part),
+        compute_seconds=_busy(spans, lanes.COMPUTE),
+        exposed_by_lane=_by_lane(clock.exposed[start.num_exposed : end.num_exposed]),
     )
-
-
-def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    return {name: count - before.get(name, 0.0) for name, count in after.items()}
 
 
 def _busy(spans: Iterable[Span], lane: str) -> float:
@@ -862,9 +875,12 @@ def _describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def held_bytes(engine: Engine) -> dict[str, int]:
-    """The engine's bytes by role, with its idle memory for transient storages."""
-    return {**engine.memory_bytes(), "idle": engine.idle_memory_bytes}
+def _held_bytes(engines: Iterable[Engine]) -> Counter[str]:
+    """Bytes of engines by role, with their idle memory for transient storages."""
+    found = Counter[str]()
+    for engine in engines:
+        found.update({**engine.memory_bytes(), "idle": engine.idle_memory_bytes})
+    return found
 
 
 def _signature(model: nn.Module) -> inspect.Signature | None:

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine.memory.allocator import empty, empty_like
+from fsdp_engine.kernel_interface import allocator
 from fsdp_engine.planner.simulation.clock import Clock, Mark, StepPart
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.pipeline_job import (
@@ -52,7 +52,8 @@ from fsdp_engine.planner.simulation.pipeline_job import (
     messages_recorded,
 )
 from fsdp_engine.planner.simulation.ranks import simulated_ranks
-from fsdp_engine.planner.simulation.simulate import Simulation, part_between, since, sums
+from fsdp_engine.planner.simulation.records import add_all, combined
+from fsdp_engine.planner.simulation.simulate import Simulation, part_between, since
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
 
 # A step of fewer microbatches is simulated as it is.
@@ -321,8 +322,8 @@ class _Meter:
             peak = _with_activations(place, -self._received[number])
             part = replace(
                 part_between(clock, *marks[number : number + 2]),
-                model_flops=end.model_flops - start.model_flops,
-                seconds_at_peak=end.seconds_at_peak - start.seconds_at_peak,
+                model_flops=end.part.model_flops - start.part.model_flops,
+                seconds_at_peak=end.part.seconds_at_peak - start.part.seconds_at_peak,
             )
             host = end.host - start.host
             found.append(Cost(part, host, _less(peak, held), _less(then, held)))
@@ -495,7 +496,7 @@ class _CostedRank:
             title, start, seconds: The title, start and seconds of the step.
             replay: The replay of the rank's tape.
         """
-        clock, parts = replay.clock, self.parts
+        clock, part = replay.clock, combined(add_all, *self.parts)
         spans, exposed = since(start, clock)
         series = [(replay.samples[number] - start, sizes) for number, sizes in self.series]
         return replace(
@@ -505,14 +506,14 @@ class _CostedRank:
             spans=spans,
             exposed=exposed,
             memory=dict(zip(KINDS, self.peak, strict=True)),
-            sent_bytes=sums(part.sent_bytes for part in parts),
-            copied_bytes=sums(part.copied_bytes for part in parts),
+            sent_bytes=part.sent_bytes,
+            copied_bytes=part.copied_bytes,
             budget=sum(each.budget for each in alone),
-            elsewhere=sums(each.elsewhere for each in alone),
+            elsewhere=combined(add_all, *(each.elsewhere for each in alone)),
             memory_series=(*series, (seconds, self._now)),
             memory_by_place={},
-            model_flops=sum(part.model_flops for part in parts),
-            seconds_at_peak=sum(part.seconds_at_peak for part in parts),
+            model_flops=part.model_flops,
+            seconds_at_peak=part.seconds_at_peak,
             checkpoint_bytes=sum(each.checkpoint_bytes for each in alone),
         )
 
@@ -552,7 +553,8 @@ def costed_rank(
         group = mesh._get_root_mesh().get_group("pp")
         stages = [_costed_stage(job, index, arguments, costs, found, group) for index in indices]
         schedule = job.make_schedule(stages, loss=lambda output, target: output)
-        rows = empty((job.step.microbatches,), torch.float32, CPU)  # a row for each microbatch
+        # A row for each microbatch.
+        rows = allocator.empty((job.step.microbatches,), torch.float32, CPU)
         inputs = [rows] * len(arguments[0]) if 0 in indices else []
         target = rows if job.num_stages - 1 in indices else None
         for _ in range(STEPS):
@@ -594,8 +596,8 @@ def _costed_stage(
     )
     stage.clock, stage.begins = rank.clock, rank.actions.append
     stage.rank, stage.costs = rank, costs[index]
-    stage.outputs = tuple(empty_like(each, CPU) for each in outputs)
+    stage.outputs = tuple(allocator.empty_like(each, CPU) for each in outputs)
     stage.gradients = tuple(
-        empty_like(each, CPU) if each.requires_grad else None for each in inputs
+        allocator.empty_like(each, CPU) if each.requires_grad else None for each in inputs
     )
     return stage

@@ -1,9 +1,9 @@
 """Measures the places of offloaded tensors for ``calibrate``: links to pinned host memory and to a
 disk, and the host's memory itself.
 
-Copies are those of the engine (``HostBlock``, ``DiskBlock``), of all ranks at once: each direction
-alone, then both. With rates a >= b of the two directions alone, copies of N bytes each that begin
-together take
+Copies are those of the engine (``hardware.py``, ``DiskBlock``), of all ranks at once: first each
+direction alone, then both. With rates a >= b of the two directions alone, copies of N bytes each
+that begin together take
 
     T = N / (a f) + (N - N b / a) / b
 
@@ -14,21 +14,15 @@ if both rates are multiplied by f while both run, and the slower one continues a
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from fsdp_engine.comm.collectives import Steps
-from fsdp_engine.comm.copy_lanes import device_seconds, make_copy_lanes
-from fsdp_engine.comm.lanes import make_lanes
-from fsdp_engine.extension_list import require_module
-from fsdp_engine.memory import allocator
-from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.kernel_interface import Hardware, allocator
 from fsdp_engine.planner.simulation.machine import TwoWayLink
+from fsdp_engine.planner.state_places import offload_module
 
 Agree = Callable[[float], float]
 Action = Callable[[], object]
@@ -37,6 +31,8 @@ _LARGE_ON_DEVICE, _LARGE_ON_DISK = 2**28, 2**26  # bytes of a copy
 _LARGE_ON_HOST = 2**28  # bytes of a rank, more than its share of caches
 _SMALL = 2**12
 _LEAST, _MOST = 5, 50  # repetitions
+
+_wall_seconds = Hardware(torch.device("cpu")).seconds
 
 
 def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> TwoWayLink:
@@ -47,33 +43,9 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
         seconds: measurement time.
         agree: combines the ranks' values by the maximum.
     """
-    compute = make_lanes(device).compute
-    lane_in, lane_out = make_copy_lanes(device, "state")
-    num_bytes = _LARGE_ON_DEVICE
-    blocks = [HostBlock(num_bytes, pinned=True) for _ in range(2)]
-    hosts = [block.bytes.zero_() for block in blocks]
-    there = [allocator.zeros(num_bytes, torch.uint8, device) for _ in range(2)]
-
-    def both() -> None:
-        begin = [compute.record()]
-        compute.wait(
-            lane_in.submit("bring", partial(_copied, there[0], hosts[0]), after=begin),
-            lane_out.submit("return", partial(_copied, hosts[1], there[1]), after=begin),
-        )
-
-    actions: dict[str, Action] = {
-        "small": lambda: there[0][:_SMALL].copy_(hosts[0][:_SMALL], non_blocking=True),
-        "into": lambda: there[0].copy_(hosts[0], non_blocking=True),
-        "out": lambda: hosts[1].copy_(there[1], non_blocking=True),
-        "both": both,
-    }
-    return _link(actions, num_bytes, partial(device_seconds, device), seconds, agree)
-
-
-def _copied(target: Tensor, source: Tensor) -> Steps:
-    """The operation of a lane that copies a tensor."""
-    target.copy_(source, non_blocking=True)
-    yield from ()
+    hardware = Hardware(device)
+    actions = hardware.host_copies(_LARGE_ON_DEVICE, _SMALL)
+    return _link(actions, _LARGE_ON_DEVICE, hardware.seconds, seconds, agree)
 
 
 def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: Agree) -> float:
@@ -109,7 +81,7 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
         OSError: the folder cannot be written, or has too little space.
     """
     num_bytes = _LARGE_ON_DISK
-    disk = require_module("offload.disk_memory")
+    disk = offload_module("disk_memory")
     file = disk.DiskFile(folder)
     small = disk.DiskBlock(_SMALL, file)
     blocks = [disk.DiskBlock(num_bytes, file) for _ in range(2)]
@@ -118,28 +90,20 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
     threads = disk.DiskThreads()
     for block in blocks:
         block.write(memory[1])
+    read: Action = partial(blocks[0].read, memory[0])
+    write: Action = partial(blocks[1].write, memory[1])
 
     def both() -> None:
-        pending = [
-            threads.read(partial(blocks[0].read, memory[0])),
-            threads.write(partial(blocks[1].write, memory[1])),
-        ]
-        for each in pending:
-            each.wait()
+        for pending in [threads.read(read), threads.write(write)]:
+            pending.wait()
 
     actions: dict[str, Action] = {
         "small": partial(small.read, target),
-        "into": partial(blocks[0].read, memory[0]),
-        "out": partial(blocks[1].write, memory[1]),
+        "into": read,
+        "out": write,
         "both": both,
     }
     return _link(actions, num_bytes, _wall_seconds, seconds, agree)
-
-
-def _wall_seconds(action: Action) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def _link(

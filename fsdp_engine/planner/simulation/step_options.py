@@ -12,10 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.deprecated_arguments import replaced
-from fsdp_engine.extension_list import find_name
-from fsdp_engine.memory.allocator import HOST
-from fsdp_engine.options import Options
+from fsdp_engine.kernel_interface import Options, allocator, checked_arguments
 from fsdp_engine.planner.simulation.context_parallel import check_context_parallel
 from fsdp_engine.planner.simulation.machine import H100, Machine
 from fsdp_engine.planner.simulation.operations import OperationCache
@@ -27,7 +24,6 @@ from fsdp_engine.planner.simulation.simulation_error import (
     listed,
 )
 from fsdp_engine.planner.state_places import DISK, places_among
-from fsdp_engine.sharding import check_extensions
 
 # Applies tensor parallelism to a model over a mesh of one axis.
 Parallelize = Callable[[nn.Module, DeviceMesh], object]
@@ -71,7 +67,7 @@ class GivenOptions:
         names = {each.name for each in dataclasses.fields(cls)} - {"shard"}
         own = {name: value for name, value in given.items() if name in names}
         shard = {name: given[name] for name in given if name not in names}
-        return cls(**own, shard=replaced(shard, f"the function of {cls.__name__}"))
+        return cls(**own, shard=checked_arguments(shard, f"the function of {cls.__name__}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,18 +150,20 @@ class StepOptions(GivenOptions):
                 offloaded tensors is unknown.
         """
         machine = self.machine
-        extensions = check_extensions(self.shard.get("extensions") or ())
+        given = checked_arguments(self.shard, f"the function of {type(self).__name__}")
+        extensions = given.get("extensions", ())
         for each in extensions:
-            if type(each) is find_name("GradientChecks"):
+            name = type(each).__name__
+            if name == "GradientChecks":
                 raise ValueError(
                     "extensions: expected no checks of gradients, since they have no values; found "
                     f"{each!r}"
                 )
-            if type(each) is find_name("OffloadActivations") and machine.host_runs_ahead:
-                machine.link_to_state(HOST, world_size)
+            if name == "OffloadActivations" and machine.host_runs_ahead:
+                machine.link_to_state(allocator.HOST, world_size)
         offload = places_among(extensions)
         for place in sorted(set(offload.places.values())):
             if machine.host_runs_ahead or place == DISK:
                 machine.link_to_state(place, world_size)
-        if machine.host_runs_ahead and offload.main_weights == HOST:
+        if machine.host_runs_ahead and offload.main_weights == allocator.HOST:
             machine.host_rate(world_size)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fsdp_engine.comm.lanes import Operation, Steps
+from fsdp_engine.kernel_interface import lanes
 from fsdp_engine.planner.simulation.clock import (
     Clock,
     Mark,
@@ -155,10 +155,10 @@ class RecordingClock(Clock):
         finally:
             self._is_within = False
 
-    def recorded_operation(self, operation: Operation, parts: list[Part]) -> Operation:
+    def recorded_operation(self, operation: lanes.Operation, parts: list[Part]) -> lanes.Operation:
         """An operation whose calls are recorded into ``parts``."""
 
-        def started() -> Steps:
+        def started() -> lanes.Steps:
             parts.append(Part())
             with self._recording_into(parts[-1].entries):
                 steps = operation()
@@ -223,7 +223,7 @@ class _RecordingLane(SimulatedLane):
     def submit(
         self,
         label: str,
-        operation: Operation,
+        operation: lanes.Operation,
         *,
         after: Sequence[Any] = (),
         reads: Sequence[Tensor] = (),
@@ -350,7 +350,7 @@ class Replay:
         """Post a message when compute reaches it."""
         self._posted(self._messages[number], self.clock.reached_by_compute())
 
-    def _steps(self, parts: Sequence[Part]) -> Steps:
+    def _steps(self, parts: Sequence[Part]) -> lanes.Steps:
         for part in parts:
             for entry in part.entries:
                 self._make(entry)

@@ -19,8 +19,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_engine.kernel_interface import terminal
 from fsdp_engine.planner.simulation.machine import Machine
-from fsdp_engine.terminal import format_seconds
 
 # The fraction of compared steps within the stated range.
 COVERED = 0.9
@@ -84,9 +84,9 @@ class TimeAccuracy:
             )
         return (
             f"The planner is too fast on {self.where}: {took}, {self.factor:.2f} in the median. "
-            f"Times are not scaled: expect {format_seconds(self.factor * seconds)} "
-            f"+-{100 * self.spread:.0f} % instead of {format_seconds(seconds)}, and rates lower by "
-            "the same factor."
+            f"Times are not scaled: expect {terminal.format_seconds(self.factor * seconds)} "
+            f"+-{100 * self.spread:.0f} % instead of {terminal.format_seconds(seconds)}, and rates "
+            "lower by the same factor."
         )
 
 

@@ -10,7 +10,6 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -24,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.backend import Backend
 from fsdp_engine.comm.lanes import make_lanes
-from fsdp_engine.extensions.activations import offloaded_activations
 from fsdp_engine.extensions.activations.offloaded_activations import ActivationOffload
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.strategies import LEVELS
@@ -49,8 +47,7 @@ class _Ahead(Backend):
 @contextmanager
 def host_as_device() -> Iterator[None]:
     """Within it ``shard`` moves activations of the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded_activations, "backend", SimpleNamespace(current=_Ahead))
+    with _Ahead().used():
         yield
 
 

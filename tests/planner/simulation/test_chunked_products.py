@@ -22,7 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp_engine as fe
-from fsdp_engine.planner.simulation.clock import COMPUTE, MODEL_LANE
+from fsdp_engine.comm.lanes import COMPUTE
+from fsdp_engine.planner.simulation.clock import MODEL_LANE
 
 TP, BATCH, LENGTH, WIDTH, INNER = 8, 4, 8192, 4096, 16384
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)

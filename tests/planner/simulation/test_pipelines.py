@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp_engine as fe
+from fsdp_engine import extension_list
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.simulation import pipeline_job
 from fsdp_engine.planner.simulation import simulate as simulations
@@ -519,3 +520,20 @@ def test_shapes_of_compiled_stages_are_inferred_without_compiling(
     with pytest.raises(ZeroDivisionError):
         simulated(stages=stages)
     assert not counters["frames"]
+
+
+def test_a_package_without_the_extension_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [each for each in extension_list.EXTENSIONS if each.folder != "pipelines"]
+    monkeypatch.setattr(extension_list, "EXTENSIONS", others)
+    message = "pipeline: expected a package with the extension 'pipelines'"
+    with pytest.raises(ValueError, match=message):
+        fe.plan(lambda: nn.Linear(2, 2), torch.zeros(1, 2), world_size=2, pipeline=2)
+    with pytest.raises(ValueError, match=message):
+        fe.simulate_pipeline(
+            lambda index, count: nn.Linear(2, 2),
+            2,
+            pipeline=2,
+            batch=torch.zeros(1, 2),
+            target=torch.zeros(1, 2),
+            microbatches=2,
+        )

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import COPY_IN, LANES, Operation
-from fsdp_engine.planner.simulation.clock import Clock, axis_of, unit_of
+from fsdp_engine.comm.lanes import COPY_IN, LANES, Operation, unit_of
+from fsdp_engine.planner.simulation.clock import Clock, axis_of
 from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
 from fsdp_engine.planner.simulation.operations import all_to_all_seconds, message_seconds
 from tests.models import Transformer, token_batch

@@ -1,0 +1,115 @@
+"""The package as the planner uses it.
+
+Simulations and formulas use these names and no others, so that they do not depend on how the kernel
+is divided into files. ``tests/test_architecture.py`` checks it. The names are:
+
+- what a simulation replaces: the backend, with its lanes and allocations; and what a measurement
+  runs on, the hardware;
+- arguments of :func:`~fsdp_engine.shard`, engines, and functions that make them;
+- results without ranks: plans, whose units have sizes, and the formulas of strategies;
+- extensions by name, and texts on a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fsdp_engine import terminal as terminal
+from fsdp_engine.backend import Backend as Backend
+from fsdp_engine.comm import lanes as lanes
+from fsdp_engine.comm.groups import default_group, timeout_of_group
+from fsdp_engine.comm.mesh import device_of, ranks_that_meet
+from fsdp_engine.comm.rendezvous import meet, reporting
+from fsdp_engine.deprecated_arguments import replaced
+from fsdp_engine.engine import Engine as Engine
+from fsdp_engine.engine_extension import EngineExtension as EngineExtension
+from fsdp_engine.extension_list import find_module as find_module
+from fsdp_engine.hardware import Hardware as Hardware
+from fsdp_engine.memory import allocator as allocator
+from fsdp_engine.optim import shard_optimizer as shard_optimizer
+from fsdp_engine.options import Options as Options
+from fsdp_engine.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
+from fsdp_engine.runtime.not_compiled import not_compiled as not_compiled
+from fsdp_engine.runtime.rehearsal import Rehearsal as Rehearsal
+from fsdp_engine.sharding import check_extensions, check_policy_and_options
+from fsdp_engine.sharding import shard as shard
+from fsdp_engine.strategies import Axis as Axis
+from fsdp_engine.strategies import Role as Role
+from fsdp_engine.strategies import Strategy as Strategy
+from fsdp_engine.units.assignment import UnitSelector, collect_records
+from fsdp_engine.units.blocks import find_blocks as find_blocks
+from fsdp_engine.units.dtensors import set_spreads
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, plan_units
+from fsdp_engine.units.plan import PlannedBuffer as PlannedBuffer
+
+T = TypeVar("T")
+
+
+def checked_arguments(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Returns arguments of :func:`shard` with the replacements of deprecated ones.
+
+    Args:
+        given: By name.
+        what: The name of the function that the user has called, for messages.
+
+    Raises:
+        TypeError, ValueError: A deprecated argument is invalid, or ``mp_policy``, ``options`` or
+            ``extensions`` are.
+    """
+    found = replaced(given, what, stacklevel=5)
+    check_policy_and_options(found.get("mp_policy"), found.get("options"))
+    if "extensions" in found:
+        found["extensions"] = check_extensions(found["extensions"] or ())
+    return found
+
+
+def on_all_ranks(what: str, function: Callable[[int], T], note: Callable[[T], str] = str) -> T:
+    """Call a function on all ranks, and wait until each of them has called it. Collective.
+
+    Args:
+        what: the operation, for error messages.
+        function: takes the number of ranks.
+        note: returns a text that must be equal on all ranks.
+
+    Raises:
+        Exception: an error of ``function``; on the other ranks, see :func:`~.rendezvous.meet`.
+    """
+    with reporting(what, ranks := ranks_that_meet(None)):
+        found = function(len(ranks))
+    timeout = timeout_of_group(default_group(), device_of(None))
+    meet(what, ranks, timeout, note=note(found))
+    return found
+
+
+def unchecked_plan(
+    model: nn.Module,
+    sizes: dict[Axis, int],
+    strategy: Strategy,
+    units: UnitSelector | Iterable[UnitSelector] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    options: Options | None = None,
+    extensions: Sequence[EngineExtension] = (),
+) -> tuple[Plan, PlanSettings]:
+    """The plan of a model that is not trained, whose values and optimizers are not checked, and
+    what it follows.
+
+    Args:
+        model: on any device.
+        sizes: ranks on each axis, which need not exist.
+        strategy: the levels.
+        units, mp_policy, options, extensions: see :func:`~fsdp_engine.shard`.
+
+    Raises:
+        ValueError: units or a granule are invalid, or the model has no parameters.
+    """
+    policy = mp_policy or MixedPrecisionPolicy()
+    axes = AxisPlans(AxisPlan(sizes, strategy))
+    settings = PlanSettings(policy, options or Options(), axes, extensions)
+    records = collect_records(model)
+    if not records:
+        raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
+    set_spreads(records)
+    return Plan(plan_units(model, records, units, settings), records, on_meta=True), settings

@@ -1,0 +1,38 @@
+"""Arithmetic on records of numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def add_all(*numbers: float) -> float:
+    """The sum of numbers."""
+    return sum(numbers)
+
+
+def combined(function: Callable[..., float], *records: T) -> T:
+    """Returns a record whose numbers are those of ``records``, combined by ``function``.
+
+    Args:
+        function: takes as many numbers as there are records.
+        records: numbers, or dicts or dataclasses of one class that consist of records. A name that
+            a dict lacks has 0.
+    """
+    every: tuple[Any, ...] = records
+    found: Any
+    if isinstance(every[0], Mapping):
+        keys = dict.fromkeys(key for each in every for key in each)
+        found = {key: combined(function, *(each.get(key, 0) for each in every)) for key in keys}
+    elif dataclasses.is_dataclass(every[0]):
+        names = [each.name for each in dataclasses.fields(every[0])]
+        numbers = {
+            name: combined(function, *(getattr(each, name) for each in every)) for name in names
+        }
+        found = dataclasses.replace(every[0], **numbers)  # type: ignore[type-var]
+    else:
+        found = function(*every)
+    return found  # type: ignore[no-any-return]
