@@ -23,7 +23,7 @@ class Int8Codec(ScaledCodec):
 
 @dataclass(frozen=True)
 class Int8(ScaledEncoding):
-    """The rule of :class:`Int8Codec` for ``fe.shard(codec_rules=[Int8()])``."""
+    """The rule of :class:`Int8Codec` for ``fe.shard(extensions=[Int8()])``."""
 
     codec = Int8Codec
     label = "int8"
