@@ -128,7 +128,10 @@ EXTENSIONS = (
         "pipelines",
         names=("LateGradients",),
         methods=("microbatches",),
-        advice=[("view_as", "fsdp_engine.pipelining.PipelineStage")],
+        advice=[
+            ("view_as", "fsdp_engine.pipelining.PipelineStage"),
+            ("split backward", "fsdp_engine.pipelining.PipelineStage"),
+        ],
         files=("pipelining.py",),
         words=("pipeline=", "simulate_pipeline", "pipeline_job", "shard_stages"),
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fsdp_engine.extension_list import advice_for
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.runtime.unit import Call, Unit
 
@@ -147,7 +148,7 @@ def check_is_whole(units: Sequence[Unit]) -> None:
         raise RuntimeError(
             "backward of a stage of torch.distributed.pipelining: expected gradients of inputs "
             "and weights at once, since torch's own stage does not tell the engine of parts; found "
-            "those of inputs alone (a zero-bubble schedule). Use a stage of fsdp_engine.pipelining"
+            f"those of inputs alone (a zero-bubble schedule). Use {advice_for('split backward')}"
         )
 
 
