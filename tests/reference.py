@@ -252,7 +252,7 @@ def train_sharded(
         wrap_optimizer: Called with the optimizer when it is made.
         loss_of: The loss of a batch.
         before_step: Called before each step.
-        around: Makes a context for each microbatch, ``engine.together`` for example.
+        around: Makes a context for each microbatch, such as a context of the engine.
         no_sync: Whether microbatches before the last run within ``engine.no_sync()``.
     """
     optimizer = make_optimizer(model.parameters())
