@@ -266,17 +266,6 @@ def find_module(path: str, needed_by: str | None = None) -> Any:
     return None
 
 
-def require_module(path: str) -> Any:
-    """Returns a module of an extension.
-
-    Raises:
-        ValueError: The package has no such extension.
-    """
-    if (found := find_module(path)) is None:
-        raise ValueError(f"expected the extension {path.split('.')[0]!r}; found that it is missing")
-    return found
-
-
 def register() -> None:
     """Let extensions register what the kernel calls. Called when the package is imported."""
     for each in EXTENSIONS:

@@ -122,10 +122,10 @@ class GradientTensors:
     """Tensors over one allocation of the accumulation buffer.
 
     Args:
-        storages: behind ``accum`` and ``optim``; none where these are persistent.
+        storages: The storages of ``accum`` and ``optim``; none where these are persistent.
         accum: the accumulation buffer.
         optim: the optimizer's shard in its own dtype; None: it is part of ``accum``.
-        written: what full gradients are written into.
+        written: The buffer that full gradients are written into.
         chains: The submissions that reduce them.
 
     Attributes:
@@ -166,7 +166,7 @@ class GradientTensors:
         """Returns ``published``; makes them first if there are none.
 
         Args:
-            params: what users hold: sharded parameters, or plain ones where nothing is sharded.
+            params: The users' parameters: sharded, or plain where nothing is sharded.
             depth: The depth of the optimizer's shard.
         """
         if not self.published:
@@ -232,7 +232,7 @@ class GradientMemory:
 
     Attributes:
         is_resident: see the argument.
-        tensors: those that the current step uses, or that the next one will.
+        tensors: The tensors that the current step uses, or that the next one will use.
     """
 
     def __init__(

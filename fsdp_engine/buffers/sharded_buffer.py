@@ -91,7 +91,33 @@ class ShardedBuffer:
             to_depth: The depth of the range that it gets.
             how: the source of this rank's range, and the names of the messages.
         """
-        _gather(chain, context, self, from_depth, to_depth, how)
+        lanes, source = context.lanes, how.source
+        begin = self.narrow(from_depth)
+        reads: Sequence[Tensor] = [source] if isinstance(source, Tensor) else how.reads
+        if callable(source) and from_depth == to_depth:
+            writes = [begin, *how.writes]
+            operation = partial(source, (begin,))
+            chain.add(lanes.encode, f"encode {how.label}", operation, reads=reads, writes=writes)
+        extra: Sequence[Tensor] = how.writes
+        axes = AXIS_BELOW_DEPTH[to_depth:from_depth]
+        is_sent = any(context.mesh_communicators.comms[axis].gather is not None for axis in axes)
+        if callable(source) and is_sent and lanes.copy_in is not None:
+            operation = partial(source, (begin,))
+            writes = [begin, *extra]
+            chain.add(lanes.copy_in, f"encode {how.label}", operation, reads=reads, writes=writes)
+            source, reads, extra = None, (), ()
+        for depth in range(from_depth - 1, to_depth - 1, -1):
+            axis = AXIS_BELOW_DEPTH[depth]
+            comm = context.mesh_communicators.comms[axis].gather
+            part, whole = self.narrow(depth + 1), self.narrow(depth)
+            chain.add(
+                lanes.gather(axis),
+                f"all-gather of {how.label} over the {axis.value} axis",
+                _gather_operation(comm, part, whole, source, how.tag),
+                reads=reads or [part],
+                writes=[whole, *extra],
+            )
+            source, reads, extra = None, (), ()
 
     def reduce(
         self, chain: Chain, context: BufferContext, from_depth: int, to_depth: int, how: Reduction
@@ -105,7 +131,33 @@ class ShardedBuffer:
             to_depth: The depth of the range of which it gets the sum.
             how: the axes, the dtype of the sums, and where they go.
         """
-        _reduce(chain, context, self, from_depth, to_depth, how)
+        depth = from_depth
+        for axis in how.over:
+            comm = context.mesh_communicators.comms[axis].reduce
+            lane = context.lanes.reduce(axis)
+            below = AXIS_BELOW_DEPTH.index(axis) + 1
+            summand = self.narrow(depth)
+            if below > to_depth:
+                if comm is not None:
+                    sent = how.comm_buffer.narrow(depth) if how.comm_buffer is not None else summand
+                    _all_reduce(chain, context, comm, axis, sent, summand, how)
+                continue
+            is_last = below == to_depth and how.into is not None
+            out = how.into.tensor if is_last and how.into is not None else self.narrow(below)
+            depth = below
+            if comm is None:
+                if is_last:
+                    operation: Operation = partial(_keep, summand, out, how)
+                    _add_reduction(
+                        chain, lane, "reduce-scatter", axis, summand, out, operation, how
+                    )
+                continue
+            sent = summand
+            if how.comm_buffer is not None:
+                sent = how.comm_buffer.narrow(below - 1)
+                copy(chain, context.lanes.inner_reduce, how.label, summand, sent, how.boost)
+            operation = _scatter(comm, sent, out, is_last or how.comm_buffer is not None, how)
+            _add_reduction(chain, lane, "reduce-scatter", axis, sent, out, operation, how)
 
 
 def flat_source(param: torch.Tensor) -> Tensor:
@@ -232,43 +284,6 @@ def _scaled_copy(source: Tensor, out: Tensor, factor: float) -> None:
         torch.mul(source, factor, out=out)
 
 
-def _gather(
-    chain: Chain,
-    context: BufferContext,
-    buffer: ShardedBuffer,
-    from_depth: int,
-    to_depth: int,
-    how: Gather,
-) -> None:
-    lanes, source = context.lanes, how.source
-    begin = buffer.narrow(from_depth)
-    reads: Sequence[Tensor] = [source] if isinstance(source, Tensor) else how.reads
-    if callable(source) and from_depth == to_depth:
-        writes = [begin, *how.writes]
-        operation = partial(source, (begin,))
-        chain.add(lanes.encode, f"encode {how.label}", operation, reads=reads, writes=writes)
-    extra: Sequence[Tensor] = how.writes
-    axes = AXIS_BELOW_DEPTH[to_depth:from_depth]
-    is_sent = any(context.mesh_communicators.comms[axis].gather is not None for axis in axes)
-    if callable(source) and is_sent and lanes.copy_in is not None:
-        operation = partial(source, (begin,))
-        writes = [begin, *extra]
-        chain.add(lanes.copy_in, f"encode {how.label}", operation, reads=reads, writes=writes)
-        source, reads, extra = None, (), ()
-    for depth in range(from_depth - 1, to_depth - 1, -1):
-        axis = AXIS_BELOW_DEPTH[depth]
-        comm = context.mesh_communicators.comms[axis].gather
-        part, whole = buffer.narrow(depth + 1), buffer.narrow(depth)
-        chain.add(
-            lanes.gather(axis),
-            f"all-gather of {how.label} over the {axis.value} axis",
-            _gather_operation(comm, part, whole, source, how.tag),
-            reads=reads or [part],
-            writes=[whole, *extra],
-        )
-        source, reads, extra = None, (), ()
-
-
 def _gather_operation(
     comm: Communicator | None,
     part: Tensor,
@@ -289,41 +304,6 @@ def _bring(source: Tensor | None, target: Tensor) -> Steps:
     if source is not None:
         target.copy_(source)
     yield from ()
-
-
-def _reduce(
-    chain: Chain,
-    context: BufferContext,
-    buffer: ShardedBuffer,
-    from_depth: int,
-    to_depth: int,
-    how: Reduction,
-) -> None:
-    depth = from_depth
-    for axis in how.over:
-        comm = context.mesh_communicators.comms[axis].reduce
-        lane = context.lanes.reduce(axis)
-        below = AXIS_BELOW_DEPTH.index(axis) + 1
-        summand = buffer.narrow(depth)
-        if below > to_depth:
-            if comm is not None:
-                sent = how.comm_buffer.narrow(depth) if how.comm_buffer is not None else summand
-                _all_reduce(chain, context, comm, axis, sent, summand, how)
-            continue
-        is_last = below == to_depth and how.into is not None
-        out = how.into.tensor if is_last and how.into is not None else buffer.narrow(below)
-        depth = below
-        if comm is None:
-            if is_last:
-                operation: Operation = partial(_keep, summand, out, how)
-                _add_reduction(chain, lane, "reduce-scatter", axis, summand, out, operation, how)
-            continue
-        sent = summand
-        if how.comm_buffer is not None:
-            sent = how.comm_buffer.narrow(below - 1)
-            copy(chain, context.lanes.inner_reduce, how.label, summand, sent, how.boost)
-        operation = _scatter(comm, sent, out, is_last or how.comm_buffer is not None, how)
-        _add_reduction(chain, lane, "reduce-scatter", axis, sent, out, operation, how)
 
 
 def _scatter(

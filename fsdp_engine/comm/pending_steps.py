@@ -26,7 +26,7 @@ class PendingStep:
         compute: the engine's lane.
 
     Attributes:
-        tickets: of the step; operations on the parameters have to follow them. None are there
+        tickets: The tickets of the step, which operations on the parameters have to follow; empty
             where no step is pending.
     """
 

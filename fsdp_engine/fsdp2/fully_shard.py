@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from fsdp_engine.comm.mesh import DataMesh, ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import require_module
+from fsdp_engine.extension_list import find_module
 from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
 from fsdp_engine.fsdp2.param_group import WHAT, ParamGroup, UsageError, group_of, make_group
 from fsdp_engine.fsdp2.root_module import build_engine_on_first_call
@@ -62,7 +62,11 @@ def engine_extensions(policy: object) -> list[EngineExtension]:
     if not isinstance(policy, fsdp.CPUOffloadPolicy):
         return []
     places = dict.fromkeys(("optimizer_state", "main_weights", "gradients", "step_on"), HOST)
-    return [require_module("offload").Offload(**places, pin_memory=policy.pin_memory)]
+    return [
+        find_module("offload", needed_by="offload_policy").Offload(
+            **places, pin_memory=policy.pin_memory
+        )
+    ]
 
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")

@@ -484,7 +484,7 @@ class _Block(nn.Module):
 
     Args:
         numel: elements of its parameter.
-        dtype: of the parameter.
+        dtype: The dtype of the parameter.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:

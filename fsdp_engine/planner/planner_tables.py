@@ -15,7 +15,7 @@ with terminal.naming_extra():
     from rich.table import Table
 
 
-# Of levels, by name.
+# The numbers of levels, by name.
 _NUMBERS = {each.inner.name: str(each.inner.value) for each in Strategy.all_on(1)}
 _UNKNOWN = "?"
 # Which columns are left out of narrow terminals first: bytes sent, and those of each kind.

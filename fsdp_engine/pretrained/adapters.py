@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.engine import Engine
-from fsdp_engine.extension_list import find_module, require_module
+from fsdp_engine.extension_list import find_module
 
 # Name of a layer in the model, and name of one of its adapters.
 Place = tuple[str, str]
@@ -62,7 +62,7 @@ def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> Any:
     Raises:
         ValueError: see the extension; or there is none.
     """
-    return require_module(_FOLDER).match_adapter(engine, folder, adapter)
+    return find_module(_FOLDER, needed_by="adapter").match_adapter(engine, folder, adapter)
 
 
 def save_adapters(engine: Engine, folder: Path, dtype: Any, tokenizer: Any) -> None:

@@ -535,12 +535,12 @@ class Reductions:
     def _advance(self, queue: ReductionQueue) -> None:
         """Reduce, in order, the units that are ready."""
         while (unit := queue.next()) is not None:
-            if not self.schedule.ranks_differ:
-                self._reduce(queue, unit)
-                continue
-            self.schedule.before_reduction(queue.num_submitted, queue.place)
+            ranks_differ = self.schedule.ranks_differ
+            if ranks_differ:
+                self.schedule.before_reduction(queue.num_submitted, queue.place)
             self._reduce(queue, unit)
-            self.schedule.after_reduction(queue.num_submitted)
+            if ranks_differ:
+                self.schedule.after_reduction(queue.num_submitted)
 
     def _reduce(self, queue: ReductionQueue, unit: Unit) -> None:
         """Submit the reductions of ``unit`` that are due in this backward."""

@@ -40,8 +40,8 @@ class Outer(NamedTuple):
     """A backward within which others run.
 
     Attributes:
-        backward: it waits.
-        record: its recorded order.
+        backward: The backward that waits.
+        record: The recorded order of its uses.
     """
 
     backward: Backward
@@ -96,8 +96,7 @@ class NestedScheduler(Scheduler):
         self._outermost_is_over = False
         self._nested_record = self.make_record()
         self._outermost_record: Record | None = None
-        self._slices: dict[Backward, Slices] = {}
-        self._in_slices = self._slices
+        self._in_slices: dict[Backward, Slices] = {}
 
     def _make_forward(self) -> Forward:
         self.outer_run = None
@@ -127,7 +126,7 @@ class NestedScheduler(Scheduler):
 
     def _resume(self, ended: Forward | Backward) -> None:
         if isinstance(ended, Backward):
-            self._slices.pop(ended, None)
+            self._in_slices.pop(ended, None)
         if isinstance(ended, NestedForward | NestedBackward):
             self._backward, self.schedule.record = ended.outer
             if self.schedule.record is self._outermost_record:
@@ -149,12 +148,12 @@ class NestedScheduler(Scheduler):
             self._end_outermost()
 
     def _note_slice(self, backward: Backward, unit: Unit) -> None:
-        slices = self._slices.setdefault(backward, Slices())
+        slices = self._in_slices.setdefault(backward, Slices())
         slices.units[unit.index] = unit
         slices.last_run = current_run()
 
     def _complete_slices(self, backward: Backward, following: Unit | None) -> None:
-        slices = self._slices.get(backward)
+        slices = self._in_slices.get(backward)
         if slices is None:
             return
         if following is not None and (
@@ -173,5 +172,5 @@ class NestedScheduler(Scheduler):
         if self._outermost_record is not None:
             self.schedule.record, self._outermost_record = self._outermost_record, None
         self._has_nested = self._outermost_is_over = False
-        self._slices.clear()
+        self._in_slices.clear()
         super().reset()

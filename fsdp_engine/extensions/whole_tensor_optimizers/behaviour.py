@@ -170,7 +170,7 @@ class Trials:
         Args:
             number: of the param group.
             shape: of the whole parameter.
-            dtype: of the parameter.
+            dtype: The dtype of the parameter.
 
         Raises:
             TrialFailed: the step raised.

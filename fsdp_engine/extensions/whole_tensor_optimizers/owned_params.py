@@ -48,7 +48,7 @@ class OtherLeaf(NamedTuple):
 
 
 def described(value: Any) -> Any:
-    """What other ranks know of a value in the state of a parameter."""
+    """The description of a value in the state of a parameter, which other ranks get."""
     if isinstance(value, Tensor):
         return TensorLeaf(tuple(value.shape), value.dtype)
     if isinstance(value, bool | int | float):

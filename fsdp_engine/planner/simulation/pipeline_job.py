@@ -474,7 +474,7 @@ def empty_stages(stages_of: Sequence[Sequence[int]], mesh: DeviceMesh) -> list[s
 
     Args:
         stages_of: indices of the stages of each rank.
-        mesh: of the simulated ranks.
+        mesh: The mesh of the simulated ranks.
     """
     group, count = mesh._get_root_mesh().get_group("pp"), sum(map(len, stages_of))
     return [
