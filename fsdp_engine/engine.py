@@ -135,7 +135,7 @@ class Engine:
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
-        for placement in dict.fromkeys(each.shard_placement for each in self.buffers):
+        for placement in dict.fromkeys(each.context.placement for each in self.buffers):
             placement.start(self)
         add_step_listener(self)
 
@@ -327,6 +327,8 @@ class Engine:
             RuntimeError: a load of a checkpoint failed half way.
             ValueError: a module has another parameter than at ``shard()``; names it.
         """
+        from fsdp_engine.buffers.full_values import full_main, gather_main
+
         self.missing_values.check()
         self.check_modules()
         self.scheduler.await_ranks()
@@ -336,9 +338,9 @@ class Engine:
         for buffer in self.buffers:
             if self.guard.full_main(buffer, 0) is not None:
                 continue
-            flat = buffer.gather_main()
+            flat = gather_main(buffer)
             for index, record in enumerate(buffer.records):
-                whole = buffer.whole_main(flat, index)
+                whole = full_main(buffer, flat, index)
                 if keeps:
                     value = whole.detach().cpu().clone()
                     sharded = id(buffer.sharded_params[index])

@@ -110,6 +110,7 @@ EXTENSIONS = (
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
     ),
+    Extension("kept_tensors", classes=[("KeptTensors", "kept_tensors.FoundTensors")]),
     Extension(
         "parameter_guard",
         classes=[("ParameterGuard", "parameter_guard.AssignmentGuard")],

@@ -36,7 +36,7 @@ from fsdp_engine.units.build import (
     owned_within,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan, place_experts
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -285,6 +285,8 @@ def make_engine(
     assert plan is not None
     assert setup is not None
     if experts is not None:
+        from fsdp_engine.units.experts import place_experts
+
         place_experts(model, plan.records, data, experts)
     expert_communicators = MeshCommunicators(experts) if experts is not None else None
     communicators = EngineCommunicators(

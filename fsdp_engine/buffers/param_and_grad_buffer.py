@@ -28,19 +28,15 @@ from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.placement import Placement
 from fsdp_engine.buffers.published_gradients import (
     PublishedGradients,
-    local_part,
 )
 from fsdp_engine.buffers.sharded_buffer import (
     BufferContext,
-    Gather,
-    ShardedBuffer,
     flat_source,
 )
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec, ParamRecord
 from fsdp_engine.buffers.weights import make_weights
 from fsdp_engine.codecs import ParamCodec
-from fsdp_engine.comm.collectives import Steps, broadcast_
-from fsdp_engine.comm.lanes import Chain
+from fsdp_engine.comm.collectives import broadcast_
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
@@ -56,42 +52,6 @@ from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
 from fsdp_engine.options import Options
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
-
-# Of their messages; buffers' own tags start above it.
-MAIN_TAG = 1
-
-
-def gathered(
-    spec: BufferSpec, context: BufferContext, label: str, own: Tensor, into: Tensor | None
-) -> ShardedBuffer:
-    """Gather the full buffer of which ``own`` is this rank's part, and wait. Collective.
-
-    Args:
-        spec: The layout, the dtypes and the depths of the buffer.
-        context: Its communicators, lanes and memory.
-        label: The name of the gather in messages.
-        own: this rank's part, 1-D, at the depth of the optimizer; also in host memory.
-        into: memory for the result, 1-D, in whose dtype parts are sent; None: allocated, with the
-            dtype of ``own``.
-    """
-    own = own.to(context.memory.device)
-    source: Tensor | Callable[[Sequence[Tensor]], Steps] = own
-    if into is None:
-        into = mem.empty(spec.layout.numel, own.dtype, own.device)
-    else:
-
-        def cast(parts: Sequence[Tensor]) -> Steps:
-            parts[0].copy_(own)
-            yield from ()
-
-        source = cast
-    target = ShardedBuffer(spec.layout, context.mesh_communicators.mesh.coordinate, 0, into)
-    chain, compute = Chain(), context.lanes.compute
-    how = Gather(label, MAIN_TAG, source, reads=[own])
-    target.gather(chain, context, spec.optim_depth, 0, how)
-    compute.wait(chain.run((compute.record(),)))
-    return target
-
 
 # Buffers' own tags; below it are those of messages outside the schedule.
 FIRST_TAG = 16
@@ -132,7 +92,7 @@ class ParamAndGradBuffer:
         broadcast: it begins with the values of the first rank of its mesh.
 
     Attributes:
-        spec: See the argument.
+        spec, context: See the arguments.
         records: the parameters, in the layout's order.
         weights: their weights.
         grads: their gradients; None for frozen parameters.
@@ -156,13 +116,13 @@ class ParamAndGradBuffer:
     ) -> None:
         by_name = {record.name: record for record in records}
         self.spec = spec
-        self._context = context
+        self.context = context
         self._options = options
         self._norms_are_dtensors = False
         self.records = [by_name[slot.name] for slot in spec.layout.slots]
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
-        self._spreads = [record.spread for record in self.records]
+        self.spreads = [record.spread for record in self.records]
         codec.belongs_to([record.holders[0][0] for record in self.records], self.mesh)
         pending = context.placement.make_pending_step(context.lanes.compute)
         self.weights = make_weights(spec, context, codec, params, pending)
@@ -170,7 +130,7 @@ class ParamAndGradBuffer:
         self.is_plain = codec.is_identity and spec.optim_depth == 0
         self._load_initial_values(params, self.control_group if broadcast else None)
         bound = [self.weights.bind(index, each) for index, each in enumerate(params)]
-        self.full_params = list(map(self._as_users_have_it, range(len(params)), bound))
+        self.full_params = list(map(self.as_parameter, range(len(params)), bound))
         self.sharded_params = (
             self.full_params if self.is_plain else [self._sharded(i) for i in range(len(params))]
         )
@@ -189,18 +149,6 @@ class ParamAndGradBuffer:
                 sharded.backref = self.reads.backref(index)
         self.gradient_hooks: GradientListener | None = None
         self.weights.belong_to(self)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether its memory is registered with communicators, and cannot be replaced."""
-        fixed: bool = self._context.memory.is_fixed
-        return fixed
-
-    @property
-    def shard_placement(self) -> Placement:
-        """The object that makes its shards."""
-        placement: Placement = self._context.placement
-        return placement
 
     @property
     def label(self) -> str:
@@ -225,7 +173,7 @@ class ParamAndGradBuffer:
     def placement(self, index: int) -> FlatPlacement:
         """Which part of parameter ``index`` this rank's sharded tensor holds."""
         start, stop = self.layout.tensor_range(index, self.spec.optim_depth, self.mesh.coordinate)
-        spread = self._spreads[index]
+        spread = self.spreads[index]
         return FlatPlacement(
             shape=torch.Size(self.layout.slots[index].shape) if spread is None else spread.shape,
             start=start,
@@ -257,7 +205,7 @@ class ParamAndGradBuffer:
     @property
     def mesh(self) -> DataMesh:
         """The ranks that share these parameters."""
-        return self._context.mesh_communicators.mesh
+        return self.context.mesh_communicators.mesh
 
     @property
     def control_group(self) -> ProcessGroup | None:
@@ -268,7 +216,7 @@ class ParamAndGradBuffer:
     def split_groups(self) -> tuple[ProcessGroup, ...]:
         """Groups over which main weights are cut, innermost first."""
         axes = AXIS_BELOW_DEPTH[: self.spec.optim_depth]
-        comms = [self._context.mesh_communicators.comms[axis].gather for axis in axes]
+        comms = [self.context.mesh_communicators.comms[axis].gather for axis in axes]
         return tuple(comm.group for comm in comms if comm is not None)
 
     @property
@@ -296,12 +244,12 @@ class ParamAndGradBuffer:
         """
         self.spec = replace(self.spec, kind=kind)
         if resources is not None:
-            self._context = replace(
-                self._context, memory=resources.memory, placement=resources.placement
+            self.context = replace(
+                self.context, memory=resources.memory, placement=resources.placement
             )
         weights, pending = self.weights, self.weights.pending
         pending.finish()
-        self.weights = make_weights(self.spec, self._context, codec, self.full_params, pending)
+        self.weights = make_weights(self.spec, self.context, codec, self.full_params, pending)
         if resources is None:
             self.weights.main.tensor.copy_(weights.main.tensor)
         weights.release()
@@ -310,12 +258,12 @@ class ParamAndGradBuffer:
         if self.grads is not None:
             divisor = self.grads.divisor
             self.grads.abandon()
-            self.grads = Gradients(self.spec, self._context, self._options, pending)
+            self.grads = Gradients(self.spec, self.context, self._options, pending)
             self.grads.divide_by(divisor)
         for index, full in enumerate(self.full_params):
             bound = self.weights.bind(index, full)
             if bound is not full:
-                become(full, self._as_users_have_it(index, bound))
+                become(full, self.as_parameter(index, bound))
             if not self.is_plain:
                 become(self.sharded_params[index], self._flat(index))
         self._make_published(changed=True)
@@ -388,35 +336,6 @@ class ParamAndGradBuffer:
         for param, grad in zip(self.full_params, main_grads, strict=True):
             param.main_grad = grad  # type: ignore[attr-defined]
 
-    def gather_main_grads(self) -> None:
-        """Gather reduced gradients on every rank, until they are cleared: into ``main_grad`` of
-        full parameters, where there is one, and ``main_grad.cpu()`` of sharded ones.
-
-        Collective: every rank of the mesh must call it.
-        """
-        if self.grads is None or not self.spec.optim_depth:
-            return
-        own = self.grads.for_optimizer().narrow(self.spec.optim_depth)
-        whole = self._gathered("gradients", own)
-        if not self.grads.writes_to_staging:
-            self.grads.main_grads().tensor.copy_(whole.tensor)
-        self.published.publish_full([whole.full(index) for index in range(len(self.records))])
-
-    @property
-    def has_whole_grads(self) -> bool:
-        """Whether :meth:`gather_main_grads` was called since gradients were cleared."""
-        return self.grads is not None and self.published.has_full
-
-    def free_gradients(self) -> None:
-        """Free the memory of cleared gradients, also where it is resident."""
-        if self.grads is not None:
-            self.grads.free()
-
-    def restore_gradients(self) -> None:
-        """Allocate resident memory that :meth:`free_gradients` freed, zeroed."""
-        if self.grads is not None:
-            self.grads.restore()
-
     def discard_gradients(self, *, zero: bool = False) -> None:
         """See :meth:`PublishedGradients.discard`; of full parameters, too."""
         if self.grads is not None:
@@ -426,7 +345,7 @@ class ParamAndGradBuffer:
     @property
     def has_dtensors(self) -> bool:
         """Whether some of its parameters are DTensors over others' mesh dimensions."""
-        return any(spread is not None for spread in self._spreads)
+        return any(spread is not None for spread in self.spreads)
 
     def gradient_to_shard(self) -> Callable[[int, Tensor], Tensor] | None:
         """Returns a function that makes the gradient of full parameter ``index`` this rank's plain
@@ -436,7 +355,7 @@ class ParamAndGradBuffer:
             return None
 
         def shard_of(index: int, grad: Tensor) -> Tensor:
-            spread = self._spreads[index]
+            spread = self.spreads[index]
             if spread is not None:
                 return spread.shard_of_gradient(grad, self.records[index].name)
             return grad if plain is None else plain(grad)
@@ -478,7 +397,7 @@ class ParamAndGradBuffer:
         if not self.has_dtensors:
             return [(0, stop - base, 0)]
         runs: list[tuple[int, int, int]] = []
-        for index, spread in enumerate(self._spreads):
+        for index, spread in enumerate(self.spreads):
             low, high = self.layout.tensor_range(index, depth, at)
             first = self.layout.slots[index].offset - base
             shards = 0 if spread is None else spread.num_shards
@@ -488,68 +407,6 @@ class ParamAndGradBuffer:
                 else:
                     runs.append((first + low, first + high, shards))
         return runs
-
-    def main_params(self, main: ShardedBuffer) -> list[nn.Parameter]:
-        """Full main weights, as :meth:`gather_main` returned them, as users have parameters."""
-        requires_grad = self.kind.requires_grad
-        return [
-            self._as_users_have_it(index, nn.Parameter(main.full(index), requires_grad))
-            for index in range(len(self.records))
-        ]
-
-    def whole_main(self, main: ShardedBuffer, index: int) -> Tensor:
-        """The main weights of one parameter, plain and global, where :meth:`gather_main` returned
-        ``main``. Collective over others' mesh dimensions."""
-        spread, shard = self._spreads[index], main.full(index)
-        return shard if spread is None else spread.gather_full(shard)
-
-    def gather_main(self, into: Tensor | None = None) -> ShardedBuffer:
-        """Full main weights in memory of their own (main's own where nothing is cut); waits.
-
-        Collective: every rank of the mesh must call it.
-
-        Args:
-            into: that memory, 1-D, ``layout.numel`` elements; they travel in its dtype.
-        """
-        main = self.weights.main
-        if main.depth == 0 and into is None:
-            return main
-        return self._gathered("main weights", main.tensor, into)
-
-    def gather_state(self, what: str, state: Sequence[Tensor | None]) -> list[Tensor]:
-        """The whole of optimizer state that lies as the sharded parameters do, in memory of its
-        own; waits. One message for the whole buffer. Collective.
-
-        Args:
-            what: it is, for people.
-            state: for each parameter a tensor like it, sharded or plain; None counts as zeros.
-
-        Returns:
-            For each parameter a plain tensor of the shape that this rank has of it.
-        """
-        dtype = next((each.dtype for each in state if each is not None), torch.float32)
-        own = ShardedBuffer(
-            self.layout,
-            self.mesh.coordinate,
-            self.spec.optim_depth,
-            mem.zeros(self.weights.main.tensor.numel(), dtype, self._context.memory.device),
-        )
-        for index, each in enumerate(state):
-            if each is not None:
-                place = own.local(index, self.spec.optim_depth)
-                place.copy_(local_part(each).reshape(-1))
-        if self.spec.optim_depth:
-            own = self._gathered(f"{what} of {self.label}", own.tensor)
-        return [own.full(index) for index in range(len(self.records))]
-
-    def write_main(self, full: ShardedBuffer) -> None:
-        """Take this rank's part of full main weights, as :meth:`gather_main` returned them."""
-        if full is not self.weights.main:
-            self.weights.main.tensor.copy_(full.narrow(self.spec.optim_depth))
-
-    def _gathered(self, what: str, own: Tensor, into: Tensor | None = None) -> ShardedBuffer:
-        """The whole of what each rank has its optimizer's part of; waits."""
-        return gathered(self.spec, self._context, f"{what} of {self.label}", own, into)
 
     def _load_initial_values(
         self, params: Sequence[nn.Parameter], group: ProcessGroup | None
@@ -562,7 +419,7 @@ class ParamAndGradBuffer:
             # One message for the whole buffer, whatever the number of parameters. The values of
             # the other ranks are not looked at: they may be on the meta device.
             main = self.weights.main.tensor
-            flat = mem.zeros(self.layout.numel, main.dtype, self._context.memory.device)
+            flat = mem.zeros(self.layout.numel, main.dtype, self.context.memory.device)
             places = [flat[slot.offset : slot.stop] for slot in self.layout.slots]
             if group.rank() == 0:
                 for place, value in zip(places, values, strict=True):
@@ -589,9 +446,9 @@ class ParamAndGradBuffer:
         self.published = PublishedGradients(self.sharded_params, names, self.grads, reads)
         self.reads.on_gradient = self.published.was_set
 
-    def _as_users_have_it(self, index: int, full: Tensor) -> nn.Parameter:
+    def as_parameter(self, index: int, full: Tensor) -> nn.Parameter:
         """``full``, a plain parameter; over it, a DTensor where the user's parameter is one."""
-        spread = self._spreads[index]
+        spread = self.spreads[index]
         if spread is not None:
             full = spread.wrap(full.detach())
         elif isinstance(full, nn.Parameter):

@@ -48,9 +48,10 @@ from fsdp_engine.checkpoint.job_directory import JobDirectory, SharedDirectory
 from fsdp_engine.checkpoint.joint_optimizer import Optimizers
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
+from fsdp_engine.checkpoint.same_arguments import agree_on_same
 from fsdp_engine.checkpoint.sharded_model import Engines
 from fsdp_engine.comm import copy_lanes
-from fsdp_engine.comm.agreement import agree, agree_on_same
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory.host_memory import HostBlock

@@ -86,6 +86,7 @@ from fsdp_engine.checkpoint.optimizer_state import (
 )
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import unpack
+from fsdp_engine.checkpoint.same_arguments import agree_on_same
 from fsdp_engine.checkpoint.sharded_model import (
     Engines,
     ShardedModel,
@@ -94,7 +95,7 @@ from fsdp_engine.checkpoint.sharded_model import (
 )
 from fsdp_engine.checkpoint.stage_place import claim_folder, differences, place_of, read_place
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
-from fsdp_engine.comm.agreement import agree, agree_on_same
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.rendezvous import ERROR_KINDS
 
 

@@ -330,6 +330,15 @@ def _served(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
     tensor.copy_(sent)
 
 
+def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:
+    """A copy of ``content`` on ``device``. The host does not wait for what the device has to do."""
+    tensor = torch.frombuffer(content, dtype=torch.uint8)
+    if is_accelerator(device):
+        # From pageable memory the copy would wait; torch keeps the pinned block until it is read.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str) -> Work:
     """Start to reduce a small tensor over the group, in place. ``op``: "sum", "max" or "min"."""
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -342,25 +351,6 @@ def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:
     stays = _stays_on_stream(group, tensor.device)
     work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=not stays)
     yield () if stays else (_require(work),)
-
-
-class MaxGroup(dist.ProcessGroup):
-    """For libraries that take one process group and reduce to the maximum over it: the ranks of
-    several groups, one after another. Of no group: this rank alone, and nothing is sent."""
-
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        super().__init__(0, 1)  # type: ignore[call-arg]
-        self._groups = tuple(groups)
-
-    def allreduce(  # type: ignore[override]
-        self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
-    ) -> None:
-        """What ``dist.all_reduce`` calls; done when it returns, as with any group on its stream."""
-        maximum = dist.ReduceOp(dist.ReduceOp.MAX)
-        assert options.reduceOp == maximum, f"a maximum, not {options.reduceOp}"
-        for tensor in tensors:
-            for group in self._groups:
-                all_reduce_(tensor, group, "max")
 
 
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:

@@ -9,7 +9,9 @@ import torch
 
 from fsdp_engine import backend
 from fsdp_engine.accelerator import is_accelerator, module_of
-from fsdp_engine.comm.lanes import COPY_IN, DeviceLane, HostLane, Lane
+from fsdp_engine.comm.device_lane import DeviceLane
+from fsdp_engine.comm.host_lane import HostLane
+from fsdp_engine.comm.lanes import COPY_IN, Lane
 
 
 def names_of_copies(what: str) -> tuple[str, str]:

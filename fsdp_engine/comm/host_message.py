@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.comm.activity import naming
-from fsdp_engine.comm.collectives import start_all_reduce
+from fsdp_engine.comm.collectives import bytes_to, start_all_reduce
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import SideStream
-
-
-def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:
-    """A copy of ``content`` on ``device``. The host does not wait for what the device has to do."""
-    tensor = torch.frombuffer(content, dtype=torch.uint8)
-    if is_accelerator(device):
-        # From pageable memory the copy would wait; torch keeps the pinned block until it is read.
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 class HostMessage:

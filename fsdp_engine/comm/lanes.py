@@ -1,7 +1,7 @@
 """Lanes, ordered queues of work on accelerators and on CPU, and meters of waits for them.
 
-This file and ``copy_lanes.py`` are the only ones with streams and events; profiler labels are here
-alone.
+Streams, events and profiler labels are in this file, in ``device_lane.py`` and in ``copy_lanes.py``
+alone. ``host_lane.py`` has the lanes of a CPU.
 
 [Note: Lanes]
 There are five lanes: compute (the user's model), a gather and a reduce lane for the inner axis, and
@@ -42,13 +42,9 @@ a gather is a wait for the gather.
 from __future__ import annotations
 
 import re
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +52,7 @@ from torch import Tensor
 
 from fsdp_engine import backend
 from fsdp_engine.accelerator import is_accelerator, module_of
-from fsdp_engine.comm.activity import ACTIVITY, failure, monitor
+from fsdp_engine.comm.activity import monitor
 from fsdp_engine.strategies import Axis
 
 _MILLI = 1e-3
@@ -270,6 +266,8 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         given: Lanes = made
         return given
     if is_accelerator(device):
+        from fsdp_engine.comm.device_lane import DeviceLane
+
         # High priority: a gather that starts late stalls the model, compute that yields does not.
         compute, *others = (*LANES, COPY_IN)
         streams = [module_of(device).Stream(device=device, priority=-1) for _ in others]
@@ -279,6 +277,8 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         ]
         monitor().watch(lanes)
         return Lanes(DeviceLane(device, None, name=compute), *lanes)
+    from fsdp_engine.comm.host_lane import HostLane
+
     return Lanes(*(HostLane(ranks, name) for name in LANES))
 
 
@@ -364,201 +364,14 @@ class GradientStream:
             current.wait_stream(self._stream)
 
 
-_is_profiled: Any = torch.autograd._profiler_enabled
+is_profiled: Any = torch.autograd._profiler_enabled
 
 
-def _labelled(label: str) -> Any:
+def labelled(label: str) -> Any:
     """A profiler range while a profiler runs; nothing otherwise, because a range costs time."""
-    if _is_profiled():
+    if is_profiled():
         return torch.profiler.record_function(f"fsdp_engine: {label}")
     return nullcontext()
-
-
-class HostTicket:
-    """An operation on a :class:`HostLane`, and whether it is done."""
-
-    __slots__ = ("_after", "_failure", "_label", "_lane", "_operation", "_steps", "_works", "done")
-
-    def __init__(
-        self, lane: HostLane, label: str, operation: Operation, after: Sequence[Ticket]
-    ) -> None:
-        self._lane = lane
-        self._label = label
-        self._operation: Operation | None = operation
-        self._after = after
-        self._steps: Steps | None = None
-        self._works: Sequence[Any] = ()
-        self._failure: str | None = None
-        self.done = False
-
-    @property
-    def label(self) -> str:
-        """Its operation and unit."""
-        return self._label
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Global ranks that take part; none: all."""
-        return self._lane.ranks
-
-    @property
-    def is_started(self) -> bool:
-        """Whether its communication has been issued."""
-        return self._operation is None
-
-    def start(self) -> None:
-        """Issue its communication, once everything it comes after is done."""
-        if self._operation is None:
-            return
-        for ticket in self._after:
-            assert isinstance(ticket, HostTicket)
-            ticket.finish()
-        operation, self._operation = self._operation, None
-        self._after = ()
-        self._steps = operation()
-        self._advance()
-
-    def finish(self) -> None:
-        """Drive the operation to its end.
-
-        Raises:
-            RuntimeError: its communication failed, now or before; names the operation.
-            ValueError: this rank and others would not do the same.
-        """
-        if self._operation is not None:
-            self._lane.start_through(self)
-        while not self.done:
-            self._advance()
-
-    def _advance(self) -> None:
-        """Wait for the pending works, then take the next step."""
-        if self._failure is not None:
-            # A generator that raised is over, which must not pass for success.
-            raise RuntimeError(self._failure)
-        assert self._steps is not None
-        profiled = _is_profiled()
-        try:
-            if self._works:
-                ACTIVITY.waits = self
-                if profiled or self._lane.meters:
-                    self._wait_seen()
-                else:
-                    for work in self._works:
-                        work.wait()
-                ACTIVITY.waits = None
-            if profiled:
-                with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
-                    works = next(self._steps, None)
-            else:  # a range costs time without a profiler, too
-                works = next(self._steps, None)
-        except ValueError as error:
-            self._failure = str(error)
-            raise
-        except RuntimeError as error:
-            named = failure(self._label, self.ranks, error)
-            self._failure = str(named)
-            ACTIVITY.waits = None
-            raise named from error
-        self._works = works or ()
-        if works is None:
-            self.done = True
-            self._steps = None
-            ACTIVITY.done = self._label
-
-    def _wait_seen(self) -> None:
-        """Wait for the pending works, with a profiler or a meter."""
-        lane = self._lane
-        begin = time.perf_counter()
-        with _labelled(f"compute waits for {name_of_wait(lane.name, unit_of(self._label))}"):
-            for work in self._works:
-                work.wait()
-        seconds = time.perf_counter() - begin
-        for meter in lane.meters:
-            meter.waited(lane.name, self._label, seconds)
-
-
-_DONE = SimpleNamespace(done=True)  # the ticket of work that the host has already done
-
-
-class HostLane:
-    """A lane on CPU: a FIFO of operations. See [Note: Lanes].
-
-    Args:
-        ranks: global ranks that take part, for messages; none: all.
-        name: one of ``LANES``.
-    """
-
-    runs_ahead = False
-
-    def __init__(self, ranks: Sequence[int] = (), name: str = "") -> None:
-        self.ranks = ranks
-        self.name = name
-        self.meters: tuple[Meter, ...] = ()
-        self._waiting: deque[HostTicket] = deque()
-        self._unfinished: deque[HostTicket] = deque()
-
-    def submit(
-        self,
-        label: str,
-        operation: Operation,
-        *,
-        after: Sequence[Ticket] = (),
-        reads: Sequence[Tensor] = (),
-        writes: Sequence[Tensor] = (),
-    ) -> HostTicket:
-        """See :class:`Lane`."""
-        del reads, writes
-        # Operations that still wait here come after work on another lane. Blocking for it now, one
-        # submission later, keeps the lane moving without a thread that polls.
-        while self._waiting:
-            self._waiting.popleft().start()
-        unfinished = self._unfinished
-        while unfinished and unfinished[0].done:
-            unfinished.popleft()
-        ACTIVITY.last = label
-        held_up_by = [each for each in after if not each.done]
-        ticket = HostTicket(self, label, operation, held_up_by)
-        unfinished.append(ticket)
-        if held_up_by:
-            self._waiting.append(ticket)
-        else:
-            ticket.start()
-        return ticket
-
-    def start_through(self, ticket: HostTicket) -> None:
-        """Start everything up to and including ``ticket``."""
-        while self._waiting and not ticket.is_started:
-            self._waiting.popleft().start()
-        ticket.start()
-
-    def record(self) -> Ticket:
-        """See :class:`Lane`; what the host has submitted, the host waits for by itself."""
-        return _DONE
-
-    def wait(self, *tickets: Ticket) -> None:
-        """See :class:`Lane`; the host blocks."""
-        for ticket in tickets:
-            if not ticket.done:
-                assert isinstance(ticket, HostTicket)
-                ticket.finish()
-
-    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """See :class:`Lane`."""
-
-    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
-        """See :class:`Lane`."""
-        action()
-
-    def drain(self) -> list[Exception]:
-        """See :class:`Lane`."""
-        errors: list[Exception] = []
-        while self._unfinished:
-            try:
-                self._unfinished.popleft().finish()
-            except (RuntimeError, ValueError) as error:
-                errors.append(error)
-        self._waiting.clear()
-        return errors
 
 
 def is_capturing(device: torch.device, streams: Sequence[torch.Stream | None]) -> bool:
@@ -575,168 +388,3 @@ def is_capturing(device: torch.device, streams: Sequence[torch.Stream | None]) -
             if asks():
                 return True
     return False
-
-
-class PendingTicket:
-    """A ticket of work that the host has yet to submit to a stream."""
-
-    __slots__ = ()
-
-    def finish(self) -> DeviceTicket:
-        """Wait until it is submitted; returns the ticket of its stream."""
-        raise NotImplementedError
-
-
-class DeviceTicket:
-    """An event on a stream.
-
-    Attributes:
-        stream: the stream.
-        works: while meters are present, the operation that ends with it, and those before it.
-    """
-
-    __slots__ = ("event", "stream", "works")
-    done = False
-
-    def __init__(self, event: torch.Event, stream: torch.Stream) -> None:
-        self.event = event
-        self.stream = stream
-        self.works: tuple[TimedWork, ...] = ()
-
-
-class DeviceLane:
-    """A lane on an accelerator: a stream.
-
-    Args:
-        device: where.
-        stream: None: the stream that is current at each call.
-        ranks: global ranks that take part, for messages; none: all.
-        name: one of ``LANES``.
-
-    Attributes:
-        recent: the latest submissions, labels and events; a :class:`.Monitor` may replace it.
-    """
-
-    runs_ahead = True
-
-    def __init__(
-        self,
-        device: torch.device,
-        stream: torch.Stream | None,
-        ranks: Sequence[int] = (),
-        name: str = "",
-    ) -> None:
-        self._device = device
-        self._module = module_of(device)
-        self._stream = stream
-        self.ranks = ranks
-        self.name = name
-        self.meters: tuple[Meter, ...] = ()
-        self.recent: deque[tuple[str, Any]] = deque(maxlen=0)
-        self._awaited: DeviceTicket | None = None  # last
-        self._is_capturing = getattr(self._module, "is_current_stream_capturing", None)
-
-    def _target(self) -> Any:
-        return self._stream or self._module.current_stream(self._device)
-
-    def submit(
-        self,
-        label: str,
-        operation: Operation,
-        *,
-        after: Sequence[Ticket] = (),
-        reads: Sequence[Tensor] = (),
-        writes: Sequence[Tensor] = (),
-    ) -> DeviceTicket:
-        """See :class:`Lane`; the host does not wait."""
-        del reads, writes
-        stream = self._target()
-        self.wait(*after)
-        begin = self._timed_event(stream) if self.meters else None
-        with self._module.stream(stream), _labelled(label):
-            for work in chain.from_iterable(operation()):
-                work.wait()  # makes the current stream wait, not the host
-            is_captured = self._is_capturing is not None and self._is_capturing()
-        ticket = self.record()
-        if begin is not None:
-            before = [work for each in after for work in getattr(each, "works", ())]
-            ticket.works = (TimedWork(self.name, label, begin, ticket.event), *before)
-        ACTIVITY.last = label
-        if not is_captured:  # an event of a graph cannot be queried
-            self.recent.append((label, ticket.event))
-        return ticket
-
-    def is_captured(self) -> bool:
-        """Whether a graph is captured on this stream: see :func:`is_capturing`."""
-        return is_capturing(self._device, [self._stream])
-
-    def record(self) -> DeviceTicket:
-        """See :class:`Lane`."""
-        stream = self._target()
-        if self.meters:
-            return DeviceTicket(self._timed_event(stream), stream)
-        event = self._module.Event()
-        event.record(stream)
-        return DeviceTicket(event, stream)
-
-    def wait(self, *tickets: Ticket) -> None:
-        """See :class:`Lane`; the stream waits, not the host. Of several tickets of one stream it
-        waits for the newest, for none of its own, and for one only once, unless waits are
-        measured."""
-        stream = self._target()
-        each_is_timed = self._stream is None and bool(self.meters)
-        newest: dict[Any, DeviceTicket] = {}
-        begins: dict[DeviceTicket, torch.Event] = {}
-        for ticket in tickets:
-            if isinstance(ticket, PendingTicket):
-                begin = self._timed_event(stream) if each_is_timed else None
-                ticket = ticket.finish()
-                if begin is not None:  # compute waits while the host does
-                    begins[ticket] = begin
-            if isinstance(ticket, DeviceTicket):
-                newest[ticket if each_is_timed else ticket.stream] = ticket
-        for awaited in newest.values():
-            if each_is_timed and awaited.works:
-                begin = begins.get(awaited) or self._timed_event(stream)
-                stream.wait_event(awaited.event)
-                end = self._timed_event(stream)
-                for meter in self.meters:
-                    meter.waits(begin, end, awaited.works)
-            elif awaited.stream != stream and (
-                self._stream is None or awaited is not self._awaited
-            ):
-                stream.wait_event(awaited.event)
-                self._awaited = awaited
-
-    def _timed_event(self, stream: torch.Stream) -> torch.Event:
-        event: torch.Event = self._module.Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """See :class:`Lane`."""
-
-    def entered(self) -> AbstractContextManager[None]:
-        """See :class:`ComputeLane`: this lane's stream is the current one."""
-        context: AbstractContextManager[None] = self._module.stream(self._target())
-        return context
-
-    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
-        """See :class:`Lane`; the caching allocator ties the memory to this lane's stream."""
-        if self._stream is None:  # the current one, which is not entered again
-            action()
-            return
-        with self._module.stream(self._stream):
-            action()
-
-    def of_caller(self) -> DeviceLane:
-        """This lane, on the stream that is current now."""
-        return DeviceLane(self._device, self._target(), self.ranks, self.name)
-
-    def drain(self) -> list[Exception]:
-        """See :class:`Lane`."""
-        try:
-            self._target().synchronize()
-        except RuntimeError as error:
-            return [error]
-        return []

@@ -39,8 +39,17 @@ from fsdp_engine.units.build import (
     agree_on_plan,
     build_unit,
 )
-from fsdp_engine.units.dtensors import choose_written, ranks_of_model
-from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
+from fsdp_engine.units.dtensors import choose_written, ranks_of_model, set_spreads
+from fsdp_engine.units.plan import (
+    AxisPlans,
+    Plan,
+    PlannedUnit,
+    PlanSettings,
+    check_memory,
+    check_record,
+    collect_records,
+    plan_buffers,
+)
 
 
 class NoAssignedValues:
@@ -235,7 +244,7 @@ def make_group(
         assert policy is not None
         settings = PlanSettings(policy, options, axis_plans)
         _check_modules(modules)
-        plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
+        plan = _plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
         setup = EngineSetup(plan.root, None, settings, plan, mesh)
         values = _OwnValues(setup, SAME)
@@ -277,6 +286,41 @@ def make_group(
         registry = vars(module).setdefault(REGISTRY_KEY, OrderedDict())
         registry["fully_shard"] = RegistryItem()
     return group
+
+
+def _plan_one(
+    name: str,
+    modules: Sequence[nn.Module],
+    is_free: Callable[[ParamRecord], bool],
+    settings: PlanSettings,
+) -> Plan:
+    """A plan of one unit. Changes nothing, sends nothing.
+
+    Args:
+        name: The name of the unit, for people.
+        modules: its modules; none within another.
+        is_free: whether a parameter is the unit's; it may raise.
+        settings: what the plan follows.
+
+    Raises:
+        ValueError: a parameter that no unit can have, two that share memory, or some on the meta
+            device beside others that are not.
+    """
+    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    records = [record for record in collect_records(root) if is_free(record)]
+    set_spreads(records)
+    for record in records:
+        check_record(record, settings)
+    check_memory(root, records)
+    metas = [record.name for record in records if record.param.is_meta]
+    if metas and len(metas) < len(records):
+        other = next(record.name for record in records if not record.param.is_meta)
+        raise ValueError(
+            f"{other}: expected all parameters of {name} on the meta device, or none; found this "
+            f"one with values and {metas[0]} without"
+        )
+    unit = PlannedUnit(name, modules, plan_buffers(records, settings))
+    return Plan([unit], records, on_meta=bool(metas))
 
 
 class _OwnValues(InitialValues):

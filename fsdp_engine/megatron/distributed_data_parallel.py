@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.accelerator import is_accelerator, module_of
+from fsdp_engine.buffers.full_values import gather_main_grads
 from fsdp_engine.comm.copy_lanes import finish_compute
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
@@ -253,7 +254,7 @@ class DistributedDataParallel(WrapperAttributes):
         self.engine.finish_grad_sync()
         if force_all_reduce:
             for buffer in self.engine.buffers:
-                buffer.gather_main_grads()
+                gather_main_grads(buffer)
 
     def start_param_sync(
         self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
@@ -288,7 +289,8 @@ class DistributedDataParallel(WrapperAttributes):
             finish_compute(device)
         self.engine.zero_grad_buffer(zero=False)
         for buffer in self.engine.buffers:
-            buffer.free_gradients()
+            if buffer.grads is not None:
+                buffer.grads.free()
         if empty_cache and is_accelerator(device):
             module_of(device).empty_cache()
 
@@ -299,7 +301,8 @@ class DistributedDataParallel(WrapperAttributes):
             synchronize: wait for the device afterwards.
         """
         for buffer in self.engine.buffers:
-            buffer.restore_gradients()
+            if buffer.grads is not None:
+                buffer.grads.restore()
         if synchronize:
             finish_compute(self.engine.mesh.device)
 
@@ -308,8 +311,8 @@ class DistributedDataParallel(WrapperAttributes):
         Collective after ``finish_grad_sync(force_all_reduce=True)``."""
         self.engine.scale_gradients(factor)
         for buffer in self.engine.buffers:
-            if buffer.has_whole_grads:
-                buffer.gather_main_grads()
+            if buffer.grads is not None and buffer.published.has_full:
+                gather_main_grads(buffer)
 
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
         """Begin an iteration: zero the gradients and set ``.grad`` to None.

@@ -42,6 +42,7 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.buffers.full_values import gather_state
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.flat_dtensor import FlatDTensor
@@ -272,7 +273,7 @@ class _ShardedOptimizer:
                         state: list[Tensor | None] = [param.detach() for param in params]
                     else:
                         state = [self.optimizer.state.get(param, {}).get(key) for param in params]
-                    full_state = buffer.gather_state(key, state)
+                    full_state = gather_state(buffer, key, state)
                     for index in places:
                         found[key][id(params[index])] = full_state[index].to("cpu", copy=True)
         return found

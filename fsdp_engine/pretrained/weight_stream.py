@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdp_engine.buffers.full_values import full_main, gather_main
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.model_state import check_at_rest
 from fsdp_engine.comm.agreement import agree
@@ -322,12 +323,12 @@ class WeightStream:
                 assert bytes_ is not None
                 into = bytes_[first : first + count].view(self._sent_dtype(buffer))
                 first += round_up(count, ALIGNMENT)
-            flats[id(buffer)] = buffer.gather_main(into)
+            flats[id(buffer)] = gather_main(buffer, into)
 
         def whole_of(sent: StreamedTensor) -> Tensor:
             if isinstance(sent, StreamedBuffer):
                 return sent.tensor.detach().to(sent.dtype)
-            return sent.buffer.whole_main(flats[id(sent.buffer)], sent.index).detach()
+            return full_main(sent.buffer, flats[id(sent.buffer)], sent.index).detach()
 
         for given in group.given:
             yield given.name, given.whole(whole_of)

@@ -3,7 +3,7 @@
     forward pre-hook    enter the module's units; cast inputs; mark the boundary of its backward
     forward hook        leave the units; register hooks for the gradients of the outputs
     gradient of output  the unit's backward begins; so it does with that of a kept tensor
-                        ([Note: Kept tensors] in ``kept_tensors.py``)
+                        (``kept_tensors.py``)
     gradient of inputs  the unit's backward is over (the boundary)
     gradient of a parameter, accumulated: written into the flat buffer, and dropped
 
@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from fsdp_engine.extension_list import implementation
 from fsdp_engine.memory.allocator import storage_keys
 from fsdp_engine.runtime.inputs import (
     Exchange,
@@ -231,7 +232,7 @@ class ModuleHooks:
         self._input_dtype, self._output_dtype = casts
         self._reads_weights = reads_weights_in_backward(module)
         self._entered: list[_Entered] = []
-        self._kept = KeptTensors()
+        self._kept = implementation(KeptTensors)()
         self._module = weakref.ref(module)
         self._register(module)
 
@@ -429,8 +430,7 @@ class ModuleHooks:
     def _listen_for_kept(
         self, entered: _Entered, calls: list[Call], ways_in: Sequence[Tensor]
     ) -> bool:
-        """Register hooks on tensors that the call keeps; returns whether there are any. See
-        [Note: Kept tensors]."""
+        """Register hooks on tensors that the call keeps; returns whether there are any."""
         module, inputs = self._module(), entered.inputs
         assert module is not None
         modules = _children_without_hooks(module)

@@ -1,33 +1,12 @@
-"""Tensors that a module keeps beside its output, through which gradients can enter its unit.
+"""A seam: tensors that a module keeps, and through which gradients can enter its unit.
 
-[Note: Kept tensors]
-A module can compute a tensor and keep it: an early exit or an auxiliary loss in an attribute, keys
-and values in a cache, the result of a forward hook in a list. If the loss uses such a tensor, the
-backward of the unit can begin there and not at an output:
-
-    out = x + f(x); self.kept = self.exit(out); return out
-
-Autograd runs functions in the reverse of the order in which they were made, which is the order of
-their sequence numbers. Those of ``kept`` run before the hook on ``out``. If the loss does not
-depend on ``out``, that hook does not run at all. So the hook of outputs is also registered on kept
-tensors. They are searched for in attributes of the module and its children, and in containers and
-objects among these and among the arguments.
-
-A steady forward searches nothing. A call is searched if it makes a number of functions that no
-call before it made, if tensors were found in a call with this number, or if its last function is
-not that of an output.
-
-A tensor that was computed after the outputs can be kept elsewhere, as in a list of a closure. It is
-looked for among all objects of the interpreter, once for each number of functions, and its unit is
-no longer freed. If such a tensor was computed before an output, and the loss does not use the
-output, the start of the unit's backward is not observed: its functions find no weights.
+The extension ``kept_tensors`` searches for them. Without it, the backward of a unit begins at its
+outputs alone, and raises where a function before that reads full parameters.
 """
 
 from __future__ import annotations
 
-import gc
-import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -37,39 +16,10 @@ next_function = torch.autograd._get_sequence_nr
 """Returns the sequence number of the function that autograd makes next on this thread."""
 
 Shape = tuple[int, ...]
-# Objects that a search visits at most.
-_MOST_OBJECTS = 4096
-# Numbers of functions that are remembered for a module; of these, those for which all objects of
-# the interpreter are searched.
-_MOST_COUNTS = 64
-_MOST_SEARCHES = 8
-_NOT_SEARCHED = (
-    type(None),
-    str,
-    bytes,
-    int,
-    float,
-    type,
-    nn.Module,
-    torch.dtype,
-    torch.device,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-)
-_PACKAGE = __name__.partition(".")[0] + "."
-# Attributes of all modules in which no forward keeps tensors.
-_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 class KeptTensors:
-    """Finds the tensors that calls of a module keep. See [Note: Kept tensors]."""
-
-    def __init__(self) -> None:
-        # By the number of functions that a call makes.
-        self._are_found: dict[int, bool] = {}
-        self._hidden: dict[int, Shape | None] = {}
+    """The tensors that calls of one module keep. This class finds none."""
 
     def needs_search(self, began: int, outputs: Iterable[Tensor]) -> bool:
         """Returns whether a call may keep tensors.
@@ -78,14 +28,7 @@ class KeptTensors:
             began: the sequence number of the call's first function.
             outputs: the tensors in its output.
         """
-        end: int = next_function()
-        if end == began:
-            return False
-        for tensor in outputs:
-            node: Any = tensor.grad_fn
-            if node is not None and node._sequence_nr() >= end - 1:
-                return self._are_found.get(end - began, True)
-        return True
+        return False
 
     def search(
         self, began: int, outputs: Collection[Tensor], modules: Iterable[nn.Module], arguments: Any
@@ -102,76 +45,4 @@ class KeptTensors:
             The tensors that were found; and the shape of one that was computed after these and the
             outputs and is kept elsewhere, None if there is none.
         """
-        end: int = next_function()
-        known = {id(tensor) for tensor in outputs}
-        found = {
-            id(tensor): tensor
-            for tensor in _tensors_in([_own_attributes(modules), arguments])
-            if id(tensor) not in known and _number_of(tensor) >= began
-        }
-        count = end - began
-        if count in self._are_found or len(self._are_found) < _MOST_COUNTS:
-            self._are_found[count] = bool(found)
-        last = max(map(_number_of, (*outputs, *found.values())), default=-1)
-        last = max(last, began - 1)
-        hidden = self._hidden_after(last, count) if last < end - 1 else None
-        return list(found.values()), hidden
-
-    def _hidden_after(self, last: int, count: int) -> Shape | None:
-        if count not in self._hidden:
-            if len(self._hidden) == _MOST_SEARCHES:
-                return next((shape for shape in self._hidden.values() if shape is not None), None)
-            self._hidden[count] = next(
-                (
-                    tuple(each.shape)
-                    for each in gc.get_objects()
-                    if type(each) is Tensor and _number_of(each) > last
-                ),
-                None,
-            )
-        return self._hidden[count]
-
-
-def _number_of(tensor: Tensor) -> int:
-    if not tensor.requires_grad:
-        return -1
-    try:
-        node: Any = tensor.grad_fn
-    except RuntimeError:  # a view of memory that was changed in place in a way that torch refuses
-        return -1
-    return -1 if node is None else int(node._sequence_nr())
-
-
-def _own_attributes(modules: Iterable[nn.Module]) -> list[Any]:
-    return [
-        value
-        for module in modules
-        for name, value in vars(module).items()
-        if name not in _OF_ALL_MODULES and not isinstance(value, _NOT_SEARCHED)
-    ]
-
-
-def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
-    """Every tensor in containers and attributes of objects, from ``roots`` on."""
-    stack, seen = list(roots), set[int]()
-    while stack and len(seen) < _MOST_OBJECTS:
-        each = stack.pop()
-        if isinstance(each, Tensor):
-            yield each
-            continue
-        if isinstance(each, _NOT_SEARCHED) or id(each) in seen:
-            continue
-        if type(each).__module__.startswith(_PACKAGE):
-            # The engine's own objects. They keep none, and CPython reads attributes of an object
-            # whose `__dict__` was asked for more slowly, for as long as it lives.
-            continue
-        seen.add(id(each))
-        if isinstance(each, Mapping):
-            stack.extend(each.values())
-        elif isinstance(each, (list, tuple)):
-            stack.extend(each)
-        else:
-            stack.extend(getattr(each, "__dict__", {}).values())
-            slots = [getattr(kind, "__slots__", ()) for kind in type(each).__mro__]
-            names = [name for row in slots for name in ([row] if isinstance(row, str) else row)]
-            stack.extend(getattr(each, name, None) for name in names if name != "__dict__")
+        return [], None

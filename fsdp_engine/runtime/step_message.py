@@ -30,7 +30,6 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm import collectives
 from fsdp_engine.comm.activity import naming
-from fsdp_engine.comm.host_message import bytes_to
 from fsdp_engine.comm.lanes import SideStream
 from fsdp_engine.runtime.schedule import order_digest
 
@@ -106,7 +105,7 @@ class StepMessage:
                 digest = order_digest(order)
                 flags += digest + bytes(255 - byte for byte in digest)
             with self._stream.entered():
-                part.result = bytes_to(flags, self._device)
+                part.result = collectives.bytes_to(flags, self._device)
                 part.work = collectives.start_all_reduce(part.result, part.group, "max")
 
     def read(self, has_new_order: bool) -> Verdict:

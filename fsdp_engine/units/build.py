@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.placement import Placement
@@ -32,7 +33,6 @@ from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.optim.parameter_sites import BufferSite, add_site
 from fsdp_engine.options import Options
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.assignment import UnitSelector
@@ -108,6 +108,17 @@ class EngineSetup:
 
 # Modules whose parameters units have.
 _OWNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# The buffer of each sharded parameter, and the number of the parameter in it.
+_BUFFERS: MutableMapping[Tensor, tuple[weakref.ref[ParamAndGradBuffer], int]]
+_BUFFERS = WeakIdKeyDictionary()
+
+
+def buffer_of(param: Tensor) -> tuple[ParamAndGradBuffer, int] | None:
+    """Returns the buffer of a sharded parameter, and the number of the parameter in it; None if the
+    parameter is not one of an engine that exists."""
+    reference, number = _BUFFERS.get(param, (None, 0))
+    buffer = None if reference is None else reference()
+    return None if buffer is None else (buffer, number)
 
 
 def owned_within(model: nn.Module) -> str | None:
@@ -338,16 +349,8 @@ def build_unit(
             broadcast=from_first,
         )
         buffers.append(buffer)
-        if part.kind.requires_grad:
-            site = BufferSite(
-                buffer.mesh,
-                part.layout,
-                buffer.spec.optim_depth,
-                part.kind.dtypes.optim_grad,
-                weakref.ref(resources.lanes),
-                weakref.ref(resources.memory),
-            )
-            add_site(site, buffer.sharded_params)
+        for index, param in enumerate(buffer.sharded_params):
+            _BUFFERS[param] = weakref.ref(buffer), index
         if not (from_first or buffer.weights.main.tensor.is_meta):
             same_on_replicas(buffer)
     for buffer in buffers:

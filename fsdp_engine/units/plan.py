@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,12 +24,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from fsdp_engine.buffers.spec import BufferKind, ParamRecord
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.codecs.base import PARAM_CLASSES, class_rule, param_class_of
-from fsdp_engine.comm.collectives import gather_objects
-from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import ALIGNMENT, Layout
-from fsdp_engine.layout.expert_place import ExpertPlace
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.optim.step_listeners import find_optimizers
 from fsdp_engine.options import Options
@@ -45,7 +41,6 @@ from fsdp_engine.units.assignment import (
     collect_records,
     expect,
     find_units,
-    has_parameters,
     join_small,
     split_by_count,
     split_by_size,
@@ -432,100 +427,3 @@ def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
 
 
 Place = tuple[nn.Module, str]
-
-
-def plan_one(
-    name: str,
-    modules: Sequence[nn.Module],
-    is_free: Callable[[ParamRecord], bool],
-    settings: PlanSettings,
-) -> Plan:
-    """A plan of one unit. Changes nothing, sends nothing.
-
-    Args:
-        name: The name of the unit, for people.
-        modules: its modules; none within another.
-        is_free: whether a parameter is the unit's; it may raise.
-        settings: what the plan follows.
-
-    Raises:
-        ValueError: a parameter that no unit can have, two that share memory, or some on the meta
-            device beside others that are not.
-    """
-    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    records = [record for record in collect_records(root) if is_free(record)]
-    set_spreads(records)
-    for record in records:
-        check_record(record, settings)
-    check_memory(root, records)
-    metas = [record.name for record in records if record.param.is_meta]
-    if metas and len(metas) < len(records):
-        other = next(record.name for record in records if not record.param.is_meta)
-        raise ValueError(
-            f"{other}: expected all parameters of {name} on the meta device, or none; found this "
-            f"one with values and {metas[0]} without"
-        )
-    unit = PlannedUnit(name, modules, plan_buffers(records, settings))
-    return Plan([unit], records, on_meta=bool(metas))
-
-
-def place_experts(
-    model: nn.Module, records: Sequence[ParamRecord], data: DataMesh, experts: DataMesh
-) -> None:
-    """Note of each expert's parameter which of all experts it is of. Collective.
-
-    Args:
-        model: before anything is changed.
-        records: its parameters.
-        data: all data-parallel ranks.
-        experts: those that share this rank's experts.
-    """
-    # DTensors know their places by themselves.
-    members = [each for each in records if is_expert(each.param) and each.spread is None]
-    names = [record.name for record in members]
-    heads: list[Any] = gather_objects((experts.ranks[0], names), data.control_group)
-    firsts = sorted({first for first, _ in heads})
-    if len(firsts) == 1:
-        return
-    rank, size = firsts.index(experts.ranks[0]), len(firsts)
-    shared = set(names).intersection(*(each for _, each in heads))
-    layers = _layers(model)
-    for place, record in enumerate(members):
-        layer = next((each for each in layers if record.name.startswith(each)), "")
-        if record.name not in shared or not layer:
-            there = dict.fromkeys(each[place] for _, each in heads if place < len(each))
-            record.expert = ExpertPlace(rank, size, names=tuple(there))
-            continue
-        number = record.name[len(layer) :].partition(".")[0]
-        is_numbered = number.isdigit()
-        record.expert = ExpertPlace(rank, size, layer, layers[layer] if is_numbered else 0)
-
-
-def _layers(model: nn.Module) -> dict[str, int]:
-    """Modules that hold experts and nothing else, the outermost ones, by name with a dot behind it;
-    how many numbered members each has."""
-    found: dict[str, int] = {}
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        params = list(module.parameters())
-        if not params or not all(map(is_expert, params)) or any(map(prefix.startswith, found)):
-            continue
-        # A module around them all, with nothing else in it, is not yet the layer.
-        while len(members := _members(module)) == 1 and not members[0].isdigit():
-            inner = module._modules.get(members[0])
-            if inner is None:
-                break  # a tensor of its own
-            prefix, module = f"{prefix}{members[0]}.", inner
-        found[prefix] = sum(each.isdigit() for each in _members(module))
-    return found
-
-
-def _members(module: nn.Module) -> list[str]:
-    """Names of parameters and of children that have any."""
-    own = [name for name, param in module._parameters.items() if param is not None]
-    children = [
-        name
-        for name, child in module._modules.items()
-        if child is not None and has_parameters(child)
-    ]
-    return own + children

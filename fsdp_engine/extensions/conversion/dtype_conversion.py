@@ -103,7 +103,7 @@ class Conversions(AppliedFunctions):
             unit.release()
             for each in found:
                 convert_buffer(each, are_reduced=bool(engine.reductions.are_reduced(unit)))
-            for placement in dict.fromkeys(each.buffer.shard_placement for each in found):
+            for placement in dict.fromkeys(each.buffer.context.placement for each in found):
                 placement.rebuilt(engine, unit)
 
     def _check_rest(self) -> None:
@@ -193,7 +193,7 @@ def kind_after(
     probe = allocator.empty(0, dtype, "cpu").requires_grad_(buffer.kind.requires_grad)
     dtypes = policy.resolve(probe, options.sum_in_fp32)
     kind = dataclasses.replace(buffer.kind, dtypes=dtypes)
-    if buffer.is_fixed:
+    if buffer.context.memory.is_fixed:
         raise ValueError(
             f"{name}: expected {buffer.kind.dtypes.main} to stay, since nccl_ub registers memory "
             f"once; found a conversion to {dtype}. Convert the model before shard()"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fsdp_engine import backend
 from fsdp_engine.comm.copy_lanes import make_copy_lanes, make_other_lanes, mark
-from fsdp_engine.comm.lanes import ComputeLane, DeviceLane, Lane
+from fsdp_engine.comm.device_lane import DeviceLane
+from fsdp_engine.comm.lanes import ComputeLane, Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
 from fsdp_engine.extensions.offload.disk_memory import DiskFile, DiskThreads
 from fsdp_engine.extensions.offload.disk_staging import Staging

@@ -15,7 +15,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from fsdp_engine.comm.lanes import DeviceLane, Lane, Ticket
+from fsdp_engine.comm.device_lane import DeviceLane
+from fsdp_engine.comm.lanes import Lane, Ticket
 from fsdp_engine.comm.pending_steps import PENDING, PendingStep
 from fsdp_engine.memory.allocator import TransientStorage
 

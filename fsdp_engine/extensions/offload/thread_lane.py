@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.comm.activity import ACTIVITY
-from fsdp_engine.comm.lanes import DeviceLane, DeviceTicket, Operation, PendingTicket, Ticket
+from fsdp_engine.comm.device_lane import DeviceLane, DeviceTicket, PendingTicket
+from fsdp_engine.comm.lanes import Operation, Ticket
 
 
 class ThreadTicket(PendingTicket):

@@ -40,9 +40,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.codecs.base import ParamCodec, Piece
-from fsdp_engine.comm.collectives import MaxGroup, Steps
+from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extensions.transformer_engine import is_quantized
+from fsdp_engine.extensions.transformer_engine.max_group import MaxGroup
 from fsdp_engine.extensions.transformer_engine.quantized_weights import QuantizedWeights
 from fsdp_engine.precision import ParamDtypes
 from fsdp_engine.strategies import Role

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from fsdp_engine.buffers.full_values import gather_main, main_parameters, write_main
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.comm.agreement import agree
@@ -48,8 +49,8 @@ class _Installed:
 
     def __init__(self, buffer: ParamAndGradBuffer) -> None:
         self.buffer = buffer
-        self.main: ShardedBuffer = buffer.gather_main()
-        self.params = buffer.main_params(self.main)
+        self.main: ShardedBuffer = gather_main(buffer)
+        self.params = main_parameters(buffer, self.main)
         self.views = [_local(param.detach()) for param in self.params]
         self.prints = self.fingerprints(self.views)
         for record, param, sharded in zip(
@@ -113,7 +114,7 @@ class FullMainWeights:
                 sharded = buffer.sharded_params[index]
                 if sharded.requires_grad is not held.requires_grad:
                     sharded.requires_grad_(held.requires_grad)
-            buffer.write_main(installed.main)
+            write_main(buffer, installed.main)
             buffer.weights.mark_stale()
 
     def uninstall(self) -> None:

@@ -65,6 +65,7 @@ from fsdp_engine.extensions.whole_tensor_optimizers.ownership import (
     shares_of,
     step_work,
 )
+from fsdp_engine.extensions.whole_tensor_optimizers.parameter_sites import ParamSite, site_of
 from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.chunked_step import (
@@ -75,7 +76,6 @@ from fsdp_engine.optim.chunked_step import (
     step_in_turn,
     with_closures,
 )
-from fsdp_engine.optim.parameter_sites import ParamSite, site_of
 from fsdp_engine.optim.shadow import PlainSlot, Slices, Slot, StepHook
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StepPlacement

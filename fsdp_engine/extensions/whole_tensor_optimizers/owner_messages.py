@@ -30,9 +30,9 @@ from torch import Tensor
 
 from fsdp_engine.comm.collectives import Communicator, Steps
 from fsdp_engine.comm.lanes import Lane, Ticket
+from fsdp_engine.extensions.whole_tensor_optimizers.parameter_sites import ParamSite
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import Memory, begin_together
-from fsdp_engine.optim.parameter_sites import ParamSite
 
 # Role of the memory of messages in the ledger.
 ROLE = "optimizer"

@@ -1,0 +1,131 @@
+"""Full values of one buffer's parameters, gathered outside of training: main weights, gradients and
+optimizer state.
+
+Each function is a collective over the ranks that share the buffer, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.buffers.published_gradients import local_part
+from fsdp_engine.buffers.sharded_buffer import Gather, ShardedBuffer
+from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.comm.lanes import Chain
+from fsdp_engine.memory import allocator as mem
+
+# The tag of these gathers; FIRST_TAG and those above it are the buffers' own.
+MAIN_TAG = 1
+
+
+def gather_main(buffer: ParamAndGradBuffer, into: Tensor | None = None) -> ShardedBuffer:
+    """Returns the full main weights, in memory of their own, or the main weights themselves where
+    they are not sharded; waits for them.
+
+    Args:
+        buffer: The buffer.
+        into: memory for the result, 1-D, ``layout.numel`` elements, in whose dtype shards are sent.
+    """
+    main = buffer.weights.main
+    if main.depth == 0 and into is None:
+        return main
+    return _gather(buffer, "main weights", main.tensor, into)
+
+
+def full_main(buffer: ParamAndGradBuffer, main: ShardedBuffer, index: int) -> Tensor:
+    """Returns the main weights of parameter ``index`` as a plain tensor. Collective over the mesh
+    dimensions of its DTensor, if it is one.
+
+    Args:
+        buffer, index: The buffer, and the place of the parameter in its layout.
+        main: the result of :func:`gather_main`.
+    """
+    spread, shard = buffer.spreads[index], main.full(index)
+    return shard if spread is None else spread.gather_full(shard)
+
+
+def main_parameters(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> list[nn.Parameter]:
+    """Returns parameters over ``main``, the result of :func:`gather_main`. Not collective."""
+    requires_grad = buffer.kind.requires_grad
+    return [
+        buffer.as_parameter(index, nn.Parameter(main.full(index), requires_grad))
+        for index in range(len(buffer.records))
+    ]
+
+
+def write_main(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> None:
+    """Copy this rank's part of ``main``, the result of :func:`gather_main`, into the main weights.
+    Not collective."""
+    if main is not buffer.weights.main:
+        buffer.weights.main.tensor.copy_(main.narrow(buffer.spec.optim_depth))
+
+
+def gather_state(
+    buffer: ParamAndGradBuffer, what: str, state: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Returns full optimizer state, one tensor for each parameter, in one message; waits for it.
+
+    Args:
+        buffer: The buffer.
+        what: The name of the state in messages.
+        state: for each parameter a tensor that is sharded as it is, or this rank's slice; None
+            counts as zeros.
+    """
+    layout, depth = buffer.layout, buffer.spec.optim_depth
+    dtype = next((each.dtype for each in state if each is not None), torch.float32)
+    flat = mem.zeros(buffer.weights.main.tensor.numel(), dtype, buffer.context.memory.device)
+    own = ShardedBuffer(layout, buffer.mesh.coordinate, depth, flat)
+    for index, each in enumerate(state):
+        if each is not None:
+            own.local(index, depth).copy_(local_part(each).reshape(-1))
+    if depth:
+        own = _gather(buffer, what, own.tensor)
+    return [own.full(index) for index in range(len(buffer.records))]
+
+
+def gather_main_grads(buffer: ParamAndGradBuffer) -> None:
+    """Gather reduced gradients on every rank, until they are cleared: into ``main_grad`` of full
+    parameters, where there is one, and ``main_grad.cpu()`` of sharded ones."""
+    grads, depth = buffer.grads, buffer.spec.optim_depth
+    if grads is None or not depth:
+        return
+    full = _gather(buffer, "gradients", grads.for_optimizer().narrow(depth))
+    if not grads.writes_to_staging:
+        grads.main_grads().tensor.copy_(full.tensor)
+    buffer.published.publish_full([full.full(index) for index in range(len(buffer.records))])
+
+
+def _gather(
+    buffer: ParamAndGradBuffer, what: str, own: Tensor, into: Tensor | None = None
+) -> ShardedBuffer:
+    """Returns the full buffer of which ``own`` is this rank's part; waits for it.
+
+    Args:
+        buffer: The buffer.
+        what: The name of its values in messages.
+        own: this rank's part, 1-D, at the depth of the optimizer; also in host memory.
+        into: memory for the result, 1-D, in whose dtype parts are sent; None: allocated, with the
+            dtype of ``own``.
+    """
+    context, spec = buffer.context, buffer.spec
+    own = own.to(context.memory.device)
+    source: Tensor | Callable[[Sequence[Tensor]], Steps] = own
+    if into is None:
+        into = mem.empty(spec.layout.numel, own.dtype, own.device)
+    else:
+
+        def cast(parts: Sequence[Tensor]) -> Steps:
+            parts[0].copy_(own)
+            yield from ()
+
+        source = cast
+    target = ShardedBuffer(spec.layout, buffer.mesh.coordinate, 0, into)
+    chain, compute = Chain(), context.lanes.compute
+    how = Gather(f"{what} of {spec.label}", MAIN_TAG, source, reads=[own])
+    target.gather(chain, context, spec.optim_depth, 0, how)
+    compute.wait(chain.run((compute.record(),)))
+    return target

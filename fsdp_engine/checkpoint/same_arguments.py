@@ -1,0 +1,44 @@
+"""Arguments that have to be equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from fsdp_engine.comm.agreement import agree
+
+
+def agree_on_same(
+    what: str,
+    error: Exception | None,
+    group: ProcessGroup | None,
+    same: Mapping[str, object],
+    value: Any = None,
+) -> list[Any]:
+    """As :func:`agree`, and check that arguments are equal on all ranks. Collective.
+
+    Args:
+        what, error, group, value: see :func:`agree`.
+        same: arguments by name, which pickle; the same names on all ranks.
+
+    Returns:
+        Every rank's ``value``.
+
+    Raises:
+        Exception: as :func:`agree`.
+        ValueError: on every rank, if an argument differs; names it, and the values found with the
+            first rank of each.
+    """
+    told = agree(what, error, group, (dict(same), value))
+    for name in same:
+        first_ranks: dict[str, int] = {}
+        for rank, (arguments, _) in enumerate(told):
+            first_ranks.setdefault(repr(arguments[name]), rank)
+        if len(first_ranks) > 1:
+            values = [f"{value} on rank {rank}" for value, rank in list(first_ranks.items())[:4]]
+            raise ValueError(
+                f"{what}: {name}: expected the same on all ranks; found {', '.join(values)}"
+            )
+    return [each for _, each in told]

@@ -1,0 +1,188 @@
+"""Lanes on an accelerator, which are streams: see [Note: Lanes] in ``lanes.py``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.accelerator import module_of
+from fsdp_engine.comm.activity import ACTIVITY
+from fsdp_engine.comm.lanes import (
+    Meter,
+    Operation,
+    Ticket,
+    TimedWork,
+    is_capturing,
+    labelled,
+)
+
+
+class PendingTicket:
+    """A ticket of work that the host has yet to submit to a stream."""
+
+    __slots__ = ()
+
+    def finish(self) -> DeviceTicket:
+        """Wait until it is submitted; returns the ticket of its stream."""
+        raise NotImplementedError
+
+
+class DeviceTicket:
+    """An event on a stream.
+
+    Attributes:
+        stream: the stream.
+        works: while meters are present, the operation that ends with it, and those before it.
+    """
+
+    __slots__ = ("event", "stream", "works")
+    done = False
+
+    def __init__(self, event: torch.Event, stream: torch.Stream) -> None:
+        self.event = event
+        self.stream = stream
+        self.works: tuple[TimedWork, ...] = ()
+
+
+class DeviceLane:
+    """A lane on an accelerator: a stream.
+
+    Args:
+        device: where.
+        stream: None: the stream that is current at each call.
+        ranks: global ranks that take part, for messages; none: all.
+        name: one of ``LANES``.
+
+    Attributes:
+        recent: the latest submissions, labels and events; a :class:`.Monitor` may replace it.
+    """
+
+    runs_ahead = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.Stream | None,
+        ranks: Sequence[int] = (),
+        name: str = "",
+    ) -> None:
+        self._device = device
+        self._module = module_of(device)
+        self._stream = stream
+        self.ranks = ranks
+        self.name = name
+        self.meters: tuple[Meter, ...] = ()
+        self.recent: deque[tuple[str, Any]] = deque(maxlen=0)
+        self._awaited: DeviceTicket | None = None  # last
+        self._is_capturing = getattr(self._module, "is_current_stream_capturing", None)
+
+    def _target(self) -> Any:
+        return self._stream or self._module.current_stream(self._device)
+
+    def submit(
+        self,
+        label: str,
+        operation: Operation,
+        *,
+        after: Sequence[Ticket] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> DeviceTicket:
+        """See :class:`Lane`; the host does not wait."""
+        del reads, writes
+        stream = self._target()
+        self.wait(*after)
+        begin = self._timed_event(stream) if self.meters else None
+        with self._module.stream(stream), labelled(label):
+            for work in chain.from_iterable(operation()):
+                work.wait()  # makes the current stream wait, not the host
+            is_captured = self._is_capturing is not None and self._is_capturing()
+        ticket = self.record()
+        if begin is not None:
+            before = [work for each in after for work in getattr(each, "works", ())]
+            ticket.works = (TimedWork(self.name, label, begin, ticket.event), *before)
+        ACTIVITY.last = label
+        if not is_captured:  # an event of a graph cannot be queried
+            self.recent.append((label, ticket.event))
+        return ticket
+
+    def is_captured(self) -> bool:
+        """Whether a graph is captured on this stream: see :func:`is_capturing`."""
+        return is_capturing(self._device, [self._stream])
+
+    def record(self) -> DeviceTicket:
+        """See :class:`Lane`."""
+        stream = self._target()
+        if self.meters:
+            return DeviceTicket(self._timed_event(stream), stream)
+        event = self._module.Event()
+        event.record(stream)
+        return DeviceTicket(event, stream)
+
+    def wait(self, *tickets: Ticket) -> None:
+        """See :class:`Lane`; the stream waits, not the host. Of several tickets of one stream it
+        waits for the newest, for none of its own, and for one only once, unless waits are
+        measured."""
+        stream = self._target()
+        each_is_timed = self._stream is None and bool(self.meters)
+        newest: dict[Any, DeviceTicket] = {}
+        begins: dict[DeviceTicket, torch.Event] = {}
+        for ticket in tickets:
+            if isinstance(ticket, PendingTicket):
+                begin = self._timed_event(stream) if each_is_timed else None
+                ticket = ticket.finish()
+                if begin is not None:  # compute waits while the host does
+                    begins[ticket] = begin
+            if isinstance(ticket, DeviceTicket):
+                newest[ticket if each_is_timed else ticket.stream] = ticket
+        for awaited in newest.values():
+            if each_is_timed and awaited.works:
+                begin = begins.get(awaited) or self._timed_event(stream)
+                stream.wait_event(awaited.event)
+                end = self._timed_event(stream)
+                for meter in self.meters:
+                    meter.waits(begin, end, awaited.works)
+            elif awaited.stream != stream and (
+                self._stream is None or awaited is not self._awaited
+            ):
+                stream.wait_event(awaited.event)
+                self._awaited = awaited
+
+    def _timed_event(self, stream: torch.Stream) -> torch.Event:
+        event: torch.Event = self._module.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """See :class:`Lane`."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """See :class:`ComputeLane`: this lane's stream is the current one."""
+        context: AbstractContextManager[None] = self._module.stream(self._target())
+        return context
+
+    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
+        """See :class:`Lane`; the caching allocator ties the memory to this lane's stream."""
+        if self._stream is None:  # the current one, which is not entered again
+            action()
+            return
+        with self._module.stream(self._stream):
+            action()
+
+    def of_caller(self) -> DeviceLane:
+        """This lane, on the stream that is current now."""
+        return DeviceLane(self._device, self._target(), self.ranks, self.name)
+
+    def drain(self) -> list[Exception]:
+        """See :class:`Lane`."""
+        try:
+            self._target().synchronize()
+        except RuntimeError as error:
+            return [error]
+        return []
