@@ -39,6 +39,8 @@ SHORT = (
     "tests/runtime/test_lifetime.py",
     "tests/units/test_buckets.py",
 )
+# Most of the time of mypy is that of torch's files.
+MYPY_CACHE = ".mypy_cache"
 SKIPPED = ("build", "dist", "runs", "shared")
 
 
@@ -93,6 +95,8 @@ def check(extensions: Sequence[Extension], *, whole: bool) -> dict[str, object]:
         tree = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".*", "__pycache__", *SKIPPED)
         shutil.copytree(ROOT, tree, ignore=ignored)
+        if (ROOT / MYPY_CACHE).exists():
+            shutil.copytree(ROOT / MYPY_CACHE, tree / MYPY_CACHE)
         naming = delete(tree, extensions)
         tests = ["tests"] if whole else [each for each in SHORT if (tree / each).exists()]
         steps = {

@@ -1697,7 +1697,34 @@ def seconds_of_tests() -> str:
     return measure_tests.times_table()
 
 
+def deleted_extensions() -> str:
+    """Each extension deleted from a copy of the tree, and the checks of the rest."""
+    rows = []
+    for name, checks in results("extensions").items():
+        steps = [checks.get(step, {}) for step in ("import", "mypy", "tests")]
+        seconds = [str(step["seconds"]) if step.get("passed") else "failed" for step in steps]
+        passed = re.search(r"\d+ passed", steps[-1].get("last line", ""))
+        rows.append(
+            [
+                f"`{name}`" if name != "all" else "all at once",
+                str(checks["files of tests that name it"]),
+                *seconds,
+                passed[0].split()[0] if passed else "-",
+            ]
+        )
+    columns = [
+        "extension",
+        "files of tests that name it",
+        "import (s)",
+        "mypy (s)",
+        "tests (s)",
+        "tests that passed",
+    ]
+    return table(columns, rows)
+
+
 TABLES: tuple[Callable[[], str], ...] = (
+    deleted_extensions,
     coverage_of_tests,
     mutants_of_tests,
     seconds_of_tests,

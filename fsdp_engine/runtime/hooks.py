@@ -442,8 +442,7 @@ class ModuleHooks:
                     self._scheduler.note_uncounted(call.unit)
                     call.unit.keep_unseen(
                         "expected tensors that it computes after its output to be in attributes "
-                        "of its modules, or in its arguments; found one of shape "
-                        f"{hidden} that is kept elsewhere",
+                        f"of its modules, or in its arguments; found {hidden}",
                         "Return it, or keep it in an attribute",
                     )
         return self._listen_for_backward(entered, calls, found)

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.runtime.kept_tensors import KeptTensors, Shape, next_function
+from fsdp_engine.runtime.kept_tensors import KeptTensors, next_function
 
 # Objects that a search visits at most.
 _MOST_OBJECTS = 4096
@@ -67,22 +67,18 @@ class FoundTensors(KeptTensors):
     def __init__(self) -> None:
         # By the number of functions that a call makes.
         self._are_found: dict[int, bool] = {}
-        self._hidden: dict[int, Shape | None] = {}
+        self._hidden: dict[int, str | None] = {}
 
     def needs_search(self, began: int, outputs: Iterable[Tensor]) -> bool:
         """See the base class."""
-        end: int = next_function()
-        if end == began:
-            return False
-        for tensor in outputs:
-            node: Any = tensor.grad_fn
-            if node is not None and node._sequence_nr() >= end - 1:
-                return self._are_found.get(end - began, True)
-        return True
+        if super().needs_search(began, outputs):
+            return True
+        count = next_function() - began
+        return count > 0 and self._are_found.get(count, True)
 
     def search(
         self, began: int, outputs: Collection[Tensor], modules: Iterable[nn.Module], arguments: Any
-    ) -> tuple[list[Tensor], Shape | None]:
+    ) -> tuple[list[Tensor], str | None]:
         """See the base class."""
         end: int = next_function()
         known = {id(tensor) for tensor in outputs}
@@ -99,13 +95,13 @@ class FoundTensors(KeptTensors):
         hidden = self._hidden_after(last, count) if last < end - 1 else None
         return list(found.values()), hidden
 
-    def _hidden_after(self, last: int, count: int) -> Shape | None:
+    def _hidden_after(self, last: int, count: int) -> str | None:
         if count not in self._hidden:
             if len(self._hidden) == _MOST_SEARCHES:
-                return next((shape for shape in self._hidden.values() if shape is not None), None)
+                return next((text for text in self._hidden.values() if text is not None), None)
             self._hidden[count] = next(
                 (
-                    tuple(each.shape)
+                    f"one of shape {tuple(each.shape)} that is kept elsewhere"
                     for each in gc.get_objects()
                     if type(each) is Tensor and _number_of(each) > last
                 ),
