@@ -89,6 +89,7 @@ EXTENSIONS = (
             ("all-gather", "If ranks use different modules, run the step within engine.together().")
         ],
     ),
+    Extension("ema", names=("EMA",)),
     Extension(
         "initial_values",
         classes=[("InitialValues", "compared_values.ComparedValues")],

@@ -1,0 +1,319 @@
+"""An exponential moving average (EMA) of the weights of a sharded model.
+
+Each rank averages its own shards, in memory beside its main weights: nothing is sent, and an update
+is one or two operations for each flat buffer, whatever the number of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_engine.buffers.gradient_memory import like
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.buffers.published_gradients import local_part
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.engine import Engine
+from fsdp_engine.memory import allocator
+from fsdp_engine.optim.step_listeners import add_step_listener
+
+_SHADOW = "shadow"
+_BUFFERS = "buffers"
+_COUNTS = ("num_calls", "num_updates")
+# The role of the averages in `Engine.memory_bytes`.
+_ROLE = "ema"
+
+
+class EMA:
+    """An exponential moving average of the weights of a sharded model.
+
+    ::
+
+        engine = fe.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ema = fe.EMA(engine, decay=0.999)
+        for batch in data:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update()
+        with ema.swapped():  # the model has the averages
+            evaluate(model)
+            fe.save_pretrained(model, "averages")
+
+    After an update, ``average = d * average + (1 - d) * weights`` with the decay ``d`` of that
+    update. The averages begin with the weights at construction. Frozen parameters have no average.
+
+    ``fe.Checkpointer(..., extra={"ema": ema})`` saves and restores it, also on other numbers of
+    ranks and at other levels.
+
+    Args:
+        engine: The engine of the model, with values.
+        decay: ``d``, in [0, 1).
+        every: Every ``every``-th call of :meth:`update` updates the averages; others do nothing.
+        dtype: The dtype of the averages. None: that of the main weights, and fp32 for those of 16
+            bits, since in 16 bits a step of ``1 - d`` of the difference rounds to nothing.
+        warmup: Use ``d = min(decay, (1 + n) / (10 + n))`` for update ``n`` = 0, 1, ..., so that
+            early weights are soon forgotten (TensorFlow's ``ExponentialMovingAverage`` with
+            ``num_updates``).
+        average_buffers: Average the model's floating-point buffers, too (the running statistics of
+            batch normalization). False: within :meth:`swapped` the model keeps its current buffers.
+
+    Attributes:
+        decay, every, warmup: See the arguments.
+        num_updates: Number of updates so far.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid.
+        RuntimeError: The model has parameters without values.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        decay: float = 0.999,
+        every: int = 1,
+        *,
+        dtype: torch.dtype | None = None,
+        warmup: bool = False,
+        average_buffers: bool = False,
+    ) -> None:
+        if not isinstance(engine, Engine):
+            raise TypeError(
+                "engine: expected the result of fe.shard; found a " + type(engine).__name__
+            )
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise ValueError(f"decay: expected a number of at least 0 and below 1; found {decay!r}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every: expected an integer of at least 1; found {every!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"dtype: expected a floating-point torch.dtype or None; found {dtype!r}"
+            )
+        engine.missing_values.check()
+        self.decay = float(decay)
+        self.every = every
+        self.warmup = warmup
+        self.num_updates = 0
+        self._num_calls = 0
+        self._engine = engine
+        self._trained: list[Tensor] | None = None  # of `swapped`: the weights that are trained
+        self._averages = [
+            _Average(buffer, dtype) for buffer in engine.buffers if buffer.grads is not None
+        ]
+        self._buffers: dict[str, Tensor] = {}
+        if average_buffers:
+            self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers().items()}
+        add_step_listener(self)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the weights. To be called after each step of the optimizer.
+
+        Raises:
+            RuntimeError: It was called within :meth:`swapped`.
+        """
+        self._check_not_swapped("EMA.update()")
+        self._num_calls += 1
+        if self._num_calls % self.every:
+            return
+        decay = self._decay_now()
+        for average in self._averages:
+            average.move_towards_main(1 - decay)
+        current = self._model_buffers() if self._buffers else {}
+        for name, buffer in self._buffers.items():
+            buffer.lerp_(current[name].to(buffer.dtype), 1 - decay)
+        self.num_updates += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Context within which the model's weights are the averages: for evaluation, and to save
+        them. Afterwards the model has its trained weights again, bit for bit. Collective: all ranks
+        enter it together.
+
+        Nothing may be trained within. Memory: where averages and main weights have one dtype, a
+        copy of one flat buffer; else a copy of this rank's main weights.
+
+        Raises:
+            RuntimeError: A forward or a backward is running, or the context is entered twice.
+                Within it: an optimizer steps, or :meth:`update` is called.
+        """
+        self._check_not_swapped("EMA.swapped()")
+        engine = self._engine
+        if not engine.scheduler.is_at_rest:
+            raise RuntimeError(
+                f"EMA.swapped(): expected no forward or backward in progress; found a "
+                f"{engine.scheduler.phase}"
+            )
+        engine.missing_values.check()
+        engine.await_ranks()
+        self._swap_in()
+        try:
+            yield
+        finally:
+            self._swap_out()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the averages and counts: sharded tensors by the names of their parameters, which
+        refer to the averages themselves, and plain buffers.
+
+        Raises:
+            RuntimeError: It was called within :meth:`swapped`.
+        """
+        self._check_not_swapped("EMA.state_dict()")
+        shadow = {
+            name: each for average in self._averages for name, each in average.by_name.items()
+        }
+        counts = {"num_calls": self._num_calls, "num_updates": self.num_updates}
+        return {_SHADOW: shadow, _BUFFERS: dict(self._buffers), **counts}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, of an average of the same parameters.
+
+        Raises:
+            ValueError: Entries are missing or unexpected; names them. Nothing is loaded.
+            RuntimeError: It was called within :meth:`swapped`.
+        """
+        own = self.state_dict()
+        for key in (_SHADOW, _BUFFERS):
+            found, expected = state_dict.get(key, {}).keys(), own[key].keys()
+            if differ := sorted(found ^ expected):
+                kind = "is missing" if differ[0] in expected else "is unexpected"
+                raise ValueError(
+                    f"EMA.load_state_dict(): expected {len(expected)} {key} entries, those of this "
+                    f"model; found {len(found)}: {differ[0]!r} {kind}"
+                )
+        if missing := [key for key in _COUNTS if key not in state_dict]:
+            raise ValueError(f"EMA.load_state_dict(): expected {missing[0]!r}; found none")
+        for key in (_SHADOW, _BUFFERS):
+            for name, target in own[key].items():
+                given = state_dict[key][name]
+                if given is not target:
+                    local_part(target).copy_(local_part(given))
+        self._num_calls = int(state_dict["num_calls"])
+        self.num_updates = int(state_dict["num_updates"])
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Called before each step of any optimizer.
+
+        Raises:
+            RuntimeError: It would step averages.
+        """
+        if self._trained is not None and self._engine.is_stepped_by(optimizer):
+            self._check_not_swapped("optimizer.step()")
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Called after each step of any optimizer."""
+
+    def _decay_now(self) -> float:
+        if not self.warmup:
+            return self.decay
+        return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+
+    def _check_not_swapped(self, what: str) -> None:
+        if self._trained is not None:
+            raise RuntimeError(
+                f"{what}: expected the trained weights in the model; found averages, "
+                "within EMA.swapped(). Leave the context first"
+            )
+
+    def _model_buffers(self) -> dict[str, Tensor]:
+        """The floating-point buffers of the model by name."""
+        return {
+            name: buffer
+            for name, buffer in self._engine.model.named_buffers()
+            if buffer.is_floating_point()
+        }
+
+    @torch.no_grad()
+    def _swap_in(self) -> None:
+        self._trained = [each.swap_in() for each in self._averages]
+        current = self._model_buffers() if self._buffers else {}
+        for name, average in self._buffers.items():
+            self._trained.append(current[name].clone())
+            current[name].copy_(average)
+
+    @torch.no_grad()
+    def _swap_out(self) -> None:
+        assert self._trained is not None
+        kept = iter(self._trained)
+        for average in self._averages:
+            average.swap_out(next(kept))
+        current = self._model_buffers() if self._buffers else {}
+        for name in self._buffers:
+            current[name].copy_(next(kept))
+        self._trained = None
+
+
+class _Average:
+    """The averages of one buffer's parameters: this rank's shard, as its main weights.
+
+    Args:
+        buffer: The buffer.
+        dtype: The dtype of the averages; see :class:`EMA`.
+
+    Attributes:
+        by_name: The average of each parameter, sharded as the parameter is.
+    """
+
+    def __init__(self, buffer: ParamAndGradBuffer, dtype: torch.dtype | None) -> None:
+        self._buffer = buffer
+        main = buffer.weights.main
+        if dtype is None:
+            dtype = torch.promote_types(main.tensor.dtype, torch.float32)
+        memory = buffer.context.memory
+        if main.tensor.device == memory.device:
+            self._flat = memory.persistent(main.tensor.numel(), dtype, _ROLE)
+        else:  # offloaded
+            self._flat = allocator.zeros(main.tensor.numel(), dtype, main.tensor.device)
+        self._flat.copy_(main.tensor)
+        depth = buffer.spec.optim_depth
+        shard = ShardedBuffer(buffer.layout, buffer.mesh.coordinate, depth, self._flat)
+        self.by_name = {}
+        for index, (record, param) in enumerate(
+            zip(buffer.records, buffer.sharded_params, strict=True)
+        ):
+            local = shard.full(index) if buffer.is_plain else shard.local(index, depth)
+            self.by_name[record.name] = like(param.detach(), local)
+
+    def move_towards_main(self, weight: float) -> None:
+        """Add ``weight`` of the difference to the main weights."""
+        main = self._buffer.weights.main.tensor
+        if main.dtype == self._flat.dtype:
+            self._flat.lerp_(main, weight)
+        else:
+            self._flat.mul_(1 - weight).add_(main, alpha=weight)
+
+    def swap_in(self) -> Tensor:
+        """Let the main weights be the averages. Returns what :meth:`swap_out` needs."""
+        main = self._buffer.weights.main.tensor
+        trained = main.clone()
+        self._write(self._flat)
+        if trained.dtype != self._flat.dtype:
+            return trained
+        # The averages' memory keeps the trained weights meanwhile.
+        self._flat.copy_(trained)
+        return self._flat
+
+    def swap_out(self, kept: Tensor) -> None:
+        """Let the main weights be the trained ones again."""
+        if kept is not self._flat:
+            self._write(kept)
+            return
+        averages = self._buffer.weights.main.tensor.clone()
+        self._write(kept)
+        self._flat.copy_(averages)
+
+    def _write(self, values: Tensor) -> None:
+        weights = self._buffer.weights
+        if weights.main_shard.before_change is not None:
+            weights.main_shard.before_change()
+        weights.main.tensor.copy_(values)
+        weights.mark_stale()
+        weights.main_shard.changed_on_host()

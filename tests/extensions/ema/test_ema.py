@@ -1,0 +1,203 @@
+"""``fe.EMA``: averages of sharded weights equal those of one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests import reference
+from tests.models import Normalised, lora_model, odd_model, vector_batch
+from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.reference import full_weights
+
+DECAY = 0.75
+BF16 = torch.bfloat16
+# By name: arguments of shard, and of the average.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no_shard": ({"strategy": "no_shard"}, {}),
+    "optim": ({"strategy": "optim"}, {}),
+    "optim_grads_params": ({"strategy": "optim_grads_params"}, {"warmup": True}),
+    "bf16 compute weights": (
+        {"strategy": "optim", "mp_policy": fe.MixedPrecisionPolicy(param_dtype=BF16)},
+        {"every": 2},
+    ),
+    "bf16 main weights": (
+        {
+            "strategy": "optim_grads_params",
+            "mp_policy": fe.MixedPrecisionPolicy(main_params_dtype=BF16, param_dtype=BF16),
+        },
+        {},
+    ),
+    "averages in bf16": ({"strategy": "optim_grads"}, {"dtype": BF16}),
+}
+
+
+def build(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
+    """A model, its engine and its optimizer."""
+    torch.manual_seed(1)
+    model = make()
+    engine = fe.shard(model, **arguments)
+    return model, engine, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def batch(seed: int, width: int = 7) -> tuple[Tensor, Tensor]:
+    return vector_batch(2, seed, width)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, width: int = 7) -> None:
+    model(*batch(seed, width)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def averages(ema: fe.EMA) -> dict[str, Tensor]:
+    """Full averages by the names of parameters."""
+    return {name: reference.full(each) for name, each in ema.state_dict()["shadow"].items()}
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """Full main weights of trainable parameters."""
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    weights = full_weights(model)
+    return {name: weights[name].clone() for name in names}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_averages_follow_the_formula_and_stand_in_for_the_weights(way: str) -> None:
+    arguments, options = WAYS[way]
+    model, engine, optimizer = build(odd_model, arguments)
+    ema = fe.EMA(engine, DECAY, **options)
+    dtype = options.get("dtype", torch.float32)
+    expected = {name: weight.to(dtype) for name, weight in trained(model).items()}
+    updates = 0
+    for number in range(4):
+        step(model, optimizer, number)
+        ema.update()
+        if (number + 1) % options.get("every", 1):
+            continue
+        decay = min(DECAY, (1 + updates) / (10 + updates)) if "warmup" in options else DECAY
+        updates += 1
+        for name, weight in trained(model).items():
+            same = weight.dtype == dtype
+            torch.lerp(expected[name], weight, 1 - decay, out=expected[name]) if same else (
+                expected[name].mul_(decay).add_(weight, alpha=1 - decay)
+            )
+    assert ema.num_updates == updates
+    found, before = averages(ema), trained(model)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7)
+    with torch.no_grad():
+        loss = model(*batch(50))
+        with ema.swapped():
+            for name, weight in trained(model).items():
+                torch.testing.assert_close(weight, found[name].to(weight.dtype), rtol=0, atol=0)
+            assert model(*batch(50)) != loss
+        assert model(*batch(50)) == loss
+    # What was trained, and the averages, are there again.
+    torch.testing.assert_close(trained(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(averages(ema), found, rtol=0, atol=0)
+    step(model, optimizer, 9)
+
+
+@on_few_ranks
+def test_frozen_weights_have_no_average_and_buffers_have_one_on_request() -> None:
+    model, engine, _ = build(lora_model, {})
+    assert averages(fe.EMA(engine)).keys() == trained(model).keys()
+    model, engine, optimizer = build(lambda: Statistics(), {})
+    plain, ema = fe.EMA(engine, DECAY), fe.EMA(engine, DECAY, average_buffers=True)
+    mean = dict(model.named_buffers())["norm.running_mean"]
+    expected = mean.clone()
+    for number in range(3):
+        step(model, optimizer, number, 16)
+        ema.update()
+        expected.lerp_(mean, 1 - DECAY)
+    current = mean.clone()
+    with plain.swapped():
+        torch.testing.assert_close(mean, current, rtol=0, atol=0)
+    with ema.swapped():
+        torch.testing.assert_close(mean, expected)
+    torch.testing.assert_close(mean, current, rtol=0, atol=0)
+
+
+class Statistics(nn.Module):
+    """A model with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (self.linear(self.norm(x)) - target).square().mean()
+
+
+def save_averages(folder: str) -> tuple[dict[str, Tensor], int]:
+    model, engine, optimizer = build(odd_model, {"strategy": "optim_grads_params"})
+    ema = fe.EMA(engine, DECAY, warmup=True)
+    for number in range(3):
+        step(model, optimizer, number)
+        ema.update()
+    fe.Checkpointer(folder, engine, optimizer, extra={"ema": ema}).save(3)
+    return averages(ema), ema.num_updates
+
+
+def load_averages(folder: str) -> tuple[dict[str, Tensor], int]:
+    _, engine, optimizer = build(odd_model, {"strategy": "optim"})
+    ema = fe.EMA(engine, DECAY, warmup=True)
+    fe.Checkpointer(folder, engine, optimizer, extra={"ema": ema}).load()
+    return averages(ema), ema.num_updates
+
+
+def test_a_checkpoint_has_the_averages_for_other_ranks_and_levels(ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = ranks.run(save_averages, folder, world_size=2)[0]
+        loaded = ranks.run(load_averages, folder, world_size=3)[0]
+    assert loaded[1] == saved[1] == 3
+    torch.testing.assert_close(loaded[0], saved[0], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_bad_arguments_and_calls_are_refused() -> None:
+    model, engine, optimizer = build(odd_model, {})
+    for call, error, words in (
+        (lambda: fe.EMA(model), TypeError, "engine: expected the result of fe.shard"),
+        (lambda: fe.EMA(engine, 1.0), ValueError, "decay: expected.*below 1; found 1.0"),
+        (lambda: fe.EMA(engine, "0.9"), ValueError, "decay: expected.*found '0.9'"),
+        (lambda: fe.EMA(engine, every=0), ValueError, "every: expected.*at least 1; found 0"),
+        (lambda: fe.EMA(engine, dtype=torch.int8), TypeError, "dtype: expected.*torch.int8"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    ema = fe.EMA(engine)
+    state = ema.state_dict()
+    name = next(iter(state["shadow"]))
+    missing = {**state, "shadow": {k: v for k, v in state["shadow"].items() if k != name}}
+    for given, words in ((missing, f"'{name}' is missing"), ({"shadow": {}}, "is missing")):
+        with pytest.raises(ValueError, match=words):
+            ema.load_state_dict(given)
+    model(*batch(0)).backward()
+    with ema.swapped():
+        for inside in (ema.update, ema.state_dict, optimizer.step, ema.swapped().__enter__):
+            with pytest.raises(RuntimeError, match=r"within EMA\.swapped\(\)"):
+                inside()
+    optimizer.step()
+    ema.update()
+
+
+@on_ranks(2)
+def test_an_exception_within_the_context_restores_the_weights() -> None:
+    model, engine, optimizer = build(lambda: nn.Sequential(Normalised()), {})
+    ema = fe.EMA(engine)
+    optimizer.zero_grad()
+    before = trained(model)
+    with pytest.raises(KeyError), ema.swapped():
+        raise KeyError
+    torch.testing.assert_close(trained(model), before, rtol=0, atol=0)
