@@ -35,15 +35,8 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial has shown.
-
-    Attributes:
-        verdict: see the module docstring.
-        note: the error, or what differs.
-    """
-
     verdict: Verdict
-    note: str = ""
+    note: str = ""  # the error, or what differs
 
 
 class Difference(AssertionError):
