@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, autograd, func, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.nn.utils import parametrizations, parametrize, prune, stateless
 from torch.optim import swa_utils
-from torch.utils import checkpoint as ckpt
 
 from tests.promises.scene import WIDTH, Catalogue, Model, Scene, names
 
@@ -380,58 +378,6 @@ catalogue.table(
         "autograd.graph.get_gradient_edge": _edge,
     }
 )
-
-
-# --- torch.amp ---
-
-
-@tries("amp.autocast")
-def _autocast(s: Scene) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        y = s.model(s.x)
-    s.loss().backward()
-    return y.dtype
-
-
-@tries("amp.GradScaler", "amp.GradScaler with an overflow on one rank")
-def _scaler(s: Scene) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer, scales = s.sgd(), []
-    for overflows in (False, True, False):
-        loss = s.loss()
-        if overflows and (s.engine is None or s.rank == 0):
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(s.model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-# --- torch.utils.checkpoint ---
-
-
-@tries(
-    *names("checkpoint", "checkpoint, use_reentrant=True", "checkpoint, use_reentrant=False"),
-    *names("checkpoint", "checkpoint", "checkpoint_sequential"),
-    *names("checkpoint", "create_selective_checkpoint_contexts"),
-    "checkpoint within the model",
-)
-def _checkpoints(s: Scene) -> Any:
-    leaf, blocks = s.x.requires_grad_(), s.model.blocks
-    for is_reentrant in (True, False):
-        x = leaf
-        for block in blocks:
-            x = ckpt.checkpoint(block, x, use_reentrant=is_reentrant)
-        s.model.head(x).square().mean().backward()
-    x = ckpt.checkpoint_sequential(list(blocks), 2, leaf, use_reentrant=False)
-    s.model.head(x).square().mean().backward()
-    contexts = partial(ckpt.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    x = ckpt.checkpoint(s.model, leaf, use_reentrant=False, context_fn=contexts)
-    x.square().mean().backward()
 
 
 # --- torch.optim.swa_utils ---

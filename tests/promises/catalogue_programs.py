@@ -7,7 +7,6 @@ Those with tests of their own are listed by hand in ``docs/promises.md``.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,57 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from tests.promises.scene import ROWS, WIDTH, Block, Catalogue, Model, Scene
 
 catalogue = Catalogue([])
 tries = catalogue.tries
-
-# --- loops ---
-
-
-@tries(
-    "gradient accumulation, clip_grad_norm_, a scheduler",
-    "evaluation between steps: eval(), inference_mode, train()",
-    "a loss that is NaN in one step, which is skipped",
-    "another optimizer in the middle",
-    "groups without weight decay, by name and ndim",
-    "two optimizers over parts of the model",
-    "a copy of the state_dict, loaded after training",
-    "a metric is averaged between forward and backward (all_reduce)",
-)
-def _trainer(s: Scene) -> Any:
-    parameters = list(s.model.parameters())
-    found = s.train(s.sgd(), 1)
-    best = copy.deepcopy(s.model.state_dict())
-    decayed = [p for p in parameters if p.ndim >= 2]
-    rest = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = AdamW(groups, lr=0.01, eps=1e-4)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for factor in (1.0, math.nan, 1.0):
-        loss = s.loss() * factor
-        if torch.isfinite(loss):
-            found.append(s.mean(loss))
-            loss.backward()
-            found.append(s.full(nn.utils.clip_grad_norm_(parameters, 0.1)))
-            optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        s.model.eval()
-        with torch.inference_mode():
-            found.append(s.rows(s.model(s.x)).clone())
-        s.model.train()
-    s.model.load_state_dict(best)
-    optimizers = [SGD(s.model.blocks.parameters(), 0.1), AdamW(s.model.head.parameters(), 0.01)]
-    for _ in range(2):
-        s.backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-    return found
-
 
 # --- weights by hand ---
 
@@ -180,38 +134,6 @@ def _keys(s: Scene) -> Any:
 
 
 # --- models of other forms ---
-
-
-class Outputs(Model):
-    """Returns a dict with None, a list, a number, and outputs without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(self.drop(x))
-        return {"y": y, "none": None, "list": [y * 2, y.detach()], "n": 3, "ids": y.argmax(-1)}
-
-
-@tries(
-    "dict outputs with None, lists, and outputs without gradients",
-    "dropout in eval",
-    "an inner module is called (model.blocks[0].linear(x))",
-    "an input that requires grad; its gradient",
-    "keyword arguments",
-    "a buffer is edited in place and replaced",
-    make=Outputs,
-    goes_on=False,
-)
-def _outputs(s: Scene) -> Any:
-    model, x = s.model.eval(), s.x.requires_grad_()
-    model.calls.add_(3)
-    found = model(x=x)
-    (found["y"].square().mean() + found["list"][0].mean()).backward()
-    model.calls = torch.tensor(7.0)
-    seen = [found["y"], found["ids"], model.blocks[0].linear(s.x), model(x=s.x)["y"]]
-    return [s.rows(each) for each in seen], found["none"], found["n"], s.per_row(x.grad)  # type: ignore[arg-type]
 
 
 class Containers(Model):
