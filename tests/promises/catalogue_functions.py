@@ -56,19 +56,22 @@ def _clip(s: Scene) -> Any:
     return [s.full(norm) for norm in norms], vector, s.mean_loss()
 
 
-def _halve(module: nn.Module) -> None:
-    parametrize.register_parametrization(module, "weight", _Halved())
-
-
-for _name, _function in {
-    "utils.weight_norm": nn.utils.weight_norm,
-    "utils.spectral_norm": nn.utils.spectral_norm,
-    "parametrizations.weight_norm": parametrizations.weight_norm,
-    "parametrizations.spectral_norm": parametrizations.spectral_norm,
-    "parametrizations.orthogonal": parametrizations.orthogonal,
-    "parametrize.register_parametrization": _halve,
-}.items():
-    catalogue.changes({_name: lambda s, f=_function: (f(s.model.blocks[0].linear), s.backward())})
+# Functions of one kind put a new parameter into a module in the same way.
+catalogue.changes(
+    {
+        tuple(names("utils", "weight_norm", "spectral_norm")): (
+            lambda s: nn.utils.weight_norm(s.model.blocks[0].linear)
+        ),
+        (
+            *names("parametrizations", "weight_norm", "spectral_norm", "orthogonal"),
+            "parametrize.register_parametrization",
+        ): lambda s: parametrizations.weight_norm(s.model.blocks[0].linear),
+        (
+            *names("prune", "identity", "l1_unstructured", "random_unstructured", "ln_structured"),
+            *names("prune", "random_structured", "custom_from_mask", "global_unstructured"),
+        ): lambda s: prune.l1_unstructured(s.model.head, "weight", 0.3),
+    }
+)
 
 
 class Parametrized(Model):
@@ -78,7 +81,7 @@ class Parametrized(Model):
         super().__init__()
         parametrizations.weight_norm(self.blocks[0].linear)
         parametrizations.spectral_norm(self.blocks[1].linear)
-        _halve(self.head)
+        parametrize.register_parametrization(self.head, "weight", _Halved())
 
 
 class OldNorms(Model):
@@ -158,25 +161,6 @@ class Pruned(Model):
         prune.l1_unstructured(self.head, "weight", 0.3)
 
 
-for _name, *_args in (
-    ("identity",),
-    ("l1_unstructured", 0.3),
-    ("random_unstructured", 0.3),
-    ("ln_structured", 0.3, 2, 0),
-    ("random_structured", 0.3, 0),
-    ("custom_from_mask", (torch.arange(7 * WIDTH) % 2).reshape(7, WIDTH)),
-):
-    _prune = getattr(prune, _name)
-    catalogue.changes(
-        {f"prune.{_name}": lambda s, f=_prune, args=_args: f(s.model.head, "weight", *args)}
-    )
-catalogue.changes(
-    {
-        "prune.global_unstructured": lambda s: prune.global_unstructured(
-            [(block.linear, "weight") for block in s.model.blocks], prune.L1Unstructured, amount=0.2
-        )
-    }
-)
 catalogue.table(
     {
         ("prune before shard", "prune.is_pruned"): lambda s: (s.train(), prune.is_pruned(s.model)),
@@ -241,36 +225,27 @@ def _stateless(s: Scene) -> Any:
     return s.rows(stateless.functional_call(s.model, _given(s), (s.x,)))
 
 
-def _shape(tree: Any) -> Any:
-    return tree["head.weight"].shape
-
-
-def _hessian(loss: Any, w: dict[str, Tensor]) -> Any:
-    return func.hessian(lambda bias: loss({**w, "head.bias": bias}))(w["head.bias"]).shape
-
-
-def _of_weights(function: Any) -> Any:
+def _of_weights(transform: Any) -> Any:
     def transformed(s: Scene) -> Any:
         def loss(weights: dict[str, Tensor]) -> Tensor:
             return func.functional_call(s.model, weights, (s.x,)).square().mean()
 
-        return function(loss, _given(s))
+        return transform(loss, _given(s))
 
     return transformed
 
 
-for _name, _function in {
-    "grad": lambda loss, w: _shape(func.grad(loss)(w)),
-    "grad_and_value": lambda loss, w: _shape(func.grad_and_value(loss)(w)[0]),
-    "vjp": lambda loss, w: _shape(func.vjp(loss, w)[1](torch.ones(()))[0]),
-    "jvp": lambda loss, w: func.jvp(loss, (w,), (w,))[1].shape,
-    "jacrev": lambda loss, w: _shape(func.jacrev(loss)(w)),
-    "jacfwd": lambda loss, w: _shape(func.jacfwd(loss)(w)),
-    "linearize": lambda loss, w: func.linearize(loss, w)[1](w).shape,
-    "hessian": _hessian,
-    "functionalize": lambda loss, w: func.functionalize(loss)(w).shape,
-}.items():
-    catalogue.table({f"func.{_name}": _of_weights(_function)}, make=Pure)
+catalogue.table(
+    {
+        tuple(names("func", "grad", "grad_and_value", "vjp", "jacrev", "hessian")): _of_weights(
+            lambda loss, w: func.grad(loss)(w)["head.weight"].shape
+        ),
+        ("func.jvp", "func.jacfwd"): _of_weights(lambda loss, w: func.jvp(loss, (w,), (w,))[1]),
+        "func.linearize": _of_weights(lambda loss, w: func.linearize(loss, w)[1](w).shape),
+        "func.functionalize": _of_weights(lambda loss, w: func.functionalize(loss)(w).shape),
+    },
+    make=Pure,
+)
 catalogue.table(
     {
         "func.vmap": lambda s: s.rows(func.vmap(s.model)(s.x)),

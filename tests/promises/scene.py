@@ -149,7 +149,7 @@ class Entry:
 
 @dataclass
 class Catalogue:
-    """Trials of one kind, by the namespace that they cover."""
+    """Trials of one kind."""
 
     entries: list[Entry]
 
@@ -212,17 +212,15 @@ def _goes_on(scene: Scene) -> dict[str, Any]:
 def perform(entry: Entry, mesh: DeviceMesh, levels: Sequence[str]) -> dict[str, Outcome]:
     """One trial at several levels: by level, the worst of all ranks' outcomes. A collective."""
     alone = _scene(entry, mesh, None)
-    # Those that are still as they should be.
     ours = {level: _scene(entry, mesh, level) for level in levels}
     found: dict[str, Outcome] = {}
     assert entry.trial is not None
-    steps: list[Trial] = [entry.trial, _state, *([_goes_on] if entry.goes_on else [])]
-    for step in steps:
+    for step in (entry.trial, _state, *([_goes_on] if entry.goes_on else [])):
         expected = _run(step, alone)
-        own = {level: judge(expected, _run(step, scene)) for level, scene in ours.items()}
         if step is not entry.trial and expected[1] is not None:
             break  # plain torch cannot continue either
-        for level, outcome in _agreed(own, mesh).items():
+        for level, scene in list(ours.items()):
+            outcome = _agreed(judge(expected, _run(step, scene)), mesh)
             if step is not entry.trial and outcome.verdict is Verdict.WRONG:
                 outcome = Outcome(Verdict.WRONG, f"afterwards: {outcome.note}")
             found[level] = outcome
@@ -258,19 +256,12 @@ def _kept(value: Any) -> Any:
     return value
 
 
-def _agreed(own: dict[str, Outcome], mesh: DeviceMesh) -> dict[str, Outcome]:
-    """By level, the worst of all ranks' outcomes: all continue, or none."""
-    if not own:
-        return {}
-    group = mesh.get_group()
+def _agreed(own: Outcome, mesh: DeviceMesh) -> Outcome:
+    """The worst of all ranks' outcomes: all continue, or none."""
     found: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(found, own, group=group)
-    agreed = {}
-    for level in own:
-        outcomes: list[Outcome] = [each[level] for each in found]
-        worst = max(outcomes, key=lambda each: each.verdict)
-        if worst.verdict is not Verdict.WRONG and len({each.verdict for each in outcomes}) > 1:
-            names = ", ".join(each.verdict.name for each in outcomes)
-            worst = Outcome(Verdict.WRONG, f"ranks differ: {names}: {worst.note}")
-        agreed[level] = worst
-    return agreed
+    dist.all_gather_object(found, own, group=mesh.get_group())
+    worst: Outcome = max(found, key=lambda each: each.verdict)
+    if worst.verdict is not Verdict.WRONG and len({each.verdict for each in found}) > 1:
+        names = ", ".join(each.verdict.name for each in found)
+        return Outcome(Verdict.WRONG, f"ranks differ: {names}: {worst.note}")
+    return worst

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from types import FunctionType, MethodType
 from typing import Any
@@ -113,9 +113,6 @@ def compare(found: Any, expected: Any, where: str = "result") -> None:
         _same(list(map(str, found)), list(map(str, expected)), f"keys of {where}")
         for key, mine in zip(found, expected, strict=True):
             compare(found[key], expected[mine], f"{where}[{mine}]")
-    elif is_dataclass(expected) and not isinstance(expected, type):
-        for field in fields(expected):
-            compare(getattr(found, field.name), getattr(expected, field.name), field.name)
     elif isinstance(expected, list | tuple | set | Iterator):
         _same(isinstance(found, list | tuple | set | Iterator), True, f"{where} is a sequence")
         ours, theirs = list(found), list(expected)
