@@ -185,27 +185,27 @@ def train_on(
             forward.wait_stream(backward)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
-def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart: bool) -> None:
+def test_training_on_other_streams_than_that_of_shard_is_right(level: str) -> None:
     rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     model = Small(2)
-    on_device = copy.deepcopy(model)
-    expected = fe.shard(model, dist.init_device_mesh("cpu", (2,)), level, options=EACH)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    mesh = dist.init_device_mesh("cpu", (2,))
+    expected = fe.shard(model, mesh, level, options=EACH)
     train_on(model, rows, None, None)
-    engine = fe.shard(on_device, strategy=level, options=EACH)
-    forward = torch.deferred.Stream()
-    backward = torch.deferred.Stream() if apart else forward
-    for stream in (forward, backward):
-        stream.wait_stream(torch.deferred.current_stream())
-    # The work on the stream of shard() is late.
-    with on.delays(compute=2e-4, collective=1e-3, streams={0: 3e-3}), warnings.catch_warnings():
-        warnings.filterwarnings("error", "The AccumulateGrad node's stream does not match")
-        train_on(on_device, rows, forward, backward)
-    with torch.deferred.stream(backward):
-        found = {name: value.cpu() for name, value in engine.full_state_dict().items()}
-    torch.testing.assert_close(found, dict(expected.full_state_dict()), rtol=0, atol=1e-6)
+    first, second = torch.deferred.Stream(), torch.deferred.Stream()
+    for on_device, backward in zip(models, (first, second), strict=True):
+        engine = fe.shard(on_device, strategy=level, options=EACH)
+        for stream in (first, backward):
+            stream.wait_stream(torch.deferred.current_stream())
+        # The work on the stream of shard() is late.
+        with on.delays(compute=2e-4, collective=1e-3, streams={0: 3e-3}), warnings.catch_warnings():
+            warnings.filterwarnings("error", "The AccumulateGrad node's stream does not match")
+            train_on(on_device, rows, first, backward)
+        with torch.deferred.stream(backward):
+            found = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+        torch.testing.assert_close(found, dict(expected.full_state_dict()), rtol=0, atol=1e-6)
 
 
 class OfAnotherBackend:
@@ -271,7 +271,8 @@ class Allocations(TorchDispatchMode):
 @on_ranks(1)
 def test_a_block_of_pinned_memory_is_allocated_once() -> None:
     with Allocations() as allocations:
-        assert HostBlock(1000, pinned=True).bytes.is_pinned()
+        block = HostBlock(1000, pinned=True)
+    assert block.bytes.is_pinned()
     assert allocations.num_bytes == [1000]
 
 

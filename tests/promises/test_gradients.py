@@ -40,26 +40,13 @@ class Net(nn.Module):
     def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((6,), 1.5))
-        self.blocks = nn.ModuleList([block(), block()])
+        self.blocks = nn.Sequential(block(), block())
         self.head = nn.Linear(6, 3)
         self.unused = nn.Linear(3, 3)
 
     def forward(self, x: Any, everything: bool = False) -> Any:
-        x = x * self.scale
-        for block in self.blocks:
-            x = block(x)
-        out = self.head(x)
+        out = self.head(self.blocks(x * self.scale))
         return out + self.unused(out) if everything else out
-
-
-class EncoderAndHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.encoder(x))
 
 
 class Ignoring(nn.Module):
@@ -112,7 +99,7 @@ def first(model: Any, x: Tensor) -> Tensor:
 
 
 def encode(model: Any, x: Tensor) -> Tensor:
-    return mean_square(model.encoder, x)
+    return mean_square(model.blocks, x)
 
 
 def penalty(model: Any, x: Tensor) -> Tensor:
@@ -185,7 +172,7 @@ CASES: dict[str, Steps] = {
     "a unit outside the root": (Net, [(first, False), (first, False), plain], (True, False)),
     "a unit alone, from zeros on": (Net, [first], (False, False, True, True)),
     "a child in place of the model": (
-        EncoderAndHead,
+        Net,
         [(encode, False), (plain, False), (encode, False), encode],
         (True, False, True),
     ),
@@ -196,7 +183,7 @@ CASES: dict[str, Steps] = {
     "backwards and microbatches": (Net, [plain, (plain, False), plain], (False, True)),
     "edited": (Net, edits, (True, True)),
     "set": (Net, [set_some, plain, set_some, (plain, False), plain], (True, True)),
-    "cleared between microbatches": (EncoderAndHead, cleared, (True, True)),
+    "cleared between microbatches": (Net, cleared, (True, True)),
     "an input that is ignored": (Ignoring, [plain], (True, True)),
 }
 
@@ -266,7 +253,7 @@ def test_what_is_reduced_is_not_rounded_again_by_a_narrow_wire(place: Place) -> 
 
 @everywhere
 def test_gradients_edited_between_microbatches_are_refused_by_name(place: Place) -> None:
-    model = EncoderAndHead()
+    model = Net()
     engine = place.shard(model)
     x = torch.ones(2, 6)
     with engine.no_sync():
