@@ -56,20 +56,31 @@ def _clip(s: Scene) -> Any:
     return [s.full(norm) for norm in norms], vector, s.mean_loss()
 
 
-# Functions of one kind put a new parameter into a module in the same way.
+def _halve(module: nn.Module) -> None:
+    parametrize.register_parametrization(module, "weight", _Halved())
+
+
+# Each puts a new parameter into a module.
+for _name, _function, *_args in (
+    ("utils.weight_norm", nn.utils.weight_norm),
+    ("utils.spectral_norm", nn.utils.spectral_norm),
+    ("parametrizations.weight_norm", parametrizations.weight_norm),
+    ("parametrizations.spectral_norm", parametrizations.spectral_norm),
+    ("parametrizations.orthogonal", parametrizations.orthogonal),
+    ("parametrize.register_parametrization", _halve),
+    ("prune.identity", prune.identity, "weight"),
+    ("prune.l1_unstructured", prune.l1_unstructured, "weight", 0.3),
+    ("prune.random_unstructured", prune.random_unstructured, "weight", 0.3),
+    ("prune.ln_structured", prune.ln_structured, "weight", 0.3, 2, 0),
+    ("prune.random_structured", prune.random_structured, "weight", 0.3, 0),
+    ("prune.custom_from_mask", prune.custom_from_mask, "weight", torch.ones(7, WIDTH).tril()),
+):
+    catalogue.changes({_name: lambda s, f=_function, args=_args: f(s.model.head, *args)})
 catalogue.changes(
     {
-        tuple(names("utils", "weight_norm", "spectral_norm")): (
-            lambda s: nn.utils.weight_norm(s.model.blocks[0].linear)
-        ),
-        (
-            *names("parametrizations", "weight_norm", "spectral_norm", "orthogonal"),
-            "parametrize.register_parametrization",
-        ): lambda s: parametrizations.weight_norm(s.model.blocks[0].linear),
-        (
-            *names("prune", "identity", "l1_unstructured", "random_unstructured", "ln_structured"),
-            *names("prune", "random_structured", "custom_from_mask", "global_unstructured"),
-        ): lambda s: prune.l1_unstructured(s.model.head, "weight", 0.3),
+        "prune.global_unstructured": lambda s: prune.global_unstructured(
+            [(s.model.head, "weight")], prune.L1Unstructured, amount=0.2
+        )
     }
 )
 
@@ -81,7 +92,7 @@ class Parametrized(Model):
         super().__init__()
         parametrizations.weight_norm(self.blocks[0].linear)
         parametrizations.spectral_norm(self.blocks[1].linear)
-        parametrize.register_parametrization(self.head, "weight", _Halved())
+        _halve(self.head)
 
 
 class OldNorms(Model):
