@@ -108,8 +108,6 @@ def test_gradients_of_a_penalty_outside_forward_and_what_hooks_see() -> None:
     seen: dict[str, Tensor] = {}
     for level in CUT:
         model, engine = both(level, **UNEVEN)
-        for name, param in engine.model.named_parameters():
-            param.register_hook(lambda grad, name=name: seen.__setitem__(name, whole(grad)))
         for each in (model, engine.model):
             penalty: Tensor = torch.zeros(())
             for param in each.parameters():
@@ -119,7 +117,7 @@ def test_gradients_of_a_penalty_outside_forward_and_what_hooks_see() -> None:
             (each(TOKENS) + 0.1 * (penalty + (full * weights).sum())).backward()
         for name, plain, param in pairs(model, engine):
             assert torch.allclose(whole(param.grad), plain.grad, rtol=1e-3, atol=1e-5), name
-        seen.clear()
+            param.register_hook(lambda grad, name=name: seen.__setitem__(name, whole(grad)))
         engine.model.zero_grad()
         model.zero_grad()
         engine.model(tokens_for(0, 0, engine.mesh.rank)).backward()
