@@ -180,9 +180,7 @@ def delays(
     """Slows the device within the block, which ends with a synchronisation.
 
     Args:
-        compute: seconds before each kernel.
-        copy: seconds before each copy.
-        collective: seconds before each collective.
+        compute, copy, collective: seconds before each kernel, copy, collective.
         host: seconds before each submission, in the host.
         streams: seconds for each kernel, copy and collective of a stream, by its id.
         seed: the figures are upper bounds of a uniform distribution, drawn from this seed, the

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fsdp_engine as fe
 from tests.async_device import device as on
 from tests.models import Small, Transformer, token_batch, vector_batch
-from tests.reference import Data, OptimizerMaker, make_data, sgd
+from tests.reference import Data, OptimizerMaker, full, make_data, sgd
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # The last level always, the others in ``make test-all``.
@@ -41,13 +41,8 @@ class Job:
     """A model and how it is trained.
 
     Attributes:
-        make_model: makes the model; it draws from the seed that :func:`train` sets.
-        make_batch: makes a batch of so many rows from a seed.
-        pair: levels of the strategy, inner and outer.
         sizes: of the mesh, (inner,) or (outer, inner).
         num_micro: microbatches of a step; all but the last one run under ``no_sync()``.
-        make_optimizer: gets the sharded parameters.
-        clips: whether gradients are clipped, by the engine.
         options: further arguments of ``shard``, as items.
     """
 
@@ -76,11 +71,11 @@ small_job = functools.partial(Job, functools.partial(Small, 2), vector_batch)
 
 @dataclass
 class Result:
-    """What a run gave on this rank: losses of microbatches, norms of steps, weights at the end."""
+    """What a run gave on this rank."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float]  # of microbatches
+    norms: list[float]  # of steps
+    weights: dict[str, Tensor]  # at the end
 
 
 def mesh_of(device_type: str, sizes: tuple[int, ...]) -> DeviceMesh:
@@ -92,18 +87,21 @@ def on_device(batch: Any, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(part.to(device) for part in batch)
 
 
+def of_this_rank(data: Data, device: torch.device) -> list[list[tuple[Tensor, ...]]]:
+    """This rank's batches, by step and microbatch."""
+    rank = dist.get_rank()
+    return [[on_device(parts[rank], device) for parts in step] for step in data]
+
+
 @sdpa_kernel(SDPBackend.MATH)  # on the CPU too: the same kernels
 def train_with(
     engine: fe.Engine, optimizer: torch.optim.Optimizer, data: Data, clips: bool = True
 ) -> Result:
     """Trains this rank's part of ``data``."""
     model: Any = engine.model
-    losses, norms = [], []
-    mine = [
-        [on_device(parts[dist.get_rank()], engine.mesh.device) for parts in microbatches]
-        for microbatches in data
-    ]
-    for microbatches in mine:
+    losses: list[Any] = []
+    norms: list[Any] = []
+    for microbatches in of_this_rank(data, engine.mesh.device):
         for index, batch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
             with nullcontext() if is_last else engine.no_sync():
@@ -114,11 +112,8 @@ def train_with(
             norms.append(engine.clip_grad_norm_(MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-    return Result(
-        [loss.item() for loss in losses],
-        [norm.item() for norm in norms],
-        weights_of(engine),
-    )
+    losses, norms = [each.item() for each in losses], [each.item() for each in norms]
+    return Result(losses, norms, weights_of(engine))
 
 
 def step_by_step(
@@ -150,8 +145,7 @@ def state_of(engine: fe.Engine, optimizer: torch.optim.Optimizer) -> dict[str, T
     found = weights_of(engine)
     for name, parameter in engine.model.named_parameters():
         for key, value in optimizer.state[parameter].items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[f"{name}.{key}"] = full.detach().cpu().clone()
+            found[f"{name}.{key}"] = full(value).cpu()
     return found
 
 
@@ -209,10 +203,5 @@ def compare(job: Job, tolerance: float = 0.0, seed: int = 0, delay: float = 2e-4
 
 def random_delays(seed: int, delay: float = 2e-4) -> Any:
     """Delays drawn from ``seed`` and the rank; those of collectives reach ten times ``delay``."""
-    return on.delays(
-        compute=delay,
-        copy=delay,
-        collective=10 * delay,
-        host=delay / 4,
-        seed=seed * dist.get_world_size() + dist.get_rank(),
-    )
+    seed = seed * dist.get_world_size() + dist.get_rank()
+    return on.delays(delay, delay, 10 * delay, delay / 4, seed=seed)

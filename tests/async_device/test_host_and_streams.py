@@ -10,6 +10,7 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
 from fsdp_engine.comm import mesh as mesh_module
-from fsdp_engine.comm.collectives import Communicator
+from fsdp_engine.comm.collectives import Communicator, all_reduce_
 from fsdp_engine.comm.lanes import DeviceLane, make_lanes
-from fsdp_engine.engine import engine_of
 from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.runtime.unit import State
 from tests.async_device import device as on
@@ -33,25 +33,32 @@ from tests.pool import on_few_ranks, on_ranks
 
 ranks = device.ranks
 
+EACH = fe.Options(min_unit_size=0)
+
 
 @on_few_ranks
 def test_the_engine_without_a_mesh_is_on_the_accelerator_and_its_lanes_are_streams() -> None:
-    for level in ("optim", "optim_grads_params"):
-        model = Small(2)
-        engine = fe.shard(copy.deepcopy(model), strategy=level, options=fe.Options(min_unit_size=0))
-        assert engine.mesh.device == on.DEVICE
-        assert all(isinstance(lane, DeviceLane) for lane in make_lanes(engine.mesh.device).all)
-        state = engine.full_state_dict()
-        assert all(
-            torch.equal(state[name].cpu(), each) for name, each in model.state_dict().items()
-        )
+    model = Small(2)
+    engine = fe.shard(copy.deepcopy(model), options=EACH)
+    assert engine.mesh.device == on.DEVICE
+    assert all(isinstance(lane, DeviceLane) for lane in make_lanes(engine.mesh.device).all)
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value.cpu(), model.state_dict()[name]), name
+
+
+@on_ranks(2)
+def test_sums_of_host_memory_go_through_a_group_of_the_device_alone() -> None:
+    group = dist.new_group(backend=on.NAME)
+    host = torch.tensor([dist.get_rank() + 1.0])
+    assert all_reduce_(host, group).tolist() == [3.0]
+    assert host.tolist() == [3.0]
 
 
 @on_ranks(2)
 def test_the_host_waits_for_nothing_in_a_steady_step() -> None:
     for level in LEVELS:
         model = Small()
-        engine = fe.shard(model, strategy=level, options=fe.Options(min_unit_size=0))
+        engine = fe.shard(model, strategy=level, options=EACH)
         assert len(engine.units) > 3
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         batch = [part.to(on.DEVICE) for part in vector_batch(2, dist.get_rank())]
@@ -77,40 +84,36 @@ class Towers(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
-def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradient(
-    level: str,
-) -> None:
+def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradient() -> None:
     """Tower 0 is reached on all ranks, tower 1 on rank 1 alone, tower 2 on none."""
-    model = Towers()
-    before = [param.detach().clone() for param in model.parameters()]
-    # Where parameters are cut, ranks have to use the same units.
-    units = [] if level == "optim_grads_params" else list(model.towers)
-    engine = fe.shard(model, units=units, strategy=level)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5, foreach=False)
     x = torch.ones(2, 8, device=on.DEVICE)
+    for level in LEVELS:
+        model = Towers()
+        before = copy.deepcopy(model.state_dict())
+        # Where parameters are cut, ranks have to use the same units.
+        units = [] if level == "optim_grads_params" else list(model.towers)
+        engine = fe.shard(model, units=units, strategy=level)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5, foreach=False)
 
-    def step() -> None:
-        model(x, [0, 1][: dist.get_rank() + 1]).backward()
-        optimizer.step()
-        assert [param.grad is None for param in model.parameters()] == [False] * 4 + [True] * 2
-        optimizer.zero_grad()
+        def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            model(x, [0, 1][: dist.get_rank() + 1]).backward()
+            optimizer.step()
+            absent = [param.grad is None for param in model.parameters()]
+            assert absent == [False] * 4 + [True] * 2
+            optimizer.zero_grad()
 
-    for _ in range(2):
-        step()
-    torch.accelerator.synchronize()
-    with on.count_host_syncs() as syncs, on.held():
-        step()  # would never end if it waited for the held stream
-    # Rank 1 waits for the other host's answer, beside what the device has to do.
-    assert all(site.startswith("step_message.py") for _, site in syncs), syncs
-    assert sum(syncs.values()) <= 1, syncs
-    after = engine.full_state_dict()
-    same = [
-        torch.equal(after[name].cpu(), old)
-        for (name, _), old in zip(model.named_parameters(), before, strict=True)
-    ]
-    assert same == [False] * 4 + [True] * 2
+        for _ in range(2):
+            step()
+        torch.accelerator.synchronize()
+        with on.count_host_syncs() as syncs, on.held():
+            step()  # would never end if it waited for the held stream
+        # Rank 1 waits for the other host's answer, beside what the device has to do.
+        assert all(site.startswith("step_message.py") for _, site in syncs), syncs
+        assert sum(syncs.values()) <= 1, syncs
+        after = engine.full_state_dict()
+        same = [torch.equal(after[name].cpu(), old) for name, old in before.items()]
+        assert same == [False] * 4 + [True] * 2
 
 
 def blocks_of(num: int) -> nn.Sequential:
@@ -123,9 +126,11 @@ def test_activations_reuse_the_memory_of_full_parameters_that_are_freed() -> Non
     engine = fe.shard(model, units=list(model), strategy="optim_grads_params")
     (buffer,) = engine.buffers
     addresses: list[int] = []
-    model[0].register_forward_pre_hook(
-        lambda module, args: addresses.append(buffer.full_params[0].data_ptr())
-    )
+
+    def note(module: nn.Module, args: object) -> None:
+        addresses.append(buffer.full_params[0].data_ptr())
+
+    model[0].register_forward_pre_hook(note)
     with torch.no_grad():
         model(torch.ones(2, 64, device=on.DEVICE))
     activation = torch.empty(buffer.weights.transient_bytes // 4, device=on.DEVICE)
@@ -180,34 +185,27 @@ def train_on(
             forward.wait_stream(backward)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
-def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart: bool) -> None:
+def test_training_on_other_streams_than_that_of_shard_is_right(level: str) -> None:
     rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     model = Small(2)
-    on_device = copy.deepcopy(model)
-    fe.shard(
-        model,
-        dist.init_device_mesh("cpu", (2,)),
-        strategy=level,
-        options=fe.Options(min_unit_size=0),
-    )
+    models = [copy.deepcopy(model) for _ in range(2)]
+    mesh = dist.init_device_mesh("cpu", (2,))
+    expected = fe.shard(model, mesh, level, options=EACH)
     train_on(model, rows, None, None)
-    engine = fe.shard(on_device, strategy=level, options=fe.Options(min_unit_size=0))
-    forward = torch.deferred.Stream()
-    backward = torch.deferred.Stream() if apart else forward
-    for stream in (forward, backward):
-        stream.wait_stream(torch.deferred.current_stream())
-    # The work on the stream of shard() is late.
-    with on.delays(compute=2e-4, collective=1e-3, streams={0: 3e-3}), warnings.catch_warnings():
-        warnings.filterwarnings("error", "The AccumulateGrad node's stream does not match")
-        train_on(on_device, rows, forward, backward)
-    with torch.deferred.stream(backward):
-        found = engine.full_state_dict()
-    expected = engine_of(model).full_state_dict()
-    for name, _ in model.named_parameters():
-        torch.testing.assert_close(found[name].cpu(), expected[name], rtol=0, atol=1e-6)
+    first, second = torch.deferred.Stream(), torch.deferred.Stream()
+    for on_device, backward in zip(models, (first, second), strict=True):
+        engine = fe.shard(on_device, strategy=level, options=EACH)
+        for stream in (first, backward):
+            stream.wait_stream(torch.deferred.current_stream())
+        # The work on the stream of shard() is late.
+        with on.delays(compute=2e-4, collective=1e-3, streams={0: 3e-3}), warnings.catch_warnings():
+            warnings.filterwarnings("error", "The AccumulateGrad node's stream does not match")
+            train_on(on_device, rows, first, backward)
+        with torch.deferred.stream(backward):
+            found = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+        torch.testing.assert_close(found, dict(expected.full_state_dict()), rtol=0, atol=1e-6)
 
 
 class OfAnotherBackend:
@@ -250,19 +248,10 @@ def test_collectives_of_a_backend_that_is_not_the_devices_own_are_waited_for() -
 def test_a_mesh_whose_collectives_do_not_wait_for_streams_is_refused() -> None:
     """torch's MPI, which needs a torch of its own: its name alone is tried."""
     model = blocks_of(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh_module, "name_of_backend", lambda group, device: "mpi")
-        with pytest.raises(ValueError, match=r"expected a backend for deferred tensors .* MPI"):
-            fe.shard(model)
+    refuses = pytest.raises(ValueError, match=r"expected a backend for deferred tensors .* MPI")
+    with patch.object(mesh_module, "name_of_backend", return_value="mpi"), refuses:
+        fe.shard(model)
     fe.shard(model)
-
-
-@on_ranks(1)
-def test_a_block_of_pinned_memory_is_allocated_once() -> None:
-    with Allocations() as allocations:
-        block = HostBlock(1000, pinned=True)
-    assert block.bytes.is_pinned()
-    assert allocations.num_bytes == [1000]
 
 
 class Allocations(TorchDispatchMode):
@@ -279,21 +268,25 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+@on_ranks(1)
+def test_a_block_of_pinned_memory_is_allocated_once() -> None:
+    with Allocations() as allocations:
+        block = HostBlock(1000, pinned=True)
+    assert block.bytes.is_pinned()
+    assert allocations.num_bytes == [1000]
+
+
 @on_ranks(2)
 def test_all_communicators_are_made_by_shard_and_none_in_training() -> None:
     connected: list[dist.ProcessGroup] = []
-    all_reduce_ = mesh_module.all_reduce_
 
     def note(tensor: Tensor, group: Any, op: str = "sum", what: str = "") -> Tensor:
         connected.append(group)
         return all_reduce_(tensor, group, op, what)
 
-    mesh_module.all_reduce_ = note
-    try:
+    with patch.object(mesh_module, "all_reduce_", note):
         mesh = fe.shard(blocks_of(2)).mesh
         fe.shard(blocks_of(2))  # has them
-    finally:
-        mesh_module.all_reduce_ = all_reduce_
     ends = [mesh.inner.gather_group, mesh.inner.reduce_group]
     assert connected == [*ends, mesh.message_group]
     assert mesh.control_group in ends

@@ -15,9 +15,9 @@ A wait is *implied* if the waiter has waited for as much of the source's work be
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ import fsdp_engine as fe
 from fsdp_engine.comm.lanes import DeviceLane
 from fsdp_engine.memory.allocator import TransientStorage
 from tests.async_device import device as on
-from tests.async_device.scene import MAX_NORM, Job, mesh_of, on_device, weights_of
+from tests.async_device.scene import MAX_NORM, Job, mesh_of, of_this_rank, weights_of
 from tests.models import Chain, vector_batch
 
 NUM_BLOCKS, DIM = 5, 16
@@ -108,28 +108,17 @@ PROGRAMS: dict[str, Job] = {
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait of a steady step.
+    """A wait of a steady step."""
 
-    Attributes:
-        number: of the program's waits.
-        place: the innermost function of the engine above its lanes, as "file.function".
-        waiter, source: names of lanes.
-        implied: see the module docstring.
-    """
-
-    number: int
-    place: str
-    waiter: str
-    source: str
-    implied: bool
+    number: int  # of the program's waits
+    place: str  # see ``place``
+    waiter: str  # name of a lane
+    source: str  # name of a lane
+    implied: bool  # see the module docstring
 
 
 class Watch:
-    """Notes each wait of the lanes.
-
-    Attributes:
-        waits: the recorded waits.
-    """
+    """Notes each wait of the lanes, in ``waits``."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
@@ -235,11 +224,7 @@ class Program:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._mesh = mesh_of(on.NAME, job.sizes)
-        rank = dist.get_rank()
-        self._data = [
-            [on_device(parts[rank], on.DEVICE) for parts in microbatches]
-            for microbatches in job.data()
-        ]
+        self._data = of_this_rank(job.data(), on.DEVICE)
         self.right, counts, waits = self.run()
         again, _, _ = self.run()
         assert torch.equal(again, self.right)
@@ -311,5 +296,4 @@ def sweep(name: str) -> list[dict[str, Any]]:
 
 
 def num_ranks(name: str) -> int:
-    sizes: Sequence[int] = PROGRAMS[name].sizes
-    return functools.reduce(int.__mul__, sizes, 1)
+    return math.prod(PROGRAMS[name].sizes)

@@ -34,8 +34,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, blocks of a norm and two linears, a norm and a head."""
-
     def __init__(
         self, width: int = 12, hidden: int = 20, words: int = 24, *, tied: bool = False
     ) -> None:

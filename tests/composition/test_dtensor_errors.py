@@ -22,16 +22,6 @@ def two_by_two() -> DeviceMesh:
     return mesh_of((2, 2), ("dp", "tp"))
 
 
-def refused(model: nn.Module, mesh: DeviceMesh | None, *said: str) -> None:
-    """``fe.shard`` raises ValueError here, with these words; the model is as it was."""
-    before = {name: id(param) for name, param in model.named_parameters()}
-    with pytest.raises(ValueError, match=re.escape(said[0])) as raised:
-        fe.shard(model, mesh)
-    for word in said:
-        assert word in str(raised.value), raised.value
-    assert before == {name: id(param) for name, param in model.named_parameters()}
-
-
 def with_norm(weight: Any, model: Any) -> Any:
     model.norm.weight = nn.Parameter(weight)
     return model
@@ -42,58 +32,58 @@ def test_dtensors_that_cannot_be_sharded() -> None:
     mesh = two_by_two()
     tp, dp = mesh["tp"], mesh["dp"]
     model = cut(Model(), tp)
-    refused(model, None, "embedding.weight", 'mesh["dp"]')
-    refused(model, mesh, "embedding.weight", "overlapping")
-    refused(model, tp, "embedding.weight", "overlapping")
-    refused(model, mesh_of((4,), ("all",)), "embedding.weight")
     # A mesh that is not cut from the same one.
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     data = DeviceMesh.from_group(groups[dist.get_rank() % 2], "cpu")
-    refused(model, data, "embedding.weight", "names")
     # Another device.
     elsewhere = DeviceMesh("cuda", tp.mesh, mesh_dim_names=("tp",), _init_backend=False)
     meta = TensorMeta(torch.Size((12,)), (1,), torch.float32)
-    spec = DTensorSpec(elsewhere, (Shard(0),), tensor_meta=meta)
     make: Any = DTensor
-    on_cuda = make(torch.ones(6), spec, requires_grad=False)
-    refused(with_norm(on_cuda, cut(Model(), tp)), dp, "norm.weight", "one on cuda")
+    spec = DTensorSpec(elsewhere, (Shard(0),), tensor_meta=meta)
+    on_cuda = with_norm(make(torch.ones(6), spec, requires_grad=False), cut(Model(), tp))
     # Placements that are no shards.
-    partial = DTensor.from_local(torch.ones(12), tp, [Partial()])
-    refused(with_norm(partial, Model()), dp, "norm.weight", "Partial")
+    partial = with_norm(DTensor.from_local(torch.ones(12), tp, [Partial()]), Model())
     # A plain tensor and a DTensor in one tie.
-    model = Model(tied=True)
-    whole = model.embedding.weight.detach()
-    model.head.weight = nn.Parameter(DTensor.from_local(whole, tp, [Replicate()]))
-    refused(model, dp, "embedding.weight", "head.weight", "same elements")
+    tied = Model(tied=True)
+    whole = tied.embedding.weight.detach()
+    tied.head.weight = nn.Parameter(DTensor.from_local(whole, tp, [Replicate()]))
+    refusals: list[tuple[nn.Module, DeviceMesh | None, tuple[str, ...]]] = [
+        (model, None, ("embedding.weight", 'mesh["dp"]')),
+        (model, mesh, ("embedding.weight", "overlapping")),
+        (model, tp, ("embedding.weight", "overlapping")),
+        (model, mesh_of((4,), ("all",)), ("embedding.weight",)),
+        (model, data, ("embedding.weight", "names")),
+        (on_cuda, dp, ("norm.weight", "one on cuda")),
+        (partial, dp, ("norm.weight", "Partial")),
+        (tied, dp, ("embedding.weight", "head.weight", "same elements")),
+    ]
+    for refused, given, said in refusals:
+        before = {name: id(param) for name, param in refused.named_parameters()}
+        with pytest.raises(ValueError, match=re.escape(said[0])) as raised:
+            fe.shard(refused, given)
+        assert all(word in str(raised.value) for word in said), raised.value
+        assert before == {name: id(param) for name, param in refused.named_parameters()}
 
 
 @on_ranks(4)
 def test_what_one_rank_raises_all_raise() -> None:
-    mesh = two_by_two()
-    rank = dist.get_rank()
+    rank, mesh = dist.get_rank(), two_by_two()
 
     def granule(name: str, param: Tensor) -> int:
         if rank == 3:
             raise KeyError(name)
         return 1
 
-    before = cut(Model(), mesh["tp"])
     with pytest.raises(KeyError if rank == 3 else Exception, match="embedding"):
-        fe.shard(before, mesh["dp"], options=fe.Options(granule=granule))
-
-
-@on_ranks(4)
-def test_initial_values_that_differ_in_one_shard() -> None:
-    mesh = two_by_two()
+        fe.shard(cut(Model(), mesh["tp"]), mesh["dp"], options=fe.Options(granule=granule))
     torch.manual_seed(1)
     model = cut(Model(), mesh["tp"])
-    if dist.get_rank() == 2:
+    if rank == 2:
         shard: Any = model.blocks[1].up.weight
         shard.data._local_tensor.add_(1)
     # On ranks 0 and 2, which share it, and on the others, which would wait for them for ever.
-    with pytest.raises(
-        ValueError, match=r"blocks\.1\.up\.weight: expected the same initial values"
-    ):
+    expected = r"blocks\.1\.up\.weight: expected the same initial values"
+    with pytest.raises(ValueError, match=expected):
         fe.shard(model, mesh["dp"])
 
 
@@ -123,7 +113,6 @@ class Odd(nn.Module):
 def test_a_gradient_that_is_no_dtensor() -> None:
     mesh = two_by_two()
     engine = fe.shard(Odd(mesh["tp"]), mesh["dp"])
-    with pytest.raises(
-        RuntimeError, match="backward: expected for weight a gradient that is a DTensor"
-    ):
+    expected = "backward: expected for weight a gradient that is a DTensor"
+    with pytest.raises(RuntimeError, match=expected):
         engine.model(torch.ones(1, requires_grad=True)).sum().backward()

@@ -20,6 +20,7 @@ from tests.pool import Ranks
 from tests.scenario import Scenario
 
 NAMES = ("dp", "tp"), ("outer", "dp", "tp")
+THOROUGH = pytest.mark.thorough
 
 
 def scenario(
@@ -65,20 +66,23 @@ def scenario(
     )
 
 
-def check(sizes: Sequence[int], ways: Sequence[tuple[str, str, int, dict[str, Any]]]) -> None:
-    for inner, outer, microbatches, options in ways:
-        scenario(sizes, **options).but(pair=(inner, outer), microbatches=microbatches).check()
-
-
-WAYS: list[tuple[str, str, int, dict[str, Any]]] = [
+Way = tuple[str, str, int, dict[str, Any]]
+LEVEL_3 = ("optim_grads_params", "no_shard")
+# Levels, microbatches, and arguments of ``scenario``.
+WAYS: list[Way] = [
     ("no_shard", "no_shard", 2, {}),
     ("optim", "no_shard", 1, {"sequence": True, "by_torch": True}),
     ("optim_grads", "no_shard", 2, {"tied": True}),
-    ("optim_grads_params", "no_shard", 1, {"sequence": True}),
-    ("optim_grads_params", "no_shard", 2, {"tied": True, "by_torch": True}),
+    (*LEVEL_3, 1, {"sequence": True}),
+    (*LEVEL_3, 2, {"tied": True, "by_torch": True}),
     # Hidden sizes that two ranks cannot share evenly, so that slices of replicas lie elsewhere.
-    ("optim_grads_params", "no_shard", 1, {"hidden": 17, "width": 6, "words": 23}),
+    (*LEVEL_3, 1, {"hidden": 17, "width": 6, "words": 23}),
 ]
+
+
+def check(sizes: Sequence[int], ways: Sequence[Way]) -> None:
+    for inner, outer, microbatches, options in ways:
+        scenario(sizes, **options).but(pair=(inner, outer), microbatches=microbatches).check()
 
 
 def test_tensor_parallel_and_one_data_axis(ranks: Ranks) -> None:
@@ -89,8 +93,7 @@ def test_tensor_parallel_and_one_data_axis(ranks: Ranks) -> None:
     "shape",
     [
         {"hidden": 17, "words": 21},
-        pytest.param({"hidden": 3}, marks=pytest.mark.thorough),
-        pytest.param({"hidden": 5}, marks=pytest.mark.thorough),
+        *(pytest.param({"hidden": n}, marks=THOROUGH) for n in (3, 5)),
     ],
 )
 def test_uneven_shards_over_four_ranks(ranks: Ranks, shape: dict[str, int]) -> None:
@@ -98,7 +101,7 @@ def test_uneven_shards_over_four_ranks(ranks: Ranks, shape: dict[str, int]) -> N
     ranks.run(check, (1, 4), ways)
 
 
-@pytest.mark.thorough
+@THOROUGH
 def test_tensor_parallel_and_two_data_axes() -> None:
     pool = Ranks(8)
     try:
@@ -107,28 +110,33 @@ def test_tensor_parallel_and_two_data_axes() -> None:
         pool.close()
 
 
-def with_recomputation(sizes: Sequence[int]) -> None:
-    def recompute(model: Any) -> None:
+def with_recomputed_and_frozen_weights(sizes: Sequence[int]) -> None:
+    def prepare(model: Any) -> None:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    scenario(sizes, sequence=True, prepare=recompute).check()
+    def frozen(**options: Any) -> Model:
+        model = Model(**options)
+        model.embedding.requires_grad_(False)
+        model.blocks[1].up.weight.requires_grad_(False)  # type: ignore[union-attr]
+        return model
+
+    scenario(sizes, sequence=True, prepare=prepare).check()
+    for level in ("optim", "optim_grads_params"):
+        scenario(sizes, sequence=True, model=frozen).but(pair=(level, "no_shard")).check()
 
 
 def from_meta(sizes: Sequence[int]) -> None:
     """Values are those that the model without tensor parallelism would get, on any ranks."""
-    states = []
-    for tensor_parallel in (False, True):
+    mesh, states = mesh_of(sizes, NAMES[0]), []
+    for is_cut in (False, True):
         torch.manual_seed(8)
-        mesh = mesh_of(sizes, NAMES[0])
         with torch.device("meta"):
             model = Model(hidden=17)
-        if tensor_parallel:
+        if is_cut:
             cut(model, mesh["tp"], sequence=True)
-            engine = fe.shard(model, mesh["dp"], "optim_grads_params")
-        else:
-            engine = fe.shard(model, mesh_of((dist.get_world_size(),), ("all",)))
-        states.append(engine.full_state_dict())
+        data = mesh["dp"] if is_cut else mesh_of((dist.get_world_size(),), ("all",))
+        states.append(fe.shard(model, data).full_state_dict())
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name
 
@@ -146,11 +154,6 @@ def from_the_first_rank(sizes: Sequence[int]) -> None:
     scenario(sizes, prepare=change).but(options={"initial_values": "rank0"}).check()
 
 
-def with_planned_addresses(sizes: Sequence[int]) -> None:
-    config = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
-    scenario(sizes, tied=True).but(options={"config": config}).check()
-
-
 def in_bf16(sizes: Sequence[int]) -> None:
     """Against data parallelism alone in the same dtypes, whose rounding is another."""
     policy = fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -160,36 +163,13 @@ def in_bf16(sizes: Sequence[int]) -> None:
     assert ours.norms == pytest.approx(theirs.norms, rel=0.02)
 
 
-def with_frozen_weights(sizes: Sequence[int]) -> None:
-    def frozen(**options: Any) -> Model:
-        model = Model(**options)
-        model.embedding.requires_grad_(False)
-        model.blocks[1].up.weight.requires_grad_(False)  # type: ignore[union-attr]
-        return model
-
-    for level in ("optim", "optim_grads_params"):
-        scenario(sizes, sequence=True, model=frozen).but(pair=(level, "no_shard")).check()
-
-
-OPTIONS = (
-    with_recomputation,
-    from_meta,
-    from_the_first_rank,
-    with_planned_addresses,
-    in_bf16,
-    with_frozen_weights,
-)
-
-
 def in_many_ways(sizes: Sequence[int]) -> None:
-    for run in OPTIONS:
-        try:
-            run(sizes)
-        except Exception as error:
-            error.add_note(run.__name__)
-            raise
+    with_recomputed_and_frozen_weights(sizes)
+    from_meta(sizes)
+    from_the_first_rank(sizes)
+    in_bf16(sizes)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=THOROUGH)])
 def test_with_what_else_a_model_has(ranks: Ranks, sizes: tuple[int, int]) -> None:
     ranks.run(in_many_ways, sizes)

@@ -28,25 +28,19 @@ from tests.promises import (
     catalogue_functions,
     catalogue_module,
     catalogue_programs,
-    catalogue_reports,
     catalogue_tensor,
 )
 from tests.promises.everywhere import LEVELS
-from tests.promises.scene import Entry, perform
+from tests.promises.scene import Entry, names, perform
 from tests.promises.trial import Outcome, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "promises.md"
 BEGIN, END = "<!-- written by tests/promises/catalogue.py -->", "<!-- to here -->"
 
-# Known to be wrong, to be mended: names of entries, which are not run, and of
-# tensor functions.
-BEING_MENDED: frozenset[str] = frozenset()
-
 SECTIONS: dict[str, list[Entry]] = {
     "Modules and optimizers": catalogue_module.catalogue.entries,
     "Functions that take modules, parameters or optimizers": catalogue_functions.catalogue.entries,
     "Programs": catalogue_programs.catalogue.entries,
-    "Programs from public reports": catalogue_reports.catalogue.entries,
 }
 ENTRIES = [entry for entries in SECTIONS.values() for entry in entries]
 
@@ -68,24 +62,25 @@ def _functions(space: Any) -> list[str]:
 
 def names_to_cover() -> list[str]:
     """All public names that must be in the catalogue, as entries write them."""
-    names = [f"Module.{name}" for name in _public(nn.Module) if _is_torchs(nn.Module, name)]
-    names += [f"Optimizer.{name}" for name in _public(torch.optim.Optimizer)]
-    names += [
-        f"optim.{name}.step"
+    optimizers = [
+        f"{name}.step"
         for name in _public(torch.optim)
         if isinstance(getattr(torch.optim, name), type) and name != "Optimizer"
     ]
-    names += [f"utils.{name}" for name in _public(nn.utils)]
-    names += [f"parametrizations.{name}" for name in _public(parametrizations)]
-    names += [f"prune.{name}" for name in _functions(prune)]
-    names += [f"init.{name}" for name in _functions(nn.init) if name[-1] == "_" and name[0] != "_"]
-    names += [f"func.{name}" for name in _public(torch.func)]
-    names += [f"swa_utils.{name}" for name in _public(swa_utils)]
-    names += [f"state_dict.{name}" for name in dcp_state_dict.__all__]
-    names += [
-        f"Parameter.{name}" for name in _public(nn.Parameter) if name not in dir(torch.Tensor)
-    ]
-    return names
+    spaces = {
+        "Module": [name for name in _public(nn.Module) if _is_torchs(nn.Module, name)],
+        "Optimizer": _public(torch.optim.Optimizer),
+        "optim": optimizers,
+        "utils": _public(nn.utils),
+        "parametrizations": _public(parametrizations),
+        "prune": _functions(prune),
+        "init": [name for name in _functions(nn.init) if name[-1] == "_" and name[0] != "_"],
+        "func": _public(torch.func),
+        "swa_utils": _public(swa_utils),
+        "state_dict": dcp_state_dict.__all__,
+        "Parameter": [name for name in _public(nn.Parameter) if name not in dir(torch.Tensor)],
+    }
+    return [each for space, found in spaces.items() for each in names(space, *found)]
 
 
 def _is_torchs(owner: type, name: str) -> bool:
@@ -109,7 +104,7 @@ def run_entries() -> ByLevel:
     found: ByLevel = {level: {} for level in LEVELS}
     performed: dict[Any, dict[str, Outcome]] = {}  # a trial may have several names
     for entry in ENTRIES:
-        if entry.trial is None or entry.name in BEING_MENDED:
+        if entry.trial is None:
             continue
         key = entry.trial, entry.make
         if key not in performed:
@@ -160,18 +155,13 @@ def tensor_lines(found: dict[str, list[tuple[str, Outcome]]]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, outcomes in found.items():
         verdicts = {outcome.verdict for _, outcome in outcomes}
-        if name.split(".")[-1] in catalogue_tensor.OF_THE_SLICE and Verdict.WRONG not in verdicts:
-            title = "of this rank's slice, by their nature"
-        elif not verdicts:
-            title = "does not apply: no arguments fit"
-        elif Verdict.WRONG in verdicts:
+        title = "right with some arguments, raises with others"
+        if Verdict.WRONG in verdicts:
             title = "WRONG"
-        elif verdicts == {Verdict.RIGHT}:
-            title = "right"
-        elif verdicts == {Verdict.RAISES}:
-            title = "raises"
-        else:
-            title = "right with some arguments, raises with others"
+        elif name.split(".")[-1] in catalogue_tensor.OF_THE_SLICE:
+            title = "of this rank's slice, by their nature"
+        elif len(verdicts) < 2:
+            title = _word(*verdicts) if verdicts else "does not apply: no arguments fit"
         groups.setdefault(title, []).append(name.removeprefix("Tensor."))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -197,16 +187,13 @@ def page(by_level: ByLevel, tensors: dict[str, list[tuple[str, Outcome]]]) -> st
                 excluded.setdefault(entry.why, []).append(entry.name)
             elif entry.name not in seen:
                 seen.add(entry.name)
-                if entry.name in BEING_MENDED:
-                    lines.append(f"| {entry.name} | being mended | |")
-                    continue
                 outcomes = {level: found[entry.name] for level, found in by_level.items()}
                 lines.append(
                     row_of(f"`{entry.name}`" if "." in entry.name else entry.name, outcomes)
                 )
-        for why, names in excluded.items():
+        for why, without in excluded.items():
             outcome = why if "|" in why else f"does not apply | {why}"
-            lines.append(f"| {_listed(names)} | {outcome} |")
+            lines.append(f"| {_listed(without)} | {outcome} |")
     return "\n".join([*lines, "", END])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,29 +12,11 @@ from torch import Tensor, autograd, func, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.nn.utils import parametrizations, parametrize, prune, stateless
 from torch.optim import swa_utils
-from torch.utils import checkpoint as ckpt
 
-from tests.promises.scene import WIDTH, Catalogue, Model, Scene
+from tests.promises.scene import WIDTH, Catalogue, Model, Scene, names
 
 catalogue = Catalogue([])
 tries = catalogue.tries
-
-
-def _names(space: str, *names: str) -> list[str]:
-    return [f"{space}.{name}" for name in names]
-
-
-catalogue.elsewhere(
-    "tests/promises/test_dtensor_face.py",
-    "state_dict.set_model_state_dict, broadcast_from_rank0",
-    "state_dict.set_optimizer_state_dict, broadcast_from_rank0",
-)
-catalogue.elsewhere(
-    "tests/promises/test_outside_reads.py",
-    *("func.functional_call", "func.functional_call of its own weights"),
-    "autograd.grad of parameters",
-    outcome="right at `no_shard`, else raises",
-)
 
 
 # --- torch.nn.utils ---
@@ -46,8 +27,8 @@ catalogue.excludes(
 )
 catalogue.excludes(
     "of convolutions",
-    "utils.convert_conv2d_weight_memory_format",
-    "utils.convert_conv3d_weight_memory_format",
+    *(f"utils.convert_conv{n}d_weight_memory_format" for n in (2, 3)),
+    "init.dirac_",
 )
 catalogue.excludes("makes a module before it is sharded", "utils.skip_init")
 
@@ -58,8 +39,9 @@ class _Halved(nn.Module):
 
 
 @tries(
-    *_names("utils", "clip_grad_norm_", "clip_grad_norm", "clip_grad_norm_, foreach=False, inf"),
-    *_names("utils", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_"),
+    *names("utils", "clip_grad_norm_", "clip_grad_norm", "clip_grad_norm_, foreach=False, inf"),
+    *names("utils", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_"),
+    *names("utils", "parameters_to_vector", "vector_to_parameters"),
 )
 def _clip(s: Scene) -> Any:
     parameters, utils = list(s.model.parameters()), nn.utils
@@ -69,30 +51,38 @@ def _clip(s: Scene) -> Any:
     norms.append(utils.get_total_norm([p.grad for p in parameters]))
     utils.clip_grads_with_norm_(parameters, 0.005, norms[-1])
     utils.clip_grad_value_(parameters, 0.0001)
-    return [s.full(norm) for norm in norms]
-
-
-@tries("utils.parameters_to_vector", "utils.vector_to_parameters")
-def _vector(s: Scene) -> Any:
-    vector = nn.utils.parameters_to_vector(s.model.parameters())
-    given = torch.linspace(-0.1, 0.1, vector.numel())
-    nn.utils.vector_to_parameters(given, s.model.parameters())
-    return vector, s.mean_loss()
+    vector = utils.parameters_to_vector(parameters)
+    utils.vector_to_parameters(torch.linspace(-0.1, 0.1, vector.numel()), parameters)
+    return [s.full(norm) for norm in norms], vector, s.mean_loss()
 
 
 def _halve(module: nn.Module) -> None:
     parametrize.register_parametrization(module, "weight", _Halved())
 
 
-for _name, _function in {
-    "utils.weight_norm": nn.utils.weight_norm,
-    "utils.spectral_norm": nn.utils.spectral_norm,
-    "parametrizations.weight_norm": parametrizations.weight_norm,
-    "parametrizations.spectral_norm": parametrizations.spectral_norm,
-    "parametrizations.orthogonal": parametrizations.orthogonal,
-    "parametrize.register_parametrization": _halve,
-}.items():
-    catalogue.changes({_name: lambda s, f=_function: (f(s.model.blocks[0].linear), s.backward())})
+# Each puts a new parameter into a module.
+for _name, _function, *_args in (
+    ("utils.weight_norm", nn.utils.weight_norm),
+    ("utils.spectral_norm", nn.utils.spectral_norm),
+    ("parametrizations.weight_norm", parametrizations.weight_norm),
+    ("parametrizations.spectral_norm", parametrizations.spectral_norm),
+    ("parametrizations.orthogonal", parametrizations.orthogonal),
+    ("parametrize.register_parametrization", _halve),
+    ("prune.identity", prune.identity, "weight"),
+    ("prune.l1_unstructured", prune.l1_unstructured, "weight", 0.3),
+    ("prune.random_unstructured", prune.random_unstructured, "weight", 0.3),
+    ("prune.ln_structured", prune.ln_structured, "weight", 0.3, 2, 0),
+    ("prune.random_structured", prune.random_structured, "weight", 0.3, 0),
+    ("prune.custom_from_mask", prune.custom_from_mask, "weight", torch.ones(7, WIDTH).tril()),
+):
+    catalogue.changes({_name: lambda s, f=_function, args=_args: f(s.model.head, *args)})
+catalogue.changes(
+    {
+        "prune.global_unstructured": lambda s: prune.global_unstructured(
+            [(s.model.head, "weight")], prune.L1Unstructured, amount=0.2
+        )
+    }
+)
 
 
 class Parametrized(Model):
@@ -116,16 +106,18 @@ class OldNorms(Model):
         nn.utils.spectral_norm(self.blocks[1].linear)
 
 
-def _cached(s: Scene) -> Any:
+def _cached(s: Scene) -> None:
     with parametrize.cached():
         loss = s.loss()
     loss.backward()
-    return s.mean(loss)
+
+
+_REMOVED = ("remove_weight_norm", "remove_spectral_norm")
 
 
 def _remove_norms(s: Scene) -> None:
-    nn.utils.remove_weight_norm(s.model.blocks[0].linear)
-    nn.utils.remove_spectral_norm(s.model.blocks[1].linear)
+    for name, block in zip(_REMOVED, s.model.blocks, strict=True):
+        getattr(nn.utils, name)(block.linear)
 
 
 catalogue.trains(
@@ -138,14 +130,12 @@ catalogue.changes(
     {
         "parametrize.remove_parametrizations": (
             lambda s: parametrize.remove_parametrizations(s.model.head, "weight")
-        )
+        ),
+        "parametrize.cached": _cached,
     },
     make=Parametrized,
 )
-catalogue.table({"parametrize.cached": _cached}, make=Parametrized)
-catalogue.changes(
-    {("utils.remove_weight_norm", "utils.remove_spectral_norm"): _remove_norms}, make=OldNorms
-)
+catalogue.changes({tuple(names("utils", *_REMOVED)): _remove_norms}, make=OldNorms)
 
 
 class WithBatchNorm(nn.Module):
@@ -161,8 +151,8 @@ class WithBatchNorm(nn.Module):
 
 
 @tries(
-    *_names("utils", "fuse_linear_bn_eval", "fuse_conv_bn_eval"),
-    *_names("utils", "fuse_linear_bn_weights", "fuse_conv_bn_weights"),
+    *names("utils", "fuse_linear_bn_eval", "fuse_conv_bn_eval"),
+    *names("utils", "fuse_linear_bn_weights", "fuse_conv_bn_weights"),
     make=WithBatchNorm,
     goes_on=False,
 )
@@ -182,30 +172,6 @@ class Pruned(Model):
         prune.l1_unstructured(self.head, "weight", 0.3)
 
 
-for _name, *_args in (
-    ("identity",),
-    ("l1_unstructured", 0.3),
-    ("random_unstructured", 0.3),
-    ("ln_structured", 0.3, 2, 0),
-    ("random_structured", 0.3, 0),
-    ("custom_from_mask", (torch.arange(7 * WIDTH) % 2).reshape(7, WIDTH)),
-):
-    catalogue.changes(
-        {
-            f"prune.{_name}": lambda s, name=_name, args=_args: getattr(prune, name)(
-                s.model.head, "weight", *args
-            )
-        }
-    )
-catalogue.changes(
-    {
-        "prune.global_unstructured": lambda s: prune.global_unstructured(
-            [(s.model.head, "weight"), (s.model.blocks[0].linear, "weight")],
-            prune.L1Unstructured,
-            amount=0.2,
-        )
-    }
-)
 catalogue.table(
     {
         ("prune before shard", "prune.is_pruned"): lambda s: (s.train(), prune.is_pruned(s.model)),
@@ -218,26 +184,26 @@ catalogue.table(
 # --- torch.nn.init ---
 
 
-def _initialises(name: str, *args: Any) -> None:
-    @tries(f"init.{name}")
-    def _init(s: Scene) -> Any:
-        for each in (s.model.head, s.model.blocks[0].linear):
-            getattr(nn.init, name)(each.weight, *args)
-        return s.mean_loss()
-
-
-for _name in ("eye_", "orthogonal_", "zeros_"):
-    _initialises(_name)
-_initialises("sparse_", 0.1)
+for _name, *_args in (("eye_",), ("orthogonal_",), ("zeros_",), ("sparse_", 0.1)):
+    _fill = getattr(nn.init, _name)
+    catalogue.changes(
+        {f"init.{_name}": lambda s, f=_fill, args=_args: f(s.model.head.weight, *args)}
+    )
 catalogue.elsewhere(
     "tests/promises/test_random_values.py",
-    *_names("init", "kaiming_normal_", "kaiming_uniform_", "normal_", "ones_", "trunc_normal_"),
-    *_names("init", "uniform_", "xavier_normal_", "xavier_uniform_", "constant_"),
+    *names("init", "kaiming_normal_", "kaiming_uniform_", "normal_", "ones_", "trunc_normal_"),
+    *names("init", "uniform_", "xavier_normal_", "xavier_uniform_", "constant_"),
 )
-catalogue.excludes("of convolutions", "init.dirac_")
 
 
 # --- torch.func ---
+
+catalogue.elsewhere(
+    "tests/promises/test_outside_reads.py",
+    *names("func", "functional_call", "functional_call of its own weights"),
+    outcome="right at `no_shard`, else raises",
+)
+catalogue.excludes("takes no model", *names("func", "rearrange", "debug_unwrap"))
 
 
 class Pure(Model):
@@ -270,32 +236,27 @@ def _stateless(s: Scene) -> Any:
     return s.rows(stateless.functional_call(s.model, _given(s), (s.x,)))
 
 
-def _of_weights(name: str, function: Any) -> None:
-    @tries(f"func.{name}", make=Pure)
-    def _transformed(s: Scene) -> Any:
+def _of_weights(transform: Any) -> Any:
+    def transformed(s: Scene) -> Any:
         def loss(weights: dict[str, Tensor]) -> Tensor:
             return func.functional_call(s.model, weights, (s.x,)).square().mean()
 
-        return function(loss, _given(s))
+        return transform(loss, _given(s))
+
+    return transformed
 
 
-def _shape(tree: Any) -> Any:
-    return tree["head.weight"].shape
-
-
-def _hessian(loss: Any, w: dict[str, Tensor]) -> Any:
-    return func.hessian(lambda bias: loss({**w, "head.bias": bias}))(w["head.bias"]).shape
-
-
-_of_weights("grad", lambda loss, w: _shape(func.grad(loss)(w)))
-_of_weights("grad_and_value", lambda loss, w: _shape(func.grad_and_value(loss)(w)[0]))
-_of_weights("vjp", lambda loss, w: _shape(func.vjp(loss, w)[1](torch.ones(()))[0]))
-_of_weights("jvp", lambda loss, w: func.jvp(loss, (w,), (w,))[1].shape)
-_of_weights("jacrev", lambda loss, w: _shape(func.jacrev(loss)(w)))
-_of_weights("jacfwd", lambda loss, w: _shape(func.jacfwd(loss)(w)))
-_of_weights("linearize", lambda loss, w: func.linearize(loss, w)[1](w).shape)
-_of_weights("hessian", _hessian)
-_of_weights("functionalize", lambda loss, w: func.functionalize(loss)(w).shape)
+catalogue.table(
+    {
+        tuple(names("func", "grad", "grad_and_value", "vjp", "jacrev", "hessian")): _of_weights(
+            lambda loss, w: func.grad(loss)(w)["head.weight"].shape
+        ),
+        ("func.jvp", "func.jacfwd"): _of_weights(lambda loss, w: func.jvp(loss, (w,), (w,))[1]),
+        "func.linearize": _of_weights(lambda loss, w: func.linearize(loss, w)[1](w).shape),
+        "func.functionalize": _of_weights(lambda loss, w: func.functionalize(loss)(w).shape),
+    },
+    make=Pure,
+)
 catalogue.table(
     {
         "func.vmap": lambda s: s.rows(func.vmap(s.model)(s.x)),
@@ -316,16 +277,15 @@ catalogue.changes(
         )
     }
 )
-catalogue.excludes("takes no model", "func.rearrange", "func.debug_unwrap")
 
 
 # --- torch.autograd ---
 
 
 @tries(
-    *_names("autograd", "backward", "backward, inputs= the input", "grad of an input"),
-    *_names("autograd", "grad, create_graph=True", "backward, retain_graph=True, twice"),
-    *_names("autograd", "detect_anomaly", "graph.increment_version"),
+    *names("autograd", "backward", "backward, inputs= the input", "grad of an input"),
+    *names("autograd", "grad, create_graph=True", "backward, retain_graph=True, twice"),
+    *names("autograd", "detect_anomaly", "graph.increment_version", "no_grad", "enable_grad"),
 )
 def _backwards(s: Scene) -> Any:
     x, model = s.x.requires_grad_(), s.model
@@ -338,7 +298,7 @@ def _backwards(s: Scene) -> Any:
     loss = y.square().mean() + (slope.norm(dim=1) - 1).square().mean()
     loss.backward(retain_graph=True)
     autograd.graph.increment_version(model.head.weight)
-    with autograd.detect_anomaly(check_nan=True):
+    with torch.no_grad(), torch.enable_grad(), autograd.detect_anomaly(check_nan=True):
         s.backward()
     again = s.loss()
     for _ in range(2):
@@ -347,8 +307,8 @@ def _backwards(s: Scene) -> Any:
 
 
 @tries(
-    *_names("autograd.graph", "save_on_cpu", "saved_tensors_hooks"),
-    *_names("autograd.graph", "disable_saved_tensors_hooks", "allow_mutation_on_saved_tensors"),
+    *names("autograd.graph", "save_on_cpu", "saved_tensors_hooks"),
+    *names("autograd.graph", "disable_saved_tensors_hooks", "allow_mutation_on_saved_tensors"),
 )
 def _saved_hooks(s: Scene) -> Any:
     for context in (
@@ -362,8 +322,8 @@ def _saved_hooks(s: Scene) -> Any:
 
 
 @tries(
-    *_names("autograd.functional", "jacobian", "vjp", "jvp", "jvp of a model"),
-    *_names("autograd.functional", "hvp", "vhp", "hessian"),
+    *names("autograd.functional", "jacobian", "vjp", "jvp", "jvp of a model"),
+    *names("autograd.functional", "hvp", "vhp", "hessian"),
     "autograd.forward_ad",
 )
 def _functional(s: Scene) -> Any:
@@ -379,21 +339,6 @@ def _functional(s: Scene) -> Any:
         f.hvp(lambda x: s.model(x).square().sum(), row, ones)[1],
         s.rows(tangent),
     )
-
-
-@tries(*_names("autograd", "inference_mode", "no_grad", "enable_grad", "set_grad_enabled"))
-def _modes(s: Scene) -> Any:
-    with torch.inference_mode():
-        found = [s.model.head(s.x).clone(), s.model.blocks[0](s.x)]
-    with torch.no_grad():
-        found.append(s.model(s.x))
-        with torch.enable_grad():
-            s.backward()
-    with torch.set_grad_enabled(False):
-        found.append(s.model(s.x))
-        with torch.set_grad_enabled(True):
-            s.backward()
-    return [s.rows(y) for y in found]
 
 
 def _multi_hook(s: Scene) -> Any:
@@ -421,127 +366,60 @@ catalogue.table(
 )
 
 
-# --- torch.amp ---
-
-
-@tries("amp.autocast")
-def _autocast(s: Scene) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        y = s.model(s.x)
-    s.loss().backward()
-    return y.dtype
-
-
-@tries("amp.GradScaler")
-def _scaler(s: Scene) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = s.sgd()
-    for _ in range(2):
-        scaler.scale(s.loss()).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(s.model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return scaler.get_scale()
-
-
-@tries("amp.GradScaler with an overflow on one rank")
-def _overflow(s: Scene) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = s.sgd()
-    loss = s.loss()
-    if s.engine is None or s.rank == 0:
-        loss = loss * float("inf")
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return scaler.get_scale()
-
-
-# --- torch.utils.checkpoint ---
-
-
-@tries(
-    *_names("checkpoint", "checkpoint, use_reentrant=True", "checkpoint, use_reentrant=False"),
-    *_names("checkpoint", "checkpoint", "checkpoint_sequential"),
-    *_names("checkpoint", "create_selective_checkpoint_contexts"),
-    "checkpoint within the model",
-)
-def _checkpoints(s: Scene) -> Any:
-    leaf, blocks = s.x.requires_grad_(), s.model.blocks
-    for is_reentrant in (True, False):
-        x = leaf
-        for block in blocks:
-            x = ckpt.checkpoint(block, x, use_reentrant=is_reentrant)
-        s.model.head(x).square().mean().backward()
-    x = ckpt.checkpoint_sequential(list(blocks), 2, leaf, use_reentrant=False)
-    s.model.head(x).square().mean().backward()
-    contexts = partial(ckpt.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    x = ckpt.checkpoint(s.model, leaf, use_reentrant=False, context_fn=contexts)
-    x.square().mean().backward()
-
-
 # --- torch.optim.swa_utils ---
 
 
-def _averages(name: str, **options: Any) -> None:
-    @tries(f"swa_utils.{name}")
-    def _average(s: Scene) -> Any:
-        average = swa_utils.AveragedModel(s.model, **options)
-        optimizer = s.sgd()
-        for _ in range(2):
-            s.step(optimizer)
+_FUNCTIONS = ("get_ema_multi_avg_fn", "get_swa_multi_avg_fn", "get_ema_avg_fn", "get_swa_avg_fn")
+
+
+@tries(*names("swa_utils", "AveragedModel", *_FUNCTIONS))
+def _average(s: Scene) -> Any:
+    averages = [
+        swa_utils.AveragedModel(s.model, **options)
+        for options in ({}, *({n[8:]: getattr(swa_utils, n)()} for n in _FUNCTIONS))
+    ]
+    optimizer = s.sgd()
+    for _ in range(2):
+        s.step(optimizer)
+        for average in averages:
             average.update_parameters(s.model)
-        with torch.no_grad():
-            return s.rows(average(s.x)), dict(average.module.named_parameters())
+    return [dict(average.module.named_parameters()) for average in averages]
 
 
-_averages("AveragedModel")
-for _name in ("get_ema_multi_avg_fn", "get_swa_multi_avg_fn", "get_ema_avg_fn", "get_swa_avg_fn"):
-    _averages(_name, **{_name[8:]: getattr(swa_utils, _name)()})
-
-
-@tries("swa_utils.SWALR")
+@tries(*names("swa_utils", "SWALR", "update_bn"))
 def _swalr(s: Scene) -> Any:
     optimizer = s.sgd()
     scheduler = swa_utils.SWALR(optimizer, swa_lr=0.05)
-    s.step(optimizer)
+    losses = [s.step(optimizer)]
     scheduler.step()
-    return s.step(optimizer), scheduler.get_last_lr()
-
-
-catalogue.changes({"swa_utils.update_bn": lambda s: swa_utils.update_bn([s.x], s.model)})
+    losses.append(s.step(optimizer))
+    swa_utils.update_bn([s.x], s.model)
+    return losses, scheduler.get_last_lr()
 
 
 # --- torch.distributed.checkpoint.state_dict ---
 
 catalogue.excludes(
     "no function: a type",
-    *(f"state_dict.{n}" for n in ("FQNS_T", "PrimitiveType", "ValueType", "DictValueType")),
-    *(f"state_dict.{n}" for n in ("ListDictValueType", "OptimizerStateType")),
+    *names("state_dict", "FQNS_T", "PrimitiveType", "ValueType", "DictValueType"),
+    *names("state_dict", "ListDictValueType", "OptimizerStateType"),
 )
 
-_STATES = ("model_", "optimizer_", "")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
-    "full_state_dict": {"full_state_dict": True},
-    "full_state_dict, cpu_offload": {"full_state_dict": True, "cpu_offload": True},
-    "cpu_offload": {"cpu_offload": True},
-    "keep_submodule_prefixes=False": {"keep_submodule_prefixes": False},
-    "flatten_optimizer_state_dict": {"flatten_optimizer_state_dict": True},
-    "ignore_frozen_params": {"ignore_frozen_params": True},
-    "dsd_fqn_modifiers": {"dsd_fqn_modifiers": "_fqn_modifiers"},
+    ", full_state_dict": {"full_state_dict": True},
+    ", full_state_dict, cpu_offload": {"full_state_dict": True, "cpu_offload": True},
+    ", cpu_offload": {"cpu_offload": True},
+    ", keep_submodule_prefixes=False": {"keep_submodule_prefixes": False},
+    ", flatten_optimizer_state_dict": {"flatten_optimizer_state_dict": True},
+    ", ignore_frozen_params": {"ignore_frozen_params": True},
+    ", dsd_fqn_modifiers": {"dsd_fqn_modifiers": "_fqn_modifiers"},
 }
+_STATES = [f"{do}_{of}state_dict" for do in ("get", "set") for of in ("model_", "optimizer_", "")]
 
 
-def _gets(label: str, options: dict[str, Any]) -> None:
-    suffix = f", {label}" if label else ""
-
-    functions = [f"{do}_{what}state_dict" for do in ("get", "set") for what in _STATES]
-
-    @tries(*(f"state_dict.{name}{suffix}" for name in functions), "state_dict.StateDictOptions")
+def _gets(suffix: str, options: dict[str, Any]) -> None:
+    @tries(*names("state_dict", *(name + suffix for name in _STATES), "StateDictOptions"))
     def _get_and_set(s: Scene) -> Any:
         chosen = StateDictOptions(**options)
         optimizer = torch.optim.AdamW(s.model.parameters(), lr=0.01)
@@ -559,8 +437,8 @@ def _gets(label: str, options: dict[str, Any]) -> None:
         return s.step(optimizer), None if is_of_rank_0 and s.rank else found
 
 
-for _label, _options in _OPTIONS.items():
-    _gets(_label, _options)
+for _suffix, _options in _OPTIONS.items():
+    _gets(_suffix, _options)
 
 
 @tries("state_dict.set_model_state_dict, strict=False")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import torch
@@ -11,69 +10,53 @@ from torch import Tensor, nn
 from torch.nn.init import constant_
 from torch.optim import AdamW, lr_scheduler
 
-from tests.promises.scene import WIDTH, Catalogue, Model, Scene
+from tests.promises import catalogue_programs
+from tests.promises.scene import WIDTH, Catalogue, Model, Scene, names
 
 catalogue = Catalogue([])
 tries = catalogue.tries
 
 catalogue.excludes(
     "no method: an attribute of the class",
-    *(f"Module.{n}" for n in ("T_destination", "dump_patches", "call_super_init")),
+    *names("Module", "T_destination", "dump_patches", "call_super_init"),
 )
-catalogue.excludes(
-    "a device that is not there", *(f"Module.{n}" for n in ("cuda", "ipu", "xpu", "mtia"))
-)
-catalogue.elsewhere(
-    "tests/extensions/parameter_guard/test_modules.py",
-    "Module.__setattr__, tying",
-    "Module.__delattr__ of a parameter",
-    "copy.deepcopy of the model",
-    "pickle of the model",
-    "torch.save of the model",
-    outcome="raises",
-)
-catalogue.elsewhere(
-    "tests/promises/test_param_hooks.py",
-    "Module.requires_grad_, frozen before and thawed after",
-    outcome="raises",
-)
-catalogue.excludes("its own tests: tests/runtime/test_schedule.py", "Module.compile")
+catalogue.excludes("a device that is not there", *names("Module", "cuda", "ipu", "xpu", "mtia"))
+catalogue.excludes("its own tests: tests/promises/test_compile.py", "Module.compile")
 
 
 @tries(
-    *(f"Module.{n}" for n in ("buffers", "named_buffers", "children", "named_children")),
-    *(f"Module.{n}" for n in ("modules", "named_modules", "parameters", "named_parameters")),
-    *(f"Module.{n}" for n in ("get_buffer", "get_parameter", "get_submodule", "apply")),
-    *(f"Module.{n}" for n in ("extra_repr", "__repr__", "state_dict")),
+    *names("Module", "buffers", "named_buffers", "children", "named_children", "modules"),
+    *names("Module", "named_modules", "parameters", "named_parameters", "get_buffer"),
+    *names("Module", "get_parameter", "get_submodule", "apply", "extra_repr", "__repr__"),
+    *names("Module", "state_dict", "eval", "train", "__call__", "forward"),
+    "Module.__call__ of a block, without the root's",
 )
 def _looks(s: Scene) -> Any:
-    model, seen = s.model, []
-    s.backward()
+    model, seen, made = s.model, [], []
+    model.eval()
+    assert not model.blocks[0].training
+    with torch.no_grad():
+        made.append(s.rows(model(s.x)))
+    model.train()
+    for call in (model, model.forward, model.blocks[1]):
+        y = call(s.x)
+        y.square().mean().backward()
+        made.append(s.rows(y))
     model.apply(lambda module: seen.append(type(module).__name__))
     return [
+        [made, model.blocks[0].training, model.head.extra_repr(), repr(model.head)],
         [model.buffers(), dict(model.named_buffers()), model.get_buffer("calls")],
         [model.children(), dict(model.named_children()), model.get_submodule("blocks.0.norm")],
         [seen, [type(m).__name__ for m in model.modules()], [n for n, _ in model.named_modules()]],
         [model.parameters(), dict(model.named_parameters(remove_duplicate=False))],
         [model.blocks.parameters(recurse=False), model.get_parameter("head.weight")],
-        [model.head.extra_repr(), repr(model.head)],
         [model.state_dict(), model.state_dict(prefix="a.", keep_vars=True)],
     ]
 
 
 @tries("Module.forward of a block")
-def _forward_block(s: Scene) -> Any:
+def _forward_of_a_block(s: Scene) -> Any:
     return s.rows(s.model.blocks[0].forward(s.x))
-
-
-@tries("Module.__call__", "Module.forward", "Module.__call__ of a block, without the root's")
-def _call(s: Scene) -> Any:
-    made = []
-    for call in (s.model, s.model.forward, s.model.blocks[1]):
-        y = call(s.x)
-        y.square().mean().backward()
-        made.append(s.rows(y))
-    return made
 
 
 class WithExtra(Model):
@@ -88,20 +71,10 @@ class WithExtra(Model):
         self.note = state["note"]
 
 
-@tries("Module.get_extra_state", "Module.set_extra_state", make=WithExtra)
+@tries(*names("Module", "get_extra_state", "set_extra_state"), make=WithExtra)
 def _extra_state(s: Scene) -> Any:
     s.model.load_state_dict({**s.model.state_dict(), "_extra_state": {"note": "b"}})
     return s.model.note
-
-
-@tries("Module.eval", "Module.train")
-def _eval(s: Scene) -> Any:
-    s.model.eval()
-    with torch.no_grad():
-        y = s.model(s.x)
-    s.model.train()
-    s.backward()
-    return s.rows(y), s.model.blocks[0].training
 
 
 # --- dtypes, devices ---
@@ -115,12 +88,11 @@ def _converts(name: str, *args: Any) -> None:
         return s.model.head.weight.dtype, s.rows(s.model(x)).dtype
 
 
-for _name in ("half", "bfloat16", "double", "float", "cpu"):
+for _name in ("half", "bfloat16", "double", "float", "cpu", "to_empty"):
     _converts(_name)
 for _name, _argument in (("to", torch.bfloat16), ("to", "cpu"), ("to", "meta")):
     _converts(_name, _argument)
 _converts("type", torch.float64)
-_converts("to_empty")
 
 
 @tries("Module.to_empty", goes_on=False)
@@ -152,6 +124,13 @@ def _register_buffers(s: Scene) -> None:
     assert {"scale", "blocks.0.other"} & set(s.model.state_dict()) == {"blocks.0.other"}
 
 
+def _modules_without_parameters(s: Scene) -> None:
+    s.model.add_module("extra", nn.ReLU())
+    s.model.register_module("more", nn.Identity())
+    s.model.set_submodule("blocks.1", nn.Tanh())
+    s.model.register_parameter("scale", None)
+
+
 def _fill(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         constant_(module.weight, 0.02)
@@ -171,12 +150,13 @@ catalogue.changes(
     {
         "Module.apply, filling weights": lambda s: s.model.apply(_fill),
         "Module.share_memory": lambda s: s.model.share_memory(),
-        "Module.add_module": lambda s: s.model.add_module("extra", nn.ReLU()),
-        "Module.register_module": lambda s: s.model.register_module("more", nn.Identity()),
+        (
+            *names("Module", "add_module", "register_module", "set_submodule"),
+            "Module.register_parameter of None",
+        ): _modules_without_parameters,
         ("Module.add_module with parameters", "Module.register_module with parameters"): (
             lambda s: _apart(s).blocks[0].add_module("extra", nn.Linear(2, 2))
         ),
-        "Module.set_submodule": lambda s: s.model.set_submodule("blocks.1", nn.Tanh()),
         "Module.set_submodule with parameters": lambda s: _apart(s).set_submodule(
             "blocks.1", nn.Linear(WIDTH, WIDTH)
         ),
@@ -184,7 +164,6 @@ catalogue.changes(
         "Module.register_parameter": lambda s: _apart(s).register_parameter(
             "scale", nn.Parameter(torch.randn(3))
         ),
-        "Module.register_parameter of None": lambda s: s.model.register_parameter("scale", None),
         "Module.__setattr__ of a known parameter": lambda s: setattr(
             s.model.head, "weight", nn.Parameter(torch.full((7, WIDTH), 0.03))
         ),
@@ -217,10 +196,8 @@ def _drop_calls(module: nn.Module, state: dict[str, Any], *rest: Any) -> None:
 
 
 @tries(
-    "Module.register_state_dict_post_hook",
-    "Module.register_state_dict_pre_hook",
-    "Module.register_load_state_dict_pre_hook",
-    "Module.register_load_state_dict_post_hook",
+    *names("Module", "register_state_dict_post_hook", "register_state_dict_pre_hook"),
+    *names("Module", "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
 )
 def _state_hooks(s: Scene) -> Any:
     seen: list[str] = []
@@ -234,86 +211,37 @@ def _state_hooks(s: Scene) -> Any:
     return list(s.model.state_dict()), seen, s.mean_loss()
 
 
-@tries(
-    "Module.register_forward_hook",
-    "Module.register_forward_pre_hook",
-    "Module.register_forward_hook that reads a weight",
-)
-def _forward_hooks(s: Scene) -> Any:
-    seen: list[Tensor] = []
-    block = s.model.blocks[0]
-    block.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
-    handle = block.register_forward_hook(lambda m, args, output: output + 1)
-    block.linear.register_forward_hook(lambda m, args, out: seen.append(m.weight.detach().clone()))
-    s.model.head.register_forward_hook(lambda m, args, out: seen.append(s.rows(out.detach())))
-    losses = s.train()
-    handle.remove()
-    s.backward()
-    return losses, seen
-
-
-@tries(
-    "Module.register_full_backward_hook",
-    "Module.register_full_backward_pre_hook",
-    "Module.register_backward_hook",
-)
-def _backward_hooks(s: Scene) -> Any:
-    seen: list[Any] = []
-    block = s.model.blocks[0]
-    block.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
-    block.register_full_backward_hook(lambda m, gin, gout: seen.append(s.per_row(gout[0])))
-    s.model.blocks[1].register_full_backward_hook(lambda m, gin, gout: (gin[0] * 0.5,))
-    s.model.head.register_backward_hook(lambda m, gin, gout: seen.append(s.per_row(gout[0])))
-    s.backward(s.x.requires_grad_())
-    return seen
+tries(
+    *names("Module", "register_forward_hook", "register_forward_pre_hook"),
+    *names("Module", "register_forward_hook that reads a weight", "register_backward_hook"),
+    *names("Module", "register_full_backward_hook", "register_full_backward_pre_hook"),
+)(catalogue_programs.hooks)
 
 
 # --- gradients ---
 
 
 def _gradients(s: Scene) -> list[Tensor | None]:
-    return [p.grad for p in s.model.parameters()]
+    return [None if p.grad is None else p.grad.clone() for p in s.model.parameters()]
 
 
-@tries("Module.requires_grad_")
+@tries(
+    *names("Module", "requires_grad_", "zero_grad, set_to_none=True"),
+    "Module.zero_grad, set_to_none=False",
+)
 def _freeze(s: Scene) -> Any:
+    found = []
     s.model.blocks[0].requires_grad_(False)
     s.backward()
-    gradients = _gradients(s)
+    found.append(_gradients(s))
     s.model.blocks[0].requires_grad_(True)
-    s.model.zero_grad()
-    s.backward()
-    return gradients
-
-
-def _zeroes(set_to_none: bool) -> None:
-    @tries(f"Module.zero_grad, set_to_none={set_to_none}")
-    def _zero_grad(s: Scene) -> Any:
-        s.backward()
+    for set_to_none in (True, False):
         s.model.zero_grad(set_to_none=set_to_none)
-        cleared = _gradients(s)
+        found.append(_gradients(s))
         s.model.blocks[0](s.x).square().mean().backward()
-        return cleared
-
-
-_zeroes(True)
-_zeroes(False)
-
-# --- copies ---
-
-
-def _saved(value: Any, weights_only: bool) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
-
-
-@tries("torch.save of a state_dict")
-def _save_state(s: Scene) -> Any:
-    state = _saved(s.model.state_dict(), True)
-    s.model.load_state_dict(state)
-    return state
+        found.append(_gradients(s))
+        s.backward()
+    return found
 
 
 # --- optimizers ---
@@ -349,82 +277,55 @@ for _name in _MAKERS:
 
 catalogue.excludes("takes sparse gradients only", "optim.SparseAdam.step")
 catalogue.excludes(
-    "no method: the type of a hook",
-    "Optimizer.OptimizerPreHook",
-    "Optimizer.OptimizerPostHook",
+    "no method: the type of a hook", *names("Optimizer", "OptimizerPreHook", "OptimizerPostHook")
 )
 catalogue.excludes("the profiler's, not for users", "Optimizer.profile_hook_step")
 
 
-def _adamw(s: Scene) -> AdamW:
-    return AdamW(s.model.parameters(), lr=0.01)
-
-
-@tries("Optimizer.step", "Optimizer.zero_grad")
-def _optimizer_step(s: Scene) -> Any:
-    optimizer = s.sgd()
-    losses = s.train(optimizer, 1)
-    s.backward()
-    optimizer.zero_grad(set_to_none=False)
-    return losses, _gradients(s)
-
-
-@tries("Optimizer.add_param_group")
-def _add_group(s: Scene) -> Any:
+@tries(*names("Optimizer", "step", "zero_grad", "add_param_group"), "optim.lr_scheduler")
+def _groups(s: Scene) -> Any:
     optimizer = AdamW(s.model.blocks.parameters(), lr=0.01)
     losses = s.train(optimizer, 1)
     optimizer.add_param_group({"params": list(s.model.head.parameters()), "lr": 0.1})
-    return losses, s.train(optimizer)
-
-
-@tries("Optimizer.state_dict", "Optimizer.load_state_dict")
-def _optimizer_state(s: Scene) -> Any:
-    optimizer, other = _adamw(s), _adamw(s)
-    s.step(optimizer)
-    state = copy.deepcopy(optimizer.state_dict())
-    s.step(optimizer)
-    other.load_state_dict(state)
-    return state, s.step(other), other.state_dict()["state"]
-
-
-@tries("Optimizer.load_state_dict of one process")
-def _optimizer_state_whole(s: Scene) -> Any:
-    optimizer = _adamw(s)
-    s.step(optimizer)
-    state = optimizer.state_dict()
-    for values in state["state"].values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            values[key] = torch.full(tuple(values[key].shape), 0.1)
-    optimizer.load_state_dict(state)
-    return s.step(optimizer)
-
-
-@tries(
-    *(
-        f"Optimizer.register_{kind}_{when}_hook"
-        for kind in ("step", "state_dict", "load_state_dict")
-        for when in ("pre", "post")
-    )
-)
-def _optimizer_hooks(s: Scene) -> Any:
-    optimizer, seen = s.sgd(), []
-    for kind in ("step", "state_dict", "load_state_dict"):
-        for when in ("pre", "post"):
-            register = getattr(optimizer, f"register_{kind}_{when}_hook")
-            register(lambda *args, name=f"{kind} {when}": seen.append(name))
-    s.step(optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    return s.step(optimizer), seen
-
-
-@tries("optim.lr_scheduler")
-def _scheduler(s: Scene) -> Any:
-    optimizer = s.sgd()
     first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
     second = lr_scheduler.CosineAnnealingLR(optimizer, 4)
     scheduler = lr_scheduler.SequentialLR(optimizer, [first, second], [2])
-    losses = []
     for _ in range(3):
         losses.append(s.step(optimizer))
         scheduler.step()
-    return losses, scheduler.get_last_lr()
+    s.backward()
+    optimizer.zero_grad(set_to_none=False)
+    return losses, scheduler.get_last_lr(), _gradients(s)
+
+
+@tries(*names("Optimizer", "state_dict", "load_state_dict", "load_state_dict of one process"))
+def _optimizer_state(s: Scene) -> Any:
+    optimizer, other = (AdamW(s.model.parameters(), lr=0.01) for _ in range(2))
+    s.step(optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    losses = [s.step(optimizer)]
+    other.load_state_dict(state)
+    losses.append(s.step(other))
+    whole = copy.deepcopy(state)
+    for values in whole["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            values[key] = torch.full(tuple(values[key].shape), 0.1)
+    optimizer.load_state_dict(whole)
+    return state, losses, s.step(optimizer), other.state_dict()["state"]
+
+
+_HOOKS = [
+    f"{kind}_{when}"
+    for kind in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
+
+
+@tries(*(f"Optimizer.register_{each}_hook" for each in _HOOKS))
+def _optimizer_hooks(s: Scene) -> Any:
+    optimizer, seen = s.sgd(), []
+    for each in _HOOKS:
+        getattr(optimizer, f"register_{each}_hook")(lambda *args, name=each: seen.append(name))
+    s.step(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return s.step(optimizer), seen

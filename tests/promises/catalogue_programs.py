@@ -1,125 +1,26 @@
-"""What people write around a model: loops of trainers, averages, adapters, odd inputs, outputs."""
+"""Programs that people write around a model, and those that public reports about sharding engines
+describe.
+
+Those with tests of their own are listed by hand in ``docs/promises.md``.
+"""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.autograd import Function
+from torch.optim import SGD
 
-from tests.promises.scene import WIDTH, Catalogue, Model, Scene
+from tests.promises.scene import ROWS, WIDTH, Block, Catalogue, Model, Scene
 
 catalogue = Catalogue([])
 tries = catalogue.tries
-
-catalogue.elsewhere(
-    "tests/promises/test_gradients.py",
-    "gradient accumulation without no_sync",
-    "p.grad by hand: mul_, a new tensor, None",
-    "an L2 term over model.parameters() in the loss",
-    "an output within a class of the user's",
-    "an auxiliary loss kept on a module",
-    "only a part of the model is trained (model.blocks[0](x))",
-)
-catalogue.elsewhere(
-    "tests/promises/test_param_hooks.py",
-    "p.register_hook that changes the gradient",
-    "p.register_hook before shard",
-    "p.register_post_accumulate_grad_hook that steps an optimizer",
-)
-catalogue.elsewhere(
-    "tests/promises/test_inputs.py",
-    "lists and dicts that units fill",
-    "in-place operations on two inputs of a unit",
-)
-catalogue.elsewhere("tests/promises/test_outside_reads.py", "a 0-d parameter read outside forward")
-catalogue.elsewhere("tests/flat_dtensor/test_gathered.py", "one row of a weight is written")
-catalogue.elsewhere(
-    "tests/extensions/parameter_guard/test_modules.py",
-    "adapters (LoRA) put in after shard",
-    outcome="raises",
-)
-
-
-# --- loops ---
-
-
-@tries("gradient accumulation, clip_grad_norm_, a scheduler")
-def _trainer(s: Scene) -> Any:
-    optimizer = AdamW(s.model.parameters(), lr=0.01, eps=1e-4)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    norms = []
-    for _ in range(3):
-        s.backward()
-        norms.append(s.full(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1)))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return norms
-
-
-@tries("evaluation between steps: eval(), inference_mode, train()")
-def _evaluation(s: Scene) -> Any:
-    optimizer, seen = s.sgd(), []
-    for _ in range(2):
-        s.step(optimizer)
-        s.model.eval()
-        with torch.inference_mode():
-            seen.append(s.rows(s.model(s.x)).clone())
-        s.model.train()
-    return seen
-
-
-@tries(
-    "a forward without gradients between forward and backward",
-    "a forward whose output is dropped",
-    "a forward under set_grad_enabled(False), then True",
-)
-def _between(s: Scene) -> Any:
-    loss, found = s.loss(), []
-    for enabled in (False, True):
-        with torch.set_grad_enabled(enabled):
-            found.append(s.rows(s.model(s.x * 2)))
-    loss.backward()
-    s.backward()
-    return found
-
-
-@tries("two forwards, then two backwards in order")
-@tries("two forwards, then two backwards in reverse")
-@tries("two forwards, one backward of the sum")
-def _two(s: Scene) -> Any:
-    for order in ([0, 1], [1, 0]):
-        losses = [s.loss(), s.loss(s.x * 2)]
-        for index in order:
-            losses[index].backward()
-    (s.loss() + s.loss(s.x * 2)).backward()
-
-
-@tries("two optimizers over parts of the model")
-def _two_optimizers(s: Scene) -> Any:
-    optimizers = [SGD(s.model.blocks.parameters(), 0.1), AdamW(s.model.head.parameters(), 0.01)]
-    for _ in range(2):
-        s.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@tries("another optimizer in the middle", "groups without weight decay, by name and ndim")
-def _groups(s: Scene) -> Any:
-    named = list(s.model.named_parameters())
-    groups = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return s.train(s.sgd(), 1), s.train(AdamW(groups, lr=0.01))
-
 
 # --- weights by hand ---
 
@@ -154,6 +55,15 @@ def _by_hand(s: Scene) -> None:
                 p.grad = None
 
 
+def _of_another(s: Scene) -> None:
+    torch.default_generator.manual_seed(3)
+    teacher = Model()
+    s.model.load_state_dict(teacher.state_dict())
+    with torch.no_grad():
+        target = teacher(s.x)
+    F.mse_loss(s.model(s.x), target + 1).backward()
+
+
 catalogue.changes(
     {
         "p.data = ...": _set_data,
@@ -163,19 +73,57 @@ catalogue.changes(
             "evolution strategies: weights moved by seeded noise, and back",
         ): _copy,
         "SGD by hand: p -= lr * p.grad": _by_hand,
+        "weights of an unsharded model: teacher and student": _of_another,
     }
 )
 
 
-@tries("weights by numpy()")
-def _numpy(s: Scene) -> Any:
-    return torch.from_numpy(s.model.head.weight.detach().cpu().numpy())
+@tries(
+    "weights swapped with their average for an evaluation (p.data)",
+    "an average of weights by hand (EMA)",
+    "an average by torch._foreach_lerp_, copied in and out",
+    "Lookahead: slow weights by hand",
+    "sharpness-aware minimisation (SAM)",
+)
+def _averages(s: Scene) -> Any:
+    params, losses = list(s.model.parameters()), s.train()
+    average = [p.detach().clone() for p in params]
+    for _ in range(2):  # swapped in, and out
+        for index, p in enumerate(params):
+            p.data, average[index] = average[index], p.data
+        with torch.no_grad():
+            losses.append(s.mean_loss())
+    losses += s.train()
+    with torch.no_grad():
+        torch._foreach_lerp_(average, params, 0.5)
+        for each, p in zip(average, params, strict=True):
+            each.mul_(0.9).add_(p.detach(), alpha=0.1)
+        kept = [p.clone() for p in params]
+        torch._foreach_copy_(params, average)
+        losses.append(s.mean_loss())
+        torch._foreach_copy_(params, kept)
+        for each, p in zip(average, params, strict=True):
+            each += 0.5 * (p - each)
+            p.copy_(each)
+    optimizer = s.sgd()
+    s.backward()
+    grads = [p.grad.clone() for p in params]
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, g in zip(params, grads, strict=True):
+                p.add_(g, alpha=0.05 * sign)
+        if sign == 1:
+            optimizer.zero_grad()
+            s.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses, average, s.train()
 
 
 @tries("parameters as keys, hash and equality of objects", "number of parameters, bytes, shapes")
 def _keys(s: Scene) -> Any:
-    names = {p: name for name, p in s.model.named_parameters()}
     s.backward()
+    names = {p: name for name, p in s.model.named_parameters()}
     parameters = list(s.model.parameters())
     return (
         [names[p] for p in parameters],
@@ -185,228 +133,420 @@ def _keys(s: Scene) -> Any:
     )
 
 
-@tries(
-    "a statistic of weights and gradients: norm, mean, std, max",
-    "one row or element of a weight is read",
-    "the standard deviation of a weight",
-    "foreach functions over gradients",
-)
-@torch.no_grad()
-def _statistics(s: Scene) -> Any:
-    with torch.enable_grad():
-        s.backward()
-    parameters = list(s.model.parameters())
-    gradients = [p.grad for p in parameters]
-    found = [p.norm() for p in parameters] + [g.norm() for g in gradients]
-    found += [p.mean() for p in parameters] + [p.abs().max() for p in parameters]
-    torch._foreach_mul_(gradients, 0.5)
-    found += torch._foreach_norm(gradients)
-    return [s.full(each) for each in found], s.model.head.weight[0], s.model.head.weight.std()
-
-
-# --- buffers ---
-
-
-@tries("a buffer is edited in place and replaced")
-def _buffer(s: Scene) -> Any:
-    s.model.calls.add_(3)
-    s.backward()
-    s.model.calls = torch.tensor(7.0)
-    s.model.zero_grad()
-    s.backward()
-    return s.model.calls
-
-
 # --- models of other forms ---
 
 
-class Outputs(Model):
-    """Returns a dict with None, a list, a number, and outputs without gradients."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return {"y": y, "none": None, "list": [y * 2, y.detach()], "n": 3, "ids": y.argmax(-1)}
-
-
-@tries("dict outputs with None, lists, and outputs without gradients", make=Outputs, goes_on=False)
-def _outputs(s: Scene) -> Any:
-    found = s.model(s.x)
-    (found["y"].square().mean() + found["list"][0].mean()).backward()
-    return s.rows(found["y"]), found["none"], found["n"], s.rows(found["ids"])
-
-
-class Shared(nn.Module):
-    """One block called twice, and weights that are tied."""
+class Containers(Model):
+    """Parameters in lists and dicts, modules in a plain dict; the output is computed with the
+    transposed weight of the first block."""
 
     def __init__(self) -> None:
         super().__init__()
-        one = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([one, nn.Linear(WIDTH, WIDTH), one])
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head.weight = self.blocks[1].weight
-        assert len(list(self.named_parameters(remove_duplicate=False))) == 7
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
+        self.biases = nn.ParameterDict({"a": nn.Parameter(torch.zeros(WIDTH))})
+        self.by_name = {"first": self.blocks[0], "second": self.blocks[1]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.by_name.values()):
+            x = block(x) * self.scales[index] + self.biases["a"]
+        return self.head(x) + (x @ self.blocks[0].linear.weight).mean(1, keepdim=True)
+
+
+class Forces(Model):
+    """Forces are the gradient of an energy, computed in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = super().forward(x).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return force
+
+
+def with_blocks(block: type[nn.Module]) -> type[Model]:
+    """A model class with blocks of this class."""
+
+    class Variant(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([block(), block()])
+
+    return Variant
+
+
+class Caching(Block):
+    """Its buffers are made anew, moved, and written in forward; a function of its weight is kept
+    until the user drops it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table", None, persistent=False)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("mask", (torch.arange(WIDTH * WIDTH) % 3 > 0).view(WIDTH, WIDTH))
+        self.cache: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        size = 4 * int(self.steps)
+        if self.table is None or len(self.table) < size:
+            self.table = torch.arange(size, dtype=torch.float32) / size
+        self.average.lerp_(self.linear.weight.detach().mean(0), 0.1)
+        if self.cache is None:
+            self.cache = self.linear.weight.detach().t()
+        y = F.linear(self.norm(x), self.linear.weight * self.mask, self.linear.bias)
+        return x + y * self.table[-1] + self.average + self.norm(x) @ self.cache
+
+
+@tries(
+    "buffers that grow, count, and follow weights in forward",
+    "pruning by a mask in forward, applied to weights at the end",
+    "a view of a weight cached for the microbatches of a step",
+    make=with_blocks(Caching),
+)
+def _caches(s: Scene) -> Any:
+    optimizer, losses = SGD(s.model.parameters(), lr=0.1), []
+    for _ in range(2):
+        for factor in (1.0, 0.5):
+            loss = s.loss(s.x * factor) / 2
+            loss.backward()
+            losses.append(s.mean(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        for block in s.model.blocks:
+            block.cache = None
+            with torch.no_grad():
+                block.linear.weight.mul_(block.mask)
+    return sum(losses)
+
+
+# --- functions of the user's own ---
+
+
+class _LinearLoss(Function):
+    """The mean square of ``x @ weight.T``, whose gradients are computed in forward, by rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, make: Any) -> Tensor:
+        grad_x, grad_weight = torch.empty_like(x), make(weight)
+        loss = x.new_zeros(())
+        count = x.shape[0] * weight.shape[0]
+        for i in range(x.shape[0]):
+            y = x[i : i + 1] @ weight.t()
+            loss += y.square().sum() / count
+            grad_x[i : i + 1] = 2 * y @ weight / count
+            grad_weight += 2 * y.t() @ x[i : i + 1] / count
+        ctx.save_for_backward(grad_x, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x * grad, grad_weight * grad, None
+
+
+class _Product(Function):
+    """The gradient of the weight, if it is needed, is written into a copy of it."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.t()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        is_needed = ctx.needs_input_grad[1]
+        return grad @ weight, torch.empty_like(weight).copy_(grad.t() @ x) if is_needed else None
+
+
+class _Identity(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.5
+
+
+class _Dirty(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class FunctionsBlock(Block):
+    """Rounds its weight straight through, and computes with it by the functions above."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        rounded = weight + ((weight * 16).round() / 16 - weight).detach()
+        y = F.linear(self.norm(x), rounded, self.linear.bias)
+        y = y + 0.1 * F.linear(x, 2 * _Identity.apply(weight))
+        return x + F.gelu(_Dirty.apply(y) + _Product.apply(self.norm(x), weight))
+
+
+class Functions(with_blocks(FunctionsBlock)):  # type: ignore[misc]
+    """The head's weight is used by a function in the root's forward, as fused losses do."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x).tanh()
-        return self.head(x)
+            x = block(x)
+        makers = (torch.zeros_like, lambda weight: weight.new_zeros(weight.shape))
+        return sum(_LinearLoss.apply(x, self.head.weight, make) for make in makers).sqrt()  # type: ignore[no-any-return]
 
 
-class Nested(nn.Module):
-    """A Sequential of Sequentials, one of them within a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        inner = nn.Sequential(OrderedDict(a=nn.Linear(WIDTH, 20), b=nn.Linear(20, WIDTH)))
-        self.body = nn.Sequential(inner, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
-        self.scale = nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) * self.scale.exp()
-
-
-class Unused(Model):
-    """A block that only gets a gradient sometimes."""
-
-    skip = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        return self.head(x if self.skip else self.blocks[1](x))
-
-
-@tries("a block that is not used", make=Unused)
-def _unused(s: Scene) -> Any:
-    optimizer = AdamW(s.model.parameters(), lr=0.01, weight_decay=0.5)
-    s.step(optimizer)
-    s.model.skip = False
-    s.step(optimizer)
-
-
-class Dropouts(Model):
-    """Nothing is dropped in eval."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.drop(x))
-
-
-@tries("dropout in eval", make=Dropouts, goes_on=False)
-def _dropout(s: Scene) -> Any:
-    s.model.eval()
+@tries(
+    "a fused loss: gradients of the head in forward, by new_zeros",
+    "a fused loss: gradients of the head in forward, by zeros_like",
+    "a Function whose gradient is written into empty_like",
+    "a Function with setup_context and needs_input_grad",
+    "a Function that returns a view of a weight",
+    "a Function that marks its input dirty",
+    "quantisation-aware training (straight-through rounding)",
+    make=Functions,
+)
+def _functions(s: Scene) -> Any:
+    weight = s.model.blocks[1].linear.weight.requires_grad_(False)
+    first = s.train()
+    weight.requires_grad_(True)
+    losses = s.train()
     s.backward()
+    return first, losses
 
 
-@tries("an inner module is called (model.blocks[0].linear(x))")
-def _inner(s: Scene) -> Any:
-    return s.rows(s.model.blocks[0].linear(s.x))
+class _Coupling(Function):
+    """A reversible pair of blocks: backward computes the inputs from the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, f: nn.Module, g: nn.Module) -> Any:
+        ctx.f, ctx.g = f, g
+        with torch.no_grad():
+            a = a + f(b)
+            b = b + g(a)
+        ctx.save_for_backward(a, b)
+        return a, b
+
+    @staticmethod
+    def backward(ctx: Any, grad_a: Tensor, grad_b: Tensor) -> Any:
+        a, b = (each.detach() for each in ctx.saved_tensors)
+        a.requires_grad_()
+        with torch.enable_grad():
+            out = ctx.g(a)
+        torch.autograd.backward(out, grad_b)
+        b = (b - out.detach()).requires_grad_()
+        grad_a = grad_a + a.grad
+        with torch.enable_grad():
+            out = ctx.f(b)
+        torch.autograd.backward(out, grad_a)
+        return grad_a, grad_b + b.grad, None, None
 
 
-@tries("an input that requires grad; its gradient", "keyword arguments")
-def _input_gradient(s: Scene) -> Any:
-    x = s.x.requires_grad_()
-    y = s.model(x=x)
-    y.square().mean().backward()
-    return s.rows(y), s.per_row(x.grad)  # type: ignore[arg-type]
-
-
-class InPlace(Model):
-    """Its blocks change their input in place."""
-
+class ReversibleBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x.mul(1.0)).add_(1)
-        return F.relu_(self.head(x))
+        a, b = _Coupling.apply(self.norm(x), x * 2, nn.GELU(), self.linear)
+        return a + b
 
 
-# --- adapters ---
-
-
-class Adapter(nn.Module):
-    """LoRA by hand: a frozen matrix and two small ones."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(4, inner.in_features) / 4)
-        self.b = nn.Parameter(torch.zeros(inner.out_features, 4))
-
+class Reversible(Model):
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + F.linear(F.linear(x, self.a), self.b)
-
-
-class Lora(Model):
-    """All matrices frozen, under adapters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        for block in self.blocks:
-            block.linear = Adapter(block.linear)
+        x = x.clone().requires_grad_()
+        a, b = _Coupling.apply(x, x * 2, *self.blocks)
+        return self.head(a + b)
 
 
 catalogue.trains(
     {
-        "shared modules and tied weights": Shared,
-        "nested containers and a 0-d parameter": Nested,
-        "in-place operations on outputs of units": InPlace,
-        "adapters (LoRA) put in before shard": Lora,
+        (
+            "parameters in lists and dicts, modules in a plain dict",
+            "the weight of a block read in the model's forward, transposed",
+        ): Containers,
+        "forces: the gradient of an energy, within forward": Forces,
+        ("a reversible network", "a checkpoint by hand around units"): Reversible,
+        "a checkpoint by hand within a unit": with_blocks(ReversibleBlock),
     }
 )
 
 
-# --- processes, memory, errors ---
+# --- hooks ---
 
 
-@tries("an exception in forward, then training continues")
-def _exception(s: Scene) -> Any:
-    def fail(module: Any, args: Any) -> None:
-        raise KeyError("the user's own")
-
-    handle = s.model.blocks[1].register_forward_pre_hook(fail)
+@tries(
+    "a forward hook that replaces outputs, removed later",
+    "a forward pre-hook that replaces inputs",
+    "full backward hooks: one reads, one scales",
+    "a full backward pre-hook that scales",
+    "a hook on every module (register_module_forward_hook)",
+)
+def hooks(s: Scene) -> Any:
+    """Hooks of every kind, and training after they are removed."""
+    blocks, seen, names = s.model.blocks, [], []
+    everywhere = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: names.append(type(module).__name__)
+    )
+    handles = [
+        everywhere,
+        blocks[0].register_forward_hook(lambda m, args, out: out * 0.5),
+        blocks[0].linear.register_forward_hook(
+            lambda m, args, out: seen.append(m.weight.detach().clone())
+        ),
+        blocks[1].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,)),
+        blocks[0].register_full_backward_hook(
+            lambda m, given, out: seen.append(s.per_row(out[0]).clone())
+        ),
+        blocks[1].register_full_backward_hook(lambda m, given, out: (given[0] * 0.5,)),
+        blocks[1].register_full_backward_pre_hook(lambda m, out: (out[0] * 0.5,)),
+        s.model.head.register_backward_hook(lambda m, given, out: seen.append(s.per_row(out[0]))),
+    ]
     try:
-        s.loss()
-    except KeyError:
-        handle.remove()
+        losses = s.train()
+    finally:
+        for handle in handles:
+            handle.remove()
+    s.backward(s.x.requires_grad_())
+    return losses, s.train(), seen, names
+
+
+@tries(
+    "an activation that a hook keeps, with retain_grad",
+    "a forward hook that computes an auxiliary loss of a unit's output",
+    "register_multi_grad_hook over activations",
+)
+def _kept_by_hooks(s: Scene) -> Any:
+    kept: list[Tensor] = []
+    losses: list[Tensor] = []
+    counts: list[int] = []
+
+    def keep(module: Any, args: Any, out: Tensor) -> None:
+        out.retain_grad()
+        kept.append(out)
+        losses.append(module.linear(out).square().mean())
+
+    for block in s.model.blocks:
+        block.register_forward_hook(keep)
+    loss = s.loss()
+    torch.autograd.graph.register_multi_grad_hook(
+        kept, lambda grads: counts.append(len([each for each in grads if each is not None]))
+    )
+    (loss + losses[0]).backward()
+    return [s.per_row(each.grad) for each in kept], counts  # type: ignore[arg-type]
+
+
+# --- collectives of the user's ---
+
+
+@tries("all ranks' outputs are gathered, gradients of this rank's (contrastive)")
+def _contrastive(s: Scene) -> Any:
+    y, scale = s.model(s.x), 1
     if s.engine is not None:
-        s.engine.reset()
-    s.backward()
+        parts = [torch.empty_like(y) for _ in range(s.size)]
+        dist.all_gather(parts, y.detach())
+        parts[s.rank] = y
+        y, scale = torch.cat(parts), s.size
+    loss = (y @ y.t()).softmax(-1).square().mean()
+    (loss * scale / 2).backward()
 
 
-@tries("a loss that is NaN in one step, which is skipped")
-def _nan(s: Scene) -> Any:
-    optimizer = s.sgd()
-    for factor in (1.0, math.nan, 1.0):
-        loss = s.loss() * factor
-        if torch.isfinite(loss):
-            loss.backward()
-            optimizer.step()
-        optimizer.zero_grad()
+def _of_each(collective: Callable[[Any], object]) -> Any:
+    """A collective for each parameter of a sharded model."""
+
+    def change(s: Scene) -> None:
+        s.backward()
+        for p in s.model.parameters() if s.engine is not None else ():
+            collective(p)
+
+    return change
 
 
-@tries("a copy of the state_dict, loaded after training")
-def _best(s: Scene) -> Any:
-    best = copy.deepcopy(s.model.state_dict())
-    s.step(s.sgd())
-    s.model.load_state_dict(best)
+catalogue.changes(
+    {
+        "weights are broadcast at the start (dist.broadcast(p.data, 0))": _of_each(
+            lambda p: dist.broadcast(p.data, 0)
+        ),
+        "models are averaged over ranks (dist.all_reduce(p.data))": _of_each(
+            lambda p: dist.all_reduce(p.data.div_(dist.get_world_size()))
+        ),
+        "gradients are averaged by hand once more (dist.all_reduce(p.grad))": _of_each(
+            lambda p: dist.all_reduce(p.grad.div_(dist.get_world_size()))
+        ),
+    }
+)
 
 
-@tries("weights of an unsharded model: teacher and student")
-def _teacher(s: Scene) -> Any:
-    torch.default_generator.manual_seed(3)
-    teacher = Model()
-    s.model.load_state_dict(teacher.state_dict())
-    with torch.no_grad():
-        target = teacher(s.x)
-    F.mse_loss(s.model(s.x), target + 1).backward()
+# --- several backwards, two networks ---
 
 
-@tries("p.share_memory_(), p.pin_memory(), p.data_ptr()")
-def _memory(s: Scene) -> Any:
-    for p in s.model.parameters():
-        p.data_ptr()
-        p.share_memory_()
-    s.backward()
+@tries(
+    "backward by hand at a cut: detached leaf, then the rest",
+    "a head called for chunks, each with its own backward (chunked loss)",
+    "truncated backpropagation through time",
+    "a module called with and without gradients in one forward (a target network)",
+)
+def _parts(s: Scene) -> Any:
+    (first, second), head = s.model.blocks, s.model.head
+    scale = 1 / ROWS / (s.size if s.engine is None else 1)
+    states = [torch.zeros_like(s.x)]
+
+    def truncated() -> Tensor:
+        states.append(first(states[-1].detach() + s.x))
+        return head(second(states[-1])).square().mean()  # type: ignore[no-any-return]
+
+    def of_a_target() -> Tensor:
+        y = first(s.x)
+        with torch.no_grad():
+            target = second(first(s.x + 1.0))
+        return (second(y) - target).square().mean()  # type: ignore[no-any-return]
+
+    hidden = first(s.x)
+    leaf = hidden.detach().requires_grad_()
+    last = second(leaf)
+    cut = last.detach().requires_grad_()
+    for part in cut.split(1):
+        (head(part).square().mean() * scale).backward()
+    last.backward(cut.grad)
+    hidden.backward(leaf.grad)
+    return s.train(steps=3, loss=truncated), s.train(s.sgd(), loss=of_a_target)
+
+
+class Pair(Model):
+    """A generator and a discriminator, and a momentum encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
+        self.target = copy.deepcopy(self.blocks).requires_grad_(False)
+
+
+@tries(
+    "generator and discriminator, the other one frozen in each step",
+    "a momentum encoder: target.lerp_(online) after each step",
+    make=Pair,
+    goes_on=False,
+)
+def _pair(s: Scene) -> Any:
+    model, losses = s.model, []
+    makers = [p for m in (model.blocks, model.head) for p in m.parameters()]
+    first, second = (SGD(each, 0.1) for each in (makers, model.other.parameters()))
+    for _ in range(2):
+        made = model.blocks[1](model.blocks[0](s.x))
+        s.train(second, 1, lambda y=made: model.other(y.detach()).mean() - model.other(s.x).mean())
+        model.other.requires_grad_(False)
+        with torch.no_grad():
+            wanted = model.target[1](model.target[0](s.x))
+        loss = model.head(made).square().mean() - model.other(made).mean()
+        loss = loss + (made * 1.1 - wanted).square().mean()
+        losses += s.train(first, 1, lambda loss=loss: loss)
+        model.other.requires_grad_(True)
+        with torch.no_grad():
+            for q, p in zip(model.target.parameters(), model.blocks.parameters(), strict=True):
+                q.lerp_(p, 0.5)
+    return losses

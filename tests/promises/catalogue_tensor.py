@@ -1,8 +1,7 @@
 """Every public method of ``torch.Tensor``, and every function of torch that takes tensors.
 
-They are found by introspection and tried with all of ``ARGUMENTS`` that plain torch accepts, on
-parameters and gradients, integers, masks and scalars, cut in the middle. What a new torch brings
-is tried as everything else; a name for which no arguments fit must be in ``NOT_HERE``.
+They are found by introspection and tried with all arguments that plain torch accepts, on tensors of
+several kinds, cut in the middle. A name for which no arguments fit must be in ``NOT_HERE``.
 
 A trial compares the result, the tensor itself afterwards, what a change of the result does to it
 (views), and the gradient where autograd follows.
@@ -66,13 +65,9 @@ NOT_HERE: dict[str, str] = {
 
 @dataclass
 class Kit:
-    """What a trial may use: the same values, whole in plain torch, or this rank's slices.
+    """What a trial may use: the same values, whole in plain torch, or this rank's slices."""
 
-    Attributes:
-        make: a tensor of the subject's kind from a whole one.
-    """
-
-    make: Callable[[Tensor], Tensor]
+    make: Callable[[Tensor], Tensor]  # from a whole tensor
 
     def subject(self, kind: str) -> Tensor:
         """A new tensor to be tried, of one of ``SUBJECTS``."""
@@ -123,13 +118,18 @@ def _after(*args: Any, **kwargs: Any) -> Way:
     """``x`` and then these; a function among them is called with the kit and ``x``."""
 
     def made(value: Any, kit: Kit, x: Tensor) -> Any:
-        return value(kit, x) if value in _MADE else value
+        return value(kit, x) if id(value) in _MADE else value
 
     def way(kit: Kit, x: Tensor) -> Arguments:
         rest = [made(value, kit, x) for value in args]
         return (x, *rest), {key: made(value, kit, x) for key, value in kwargs.items()}
 
     return way
+
+
+def _each(*lists: tuple[Any, ...]) -> list[Way]:
+    """A way for each list of arguments after ``x``."""
+    return [_after(*args) for args in lists]
 
 
 def _other(kit: Kit, x: Tensor) -> Tensor:
@@ -148,97 +148,37 @@ def _parameter(kit: Kit, x: Tensor) -> Tensor:
     return nn.Parameter(_other(kit, x))
 
 
-class _Made(tuple[Any, ...]):
-    def __contains__(self, value: object) -> bool:
-        return any(value is each for each in self)
-
-
-_MADE = _Made((_other, _mask, _whole, _parameter))
+_MADE = {id(each) for each in (_other, _mask, _whole, _parameter)}
 _FEW = torch.ones(3, 6)
 
+_FLOAT64 = torch.ones(6, 6, dtype=torch.float64)
+_ONE, _TWO, _WIDE = torch.ones(6), torch.ones(6, 2), torch.ones(1, 6, 6)
+_ROWS = _INDEX.expand(6, 3)
 # Tried on every kind of subject.
 _SIMPLE: list[Way] = [
-    _after(),
-    _after(2),
-    _after(0),
-    _after(0, 1),
-    _after(_other),
-    _after(_whole),
-    _after(_mask),
-    _after(torch.tensor(2.0)),
-    _after(torch.tensor(2)),
-    _after(torch.float64),
+    *_each((), (2,), (0,), (0, 1), (_other,), (_whole,), (_mask,), (_mask, 1), (_mask, _other)),
+    *_each((torch.tensor(2.0),), (torch.tensor(2),), (torch.float64,)),
     _after(dim=0),
-    _after(_mask, 1),
-    _after(_mask, _other),
 ]
+# Those that tell something of a function that runs on slices element by element.
+_ELEMENTWISE = _each((0.5,), (_other, _other), (_other, 0.5), (0.2, 0.4), (_ONE,))
 # Tried on tensors of floating point with dims.
 _MORE: list[Way] = [
-    _after(0.5),
-    _after(-1),
-    _after(0, 1, 2),
-    _after(0, 0, 1),
-    _after(0, _INDEX),
-    _after(0, _INDEX, _FEW),
-    _after(0, _INDEX, 2.0),
-    _after(0, _INDEX, _FEW, "amax"),
-    _after(0, _INDEX.expand(6, 3).T, _FEW),
-    _after(_other, _other),
-    _after(_other, 0.5),
-    _after(0.2, 0.4),
-    _after(_mask, 0.5),
-    _after(_mask, torch.ones(36)),
-    _after(torch.ones(6)),
-    _after(torch.ones(6), torch.ones(6)),
-    _after(torch.ones(6, 2)),
-    _after(torch.ones(6, 2), torch.ones(2, 6)),
-    _after("cpu"),
-    _after((36,)),
-    _after(36),
-    _after((6, 6)),
-    _after(3, 12),
-    _after((6, 1, 6)),
-    _after((6, 6), (6, 1)),
-    _after((2, 6, 6)),
-    _after((1, 0)),
-    _after((2, 2)),
-    _after((2, 3), 0),
-    _after(0, (2, 3)),
-    _after([1, 1]),
-    _after((slice(1, 3), 2)),
-    _after((_INDEX,), _FEW),
-    _after((_INDEX, slice(None))),
-    _after((0, 0), 1.0),
-    _after((slice(None), 1), 2.0),
-    _after(_INDEX),
-    _after(1.0, 0, 5.0),
-    _after("fro"),
-    _after(1),
-    _after(2.0),
-    _after(float("inf")),
-    _after(lambda value: value + 1),
-    _after(_whole, lambda one, two: one + two),
-    _after(_whole, _whole, lambda one, two, three: one + two + three),
-    _after(5, 0.0, 1.0),
-    _after(_parameter),
-    _after(dim=0, keepdim=True),
-    _after(dim=(0, 1)),
-    _after(dtype=torch.float64),
-    _after(min=0.2),
-    _after(torch.ones(6, 6, dtype=torch.float64)),
-    _after(torch.ones(1, 6, 6), torch.ones(1, 6, 6)),
-    _after(_INDEX, torch.ones(3)),
-    _after(0, _INDEX.expand(6, 3)),
-    _after(0, _INDEX.expand(6, 3), _FEW.T, "sum"),
-    _after([2, 4]),
-    _after(torch.ones(6), 0, 1),
-    _after(torch.ones(2, 2), (2, 2), (6, 1)),
-    _after(torch.ones(6, 6), torch.ones(6)),
-    _after(torch.ones(3, 6, 2)),
-    _after(torch.ones(3, 2, 6), torch.ones(3, 6, 6)),
-    _after(size=4),
-    _after(0.5, True),
-    _after(""),
+    *_ELEMENTWISE,
+    *_each((-1,), (0, 1, 2), (0, 0, 1), (36,), (3, 12), (1.0, 0, 5.0), (1,), (2.0,), (0.5, True)),
+    *_each(("cpu",), ("fro",), ("",), (float("inf"),), (5, 0.0, 1.0), ([1, 1],), ([2, 4],)),
+    *_each(((36,),), ((6, 6),), ((6, 1, 6),), ((6, 6), (6, 1)), ((2, 6, 6),), ((1, 0),), ((2, 2),)),
+    *_each(((2, 3), 0), (0, (2, 3)), ((slice(1, 3), 2),), ((_INDEX,), _FEW), ((0, 0), 1.0)),
+    *_each(((_INDEX, slice(None)),), ((slice(None), 1), 2.0), (_INDEX,), (_INDEX, torch.ones(3))),
+    *_each((0, _INDEX), (0, _INDEX, _FEW), (0, _INDEX, 2.0), (0, _INDEX, _FEW, "amax"), (0, _ROWS)),
+    *_each((0, _ROWS.T, _FEW), (0, _ROWS, _FEW.T, "sum"), (_mask, 0.5), (_mask, torch.ones(36))),
+    *_each((_ONE, _ONE), (_TWO,), (_TWO, _TWO.T), (_ONE, 0, 1), (_FLOAT64,), (_WIDE, _WIDE)),
+    *_each((torch.ones(2, 2), (2, 2), (6, 1)), (torch.ones(6, 6), _ONE), (torch.ones(3, 6, 2),)),
+    *_each((torch.ones(3, 2, 6), torch.ones(3, 6, 6)), (_parameter,), (lambda value: value + 1,)),
+    *_each((_whole, lambda one, two: one + two)),
+    *_each((_whole, _whole, lambda one, two, three: one + two + three)),
+    *(_after(dim=0, keepdim=True), _after(dim=(0, 1)), _after(dtype=torch.float64)),
+    *(_after(min=0.2), _after(size=4)),
 ]
 # Tried with functions: the tensor is not the first argument, or within a list.
 _FUNCTIONS: list[Way] = [
@@ -253,16 +193,6 @@ _FUNCTIONS: list[Way] = [
     lambda kit, x: ((torch.ones(2, 6), (6,), x[0].detach() if type(x) is Tensor else x), {}),
     lambda kit, x: ((torch.ones(2, 6, 3), x), {}),
     lambda kit, x: ((_other(kit, x), x), {}),
-]
-
-
-# Of those, the ones that tell something of a function that runs on slices element by element.
-_ELEMENTWISE: list[Way] = [
-    _after(0.5),
-    _after(_other, _other),
-    _after(_other, 0.5),
-    _after(0.2, 0.4),
-    _after(torch.ones(6)),
 ]
 
 
@@ -347,15 +277,15 @@ def reason_not_here(name: str) -> str | None:
     return None
 
 
-def kits(mesh: DeviceMesh, *, cut: bool) -> tuple[Kit, Kit]:
-    """The kit of plain torch and that of this rank; ``cut``: slices, else whole on every rank."""
+def kits(mesh: DeviceMesh) -> tuple[Kit, Kit]:
+    """The kit of plain torch and that of this rank's slices."""
     rank = mesh.get_local_rank()
 
     def make(whole: Tensor) -> Tensor:
         numel = whole.numel()
         bounds = (0, min(CUT, numel), numel)
-        start, stop = (bounds[rank], bounds[rank + 1]) if cut else (0, numel)
-        placement = FlatPlacement.on_mesh(whole.shape, start, stop, mesh, int(cut))
+        start, stop = bounds[rank], bounds[rank + 1]
+        placement = FlatPlacement.on_mesh(whole.shape, start, stop, mesh, 1)
         local = whole.detach().reshape(-1)[start:stop].clone()
         return FlatDTensor.from_flat_local(local, placement)
 
@@ -384,9 +314,8 @@ def _run(function: Any, kit: Kit, kind: str, way: Way) -> _Run:
 
 
 def _with_gradient(run: _Run) -> _Run:
-    result = run.result
-    if isinstance(result, Tensor) and result.requires_grad:
-        result.square().sum().backward()
+    if isinstance(run.result, Tensor) and run.result.requires_grad:
+        run.result.square().sum().backward()
         run.gradient = run.subject.grad
     return run
 
@@ -398,10 +327,6 @@ def _with_change(run: _Run) -> _Run:
         with torch.no_grad():
             result.mul_(2)
     return run
-
-
-def _seen(run: _Run) -> list[Any]:
-    return [run.result, run.subject, run.gradient]
 
 
 def is_refused(function: Any) -> bool:
@@ -466,7 +391,8 @@ def _judge(last: str, kind: str, expected: Any, found: Any) -> Outcome:
         if found[1] is not None:
             return judge((None, None), found)
         try:
-            compare(_seen(found[0]), _seen(expected[0]))
+            for name in ("result", "subject", "gradient"):
+                compare(getattr(found[0], name), getattr(expected[0], name), name)
             if expected[0].is_subject and not found[0].is_subject:
                 raise Difference("another tensor is returned than the one that was changed")
         except Difference as difference:
@@ -486,7 +412,7 @@ def try_all(
     mesh: DeviceMesh, names: Iterable[str] | None = None
 ) -> dict[str, list[tuple[str, Outcome]]]:
     """Outcomes by name. Every rank must call alike."""
-    plain, ours = kits(mesh, cut=True)
+    plain, ours = kits(mesh)
     tried = public_names()
     chosen = [name for name in names or tried if reason_not_here(name) is None]
     rank, size = mesh.get_local_rank(), mesh.size()

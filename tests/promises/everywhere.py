@@ -4,12 +4,10 @@ A promise is tested by a function of one :class:`Place`, which shards a model th
 
     @everywhere
     def test_a_gradient_that_was_zeroed_stays_zeros(place: Place) -> None:
-        model = nn.Linear(4, 4)
-        engine = place.shard(model)
+        engine = place.shard(nn.Linear(4, 4))
         ...
 
-It is run at every place of 1, 2 and 4 ranks, each number of ranks being a test of its own. That of
-4 ranks, with two axes, is part of ``make test-all`` only.
+It is run at every place of 1, 2 and (in ``make test-all`` only) 4 ranks, a test for each number.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -27,11 +26,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
 from tests import reference
 from tests.pool import Ranks
+from tests.training import mesh_of
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,10 @@ class Place:
     outer: str
     shape: tuple[int, ...]
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the mesh."""
-        return self.shape[0] * (self.shape[1] if len(self.shape) > 1 else 1)
-
     def shard(self, model: nn.Module, **options: Any) -> fe.Engine:
         """``fe.shard`` at this place."""
         if self.shape not in _MESHES:
-            names = ("outer", "inner")[-len(self.shape) :]
-            _MESHES[self.shape] = init_device_mesh("cpu", self.shape, mesh_dim_names=names)
+            _MESHES[self.shape] = mesh_of(*self.shape)
         return fe.shard(model, _MESHES[self.shape], self.inner, self.outer, **options)
 
 
@@ -87,10 +81,8 @@ def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
         call = (_run_at_places, check.__module__, check.__qualname__)
         ranks.run(*call, world_size=num_ranks, timeout=TIMEOUT_SECONDS)
 
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for name in ("ranks", "num_ranks")
-    ]
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, either) for name in ("ranks", "num_ranks")]
     test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return test
 
@@ -100,19 +92,14 @@ def _run_at_places(module: str, name: str) -> None:
     check = getattr(importlib.import_module(module), name).__wrapped__
     try:
         for place in PLACES:
-            if place.num_ranks == dist.get_world_size():
-                _run_at(place, check)
-    finally:
-        _MESHES.clear()
-
-
-def _run_at(place: Place, check: Callable[[Place], None]) -> None:
-    torch.manual_seed(0)
-    try:
-        check(place)
+            if math.prod(place.shape) == dist.get_world_size():
+                torch.manual_seed(0)
+                check(place)
     except Exception as error:
         error.add_note(f"at {place}")
         raise
+    finally:
+        _MESHES.clear()
 
 
 # A loss, or what to do before the next one.
@@ -177,11 +164,8 @@ def assert_same_gradients(
     for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert (param.grad is None) == (wanted.grad is None), f"{name}: {param.grad}"
         if param.grad is not None and wanted.grad is not None:
-            found, expected = param.grad, reference.slice_like(wanted.grad, param.grad)
-            torch.testing.assert_close(
-                reference.held(found),
-                expected,
-                rtol=rtol,
-                atol=atol,
-                msg=lambda m, n=name: f"{n}: {m}",
+            found, expected = (
+                reference.held(param.grad),
+                reference.slice_like(wanted.grad, param.grad),
             )
+            torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=name)

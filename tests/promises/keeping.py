@@ -84,12 +84,6 @@ def after_output(block: Any, x: Tensor) -> Tensor:
     return out
 
 
-def before_output(block: Any, x: Tensor) -> Tensor:
-    hidden = block.hidden(x)
-    block.kept = [block.leave(hidden)]
-    return x + hidden.square()
-
-
 def within_output(block: Any, x: Tensor) -> Tensor:
     block.cache.tensors.append(block.hidden(x))
     return x + block.leave(block.cache.tensors[-1])
@@ -126,7 +120,7 @@ class HeadOfAnother(Net):
         return out
 
 
-KEEPING = (after_output, before_output, within_output, of_a_layer)
+KEEPING = (after_output, within_output, of_a_layer)
 
 
 def of_both(out: Tensor, kept: list[Tensor]) -> Tensor:

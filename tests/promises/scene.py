@@ -27,6 +27,11 @@ ROWS = 3  # of each rank
 WIDTH = 12
 
 
+def names(space: str, *names: str) -> list[str]:
+    """The names in a namespace."""
+    return [f"{space}.{name}" for name in names]
+
+
 class Block(nn.Module):
     """A unit: a matrix that is cut in the middle of a row, a norm, and a residual."""
 
@@ -59,15 +64,7 @@ class Model(nn.Module):
 
 @dataclass
 class Scene:
-    """One side of a trial.
-
-    Attributes:
-        model: plain, or sharded.
-        x: (rows, ``WIDTH``): all ranks' rows, or this rank's.
-        engine: None in plain torch.
-        rank: whose rows are compared.
-        size: number of ranks.
-    """
+    """One side of a trial: plain torch on all ranks' rows, without an engine, or this rank's."""
 
     model: Any
     x: Tensor
@@ -117,12 +114,7 @@ class Scene:
         steps: int = 2,
         loss: Callable[[], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Steps of training; their losses.
-
-        Args:
-            optimizer: None: of the trainable parameters.
-            loss: Computes the loss of a step; None: ``self.loss``.
-        """
+        """Steps of training, by SGD of what is trainable unless given; their losses."""
         if optimizer is None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
@@ -146,35 +138,23 @@ Names = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """One trial of the catalogue.
+    """One trial of the catalogue."""
 
-    Attributes:
-        name: the expression, as users write it.
-        trial: how; None: it does not apply, or a test proves it.
-        why: why it does not apply; or the outcome and its test.
-        goes_on: afterwards the model is trained one step more.
-        make: the model, before it is sharded.
-    """
-
-    name: str
-    trial: Trial | None
-    why: str = ""
-    goes_on: bool = True
+    name: str  # the expression, as users write it
+    trial: Trial | None  # None: it does not apply, or a test proves it
+    why: str = ""  # it does not apply; or the outcome and its test
+    goes_on: bool = True  # whether the model is trained one step more afterwards
     make: Callable[[], nn.Module] = Model
 
 
 @dataclass
 class Catalogue:
-    """Trials of one kind, by the namespace that they cover."""
+    """Trials of one kind."""
 
     entries: list[Entry]
 
     def tries(self, *names: str, **options: Any) -> Callable[[Trial], Trial]:
-        """Enters a trial under one or several names.
-
-        Args:
-            options: ``goes_on`` and ``make`` of the entries.
-        """
+        """Enters a trial under several names; ``options`` are of the entries."""
 
         def enter(trial: Trial) -> Trial:
             self.entries += [Entry(name, trial, **options) for name in names]
@@ -195,10 +175,10 @@ class Catalogue:
 
         self.table({names: after(change) for names, change in changes.items()}, **options)
 
-    def trains(self, models: Mapping[str, Callable[[], nn.Module]]) -> None:
+    def trains(self, models: Mapping[Names, Callable[[], nn.Module]]) -> None:
         """Enters models that are trained for two steps, and once more backward."""
-        for name, make in models.items():
-            self.tries(name, make=make)(lambda scene: (scene.train(), scene.backward())[0])
+        for names, make in models.items():
+            self.table({names: lambda scene: (scene.train(), scene.backward())[0]}, make=make)
 
     def excludes(self, why: str, *names: str) -> None:
         """Enters names that do not apply."""
@@ -211,13 +191,12 @@ class Catalogue:
 
 
 def _state(scene: Scene) -> dict[str, Any]:
-    model = scene.model
-    named = dict(model.named_parameters())
+    named = dict(scene.model.named_parameters())
     return {
         "parameters": named,
         "requires_grad": {name: p.requires_grad for name, p in named.items()},
         "gradients": {name: p.grad for name, p in named.items()},
-        "buffers": dict(model.named_buffers()),
+        "buffers": dict(scene.model.named_buffers()),
     }
 
 
@@ -231,23 +210,17 @@ def _goes_on(scene: Scene) -> dict[str, Any]:
 
 
 def perform(entry: Entry, mesh: DeviceMesh, levels: Sequence[str]) -> dict[str, Outcome]:
-    """One trial at several levels. Every rank must call alike.
-
-    Returns:
-        By level, the worst of all ranks' outcomes.
-    """
+    """One trial at several levels: by level, the worst of all ranks' outcomes. A collective."""
     alone = _scene(entry, mesh, None)
-    # Those that are still as they should be.
     ours = {level: _scene(entry, mesh, level) for level in levels}
     found: dict[str, Outcome] = {}
     assert entry.trial is not None
-    steps: list[Trial] = [entry.trial, _state, *([_goes_on] if entry.goes_on else [])]
-    for step in steps:
+    for step in (entry.trial, _state, *([_goes_on] if entry.goes_on else [])):
         expected = _run(step, alone)
-        own = {level: judge(expected, _run(step, scene)) for level, scene in ours.items()}
         if step is not entry.trial and expected[1] is not None:
             break  # plain torch cannot continue either
-        for level, outcome in _agreed(own, mesh).items():
+        for level, scene in list(ours.items()):
+            outcome = _agreed(judge(expected, _run(step, scene)), mesh)
             if step is not entry.trial and outcome.verdict is Verdict.WRONG:
                 outcome = Outcome(Verdict.WRONG, f"afterwards: {outcome.note}")
             found[level] = outcome
@@ -283,24 +256,12 @@ def _kept(value: Any) -> Any:
     return value
 
 
-def _agreed(own: dict[str, Outcome], mesh: DeviceMesh) -> dict[str, Outcome]:
-    """By level, the worst of all ranks' outcomes: all continue, or none."""
-    if not own:
-        return {}
-    group = mesh.get_group()
-    verdicts = [outcome.verdict for outcome in own.values()]
-    extremes = torch.tensor([verdicts, [-each for each in verdicts]])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    if torch.equal(extremes[0], -extremes[1]) and Verdict.WRONG not in extremes[0].tolist():
-        return own
+def _agreed(own: Outcome, mesh: DeviceMesh) -> Outcome:
+    """The worst of all ranks' outcomes: all continue, or none."""
     found: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(found, own, group=group)
-    agreed = {}
-    for level in own:
-        outcomes: list[Outcome] = [each[level] for each in found]
-        worst = max(outcomes, key=lambda each: each.verdict)
-        if worst.verdict is not Verdict.WRONG and len({each.verdict for each in outcomes}) > 1:
-            names = ", ".join(each.verdict.name for each in outcomes)
-            worst = Outcome(Verdict.WRONG, f"ranks differ: {names}: {worst.note}")
-        agreed[level] = worst
-    return agreed
+    dist.all_gather_object(found, own, group=mesh.get_group())
+    worst: Outcome = max(found, key=lambda each: each.verdict)
+    if worst.verdict is not Verdict.WRONG and len({each.verdict for each in found}) > 1:
+        names = ", ".join(each.verdict.name for each in found)
+        return Outcome(Verdict.WRONG, f"ranks differ: {names}: {worst.note}")
+    return worst

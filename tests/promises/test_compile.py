@@ -9,24 +9,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 import fsdp_engine as fe
 from tests import reference
+from tests.models import Mlp
 from tests.pool import on_ranks
-
-
-class Block(nn.Module):
-    """Two layers around a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-        self.down = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 def _compile_in_place(model: nn.Sequential, backend: Any) -> None:
@@ -61,7 +50,7 @@ def test_of_compiled_blocks_one_frame_is_compiled_as_without_the_engine(
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(8, 8), Mlp(8, 8), Mlp(8, 8), nn.Linear(8, 2))
     alone = copy.deepcopy(model)
     graphs: list[list[str]] = []
 

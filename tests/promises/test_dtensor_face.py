@@ -24,31 +24,26 @@ from fsdp_engine.flat_dtensor.given_slices import COLLECTIVES_DISPATCH
 from tests import reference
 from tests.promises.everywhere import Place, everywhere
 
-DTYPES = (None, torch.bfloat16)
+BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+POLICIES = (None, BF16)
 
 
-def make() -> nn.Module:
+def make() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-
-
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """One process's model after a step, the same on every rank."""
-    torch.manual_seed(1)
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 5)).square().mean().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 @everywhere
 def test_whole_states_are_set_from_rank_0_or_from_every_rank(place: Place) -> None:
-    alone, alone_optimizer = trained()
+    torch.manual_seed(1)  # one process's model after a step, the same on every rank
+    alone = make()
+    alone_optimizer = torch.optim.AdamW(alone.parameters())
+    alone(torch.randn(4, 5)).square().mean().backward()
+    alone_optimizer.step()
     expected = get_optimizer_state_dict(alone, alone_optimizer)["state"]
-    for dtype in DTYPES:
+    for policy in POLICIES:
         for from_rank_0 in (False, True):
             model = make()
-            place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype))
+            place.shard(model, mp_policy=policy)
             optimizer = torch.optim.AdamW(model.parameters())
             given = not from_rank_0 or not dist.get_rank()
             weights: Any = dict(alone.state_dict()) if given else {}
@@ -57,23 +52,27 @@ def test_whole_states_are_set_from_rank_0_or_from_every_rank(place: Place) -> No
             set_model_state_dict(model, weights, options=options)
             set_optimizer_state_dict(model, optimizer, state, options=options)
             reference.assert_same_weights(model, alone, rtol=0, atol=0)
-            assert torch.equal(model[1].running_mean, alone[1].running_mean)  # type: ignore[index]
+            assert torch.equal(model[1].running_mean, alone[1].running_mean)
             for name, parameter in model.named_parameters():
                 for key, value in optimizer.state[parameter].items():
                     wanted = reference.slice_like(expected[name][key], value)
                     assert torch.equal(reference.held(value), wanted), (name, key)
 
 
+def is_whole(tensor: Any) -> bool:
+    return all(isinstance(each, Replicate) for each in tensor.placements)
+
+
 @everywhere
 def test_a_whole_tensor_is_distributed_as_a_parameter_is(place: Place) -> None:
     model = make()
-    place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    weight, whole = model[0].weight, torch.randn(7, 5)  # type: ignore[index]
-    if all(isinstance(each, Replicate) for each in weight.placements):
-        made = distribute_tensor(whole, weight.device_mesh, weight.placements)
+    place.shard(model, mp_policy=BF16)
+    weight: Any = model[0].weight
+    whole = torch.randn(7, 5)
+    made = distribute_tensor(whole, weight.device_mesh, weight.placements)
+    if is_whole(weight):
         assert torch.equal(made.full_tensor(), whole)
         return
-    made = distribute_tensor(whole, weight.device_mesh, weight.placements)
     with torch.no_grad():
         weight.copy_(whole)
         assert torch.equal(made.to_local().reshape(-1), weight.to_local())
@@ -82,32 +81,24 @@ def test_a_whole_tensor_is_distributed_as_a_parameter_is(place: Place) -> None:
     torch.testing.assert_close(weight.full_tensor(), whole.to(weight.dtype), rtol=0, atol=0)
 
 
-def norm_over_meshes(grads: list[Tensor]) -> float:
+@everywhere
+def test_a_norm_over_the_mesh_of_a_gradient_counts_every_element_once(place: Place) -> None:
     """As Megatron-Core takes it: of local parts, summed over the last axis of the tensor's mesh."""
+    if place.outer != "no_shard":
+        return  # cut along both axes: such a norm looks along one only
+    model = nn.Linear(6, 5)
+    place.shard(model, mp_policy=BF16)
+    model(torch.randn(4, 6)).square().sum().backward()
+    grads: list[Any] = [parameter.grad for parameter in model.parameters()]
     total = torch.zeros(())
     for grad in grads:
         assert isinstance(grad, DTensor)
         total += grad.to_local().double().square().sum()
-    mesh = grads[0].device_mesh  # type: ignore[attr-defined]
+        assert place.inner != "no_shard" or (is_whole(grad) and grad.device_mesh.size() == 1)
+    mesh = grads[0].device_mesh
     dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
-    return math.sqrt(total.item())
-
-
-@everywhere
-def test_a_norm_over_the_mesh_of_a_gradient_counts_every_element_once(place: Place) -> None:
-    if place.outer != "no_shard":
-        return  # cut along both axes: such a norm looks along one only
-    model = nn.Linear(6, 5)
-    place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    model(torch.randn(4, 6)).square().sum().backward()
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    expected = torch.nn.utils.get_total_norm(grads)
-    assert norm_over_meshes(grads) == pytest.approx(expected.item(), rel=1e-5)
-    whole = place.inner == "no_shard"
-    for grad in grads:
-        assert isinstance(grad, DTensor)
-        assert all(isinstance(each, Replicate) for each in grad.placements) or not whole
-        assert grad.device_mesh.size() == 1 or not whole
+    expected = torch.nn.utils.get_total_norm(grads).item()
+    assert math.sqrt(total.item()) == pytest.approx(expected, rel=1e-5)
 
 
 def _zero_by_numpy(local: Tensor) -> None:
@@ -134,7 +125,7 @@ def test_slices_that_collectives_and_arrays_write_are_what_the_next_forward_read
     place: Place,
 ) -> None:
     x = torch.randn(2, 16)
-    for policy in (None, fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+    for policy in POLICIES:
         model = nn.Linear(16, 16, bias=False)  # equal slices on 1, 2 and 4 ranks
         engine = place.shard(model, mp_policy=policy)
         if not isinstance(model.weight, FlatDTensor):

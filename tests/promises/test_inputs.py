@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import fsdp_engine as fe
 from tests.promises.everywhere import Place, assert_as_alone, everywhere
 
 DIM = 6
+BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 @dataclass
@@ -56,45 +58,111 @@ class Model(nn.Module):
         return self.drive(self.blocks, self.before(x))
 
 
+# --- what a block does, and how blocks are called ---
+
+
+def fill_a_list(block: Block, x: Tensor, seen: list[Tensor]) -> None:
+    seen.append(block.run(x) * seen[-1])
+
+
+def through_a_list_alone(blocks: Any, x: Tensor) -> Tensor:
+    seen = [x]
+    for block in blocks:
+        block(x, seen=seen)
+    assert len(seen) == 4
+    return seen[1] + seen[-1].exp()
+
+
+def fill_containers(block: Block, cache: Any, state: State, *, more: tuple[Any, ...]) -> Tensor:
+    state.count += 1
+    state.seen.append(block.run(cache["k"] + state.hidden))
+    state.hidden = state.seen[-1]
+    cache["k"] = cache["k"] * 0.5
+    cache[str(state.count)] = state.hidden
+    more[0].append(more[1] + state.hidden)
+    return state.hidden
+
+
+def through_containers(make: Any, blocks: Any, x: Tensor) -> Any:
+    cache, state, listed = make(k=x), State(x), []
+    first = cache
+    for block in blocks:
+        block(cache, state, more=(listed, x))
+    assert cache is first
+    assert state.count == 3
+    assert list(cache) == ["k", "1", "2", "3"]
+    return cache["1"] + cache["k"] + sum(state.seen) + sum(listed)
+
+
+def change_two(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(2).add_(block.run(x.detach().clone()))
+    y.add_(block.run(x * 1))
+    return block.run(y * 1)
+
+
+def two_inputs(blocks: Any, x: Tensor) -> Tensor:
+    y = x * 3
+    for block in blocks:
+        z = block(x, y)
+    return x + y * z
+
+
+def add_to_columns(block: Block, x: Tensor, out: Tensor) -> None:
+    out[:, :3] += block.run(x)[:, :3]
+
+
+def one_that_needed_no_gradient(blocks: Any, x: Tensor) -> Tensor:
+    out = torch.zeros(4, DIM)
+    for block in blocks:
+        block(x, out)
+        x = x + out
+    return x
+
+
+def change_a_view(block: Block, whole: Tensor, part: Tensor) -> Tensor:
+    part.mul_(2)
+    return block.run(whole) + whole
+
+
+def a_view_of_another(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = x * 1
+        x = block(x, x[:, 1:3])
+    return x
+
+
+HABITS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (fill_a_list, through_a_list_alone),
+    (fill_containers, partial(through_containers, dict)),
+    (fill_containers, partial(through_containers, UserDict)),
+    (fill_containers, partial(through_containers, lambda **k: defaultdict(list, k))),
+    (change_two, two_inputs),
+    (add_to_columns, one_that_needed_no_gradient),
+    (change_a_view, a_view_of_another),
+]
+
+
 @everywhere
-def test_gradients_that_enter_a_unit_by_a_list_alone_are_right(place: Place) -> None:
-    def use(block: Block, x: Tensor, seen: list[Tensor]) -> None:
-        seen.append(block.run(x) * seen[-1])
+def test_inputs_that_units_fill_and_change_have_the_gradients_of_one_process(place: Place) -> None:
+    for use, drive in HABITS:
+        assert_as_alone(place, Model(use, drive))
+
+
+@everywhere
+def test_an_input_that_a_unit_ignores_or_hands_back_gets_no_gradient_from_it(place: Place) -> None:
+    ignored = torch.zeros(3, requires_grad=True)
+
+    def use(block: Block, x: Tensor, y: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
+        return block.run(x), y
 
     def drive(blocks: Any, x: Tensor) -> Tensor:
-        seen = [x]
+        handed = x * 2
         for block in blocks:
-            block(x, seen=seen)
-        assert len(seen) == 4
-        return seen[1] + seen[-1].exp()
+            x, handed = block(x, handed, ignored)
+        return x + handed
 
     assert_as_alone(place, Model(use, drive))
-
-
-@everywhere
-def test_dicts_dataclasses_and_what_they_contain_are_the_users(place: Place) -> None:
-    def use(block: Block, cache: Any, state: State, *, more: tuple[Any, ...]) -> Tensor:
-        state.count += 1
-        state.seen.append(block.run(cache["k"] + state.hidden))
-        state.hidden = state.seen[-1]
-        cache["k"] = cache["k"] * 0.5
-        cache[str(state.count)] = state.hidden
-        more[0].append(more[1] + state.hidden)
-        return state.hidden
-
-    for make in (dict, UserDict, lambda **k: defaultdict(list, k)):
-
-        def drive(blocks: Any, x: Tensor, make: Any = make) -> Tensor:
-            cache, state, listed = make(k=x), State(x), []
-            first = cache
-            for block in blocks:
-                block(cache, state, more=(listed, x))
-            assert cache is first
-            assert state.count == 3
-            assert list(cache) == ["k", "1", "2", "3"]
-            return cache["1"] + cache["k"] + sum(state.seen) + sum(listed)
-
-        assert_as_alone(place, Model(use, drive))
+    assert ignored.grad is None
 
 
 @everywhere
@@ -104,22 +172,18 @@ def test_after_a_call_a_container_holds_the_users_own_tensors(place: Place) -> N
             raise KeyError("on purpose")
         return block.run(given["x"])
 
-    def drive(blocks: Any, x: Tensor) -> Tensor:
-        given = {"x": x}
-        for block in blocks:
-            y = block(x, given)
-            assert given["x"] is x
-        return y
-
-    model = Model(use, drive)
+    model = Model(use, lambda blocks, x: x)
     engine = place.shard(model)
-    model(torch.randn(2, DIM)).sum().backward()
-    given = {"x": torch.randn(1, DIM, requires_grad=True)}
-    before = dict(given)
-    with pytest.raises(KeyError, match="on purpose"):
-        model.blocks[0](given["x"], given)
-    engine.reset()
-    assert given["x"] is before["x"]
+    for rows in (2, 1):
+        x = torch.randn(rows, DIM, requires_grad=True)
+        given = {"x": x}
+        if rows == 2:
+            model.blocks[0](x, given).sum().backward()
+        else:
+            with pytest.raises(KeyError, match="on purpose"):
+                model.blocks[0](x, given)
+            engine.reset()
+        assert given["x"] is x
 
 
 @everywhere
@@ -132,7 +196,7 @@ def test_inputs_that_a_policy_casts_are_the_users_where_a_unit_changes_them(plac
         return seen[-1].float()
 
     model = Model(use, lambda blocks, x: x)
-    place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    place.shard(model, mp_policy=BF16)
     for grad in (True, False):
         x, total = torch.randn(2, DIM), torch.zeros(3)
         seen = [x]
@@ -141,74 +205,6 @@ def test_inputs_that_a_policy_casts_are_the_users_where_a_unit_changes_them(plac
         assert seen[0] is x
         assert len(seen) == 2
         assert total.tolist() == [1, 1, 1]
-
-
-@everywhere
-def test_inputs_may_be_changed_in_place(place: Place) -> None:
-    def use_one(block: Block, x: Tensor) -> Tensor:
-        x.mul_(2).add_(block.run(x.detach().clone()))
-        return block.run(x * 1)
-
-    def drive_one(blocks: Any, x: Tensor) -> Tensor:
-        for block in blocks:
-            y = block(x)
-            x = x + y
-        return x
-
-    def use_two(block: Block, x: Tensor, y: Tensor) -> Tensor:
-        x.mul_(2)
-        y.add_(block.run(x * 1))
-        return block.run(y * 1)
-
-    def drive_two(blocks: Any, x: Tensor) -> Tensor:
-        y = x * 3
-        for block in blocks:
-            z = block(x, y)
-        return x + y * z
-
-    def use_without_gradient(block: Block, x: Tensor, out: Tensor) -> None:
-        out[:, :3] += block.run(x)[:, :3]
-
-    def drive_without_gradient(blocks: Any, x: Tensor) -> Tensor:
-        out = torch.zeros(4, DIM)  # needs no gradient before
-        for block in blocks:
-            block(x, out)
-            x = x + out
-        return x
-
-    def use_view(block: Block, whole: Tensor, part: Tensor) -> Tensor:
-        part.mul_(2)
-        return block.run(whole) + whole
-
-    def drive_view(blocks: Any, x: Tensor) -> Tensor:
-        for block in blocks:
-            x = x * 1
-            x = block(x, x[:, 1:3])
-        return x
-
-    assert_as_alone(place, Model(use_one, drive_one))
-    assert_as_alone(place, Model(use_two, drive_two))
-    assert_as_alone(place, Model(use_without_gradient, drive_without_gradient))
-    assert_as_alone(place, Model(use_view, drive_view))
-
-
-@everywhere
-def test_an_input_that_a_unit_ignores_or_hands_back_gets_no_gradient_from_it(place: Place) -> None:
-    def use(block: Block, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        return block.run(x), y
-
-    def drive(blocks: Any, x: Tensor) -> Tensor:
-        unused = torch.zeros(3, requires_grad=True)
-        handed = x * 2
-        for block in blocks:
-            x, handed = block(x, handed, unused)
-        drive.unused = unused  # type: ignore[attr-defined]
-        return x + handed
-
-    model = Model(use, drive)
-    assert_as_alone(place, model)
-    model(torch.randn(2, DIM)).sum().backward()
-    assert drive.unused.grad is None  # type: ignore[attr-defined]
 
 
 @everywhere
@@ -234,8 +230,7 @@ def test_parameters_that_share_memory_are_refused_unless_they_share_no_element(
 @everywhere
 def test_a_batch_norm_trains_under_a_policy_wherever_it_is(place: Place) -> None:
     model = nn.Sequential(OrderedDict(first=nn.Linear(DIM, DIM), norm=nn.BatchNorm1d(DIM)))
-    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    place.shard(model, units=lambda name, module: name == "first", mp_policy=policy)
+    place.shard(model, units=lambda name, module: name == "first", mp_policy=BF16)
     x = torch.randn(4, DIM)
     model(x).sum().backward()
     assert model.norm.weight.grad.dtype == torch.float32

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from tests import reference
 from tests.promises.everywhere import Place, everywhere
 
+WORDS = torch.tensor([0, 1, 2, 3, 6])
+
 
 class Words(nn.Module):
     """An embedding, of whose rows some are to stay as they are."""
@@ -22,23 +24,16 @@ class Words(nn.Module):
         self.table = nn.Embedding(7, 3)
         self.head = nn.Linear(3, 2)
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, words: Tensor = WORDS) -> Tensor:
         return self.head(self.table(words).tanh())
 
 
-def _steps(model: nn.Module, optimizer: Any) -> None:
+def _steps(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
-        model(torch.tensor([0, 1, 2, 3, 6])).square().mean().backward()
+        model().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _masked(model: Any, seen: list[Any], mask: Tensor) -> Any:
-    def hook(grad: Tensor) -> Tensor:
-        seen.append(tuple(grad.shape))
-        return grad * mask
-
-    return model.table.weight.register_hook(hook)
 
 
 @everywhere
@@ -46,20 +41,26 @@ def test_a_mask_on_a_gradient_is_applied_once_whenever_it_was_registered(place: 
     mask = torch.zeros(7, 1)
     mask[:2] = 1.0
     for is_before in (True, False):
-        model, seen = Words(), []
+        seen: list[Any] = []
+
+        def hook(grad: Tensor, seen: list[Any] = seen) -> Tensor:
+            seen.append(tuple(grad.shape))
+            return grad * mask
+
+        model = Words()
         alone = copy.deepcopy(model)
-        handle = _masked(model, seen, mask) if is_before else None
-        place.shard(model)
-        if handle is None:
-            handle = _masked(model, seen, mask)
-        _masked(alone, [], mask)
+        if not is_before:
+            place.shard(model)
+        handles = [each.table.weight.register_hook(hook) for each in (model, alone)]
+        if is_before:
+            place.shard(model)
         for each in (model, alone):
-            _steps(each, torch.optim.SGD(each.parameters(), lr=0.5))
+            _steps(each)
         reference.assert_same_weights(model, alone)
-        assert seen == [(7, 3)] * 2
-        handle.remove()
-        _steps(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        assert len(seen) == 2
+        assert seen == [(7, 3)] * 4
+        handles[0].remove()
+        _steps(model)
+        assert len(seen) == 4
 
 
 @everywhere
@@ -84,7 +85,7 @@ def test_an_optimizer_may_step_in_a_hook_of_its_parameter(place: Place) -> None:
             place.shard(model)
         for each in (model, alone):
             for _ in range(3):
-                each(torch.tensor([0, 1, 2, 3, 6])).square().mean().backward()
+                each().square().mean().backward()
                 assert all(param.grad is None for param in each.parameters())
         reference.assert_same_weights(model, alone)
 
@@ -94,11 +95,10 @@ def test_a_parameter_that_was_frozen_at_shard_says_so_when_it_is_thawed(place: P
     model = Words()
     model.table.weight.requires_grad_(False)
     place.shard(model)
-    words = torch.tensor([0, 1])
-    model(words).sum().backward()
+    model().sum().backward()
     model.table.weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match=re.escape("expected table.weight to stay frozen")):
-        model(words)
+        model()
     model.table.weight.requires_grad_(False)
     model.zero_grad()
-    model(words).sum().backward()
+    model().sum().backward()

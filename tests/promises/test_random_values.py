@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import init
 
 import fsdp_engine as fe
 from tests import reference
@@ -16,15 +17,9 @@ from tests.promises.everywhere import Place, everywhere
 FILLS: list[Callable[[Tensor], object]] = [
     lambda t: t.normal_(0.5, 2.0),
     lambda t: t.uniform_(-1, 3),
-    nn.init.normal_,
-    nn.init.uniform_,
-    nn.init.trunc_normal_,
-    nn.init.xavier_normal_,
-    nn.init.xavier_uniform_,
-    nn.init.kaiming_normal_,
-    nn.init.kaiming_uniform_,
-    nn.init.ones_,
-    lambda t: nn.init.constant_(t, 0.3),
+    *(init.normal_, init.uniform_, init.trunc_normal_, init.ones_),
+    *(init.xavier_normal_, init.xavier_uniform_, init.kaiming_normal_, init.kaiming_uniform_),
+    lambda t: init.constant_(t, 0.3),
 ]
 
 
@@ -37,7 +32,7 @@ def test_a_sharded_parameter_is_filled_as_one_process_fills_it(place: Place) -> 
             torch.manual_seed(number)
             with torch.no_grad():
                 fill(each.weight)
-            nn.init.normal_(each.bias)  # later values are equal, too
+            init.normal_(each.bias)  # later values are equal, too
         reference.assert_same_weights(model, alone, rtol=0, atol=0)
 
 
@@ -45,18 +40,15 @@ def test_a_sharded_parameter_is_filled_as_one_process_fills_it(place: Place) -> 
 def test_where_generators_differ_the_first_rank_has_its_way() -> None:
     model, alone = nn.Linear(5, 7), nn.Linear(5, 7)
     fe.shard(model, initial_values="rank0")
-    for generator in (None, torch.Generator()):
+    for generator in (torch.default_generator, torch.Generator()):
         for each in (alone, model):
-            seed = 3 if each is alone else 3 + dist.get_rank()
-            if generator is None:
-                torch.manual_seed(seed)
-            else:
-                generator.manual_seed(seed)
-            nn.init.normal_(each.weight, generator=generator)
-            nn.init.uniform_(each.bias, generator=generator)
+            generator.manual_seed(3 if each is alone else 3 + dist.get_rank())
+            given = None if generator is torch.default_generator else generator
+            init.normal_(each.weight, generator=given)
+            init.uniform_(each.bias, generator=given)
         reference.assert_same_weights(model, alone, rtol=0, atol=0)
     torch.manual_seed(dist.get_rank())  # dropout, say, may continue as it would
     expected = torch.rand(()) if dist.get_rank() else None
     torch.manual_seed(dist.get_rank())
-    nn.init.normal_(model.weight)
+    init.normal_(model.weight)
     assert expected is None or torch.equal(torch.rand(()), expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +21,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import FlatDTensor
 from tests import reference
+from tests.checkpoint.scene import shared_folder
 from tests.pool import Ranks, on_ranks
 from tests.promises.everywhere import Place, everywhere
 from tests.torch_versions import stages_classes
+
+Shard = Callable[[nn.Module], Any]
 
 
 def make() -> nn.Module:
@@ -40,19 +42,26 @@ def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return fe.shard_optimizer(adamw(model))
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> nn.Module:
+def run(shard: Shard, optimizer_of: Any = adamw, *seeds: int) -> tuple[nn.Module, Any]:
+    """A model and its optimizer, after a step for each seed."""
+    model = make()
+    shard(model)
+    optimizer = optimizer_of(model)
+    steps(model, optimizer, *seeds)
+    return model, optimizer
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
     for seed in seeds:
         torch.manual_seed(seed)
         model(torch.randn(4, 5)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model
 
 
 def alone(num_steps: int) -> nn.Module:
     """One process, after so many steps."""
-    model = make()
-    return steps(model, adamw(model), *range(num_steps))
+    return run(reference.nothing, adamw, *range(num_steps))[0]
 
 
 # --- torch.save ---
@@ -67,51 +76,37 @@ def after_torch_save(value: Any) -> Any:
 @everywhere
 def test_states_of_each_rank_resume_a_run(place: Place) -> None:
     expected = alone(3)
-    makers: list[Callable[[nn.Module], torch.optim.Optimizer]] = [adamw, sharded_adamw]
-    for make_optimizer in makers:
+    for optimizer_of in (adamw, sharded_adamw):
         for assign in (False, True):
-            model = make()
-            place.shard(model)
-            optimizer = make_optimizer(model)
-            steps(model, optimizer, 0, 1)
+            model, optimizer = run(place.shard, optimizer_of, 0, 1)
             saved = after_torch_save((model.state_dict(), optimizer.state_dict()))
-
-            model = make()
-            place.shard(model)
-            optimizer = make_optimizer(model)
+            model, optimizer = run(place.shard, optimizer_of)
             model.load_state_dict(saved[0], assign=assign)
             optimizer.load_state_dict(saved[1])
             steps(model, optimizer, 2)
             reference.assert_same_weights(model, expected)
 
 
-def assert_gathers(model: nn.Module) -> None:
-    for name, tensor in after_torch_save(model.state_dict()).items():
+def assert_gathers(shard: Shard) -> None:
+    for name, tensor in after_torch_save(run(shard)[0].state_dict()).items():
         assert torch.equal(reference.full(tensor), make().state_dict()[name])
 
 
 @everywhere
 def test_what_was_loaded_can_be_gathered(place: Place) -> None:
-    model = make()
-    place.shard(model)
-    assert_gathers(model)
+    assert_gathers(place.shard)
 
 
-@on_ranks(world_size=4)
+@on_ranks(4)
 def test_what_was_loaded_can_be_gathered_within_rows_of_a_mesh() -> None:
-    model = make()
-    engine = fe.shard(model, (2, 2), "optim_grads")
-    assert (engine.mesh.outer.size, engine.mesh.inner.size) == (2, 2)
-    assert_gathers(model)
+    assert_gathers(lambda model: fe.shard(model, (2, 2), "optim_grads"))
 
 
 def save_to(folder: Path) -> None:
     """Each rank's weights, and its optimizer state after a step."""
-    model = make()
-    fe.shard(model)
+    model, optimizer = run(fe.shard)
     name = f"{dist.get_world_size()}-{dist.get_rank()}"
     torch.save(model.state_dict(), folder / f"{name}.pt")
-    optimizer = adamw(model)
     steps(model, optimizer, 0)
     torch.save(optimizer.state_dict(), folder / f"{name}-optimizer.pt")
 
@@ -131,8 +126,7 @@ def test_a_process_without_groups_loads_slices(ranks: Ranks, tmp_path: Path) -> 
 
 
 def use_slices_of(folder: Path, num_ranks: int) -> None:
-    model = make()
-    fe.shard(model)
+    model, optimizer = run(fe.shard)
     weights = model.state_dict()
     path = folder / f"{num_ranks}-{dist.get_rank() % num_ranks}"
     for name, tensor in torch.load(f"{path}.pt", weights_only=True).items():
@@ -149,7 +143,6 @@ def use_slices_of(folder: Path, num_ranks: int) -> None:
                 use()
     reference.assert_same_weights(model, make())
     if (num_ranks, dist.get_world_size()) == (2, 1):
-        optimizer = adamw(model)
         optimizer.load_state_dict(torch.load(f"{path}-optimizer.pt", weights_only=True))
         over = r"elements \[0, 35\) of shape \(7, 5\) over 2 ranks and elements .* over 1 rank "
         with pytest.raises(ValueError, match="mixes two different slices") as caught:
@@ -165,17 +158,22 @@ def test_slices_of_other_ranks_are_not_taken(
     ranks.run(use_slices_of, tmp_path, saved, world_size=loaded)
 
 
+@on_ranks(1)
+def test_a_sharded_tensor_has_no_address() -> None:
+    model, _ = run(fe.shard)
+    assert {param.data_ptr() for param in model.parameters()} == {0}
+    assert {param.storage_offset() for param in model.parameters()} == {0}
+
+
 # --- async_save ---
 
 
-def folder_for_all() -> Path:
-    """One folder, the same on every rank."""
-    named: list[Any] = [tempfile.mkdtemp() if not dist.get_rank() else None]
-    dist.broadcast_object_list(named)
-    return Path(named[0])
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state}
 
 
-def save_in_background(state: dict[str, Any], folder: Path, **options: Any) -> None:
+def save_in_background(state: dict[str, Any], folder: str, **options: Any) -> None:
     """As torchtitan does: nothing changes the state until it is staged."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of what it deprecates in itself
@@ -191,31 +189,19 @@ def save_in_background(state: dict[str, Any], folder: Path, **options: Any) -> N
 
 def assert_saves_and_saves_again(place: Place, **options: Any) -> None:
     """Checkpoints after one step and after two continue as a run of one process does."""
-    model, loaded = make(), make()
-    place.shard(model)
-    place.shard(loaded)
-    optimizers = adamw(model), adamw(loaded)
-    steps(loaded, optimizers[1], 9)
-
-    def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        weights, state = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": state}
-
+    model, optimizer = run(place.shard)
+    loaded, other = run(place.shard, adamw, 9)
     for seed in range(2):
-        steps(model, optimizers[0], seed)
+        steps(model, optimizer, seed)
         kept = {name: value.clone() for name, value in model.state_dict().items()}
-        folder = folder_for_all()
-        save_in_background(state_of(model, optimizers[0]), folder, **options)
+        folder = shared_folder()
+        save_in_background(state_of(model, optimizer), folder, **options)
         model.load_state_dict(kept)
-        state = state_of(loaded, optimizers[1])
+        state = state_of(loaded, other)
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            loaded,
-            optimizers[1],
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        steps(loaded, optimizers[1], seed + 1)
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(loaded, other, **parts)
+        steps(loaded, other, seed + 1)
         reference.assert_same_weights(loaded, alone(seed + 2))
 
 
@@ -230,11 +216,3 @@ def test_a_stager_that_keeps_its_memory_saves_and_saves_again(place: Place) -> N
     stager = DefaultStager(StagingOptions(False, True, True, False))
     assert_saves_and_saves_again(place, async_stager=stager)
     stager.close()
-
-
-@on_ranks(world_size=1)
-def test_a_sharded_tensor_has_no_address() -> None:
-    model = make()
-    fe.shard(model, strategy="optim_grads_params")
-    assert {param.data_ptr() for param in model.parameters()} == {0}
-    assert {param.storage_offset() for param in model.parameters()} == {0}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from types import FunctionType, MethodType
 from typing import Any
@@ -35,15 +35,8 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial has shown.
-
-    Attributes:
-        verdict: see the module docstring.
-        note: the error, or what differs.
-    """
-
     verdict: Verdict
-    note: str = ""
+    note: str = ""  # the error, or what differs
 
 
 class Difference(AssertionError):
@@ -120,9 +113,6 @@ def compare(found: Any, expected: Any, where: str = "result") -> None:
         _same(list(map(str, found)), list(map(str, expected)), f"keys of {where}")
         for key, mine in zip(found, expected, strict=True):
             compare(found[key], expected[mine], f"{where}[{mine}]")
-    elif is_dataclass(expected) and not isinstance(expected, type):
-        for field in fields(expected):
-            compare(getattr(found, field.name), getattr(expected, field.name), field.name)
     elif isinstance(expected, list | tuple | set | Iterator):
         _same(isinstance(found, list | tuple | set | Iterator), True, f"{where} is a sequence")
         ours, theirs = list(found), list(expected)

@@ -6,6 +6,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,34 +63,34 @@ class Branches(Seq):
         return torch.stack([*outputs, last.detach() * 0.3 + last * 0.2]).mean(0)
 
 
-class Repeat(nn.Module):
-    def __init__(self, block: nn.Module, times: int) -> None:
+class Around(nn.Module):
+    """One block, and how it is used."""
+
+    def __init__(self, block: nn.Module, how: Any = None) -> None:
         super().__init__()
-        self.block, self.times = block, times
+        self.block, self.how = block, how
+
+
+class Repeat(Around):
+    """``how`` many times."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
+        for _ in range(self.how):
             x = self.block(x)
         return x
 
 
-class Switch(nn.Module):
+class Switch(Around):
     """A block that is left out while it is off."""
 
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block, self.is_on = block, True
+    is_on = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x) if self.is_on else x
 
 
-class Detached(nn.Module):
+class Detached(Around):
     """A block that is evaluated without gradients, beside one that has them."""
-
-    def __init__(self, block: nn.Module, how: str) -> None:
-        super().__init__()
-        self.block, self.how = block, how
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "no_grad":
@@ -98,66 +99,46 @@ class Detached(nn.Module):
         return x + self.block(x.detach())
 
 
-class Recomputed(nn.Module):
-    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.use_reentrant = block, use_reentrant
+class Recomputed(Around):
+    """``how``: whether the checkpoint is re-entrant."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
-        return made
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=self.how)
 
 
-class Boxed(nn.Module):
+class Boxed(Around):
     """Passes tensors in containers, by keyword, and returns more than it is asked for."""
 
     def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.inner = _Box(block)
+        super().__init__(_Box(block))
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.inner(inputs={"x": [x]}, unused=x * 2)
+        found = self.block(inputs={"x": [x]}, unused=x * 2)
         return found["out"][0]
 
 
-class _Box(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(
-        self, *, inputs: dict[str, list[Tensor]], unused: Tensor
-    ) -> dict[str, list[Tensor]]:
+class _Box(Around):
+    def forward(self, *, inputs: dict[str, list[Tensor]], unused: Tensor) -> Any:
         out = self.block(inputs["x"][0])
         return {"out": [out, out.square()], "unused": [unused]}
 
 
-class InPlace(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
+class InPlace(Around):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
         x += 0.5 * self.block(x.clone())
         return x
 
 
-class Wider(nn.Module):
+class Wider(Around):
     """A block in another dtype than the tensors around it."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block.double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x.double()).to(x.dtype)
 
 
-class MayFail(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block, self.fails = block, False
+class MayFail(Around):
+    fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(x)
@@ -243,12 +224,12 @@ def random_model(draw: random.Random, width: int, *, wider: bool) -> Root:
 
     body = Seq(nn.Linear(width, width), *(block(3) for _ in range(draw.randint(2, 4))))
     if wider:
-        body.blocks.append(Wider(Mlp(width, 5)))
+        body.blocks.append(Wider(Mlp(width, 5).double()))
     root = Root(body, width)
     uses = count_uses(root)
     for module in root.modules():
         if isinstance(module, Recomputed) and any(uses[id(p)] > 1 for p in module.parameters()):
-            module.use_reentrant = False  # one re-entrant use of a parameter is what torch supports
+            module.how = False  # one re-entrant use of a parameter is what torch supports
     return root
 
 
@@ -259,5 +240,5 @@ def count_uses(module: nn.Module) -> Counter[int]:
         assert child is not None
         found.update(count_uses(child))
     if isinstance(module, Repeat):
-        found = Counter({key: count * module.times for key, count in found.items()})
+        found = Counter({key: count * module.how for key, count in found.items()})
     return found

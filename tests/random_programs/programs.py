@@ -25,26 +25,15 @@ Operation = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Program:
-    """A training run.
+    """A training run."""
 
-    Attributes:
-        seed: of the model, its values and the data.
-        width: of the model's tensors.
-        dtype: of parameters.
-        wider: whether a part of the model is in fp64.
-        autocast: whether microbatches run in ``torch.autocast`` in bf16.
-        adam: AdamW, not SGD.
-        shards: arguments of ``fe.shard`` for each time that the model is sharded: at first, and
-            when a checkpoint is loaded into a new one.
-        operations: in order.
-    """
-
-    seed: int
-    width: int
-    dtype: torch.dtype
-    wider: bool
-    autocast: bool
-    adam: bool
+    seed: int  # of the model, its values and the data
+    width: int  # of the model's tensors
+    dtype: torch.dtype  # of parameters
+    wider: bool  # whether a part of the model is in fp64
+    autocast: bool  # whether microbatches run in ``torch.autocast`` in bf16
+    adam: bool  # AdamW, not SGD
+    # Of ``fe.shard``: at first, and when a checkpoint is loaded into a new model.
     shards: list[dict[str, Any]]
     operations: list[Operation] = field(default_factory=list)
 
@@ -53,7 +42,7 @@ class Program:
         torch.manual_seed(self.seed)
         draw = random.Random(self.seed)
         made = blocks.random_model(draw, self.width, wider=self.wider)
-        return made.to(self.dtype) if self.dtype != torch.float32 else made
+        return made.double() if self.dtype == torch.float64 else made
 
 
 def random_program(seed: int, world_size: int) -> Program:
@@ -73,7 +62,9 @@ def random_program(seed: int, world_size: int) -> Program:
     program.shards.extend(_sharding(draw, world_size, program) for _ in range(2))
     names = [name for name, _ in program.model().named_parameters()]
     # A backward through two re-entrant checkpoints of one block is refused.
-    is_reentrant = any(getattr(each, "use_reentrant", False) for each in program.model().modules())
+    is_reentrant = any(
+        isinstance(each, blocks.Recomputed) and each.how for each in program.model().modules()
+    )
     do = program.operations.append
     if draw.random() < 0.4:
         for name in draw.sample(names, min(2, len(names))):
@@ -136,16 +127,11 @@ def _sharding(draw: random.Random, world_size: int, program: Program) -> dict[st
 
 
 class Runner:
-    """Runs a program by plain torch on all ranks' data.
-
-    Attributes:
-        found: the observations, in order: a label and a value.
-    """
+    """Runs a program by plain torch on all ranks' data, and notes what it observes in ``found``."""
 
     def __init__(self, program: Program, world_size: int) -> None:
         self.program, self.world_size = program, world_size
         self.found: list[tuple[str, Any]] = []
-        self._hooks: list[tuple[str, float]] = []
         self._num_batches = 0
         self.model: blocks.Root
         self.optimizer: torch.optim.Optimizer
@@ -160,13 +146,17 @@ class Runner:
 
     def _build(self, model: blocks.Root) -> None:
         self.model = model
-        self._make_optimizer()
+        parameters = model.parameters()
+        if self.program.adam:
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+        else:
+            self.optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
     def _part(self, whole: Tensor) -> Tensor:
         return whole
 
-    def _mean(self, value: float) -> float:
-        return value
+    def _note(self, label: str, value: Any) -> None:
+        self.found.append((label, value))
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -175,23 +165,14 @@ class Runner:
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def _reset(self) -> None:
-        pass
+        """After an error."""
 
     def do_reload(self, label: str) -> None:
-        self._hooks.clear()
         self.model.load_state_dict(self.model.state_dict())
         for param in self.model.parameters():
             param._backward_hooks = None
 
     # --- The same for both ---
-
-    def _make_optimizer(self) -> None:
-        parameters = self.model.parameters()
-        self.optimizer = (
-            torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
-            if self.program.adam
-            else torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-        )
 
     def _loss(self) -> Tensor:
         self._num_batches += 1
@@ -208,7 +189,7 @@ class Runner:
 
     def _evaluate(self, label: str, how: Callable[[], Any] = torch.no_grad) -> None:
         with how():
-            self.found.append((label, self._mean(self._loss().item())))
+            self._note(label, self._loss().item())
 
     def do_hook(self, label: str, name: str, factor: float) -> None:
         self.model.get_parameter(name).register_hook(lambda grad: grad * factor)
@@ -234,12 +215,12 @@ class Runner:
                 self._evaluate(label)
             if kind == "toggled":
                 params = [self.model.get_parameter(name) for name in names]
-                were = [param.requires_grad for param in params]
-                for param in params:
+                trained = [param for param in params if param.requires_grad]
+                for param in trained:
                     param.requires_grad_(False)
                 self._evaluate(label)
-                for param, was in zip(params, were, strict=True):
-                    param.requires_grad_(was)
+                for param in trained:
+                    param.requires_grad_(True)
             if kind in ("two", "two reversed", "summed"):
                 losses.append(self._loss())
             if kind == "two reversed":
@@ -247,21 +228,21 @@ class Runner:
             if kind == "summed":
                 losses = [losses[0] + losses[1]]
             for loss in losses:
-                self.found.append((label, self._mean(loss.item())))
+                self._note(label, loss.item())
                 if loss.requires_grad:
                     loss.backward()
 
     def do_gradients(self, label: str) -> None:
         for name, param in self.model.named_parameters():
-            self.found.append((f"{label} {name}", None if param.grad is None else full(param.grad)))
+            self._note(f"{label} {name}", None if param.grad is None else param.grad.clone())
 
     def do_weights(self, label: str) -> None:
         for name, param in self.model.named_parameters():
-            self.found.append((f"{label} {name}", full(param)))
+            self._note(f"{label} {name}", param.detach().clone())
 
     def do_clip(self, label: str, max_norm: float) -> None:
         if any(param.grad is not None for param in self.model.parameters()):
-            self.found.append((label, full(self._clip(max_norm))))
+            self._note(label, self._clip(max_norm))
 
     def do_step(self, label: str) -> None:
         self.optimizer.step()
@@ -274,10 +255,9 @@ class Runner:
         for module in failing:
             module.fails = True
         try:
-            loss = self._loss()
-            self.found.append((label, self._mean(loss.item())))
+            self._note(label, self._loss().item())
         except blocks.BlockError:
-            self.found.append((label, "raised"))
+            self._note(label, "raised")
         for module in failing:
             module.fails = False
         self._reset()
@@ -297,8 +277,9 @@ class ShardedRunner(Runner):
     def _part(self, whole: Tensor) -> Tensor:
         return whole.chunk(self.world_size)[dist.get_rank()]
 
-    def _mean(self, value: float) -> float:
-        return mean_over_ranks(value)
+    def _note(self, label: str, value: Any) -> None:
+        value = full(value) if isinstance(value, Tensor) else value
+        super()._note(label, mean_over_ranks(value) if isinstance(value, float) else value)
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         return self.engine.no_sync()
@@ -339,28 +320,28 @@ def run_and_compare(seed: int, folder: str) -> list[str]:
                 raise
             return []  # torch refuses re-entrant checkpoints of frozen blocks
         found = ShardedRunner(program, world_size, folder).run()
-    largest = max(
-        value.abs().max().item()
-        for _, value in expected
-        if isinstance(value, Tensor) and value.numel()
-    )
-    lines = []
     if [label for label, _ in found] != [label for label, _ in expected]:
         return [f"other observations: {found}; expected {expected}"]
+    # Gradients that cancel out are rounding alone.
+    largest = max(_largest(value) for _, value in expected) * (0.1 if program.autocast else 0.01)
+    lines = []
     for (label, ours), (_, theirs) in zip(found, expected, strict=True):
-        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-            is_same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
-            # Gradients that cancel out are rounding alone.
-            scale = max(
-                largest * (0.1 if program.autocast else 0.01),
-                theirs.abs().max().item() if theirs.numel() else 0,
-            )
-            error = (ours - theirs).abs().max().item() / scale if ours.numel() and is_same else 0.0
-            error = error if is_same else float("inf")
-        elif isinstance(ours, float) and isinstance(theirs, float):
-            error = relative_error(torch.tensor(ours), torch.tensor(theirs))
-        else:
-            error = 0.0 if ours == theirs else float("inf")
+        error = _error(ours, theirs, largest)
         if not error <= limit:
             lines.append(f"{label}: off by {error:.2e}, limit {limit:.0e}")
     return lines
+
+
+def _largest(value: Any) -> float:
+    return value.abs().max().item() if isinstance(value, Tensor) and value.numel() else 0.0
+
+
+def _error(ours: Any, theirs: Any, scale: float) -> float:
+    """Relative to the largest element, or to ``scale`` if that is larger."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return relative_error(torch.tensor(ours), torch.tensor(theirs))
+    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
+        return 0.0 if ours == theirs else float("inf")
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return float("inf")
+    return _largest(ours - theirs) / max(scale, _largest(theirs)) if ours.numel() else 0.0
