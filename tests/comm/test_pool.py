@@ -161,9 +161,7 @@ def test_a_hanging_rank_is_named_with_its_stack_and_the_pool_starts_again(ranks:
     assert not any(Path(f"/proc/{pid}").exists() for pid in before)
 
 
-def test_a_dying_rank_is_named_with_its_exit_code_and_the_pool_starts_again(
-    ranks: Ranks,
-) -> None:
+def test_a_dying_rank_is_named_with_its_exit_code_and_the_pool_starts_again(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="rank 3") as caught:
         ranks.run(die_on, 3)
     assert caught.value.failures[3] == "died with exit code 7"

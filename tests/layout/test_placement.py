@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_engine.layout import (
-    ALIGNMENT,
-    BLOCK,
-    MIN_BLOCK_NUMEL,
-    Layout,
-    TensorSlot,
-    round_up,
-)
+from fsdp_engine.layout import ALIGNMENT, BLOCK, MIN_BLOCK_NUMEL, Layout, TensorSlot, round_up
 from fsdp_engine.layout.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layouts
 
 ROWS = st.sampled_from([1, 2, 3, 4, 6, 27, 48, 64, 96, 100, 128, 192, 320])
@@ -268,8 +261,7 @@ def test_granule_one_fills_the_space_that_rows_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("all_rows", "shard_rows"),
-    [((5, 4, 3, 3, 3), 9), ((5, 5, 5), 10), ((7, 6, 6), 12), ((8,), 8)],
+    ("all_rows", "shard_rows"), [((5, 4, 3, 3, 3), 9), ((5, 5, 5), 10), ((7, 6, 6), 12), ((8,), 8)]
 )
 def test_a_granule_of_the_whole_tensor_keeps_it_in_one_shard_as_short_as_can_be(
     all_rows: tuple[int, ...], shard_rows: int

@@ -24,6 +24,39 @@ class Shuffled(Chain):
         return x
 
 
+class Choosing(Regression):
+    """Every block has two linears and reads those it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Chooser(), Chooser()])
+
+    def predict(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def choose(self, which: str) -> None:
+        for block in self.blocks:
+            block.which = which  # type: ignore[assignment]
+
+
+class Chooser(nn.Module):
+    which = "both"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(DIM, DIM)
+        self.right = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.which != "right":
+            x = x + torch.tanh(self.left(x))
+        if self.which != "left":
+            x = x + torch.tanh(self.right(x))
+        return x
+
+
 class Checkpointed(Regression):
     """Recomputes blocks, every other block, a part of each block, or two blocks at once."""
 

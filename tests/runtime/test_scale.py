@@ -117,9 +117,7 @@ def settings(
 
 def plan_of(model: nn.Module, num_ranks: int, granule: Any = None) -> Plan:
     return make_plan(
-        model,
-        None,
-        settings(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16),
+        model, None, settings(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16)
     )
 
 
@@ -198,11 +196,7 @@ def test_a_parameter_holds_nothing_that_grows_with_the_number_of_ranks() -> None
 
 @pytest.mark.parametrize(("outer", "inner"), [(1, 4096), (64, 64), (4096, 1), (128, 24)])
 def test_the_parts_of_all_ranks_are_the_whole_once(outer: int, inner: int) -> None:
-    plan = make_plan(
-        meta_model(40, 1),
-        None,
-        settings(outer, inner, "optim_grads_params"),
-    )
+    plan = make_plan(meta_model(40, 1), None, settings(outer, inner, "optim_grads_params"))
     places = [Coordinate(o, i) for i in range(inner) for o in range(outer)]
     for buffer in (buffer for unit in plan.units for buffer in unit.buffers):
         ends = [buffer.layout.range(2, at) for at in places]

@@ -122,18 +122,12 @@ def _renamed(block: Any) -> None:
 
 # A change to a model on one rank, and parts of the error.
 DIFFERENT: list[tuple[Callable[[Any], object], tuple[str, ...]]] = [
-    (
-        lambda model: _renamed(model.blocks[1]),
-        ("blocks.1.out.weight", "blocks.1.other.weight"),
-    ),
+    (lambda model: _renamed(model.blocks[1]), ("blocks.1.out.weight", "blocks.1.other.weight")),
     (
         lambda model: setattr(model.blocks[1], "out", nn.Linear(models.DIM, models.DIM + 1)),
         ("blocks.1.out.weight", "(12, 12)", "(13, 12)"),
     ),
-    (
-        lambda model: model.blocks[1].out.bfloat16(),
-        ("blocks.1.out.weight", "float32", "bfloat16"),
-    ),
+    (lambda model: model.blocks[1].out.bfloat16(), ("blocks.1.out.weight", "float32", "bfloat16")),
     (
         lambda model: model.blocks[1].out.requires_grad_(False),
         ("blocks.1.out.weight", "trainable", "frozen"),

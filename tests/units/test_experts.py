@@ -36,10 +36,7 @@ def compare(level: str) -> list[str]:
     found = []
     for overlap, average, fused in itertools.product((False, True), repeat=3):
         config = config_of(
-            level,
-            overlap=overlap,
-            average_in_collective=average,
-            gradient_reduce_div_fusion=fused,
+            level, overlap=overlap, average_in_collective=average, gradient_reduce_div_fusion=fused
         )
         ddp, _ = wrapped(config)
         alone = build([0, 1])

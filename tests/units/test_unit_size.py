@@ -106,11 +106,7 @@ def test_a_parameter_that_ties_joined_blocks_is_theirs() -> None:
     assert sizes_of(model, joined(model, 2 * BLOCK))[""] == 0
 
 
-@given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=7),
-    st.integers(0, 300),
-    st.booleans(),
-)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=7), st.integers(0, 300), st.booleans())
 def test_every_parameter_is_in_one_unit_and_units_are_large_enough(
     widths: list[int], least: int, has_ends: bool
 ) -> None:
@@ -153,12 +149,7 @@ def test_a_block_whose_parameters_are_all_the_roots_is_left_alone() -> None:
     for name, module in model.blocks[0].named_modules():
         for key in list(module._parameters):
             second.get_submodule(name)._parameters[key] = module._parameters[key]
-    assert names_of(model, 10**6) == [
-        "embedding",
-        "blocks.0",
-        "blocks.1",
-        "blocks.2 + norm + head",
-    ]
+    assert names_of(model, 10**6) == ["embedding", "blocks.0", "blocks.1", "blocks.2 + norm + head"]
 
 
 def test_joined_units_are_expected_to_be_used_one_module_after_the_other() -> None:
