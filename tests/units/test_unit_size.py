@@ -73,7 +73,6 @@ def test_runs_are_as_short_as_reaching_the_least_size_allows(sizes: list[int], l
 @pytest.mark.parametrize(
     ("least", "names"),
     [
-        (0, ["embedding", "blocks.0", "blocks.1", "blocks.2", "norm + head"]),
         (1, ["embedding", "blocks.0", "blocks.1", "blocks.2", "norm + head"]),
         (EMBEDDING + 1, ["embedding + blocks.0", "blocks.1", "blocks.2", "norm + head"]),
         (BLOCK, ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]),
@@ -88,7 +87,7 @@ def test_small_sets_join_their_neighbours_until_they_are_large_enough(
     assert names_of(Transformer(num_blocks=3), least) == names
 
 
-def test_a_tied_set_is_in_one_unit_with_what_it_joins() -> None:
+def test_what_ties_small_sets_is_in_one_unit_with_them() -> None:
     model = Transformer(num_blocks=2, tied=True)
     assert names_of(model, BLOCK) == ["embedding + blocks.0 + norm + head", "blocks.1"]
     (first, second) = joined(model, BLOCK)
@@ -96,13 +95,10 @@ def test_a_tied_set_is_in_one_unit_with_what_it_joins() -> None:
     assert set(first.loose) == {model.embedding, model.norm, model.head}
     assert second.loose == ()
     assert sizes_of(model, [first, second])[""] == 0
-
-
-def test_a_parameter_that_ties_joined_blocks_is_theirs() -> None:
     model = Transformer(num_blocks=3)
-    model.blocks[1].up.weight = model.blocks[0].up.weight  # type: ignore[union-attr]
-    tied = model.blocks[0].up.weight.numel()  # type: ignore[union-attr]
-    assert sizes_of(model, joined(model, 0))[""] == tied
+    weight = model.blocks[0].up.weight  # type: ignore[union-attr]
+    model.blocks[1].up.weight = weight  # type: ignore[union-attr]
+    assert sizes_of(model, joined(model, 0))[""] == weight.numel()
     assert sizes_of(model, joined(model, 2 * BLOCK))[""] == 0
 
 
@@ -186,20 +182,16 @@ def test_numbered_neighbours_are_shown_as_a_run(names: list[str], name: str) -> 
 # What users say.
 
 
-def test_none_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(assignment, "MIN_UNIT_SIZE", MIN_UNIT_SIZE)
-    with torch.device("meta"):
-        model = Transformer(num_blocks=3, dim=64)
-    assert names_of(model, None) == names_of(model, MIN_UNIT_SIZE) != names_of(model, 0)
-
-
-def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_ones() -> None:
     with torch.device("meta"):
         usual = Transformer(num_blocks=3, dim=768)  # as GPT-2's smallest, but for its vocabulary
         small = Transformer(num_blocks=3, dim=64)
-    names = names_of(usual, MIN_UNIT_SIZE)
+    names = names_of(usual, None)
     assert names == ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]
-    assert names_of(small, MIN_UNIT_SIZE) == ["embedding + blocks.0-2 + norm + head"]
+    assert names_of(small, None) == ["embedding + blocks.0-2 + norm + head"]
 
 
 @on_ranks(2)
