@@ -1,11 +1,13 @@
-"""FlatDTensor on several ranks: full tensors, reductions, checkpoints."""
+"""FlatDTensor on several ranks: full tensors, reductions, checkpoints.
+
+Checkpoints of models and optimizers that load on other meshes are in ``tests/optim``.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -251,61 +252,6 @@ def test_a_rank_that_overflows_stops_all() -> None:
 # --- checkpoints ---
 
 
-def make_state(mesh: DeviceMesh, num_cut: int, fill: bool, seed: int) -> dict[str, Any]:
-    """Tensors of every shape in several dtypes; zeros unless ``fill``."""
-    torch.manual_seed(5)
-    state: dict[str, Any] = {}
-    for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            full = (torch.randn(shape) * 100).to(dtype)
-            state[f"{tuple(shape)} {dtype}"] = flat_of(
-                full if fill else torch.zeros_like(full), mesh, num_cut, seed
-            )
-    return {"model": state, "step": 3 if fill else 0}
-
-
-def save(path: str, mesh_shape: tuple[int, ...], num_cut: int, wait: bool = True) -> None:
-    state = make_state(mesh_of(mesh_shape), num_cut, True, seed=1)
-    if wait:
-        dcp.save(state, checkpoint_id=path)
-    else:
-        future = dcp.async_save(state, checkpoint_id=path)
-        for tensor in state["model"].values():
-            tensor.zero_()
-        future.result()
-
-
-def load(path: str, mesh_shape: tuple[int, ...], num_cut: int) -> None:
-    mesh = mesh_of(mesh_shape)
-    state = make_state(mesh, num_cut, False, seed=2)
-    expected = make_state(mesh, num_cut, True, seed=2)
-    pointers = {name: tensor.local.data_ptr() for name, tensor in state["model"].items()}
-    dcp.load(state, checkpoint_id=path)
-    assert state["step"] == 3
-    for name, tensor in state["model"].items():
-        assert type(tensor) is FlatDTensor
-        assert torch.equal(tensor.local, expected["model"][name].local), name
-        assert tensor.local.data_ptr() == pointers[name]
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (((4,), 1, False), ((2,), 1)),
-        (((4,), 1), ((1,), 1)),
-        (((1,), 1), ((4,), 1)),
-        (((2, 2), 2), ((3,), 1)),
-        (((2, 2), 1), ((2, 2), 2)),
-        (((3,), 1), ((2, 2), 0)),
-    ],
-)
-def test_checkpoints_load_on_other_meshes(
-    ranks: Ranks, tmp_path: Path, saved: Any, loaded: Any
-) -> None:
-    ranks.run(save, str(tmp_path), *saved, world_size=math.prod(saved[0]))
-    ranks.run(load, str(tmp_path), *loaded, world_size=math.prod(loaded[0]))
-
-
 @on_ranks(4)
 def test_checkpoints_of_plain_and_of_distributed_tensors_load() -> None:
     mesh = mesh_of((4,))
@@ -317,33 +263,6 @@ def test_checkpoints_of_plain_and_of_distributed_tensors_load() -> None:
     dcp.load(state, checkpoint_id=path)
     for tensor in state.values():
         assert torch.equal(tensor.full_tensor(), full)
-
-
-@on_ranks(4)
-def test_the_state_dict_functions_of_torch_work() -> None:
-    mesh, module = mesh_of((4,)), nn.Linear(5, 4)
-    full = {name: p.detach().clone() for name, p in module.named_parameters()}
-    for name, value in full.items():
-        setattr(module, name, nn.Parameter(flat_of(value, mesh, 1)))
-
-    def assert_holds(kind: type, found: dict[str, Any], added: float) -> None:
-        assert found.keys() == full.keys()
-        for name, value in found.items():
-            assert type(value) is kind
-            whole = value.full_tensor() if kind is FlatDTensor else value
-            assert torch.equal(whole, full[name] + added)
-
-    options = dcp_state.StateDictOptions(full_state_dict=True)
-    assert_holds(Tensor, dcp_state.get_model_state_dict(module, options=options), 0)
-    changed = {name: value + 1 for name, value in full.items()}
-    dcp_state.set_model_state_dict(module, changed, options=options)
-    assert_holds(FlatDTensor, dict(module.named_parameters()), 1)
-    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    given = {name: value + 2 for name, value in full.items()} if not dist.get_rank() else {}
-    dcp_state.set_model_state_dict(module, given, options=options)
-    assert_holds(FlatDTensor, dict(module.named_parameters()), 2)
-    options = dcp_state.StateDictOptions(cpu_offload=True)
-    assert_holds(FlatDTensor, dcp_state.get_model_state_dict(module, options=options), 2)
 
 
 @on_ranks(4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.optim.state_format import QUANTIZING_PACKAGES, StateFormat
 from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
+from tests.models import odd_model, vector_batch
 from tests.optim.optimizers import FUSED, OPTIMIZERS
 from tests.optim.pair import Counting, Pair, check_state, flat, mesh_in_name_only, step_both
 from tests.pool import Ranks
@@ -69,12 +71,12 @@ def test_a_step_is_that_of_plain_tensors(mesh: DeviceMesh, name: str, form: str)
         pair.check(sharded, plain)
 
 
-def adamws(pair: Pair, **options: Any) -> tuple[Any, Any]:
-    """A sharded AdamW, and a plain one beside it."""
-    return (
-        shard_optimizer(torch.optim.AdamW(pair.flat, **options)),
-        torch.optim.AdamW(pair.plain, **options),
-    )
+def made(
+    mesh: DeviceMesh, make: Any = torch.optim.AdamW, slices: Any = None, **options: Any
+) -> tuple[Pair, Any, Any]:
+    """Parameters, the sharded optimizer of the sharded ones, and a plain one of the others."""
+    pair = Pair(mesh, slices)
+    return pair, shard_optimizer(make(pair.flat, **options)), make(pair.plain, **options)
 
 
 def test_the_optimizer_is_changed_in_place_and_once_and_makes_no_state(mesh: DeviceMesh) -> None:
@@ -91,8 +93,7 @@ def test_the_optimizer_is_changed_in_place_and_once_and_makes_no_state(mesh: Dev
 
 
 def test_a_parameter_without_gradient_is_left_alone(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded, plain = adamws(pair)
+    pair, sharded, plain = made(mesh)
     step_both(pair, sharded, plain)
     for missing in (0, 3):
         pair.set_grads()
@@ -103,9 +104,7 @@ def test_a_parameter_without_gradient_is_left_alone(mesh: DeviceMesh) -> None:
 
 
 def test_gradients_changed_in_place_and_replaced_are_used(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded = shard_optimizer(torch.optim.SGD(pair.flat, lr=0.1))
-    plain = torch.optim.SGD(pair.plain, lr=0.1)
+    pair, sharded, plain = made(mesh, torch.optim.SGD, lr=0.1)
     step_both(pair, sharded, plain)
     for p, q in zip(pair.flat, pair.plain, strict=True):
         p.grad.local.add_(1)
@@ -123,8 +122,7 @@ def test_gradients_changed_in_place_and_replaced_are_used(mesh: DeviceMesh) -> N
 
 
 def test_gradients_of_another_dtype_are_cast(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded, plain = adamws(pair, foreach=True)
+    pair, sharded, plain = made(mesh, foreach=True)
     for p, each in zip(pair.flat, pair.slices, strict=True):
         p.grad_dtype = torch.bfloat16
         p.grad = flat(mesh, *each, torch.empty_like(p.local, dtype=torch.bfloat16))
@@ -235,21 +233,8 @@ def test_hooks_see_the_optimizer_and_its_sharded_parameters(mesh: DeviceMesh) ->
     assert seen == ["global before", "before", "late before", "after", "global after"]
 
 
-def test_what_a_later_hook_sets_is_used_in_this_step(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded, plain = shard_optimizer(torch.optim.SGD(pair.flat)), torch.optim.SGD(pair.plain)
-    for optimizer in (sharded, plain):
-        optimizer.register_step_pre_hook(
-            lambda hooked, args, kwargs: hooked.param_groups[0].update(lr=0.7)
-        )
-    step_both(pair, sharded, plain)
-    pair.check()
-
-
 def test_a_closure_computes_with_the_sharded_parameters(mesh: DeviceMesh) -> None:
-    slices = [((6, 5), 0, 30), ((7,), 0, 7)]
-    pair = Pair(mesh, slices)
-    sharded, plain = adamws(pair)
+    pair, sharded, plain = made(mesh, slices=[((6, 5), 0, 30), ((7,), 0, 7)])
 
     def closure_of(optimizer: Any, params: list[Any], kind: type) -> Callable[[], Tensor]:
         def closure() -> Tensor:
@@ -323,8 +308,7 @@ def test_an_exception_leaves_the_optimizer_whole(mesh: DeviceMesh, fail: str) ->
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_loaded_state_is_used_at_the_next_step(mesh: DeviceMesh, stepped: bool) -> None:
-    pair = Pair(mesh)
-    sharded, plain = adamws(pair)
+    pair, sharded, plain = made(mesh)
     step_both(pair, sharded, plain, num_steps=2)
     saved = copy.deepcopy(sharded.state_dict())
     for state in saved["state"].values():
@@ -346,10 +330,9 @@ def test_a_loaded_state_is_used_at_the_next_step(mesh: DeviceMesh, stepped: bool
 
 def test_state_of_whole_tensors_is_cut(mesh: DeviceMesh) -> None:
     slices = [((6, 5), 7, 19), ((7,), 2, 5)]
-    pair = Pair(mesh, slices)
+    pair, sharded, plain = made(mesh, slices=slices)
     whole = [nn.Parameter(torch.randn(shape)) for shape, *_ in slices]
-    source, plain = torch.optim.AdamW(whole), torch.optim.AdamW(pair.plain)
-    sharded = shard_optimizer(torch.optim.AdamW(pair.flat))
+    source = torch.optim.AdamW(whole)
     for p in whole:
         p.grad = torch.randn(p.shape)
     source.step()
@@ -364,9 +347,8 @@ def test_state_of_whole_tensors_is_cut(mesh: DeviceMesh) -> None:
 
 
 def test_state_of_another_slice_is_refused(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh, [((6, 5), 7, 19)])
-    sharded = shard_optimizer(torch.optim.AdamW(pair.flat))
-    step_both(pair, sharded, torch.optim.AdamW(pair.plain))
+    pair, sharded, plain = made(mesh, slices=[((6, 5), 7, 19)])
+    step_both(pair, sharded, plain)
     sharded.state[pair.flat[0]]["exp_avg"] = flat(mesh, (6, 5), 8, 20)
     with pytest.raises(ValueError, match=r"state 'exp_avg' of .*: expected elements \[7, 19\)"):
         sharded.step()
@@ -392,8 +374,7 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_the_state_are_used_at_the_next_step(mesh: DeviceMesh, change: str) -> None:
-    pair = Pair(mesh)
-    sharded, plain = adamws(pair)
+    pair, sharded, plain = made(mesh)
     step_both(pair, sharded, plain, num_steps=2)
     for optimizer, params in ((sharded, pair.flat), (plain, pair.plain)):
         CHANGES[change](optimizer.state, params[0])
@@ -402,8 +383,7 @@ def test_changes_of_the_state_are_used_at_the_next_step(mesh: DeviceMesh, change
 
 
 def test_state_shares_memory_and_objects_stay(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded, plain = adamws(pair)
+    pair, sharded, plain = made(mesh)
     step_both(pair, sharded, plain)
     shown = [dict(sharded.state[p]) for p in pair.flat]
     step_both(pair, sharded, plain, num_steps=2)
@@ -501,9 +481,8 @@ def test_an_optimizer_that_needs_a_missing_extension_is_refused() -> None:
 
 
 def test_a_dropped_optimizer_frees_its_state_at_once(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    optimizer = shard_optimizer(torch.optim.AdamW(pair.flat))
-    step_both(pair, optimizer, torch.optim.AdamW(pair.plain))
+    pair, optimizer, plain = made(mesh)
+    step_both(pair, optimizer, plain)
     gone = weakref.ref(optimizer), weakref.ref(optimizer.state[pair.flat[0]]["exp_avg"])
     gc.disable()
     try:
@@ -515,8 +494,7 @@ def test_a_dropped_optimizer_frees_its_state_at_once(mesh: DeviceMesh) -> None:
 
 def test_a_copy_can_be_sharded_again(mesh: DeviceMesh) -> None:
     for copied in (copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))):
-        pair = Pair(mesh)
-        sharded, plain = adamws(pair)
+        pair, sharded, plain = made(mesh)
         step_both(pair, sharded, plain)
         other: Any = copied(sharded)
         pair.flat = other.param_groups[0]["params"]
@@ -527,34 +505,29 @@ def test_a_copy_can_be_sharded_again(mesh: DeviceMesh) -> None:
 # --- on several ranks ---
 
 
-def train(path: str, load: bool, save: bool, steps: range) -> None:
+def train(path: str, mesh: tuple[int, ...], load: bool, steps: range) -> None:
     """Steps on the same data on all ranks, compared with one process that began at step 0."""
-    modules = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        modules.append(nn.Linear(5, 4))
-    module, alone = modules
-    fe.shard(module)
-    optimizer = shard_optimizer(torch.optim.AdamW(module.parameters(), lr=0.1))
+    torch.manual_seed(3)
+    model = odd_model()
+    alone = copy.deepcopy(model)
+    fe.shard(model, mesh, "optim_grads_params", "optim")
+    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
     expected = torch.optim.AdamW(alone.parameters(), lr=0.1)
     if load:
-        weights, state = dcp_state.get_state_dict(module, optimizer)
+        weights, state = dcp_state.get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
-        dcp_state.set_state_dict(
-            module, optimizer, model_state_dict=weights, optim_state_dict=state
-        )
+        dcp_state.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     for each, its_optimizer, its_steps in (
-        (module, optimizer, steps),
+        (model, optimizer, steps),
         (alone, expected, range(steps.stop)),
     ):
         for step in its_steps:
-            generator = torch.Generator().manual_seed(step)
-            each(torch.randn(8, 5, generator=generator)).square().sum().backward()
+            each(*vector_batch(4, step, width=7)).backward()
             its_optimizer.step()
             its_optimizer.zero_grad()
     options = dcp_state.StateDictOptions(full_state_dict=True)
-    whole = dcp_state.get_optimizer_state_dict(module, optimizer, options=options)["state"]
-    for (name, p), q in zip(module.named_parameters(), alone.parameters(), strict=True):
+    whole = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(full(p), q.detach())
         assert optimizer.state[p]["step"] == steps.stop
         for key in ("exp_avg", "exp_avg_sq"):
@@ -563,15 +536,18 @@ def train(path: str, load: bool, save: bool, steps: range) -> None:
             if dist.get_rank() == 0:
                 assert type(whole[name][key]) is Tensor
                 torch.testing.assert_close(whole[name][key], expected.state[q][key])
-    if save:
-        weights, state = dcp_state.get_state_dict(module, optimizer)
+    if not load:
+        weights, state = dcp_state.get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-@pytest.mark.parametrize(("first", "second"), [(4, 2), (1, 3), (3, 4)])
-def test_training_goes_on_with_another_number_of_ranks(
-    ranks: Ranks, tmp_path: Path, first: int, second: int
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((4,), (2,)), ((1,), (3,)), ((2, 2), (3,)), ((3,), (2, 2)), ((2, 2), (1, 4))],
+)
+def test_training_goes_on_with_other_ranks(
+    ranks: Ranks, tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...]
 ) -> None:
     path = str(tmp_path)
-    ranks.run(train, path, False, True, range(2), world_size=first)
-    ranks.run(train, path, True, False, range(2, 5), world_size=second)
+    ranks.run(train, path, first, False, range(2), world_size=math.prod(first))
+    ranks.run(train, path, second, True, range(2, 4), world_size=math.prod(second))
