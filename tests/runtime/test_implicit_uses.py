@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.messages import Messages
 from tests.models import DIM, token_batch, vector_batch
 from tests.pool import on_few_ranks, on_ranks
 from tests.runtime import habits
-from tests.runtime.habits import MODULATIONS, RETURNS, Diffusion, FusedHead, Language, Skips
+from tests.runtime.habits import MODULATIONS, RETURNS, Diffusion, Language, Product, Skips, fused
 from tests.scenario import Scenario
 
 # Weights that are read without a call.
@@ -33,11 +34,11 @@ from tests.scenario import Scenario
 @on_ranks(2)
 def test_a_function_of_ones_own_that_gets_a_slice_raises() -> None:
     for strategy in LEVEL_NAMES[1:]:
-        model = habits.FusedLater()
+        model = Language(fused, calls_first=True)
         fe.shard(model, strategy=strategy)
         model(*token_batch(2, 0)).backward()
         kept = model.head.weight  # outside the forward: a slice
-        model.weight_of_head = lambda kept=kept: kept  # type: ignore[method-assign]
+        model.use_head = lambda model, x, kept=kept: Product.apply(x, kept)
         with pytest.raises(RuntimeError, match=r"slice of head\.weight.*autograd\.Function"):
             model(*token_batch(2, 1)).backward()
 
@@ -47,7 +48,11 @@ def test_a_function_of_ones_own_that_gets_a_slice_raises() -> None:
     [
         # In the first forward it is unknown which units are read.
         (Language, ["embedding", "blocks.0", "norm + head"], ["blocks.0"]),
-        (FusedHead, ["embedding", "blocks.0", "norm + head"], ["blocks.0", "norm + head"]),
+        (
+            partial(Language, fused),
+            ["embedding", "blocks.0", "norm + head"],
+            ["blocks.0", "norm + head"],
+        ),
     ],
     ids=["called", "never called"],
 )

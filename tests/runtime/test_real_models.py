@@ -71,10 +71,7 @@ def switch_identity(model: Any, step: int) -> None:
 # By name: the run, and options of shard, each of which is tried.
 CASES: dict[str, Case] = {
     "odd sizes": vectors(
-        models.odd_model,
-        sizes(0, EVERYTHING),
-        batch=partial(vector_batch, width=7),
-        microbatches=2,
+        models.odd_model, sizes(0, EVERYTHING), batch=partial(vector_batch, width=7), microbatches=2
     ),
     "smaller than the world": vectors(
         lambda: Chain(nn.Linear(1, 1), nn.Linear(1, 1)),
@@ -178,16 +175,7 @@ CASES: dict[str, Case] = {
     },
     **{
         name: tokens(make, steps=3, microbatches=(1, 2, 1))
-        for name, make in [
-            ("reads its embedding", habits.ReadsEmbedding),
-            ("reads positions", habits.ReadsPositions),
-            ("fused head", habits.FusedHead),
-            ("fused tied head", habits.FusedTiedHead),
-            ("reads its head later", habits.ReadsLater),
-            ("fused head later", habits.FusedLater),
-            ("passes a weight", partial(habits.PassesWeight, False)),
-            ("passes the embedding", partial(habits.PassesWeight, True)),
-        ]
+        for name, make in habits.LANGUAGES.items()
     },
     **{
         f"{name} called from outside": vectors(

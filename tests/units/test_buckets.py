@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import Axis, Strategy
-from fsdp_engine.units.assignment import bucket_multiple, split_by_count, split_by_size
+from fsdp_engine.units.assignment import bucket_multiple, split_by_count
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, PlannedBuffer, PlanSettings, make_plan
 from tests import reference
 from tests.comm.timeline import Timeline, timed_step
@@ -157,42 +157,6 @@ def test_a_parameter_that_pipeline_stages_share_has_a_bucket_of_its_own(mark: st
         names = sorted(sorted(places) for places, _ in buckets)
         others = sorted({name for name, _ in model.named_parameters()} - {"layers.1.weight"})
         assert names == sorted([["layers.1.weight"], others])
-
-
-SIZES = st.lists(st.integers(0, 50), max_size=30)
-
-
-@given(SIZES, st.integers(1, 120))
-def test_every_bucket_but_the_last_is_closed_by_the_tensor_that_reaches_the_size(
-    sizes: list[int], size: int
-) -> None:
-    buckets = split_by_size(sizes, size)
-    assert [place for bucket in buckets for place in bucket] == list(range(len(sizes)))
-    for number, bucket in enumerate(buckets):
-        held = [sizes[place] for place in bucket]
-        assert held
-        assert sum(held[:-1]) < size
-        assert sum(held) >= size or number == len(buckets) - 1
-
-
-@given(SIZES, st.integers(1, 40))
-def test_every_bucket_but_the_last_is_closed_by_the_tensor_that_reaches_its_share(
-    sizes: list[int], num_buckets: int
-) -> None:
-    buckets = split_by_count(sizes, num_buckets)
-    assert [place for bucket in buckets for place in bucket] == list(range(len(sizes)))
-    assert len(buckets) <= num_buckets
-    left = sum(sizes)
-    for number, bucket in enumerate(buckets):
-        held = [sizes[place] for place in bucket]
-        assert held
-        share = left / (num_buckets - number)
-        if number < len(buckets) - 1:
-            assert sum(held) >= share - 1e-9
-        if number < num_buckets - 1:
-            assert len(held) == 1 or sum(held[:-1]) < share + 1e-9
-        left -= sum(held)
-    assert left == 0
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 4096), st.booleans())
@@ -366,10 +330,7 @@ def test_the_first_module_that_needs_a_bucket_waits_for_it(level: str) -> None:
         # Unless all its modules are called, a bucket is waited for before the first call, and so
         # comes first.
         (reads, [*gathers[1:], "call first", gathers[0], "call last"]),
-        (
-            checkpoints,
-            [gathers[2], "call first", gathers[1], "call read", gathers[0], "call last"],
-        ),
+        (checkpoints, [gathers[2], "call first", gathers[1], "call read", gathers[0], "call last"]),
     ):
         model = Three(use)
         timeline = Timeline(model)

@@ -297,8 +297,7 @@ WRONG_ON_RANK_1: dict[str, tuple[Arguments, type[Exception], str]] = {
     "rows": (
         lambda: {
             "config": fe.DistributedDataParallelConfig(
-                use_distributed_optimizer=True,
-                num_distributed_optimizer_instances=on_rank_1(3, 1),
+                use_distributed_optimizer=True, num_distributed_optimizer_instances=on_rank_1(3, 1)
             )
         },
         ValueError,
