@@ -14,7 +14,7 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests.models import vector_batch
 from tests.pool import on_ranks
-from tests.reference import Batch, full_gradients, nothing
+from tests.reference import Batch, full, full_gradients, nothing
 from tests.scenario import Scenario
 
 
@@ -85,7 +85,7 @@ def test_torch_clips_them_too() -> None:
         norm = nn.utils.get_total_norm(list(grads.values()))  # type: ignore[arg-type]
         assert norm > 0.01
         found = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        torch.testing.assert_close(found + torch.zeros(()), norm)
+        torch.testing.assert_close(full(found), norm)
         for name, grad in full_gradients(model).items():
             expected = grads[name]
             assert expected is not None

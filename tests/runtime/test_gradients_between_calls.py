@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests.models import Chain, Mlp, Skipping, Transformer, token_batch, vector_batch
-from tests.pool import on_ranks
+from tests.pool import Ranks, on_ranks
 from tests.reference import full_gradients, nothing, rank_and_size, relative_error
 from tests.runtime.habits import Choosing
 
@@ -42,6 +42,10 @@ class Side:
 
     def backward(self, seed: int, prepare: Callable[[Any, int], object] = nothing) -> None:
         self.loss(seed, prepare).backward()
+
+    def reset(self) -> None:
+        if self.engine is not None:
+            self.engine.reset()
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.engine is None else self.engine.no_sync()
@@ -72,23 +76,15 @@ def cleared(side: Side, way: str, wraps: bool = False) -> Iterator[None]:
             yield
 
 
-def zeroed_and_reset(side: Side) -> Iterator[None]:
-    side.backward(0)
-    side.model.zero_grad(set_to_none=False)
-    if side.engine is not None:
-        side.engine.reset()
-    for seed in (10, 20, 30):
-        side.backward(seed)
-        yield
-
-
-def zeroed_and_made_none(side: Side) -> Iterator[None]:
-    side.backward(0)
-    side.model.zero_grad(set_to_none=False)
-    side.model.zero_grad()
-    for seed in (10, 20, 30):
-        side.backward(seed)
-        yield
+def zeroed_and_reset_or_made_none(side: Side) -> Iterator[None]:
+    for clear in (side.reset, side.model.zero_grad):
+        side.backward(0)
+        side.model.zero_grad(set_to_none=False)
+        clear()
+        for seed in (10, 20):
+            side.backward(seed)
+            yield
+        side.model.zero_grad()
 
 
 def no_sync_nests_and_ends_with_an_exception(side: Side) -> Iterator[None]:
@@ -102,16 +98,15 @@ def no_sync_nests_and_ends_with_an_exception(side: Side) -> Iterator[None]:
     yield
 
 
-def two_forwards_first(side: Side, swapped: bool = False) -> Iterator[None]:
-    losses = [side.loss(seed) for seed in (10, 20)]
-    first, second = reversed(losses) if swapped else losses
-    with side.no_sync():
-        first.backward()
-    second.backward()
-    yield
-
-
-def sum_of_two_forwards(side: Side) -> Iterator[None]:
+def two_forwards_first(side: Side) -> Iterator[None]:
+    for swapped in (False, True):
+        losses = [side.loss(seed) for seed in (10, 20)]
+        first, second = reversed(losses) if swapped else losses
+        with side.no_sync():
+            first.backward()
+        second.backward()
+        yield
+        side.model.zero_grad()
     (side.loss(10) + side.loss(20)).backward()
     yield
 
@@ -163,16 +158,11 @@ def told(*which: str) -> Callable[[Any, int], None]:
     return lambda model, rank: model.choose(which[rank % len(which)])
 
 
-def missing_on_one_rank(side: Side) -> Iterator[None]:
-    for step, which in enumerate((("left", "right"), ("right", "left"))):
+def missing_on_one_rank_or_all(side: Side) -> Iterator[None]:
+    for step, which in enumerate((("left", "right"), ("right", "left"), ("left",))):
         side.backward(10 * step, told(*which))
         yield
-        side.model.zero_grad(set_to_none=step == 0)
-
-
-def missing_on_all_ranks(side: Side) -> Iterator[None]:
-    side.backward(0, told("left"))
-    yield
+        side.model.zero_grad(set_to_none=step > 0)
 
 
 def in_one_microbatch_only(side: Side, first: str, second: str) -> Iterator[None]:
@@ -217,16 +207,23 @@ def frozen_between_steps(side: Side, way: str) -> Iterator[None]:
 
 
 def frozen_and_thawed(side: Side) -> Iterator[None]:
-    """A reference forward with frozen adapters between forward and backward."""
+    """Frozen between a forward and its backward, for a forward without gradients; at backward."""
+    left = side.model.blocks[0].left
     for step in range(2):
         side.model.zero_grad()
         loss = side.loss(step)
-        side.model.blocks[0].left.requires_grad_(False)
+        left.requires_grad_(False)
         with torch.no_grad():
             side.loss(step + 1)
-        side.model.blocks[0].left.requires_grad_(True)
+        left.requires_grad_(True)
         loss.backward()
         yield
+    side.model.zero_grad()
+    loss = side.loss(0)
+    left.requires_grad_(False)
+    loss.backward()
+    left.requires_grad_(True)
+    yield
 
 
 def thawed_in_time(side: Side) -> Iterator[None]:
@@ -237,14 +234,6 @@ def thawed_in_time(side: Side) -> Iterator[None]:
         side.loss(10)
     side.model.requires_grad_(True)
     (first + side.loss(20)).backward()
-    yield
-
-
-def frozen_at_backward(side: Side) -> Iterator[None]:
-    loss = side.loss(0)
-    side.model.blocks[0].left.requires_grad_(False)
-    loss.backward()
-    side.model.blocks[0].left.requires_grad_(True)
     yield
 
 
@@ -271,31 +260,19 @@ def all_hooked(side: Side) -> Iterator[None]:
         yield
 
 
-def hooked_with_penalty(side: Side) -> Iterator[None]:
+def hooked_with_penalty_and_given_gradient(side: Side) -> Iterator[None]:
+    """The gradient of a penalty is part of what the hook sees; one that is there is not."""
     weight = side.model.blocks[0].left.weight
     weight.register_hook(lambda grad: grad * 0.5)
-    for seed in (0, 10, 20):
+    for seed in (0, 10):
         (side.loss(seed) + weight.square().sum()).backward()
         yield
-
-
-def hooked_on_given_gradient(side: Side) -> Iterator[None]:
-    """A gradient that the user has put there is added to, and no hook sees it."""
-    weight = side.model.blocks[0].left.weight
-    weight.register_hook(lambda grad: grad * 0.5)
-    side.backward(0)
     weight.grad = torch.ones_like(weight)
-    side.backward(10)
+    side.backward(20)
     yield
 
 
 # Within ``torch.autocast``, whose cache of casted weights outlives a forward.
-
-
-def two_microbatches(side: Side) -> Iterator[None]:
-    for seed in (0, 10):
-        side.backward(seed)
-    yield
 
 
 def evaluated_before_and_between(side: Side) -> Iterator[None]:
@@ -312,7 +289,9 @@ def evaluated_before_and_between(side: Side) -> Iterator[None]:
 def recomputed(side: Side) -> Iterator[None]:
     for block in side.model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    yield from two_microbatches(side)
+    for seed in (0, 10):
+        side.backward(seed)
+    yield
 
 
 ORDERS = [("left", "right"), ("right", "left"), ("both", "left"), ("left", "both")]
@@ -330,29 +309,22 @@ PROGRAMS: dict[str, Program] = {
         )
         for first, second in ORDERS
     },
-    "two forwards first, swapped": functools.partial(two_forwards_first, swapped=True),
     **{
         program.__name__: program
         for program in (
-            zeroed_and_reset,
-            zeroed_and_made_none,
+            zeroed_and_reset_or_made_none,
             no_sync_nests_and_ends_with_an_exception,
             two_forwards_first,
-            sum_of_two_forwards,
             retained_graph,
             scaled_in_place,
             penalty_on_parameters,
-            missing_on_one_rank,
-            missing_on_all_ranks,
+            missing_on_one_rank_or_all,
             unit_that_one_rank_skips,
             frozen_and_thawed,
             thawed_in_time,
-            frozen_at_backward,
             hooked,
             all_hooked,
-            hooked_with_penalty,
-            hooked_on_given_gradient,
-            two_microbatches,
+            hooked_with_penalty_and_given_gradient,
             evaluated_before_and_between,
             recomputed,
         )
@@ -404,26 +376,20 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
     assert_same_gradients(name)
 
 
-@on_ranks(1)
-def test_so_they_are_on_one_rank() -> None:
-    for name in ("thawed_in_time", "frozen_at_backward", "zeroed_and_reset", "hooked"):
-        assert_same_gradients(name)
-
-
-@on_ranks(3)
-def test_so_they_are_on_three_ranks() -> None:
-    for name in ("all_hooked", "missing_on_one_rank"):
-        assert_same_gradients(name)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_so_they_are_on_one_rank_and_on_three(ranks: Ranks, world_size: int) -> None:
+    for name in ("frozen_and_thawed", "hooked", "missing_on_one_rank_or_all"):
+        ranks.run(assert_same_gradients, name, world_size=world_size)
 
 
 @on_ranks(2)
 def test_so_they_are_in_one_unit() -> None:
-    for name in ("hooked", "unit_that_one_rank_skips", "frozen_at_backward"):
+    for name in ("hooked", "unit_that_one_rank_skips", "frozen_and_thawed"):
         assert_same_gradients(name, options=fe.Options(min_unit_size=10**6))
 
 
 @pytest.mark.parametrize(
-    "name", ["two_microbatches", "two_forwards_first", "evaluated_before_and_between", "recomputed"]
+    "name", ["two_forwards_first", "evaluated_before_and_between", "recomputed"]
 )
 @on_ranks(2)
 def test_within_autocast_they_are_too(name: str) -> None:
@@ -433,7 +399,7 @@ def test_within_autocast_they_are_too(name: str) -> None:
 @on_ranks(2)
 def test_so_they_are_with_sums_in_bf16() -> None:
     policy = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
-    for name in ("hooked", "all_hooked", "zeroed_and_reset"):
+    for name in ("hooked", "all_hooked", "zeroed_and_reset_or_made_none"):
         assert_same_gradients(name, 3e-2, mp_policy=policy)
 
 
