@@ -114,20 +114,20 @@ def test_the_gradient_of_a_full_parameter_is_dropped_as_soon_as_it_is_written() 
     for strategy in LEVELS:
         model = models.Chain(*(models.Mlp() for _ in range(4)))
         fe.shard(model, strategy=strategy)
-        full: list[Tensor] = []  # the parameters that blocks compute with, as their hooks see them
+        seen: list[Tensor] = []  # the parameters that blocks compute with, as their hooks see them
         alive: list[int] = []
         for block in model.blocks:
             block.register_forward_hook(
-                lambda module, *_, full=full: full.extend(module.parameters()), prepend=True
+                lambda module, *_, seen=seen: seen.extend(module.parameters()), prepend=True
             )
         x, y = vector_batch(2, dist.get_rank())
         x.requires_grad_()
         # The last event of backward: the gradients of all parameters have come.
         x.register_hook(
-            lambda _, full=full, alive=alive: alive.append(sum(p.grad is not None for p in full))
+            lambda _, seen=seen, alive=alive: alive.append(sum(p.grad is not None for p in seen))
         )
         model(x, y).backward()
-        assert (len(full), alive) == (16, [0]), strategy
+        assert (len(seen), alive) == (16, [0]), strategy
 
 
 # Norms.
