@@ -16,7 +16,7 @@ from fsdp_engine.runtime.schedule import (
     order_digest,
     prefetch_windows,
 )
-from fsdp_engine.runtime.unit import BACKWARD, BOTH, FORWARD
+from fsdp_engine.runtime.unit import BACKWARD, FORWARD
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 
@@ -119,42 +119,15 @@ def test_execution(name: str) -> None:
         assert record.use(unit, FORWARD) == step(ahead, expected=expected)
 
 
-def test_another_order_is_expected_from_the_next_forward_on() -> None:
+def test_the_next_forward_and_backward_are_expected_as_they_were_seen() -> None:
     record = record_of([0, 1, 2])
     for unit in (2, 0):
         record.use(unit, FORWARD)
         record.leave(unit)
     record.end_forward()
-    assert record.units_in_forward == [2, 0]
     assert record.first == (Use(2, FORWARD), Use(0, FORWARD))
     record.begin_backward()  # not seen yet: as forward left them, from the end
     assert record.use(0, BACKWARD) == step([2], BACKWARD)
-
-
-def test_backward_is_expected_as_it_was_seen() -> None:
-    record = record_of([0, 1, 2])
-    for seen in ([2, 0, 1], [2, 0, 1], [2, 0], [2, 0, 1]):
-        record.begin_backward()
-        steps = [record.use(unit, BACKWARD) for unit in seen]
-        record.end_backward()
-    # A backward that was only a part of it has changed nothing.
-    assert steps == [step([0], BACKWARD), step([1], BACKWARD), step([], BACKWARD)]
-
-
-def test_forward_within_its_own_backward_makes_it_one_use_of_both_kinds() -> None:
-    record = record_of([0, 1])
-    for unit in (0, 1):
-        record.use(unit, FORWARD)
-        record.leave(unit)
-    record.end_forward()
-    for _ in range(2):
-        record.begin_backward()
-        first = record.use(1, BACKWARD)
-        record.repeats(1)
-        record.use(0, BACKWARD)
-        record.end_backward()
-    assert first.phase == BOTH
-    assert first.expected
 
 
 def test_a_unit_stays_if_its_next_use_is_its_own_or_of_units_in_use() -> None:
