@@ -123,9 +123,9 @@ def test_gradients_changed_in_place_and_replaced_are_used(mesh: DeviceMesh) -> N
 
 def test_gradients_of_another_dtype_are_cast(mesh: DeviceMesh) -> None:
     pair, sharded, plain = made(mesh, foreach=True)
-    for p, each in zip(pair.flat, pair.slices, strict=True):
+    for p, (shape, start, stop) in zip(pair.flat, pair.slices, strict=True):
         p.grad_dtype = torch.bfloat16
-        p.grad = flat(mesh, *each, torch.empty_like(p.local, dtype=torch.bfloat16))
+        p.grad = flat(mesh, shape, start, stop, torch.empty_like(p.local, dtype=torch.bfloat16))
     for _ in range(2):
         for p, q in zip(pair.flat, pair.plain, strict=True):
             p.grad.local.copy_(torch.randn_like(q))
