@@ -282,6 +282,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """The largest difference, over the largest element expected."""
     if found.numel() == 0:
         return 0.0
+    if found.is_complex():
+        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
     scale = expected.abs().max().item()
     error = (found.double() - expected.double()).abs().max().item()
     return error / scale if scale else error

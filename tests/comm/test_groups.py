@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,13 +29,6 @@ from tests.pool import Ranks, on_ranks
 
 # A group that cannot be created waits for 60 s; others take a tenth of a second.
 LIMIT = 30.0
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Ranks]:
-    pool = Ranks(8)
-    yield pool
-    pool.close()
 
 
 def trains(mesh: DeviceMesh | None = None, strategy: str = "optim_grads_params") -> None:
@@ -112,9 +105,12 @@ def test_groups_of_four_ranks_come_about_after(case: Callable[[], None], ranks: 
     ranks.run(case, world_size=4, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_groups_of_eight_ranks_come_about_after(case: Callable[[], None], eight: Ranks) -> None:
-    eight.run(case, world_size=8, timeout=LIMIT)
+@pytest.mark.thorough
+def test_groups_of_eight_ranks_come_about_after_them() -> None:
+    eight = Ranks(8)
+    for case in CASES:
+        eight.run(case, world_size=8, timeout=LIMIT)
+    eight.close()
 
 
 @on_ranks(4, timeout=LIMIT)
@@ -177,6 +173,7 @@ def test_ranks_that_come_for_different_things_are_told_of_both() -> None:
     with pytest.raises(ValueError, match=r"tea: .*rank \d \[\w+\] and on rank \d \[\w+\]"):
         meet("tea", [0, 1], LATE, note=("green", "black")[dist.get_rank()])
     meet("tea", [0, 1], LATE, note="green")
+    assert meet("tea", [dist.get_rank()], SOON, has=True).all_have  # alone
 
 
 @on_ranks(4, timeout=LIMIT)
@@ -189,10 +186,6 @@ def test_ranks_that_wait_for_each_other_in_different_places_are_told_so_soon() -
         fe.shard(nn.Linear(2, 2), mesh)
     assert time.monotonic() - began < 20
     assert not meet("tea", range(4), timedelta(seconds=20)).all_have
-
-
-def test_one_rank_meets_nobody() -> None:
-    assert meet("tea", [0], SOON, has=True).all_have
 
 
 class NcclOptions:

@@ -58,23 +58,17 @@ def test_ranks_share_the_cores(ranks: Ranks) -> None:
         assert not any(messages for _, messages, _ in found[1:])
 
 
-def test_a_number_in_the_environment_stays(ranks: Ranks) -> None:
-    for variable in VARIABLES:
-        found = ranks.run(shard_with_many_threads, variable, False, world_size=2)
-        assert [each[:2] for each in found] == [(TOO_MANY, [])] * 2
-
-
-def test_a_number_that_the_user_has_set_stays(ranks: Ranks) -> None:
-    found = ranks.run(shard_with_many_threads, "", False, False, world_size=2)
-    assert [each[:2] for each in found] == [(TOO_MANY, [])] * 2
+@pytest.mark.parametrize(
+    ("variable", "is_default", "world_size"),
+    [("OMP_NUM_THREADS", True, 2), ("MKL_NUM_THREADS", True, 2), ("", False, 2), ("", True, 1)],
+    ids=["in OpenMP's variable", "in MKL's", "set by the user", "of a rank alone"],
+)
+def test_a_number_stays(ranks: Ranks, variable: str, is_default: bool, world_size: int) -> None:
+    found = ranks.run(shard_with_many_threads, variable, False, is_default, world_size=world_size)
+    assert [each[:2] for each in found] == [(TOO_MANY, [])] * world_size
 
 
 def test_ranks_with_cores_of_their_own_share_none(ranks: Ranks) -> None:
     assert len(os.sched_getaffinity(0)) >= 2
     found = ranks.run(shard_with_many_threads, "", True, world_size=2)
     assert [num for num, _, _ in found] == [1, 1]
-
-
-def test_a_rank_alone_keeps_its_threads(ranks: Ranks) -> None:
-    found = ranks.run(shard_with_many_threads, "", False, world_size=1)
-    assert found[0][:2] == (TOO_MANY, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,210 +13,177 @@ import torch
 
 from fsdp_engine.comm import collectives
 from fsdp_engine.comm.collectives import Steps
-from fsdp_engine.comm.lanes import Chain, HostLane, Lanes, make_lanes
+from fsdp_engine.comm.lanes import Chain, HostLane, make_lanes
 from fsdp_engine.strategies import Axis
 
 
-class FakeWork:
-    """A work that records when it is waited for, and may fail."""
+class Scene:
+    """Host lanes by name, and a log of what their operations do; "compute" waits for them."""
 
-    def __init__(self, log: list[str], name: str, error: str | None = None) -> None:
-        self._log, self._name, self._error = log, name, error
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.lanes: dict[str, HostLane] = defaultdict(HostLane)
 
-    def wait(self) -> None:
-        self._log.append(f"{self._name} waited")
-        if self._error is not None:
-            raise RuntimeError(self._error)
+    def operation(
+        self, name: str, num_works: int = 1, error: str | None = None
+    ) -> Callable[[], Steps]:
+        """Logs its start, the wait for each of its works, which may fail, and its end."""
+
+        def wait() -> None:
+            self.log.append(f"{name} waited")
+            if error is not None:
+                raise RuntimeError(error)
+
+        def steps() -> Steps:
+            self.log.append(f"{name} starts")
+            for _ in range(num_works):
+                yield [SimpleNamespace(wait=wait)]  # type: ignore[list-item]
+            self.log.append(f"{name} ends")
+
+        return steps
+
+    def submit(self, lane: str, name: str, *after: Any, error: str | None = None) -> Any:
+        return self.lanes[lane].submit(name, self.operation(name, error=error), after=after)
+
+    def wait(self, ticket: Any) -> None:
+        self.lanes["compute"].wait(ticket)
 
 
-def operation(
-    log: list[str], name: str, num_works: int = 1, error: str | None = None
-) -> Callable[[], Steps]:
-    """Notes its start, each of its works, and its end."""
-
-    def steps() -> Steps:
-        log.append(f"{name} starts")
-        for _ in range(num_works):
-            yield [FakeWork(log, name, error)]  # type: ignore[list-item]
-        log.append(f"{name} ends")
-
-    return steps
+def whole(names: str) -> list[str]:
+    """The log of operations one after the other."""
+    return [f"{name} {what}" for name in names for what in ("starts", "waited", "ends")]
 
 
 def test_an_operation_starts_at_once_and_ends_when_somebody_waits() -> None:
-    log: list[str] = []
-    lane, compute = HostLane(), HostLane()
-    ticket = lane.submit("a", operation(log, "a", 2))
-    assert log == ["a starts"]
+    scene = Scene()
+    ticket = scene.submit("lane", "a")
+    assert scene.log == ["a starts"]
     assert not ticket.done
-    compute.wait(ticket)
-    assert log == ["a starts", "a waited", "a waited", "a ends"]
-    assert ticket.done
-    compute.wait(ticket)
-    assert len(log) == 4
-
-
-def test_an_operation_without_communication_is_done_at_once() -> None:
-    log: list[str] = []
-    assert HostLane().submit("a", operation(log, "a", 0)).done
-    assert log == ["a starts", "a ends"]
+    for _ in range(2):
+        scene.wait(ticket)
+        assert scene.log == whole("a")
+        assert ticket.done
+    # Without communication it is done at once.
+    assert HostLane().submit("b", scene.operation("b", 0)).done
+    assert scene.log[3:] == ["b starts", "b ends"]
 
 
 def test_operations_of_a_lane_overlap_unless_one_comes_after_the_other() -> None:
-    log: list[str] = []
-    lane = HostLane()
-    first = lane.submit("a", operation(log, "a"))
-    lane.submit("b", operation(log, "b"))
-    assert log == ["a starts", "b starts"]
-    lane.submit("c", operation(log, "c"), after=[first])
-    assert log == ["a starts", "b starts"]
-    lane.submit("d", operation(log, "d"))
-    assert log == ["a starts", "b starts", "a waited", "a ends", "c starts", "d starts"]
+    scene = Scene()
+    first = scene.submit("lane", "a")
+    scene.submit("lane", "b")
+    scene.submit("lane", "c", first)
+    assert scene.log == ["a starts", "b starts"]
+    scene.submit("lane", "d")
+    assert scene.log == ["a starts", "b starts", "a waited", "a ends", "c starts", "d starts"]
 
 
 def test_operations_start_in_the_order_of_their_submission() -> None:
-    log: list[str] = []
-    other, lane, compute = HostLane(), HostLane(), HostLane()
-    held_up_by = other.submit("x", operation(log, "x"))
-    lane.submit("a", operation(log, "a"), after=[held_up_by])
-    last = lane.submit("b", operation(log, "b"))
+    scene = Scene()
+    scene.submit("lane", "a", scene.submit("other", "x"))
+    last = scene.submit("lane", "b")
     # The submission of b drove x to its end, since a had to start before b.
-    assert log == ["x starts", "x waited", "x ends", "a starts", "b starts"]
-    compute.wait(last)
-    assert log[5:] == ["b waited", "b ends"]
+    assert scene.log == [*whole("x"), "a starts", "b starts"]
+    scene.wait(last)
+    assert scene.log[5:] == ["b waited", "b ends"]
 
 
-def test_waiting_for_what_is_held_up_drives_what_it_comes_after() -> None:
-    log: list[str] = []
-    other, lane, compute = HostLane(), HostLane(), HostLane()
-    first = other.submit("x", operation(log, "x"))
-    second = lane.submit("y", operation(log, "y"), after=[first])
-    third = other.submit("z", operation(log, "z"), after=[second])
-    compute.wait(third)
-    assert log == [f"{name} {what}" for name in "xyz" for what in ("starts", "waited", "ends")]
+def test_waiting_drives_what_an_operation_comes_after() -> None:
+    scene = Scene()
+    first = scene.submit("other", "x")
+    second = scene.submit("lane", "y", first)
+    third = scene.submit("other", "z", second)
+    scene.wait(third)
+    assert scene.log == whole("xyz")
     assert first.done
     assert second.done
+    blocker = scene.submit("other", "x")
+    held_up = scene.submit("lane", "a", blocker)
+    scene.wait(blocker)
+    assert "a starts" not in scene.log  # its lane has not been used since
+    scene.wait(held_up)
+    assert scene.log[-3:] == whole("a")
 
 
-def test_waiting_for_the_second_starts_the_first_before_it() -> None:
-    log: list[str] = []
-    other, lane, compute = HostLane(), HostLane(), HostLane()
-    blocker = other.submit("x", operation(log, "x"))
-    first = lane.submit("a", operation(log, "a"), after=[blocker])
-    compute.wait(blocker)
-    assert "a starts" not in log  # its lane has not been used since
-    compute.wait(first)
-    assert log[-3:] == ["a starts", "a waited", "a ends"]
-
-
-def test_a_record_on_the_host_is_reached_already() -> None:
-    log: list[str] = []
-    lane = HostLane()
-    lane.submit("a", operation(log, "a"))
-    assert lane.record().done
-    lane.submit("b", operation(log, "b"), after=[lane.record()])
-    assert log == ["a starts", "b starts"]
+def test_a_record_on_the_host_is_reached_and_memory_is_managed_at_once() -> None:
+    scene = Scene()
+    scene.submit("lane", "a")
+    record = scene.lanes["lane"].record()
+    assert record.done
+    scene.submit("lane", "b", record)
+    scene.lanes["lane"].manage("free", lambda: scene.log.append("freed"), None)
+    assert scene.log == ["a starts", "b starts", "freed"]
 
 
 def test_a_chain_runs_its_links_one_after_the_other_and_again() -> None:
-    log: list[str] = []
-    gather, reduce, compute = HostLane(), HostLane(), HostLane()
+    scene = Scene()
     chain = Chain()
     assert not chain
-    for lane, name in ((gather, "a"), (reduce, "b"), (gather, "c")):
-        chain.add(lane, name, operation(log, name))
+    for lane, name in (("gather", "a"), ("reduce", "b"), ("gather", "c")):
+        chain.add(scene.lanes[lane], name, scene.operation(name))
     assert chain
-    compute.wait(chain.run(()))
-    once = [f"{name} {what}" for name in "abc" for what in ("starts", "waited", "ends")]
-    assert log == once
-    blocker = compute.submit("x", operation([], "x"))
-    compute.wait(chain.run((blocker,)))
+    scene.wait(chain.run(()))
+    assert scene.log == whole("abc")
+    blocker = scene.submit("compute", "x")
+    scene.wait(chain.run((blocker,)))
     assert blocker.done
-    assert log == once * 2
+    assert scene.log == whole("abcxabc")
 
 
-def test_an_error_while_waiting_names_the_operation() -> None:
-    lane, compute = HostLane(), HostLane()
-    ticket = lane.submit("all-gather of blocks.1", operation([], "a", error="Timed out"))
-    for _ in range(2):  # a second wait must not look like success
+def test_an_error_names_the_operation_that_failed() -> None:
+    scene = Scene()
+    failing = scene.submit("lane", "all-gather of blocks.1", error="Timed out")
+    waiting = scene.submit("other", "second", failing)
+    # A second wait must not look like success.
+    for ticket in (failing, failing, waiting):
         with pytest.raises(
             RuntimeError, match=r"^all-gather of blocks\.1 did not complete: .*\(Timed out\)$"
         ):
-            compute.wait(ticket)
+            scene.wait(ticket)
         assert not ticket.done
 
-
-def test_an_error_at_the_start_names_the_operation() -> None:
-    def steps() -> Steps:
+    def raises() -> Steps:
         raise RuntimeError("Connection closed by peer")
         yield ()
 
     lane = HostLane()
     with pytest.raises(RuntimeError, match=r"^cast of blocks\.2 did not complete: .*closed by"):
-        lane.submit("cast of blocks.2", steps)
+        lane.submit("cast of blocks.2", raises)
     assert len(lane.drain()) == 1
 
 
-def test_an_error_names_the_operation_that_failed_not_the_one_that_waits_for_it() -> None:
-    lane, other, compute = HostLane(), HostLane(), HostLane()
-    failing = other.submit("first", operation([], "a", error="no"))
-    second = lane.submit("second", operation([], "b"), after=[failing])
-    with pytest.raises(RuntimeError, match=r"^first did not complete"):
-        compute.wait(second)
-
-
 def test_draining_ends_everything_and_returns_what_failed() -> None:
-    log: list[str] = []
-    lane, other = HostLane(), HostLane()
+    scene = Scene()
     tickets = [
-        lane.submit("a", operation(log, "a")),
-        lane.submit("b", operation(log, "b", error="broken pipe")),
-        lane.submit("c", operation(log, "c")),
+        scene.submit("lane", "a"),
+        scene.submit("lane", "b", error="broken pipe"),
+        scene.submit("lane", "c"),
+        scene.submit("lane", "d", scene.submit("other", "x")),
     ]
-    held_up = lane.submit("d", operation(log, "d"), after=[other.submit("x", operation(log, "x"))])
-    errors = lane.drain()
+    errors = scene.lanes["lane"].drain()
     assert [str(error).split(" did not")[0] for error in errors] == ["b"]
-    assert [ticket.done for ticket in (*tickets, held_up)] == [True, False, True, True]
-    assert lane.drain() == []
-    # The lane continues.
-    again = lane.submit("e", operation(log, "e"))
-    other.wait(again)
-    assert log[-1] == "e ends"
+    assert [ticket.done for ticket in tickets] == [True, False, True, True]
+    assert scene.lanes["lane"].drain() == []
+    scene.wait(scene.submit("lane", "e"))  # the lane continues
+    assert scene.log[-1] == "e ends"
 
 
-def test_all_lanes_drain_together() -> None:
+def test_an_axis_has_a_lane_for_gathers_and_one_for_reductions_and_all_drain_together() -> None:
     lanes = make_lanes(torch.device("cpu"))
-    lanes.inner_gather.submit("a", operation([], "a", error="no"))
-    lanes.outer_reduce.submit("b", operation([], "b", error="no"))
-    assert [str(error)[0] for error in lanes.drain()] == ["a", "b"]
-
-
-def test_an_axis_has_a_lane_for_gathers_and_one_for_reductions() -> None:
-    lanes = make_lanes(torch.device("cpu"))
-    assert isinstance(lanes, Lanes)
     chosen = [f(axis) for f in (lanes.gather, lanes.reduce) for axis in (Axis.INNER, Axis.OUTER)]
-    assert chosen == [
-        lanes.inner_gather,
-        lanes.outer_gather,
-        lanes.inner_reduce,
-        lanes.outer_reduce,
-    ]
+    named = [lanes.inner_gather, lanes.outer_gather, lanes.inner_reduce, lanes.outer_reduce]
+    assert chosen == named
     assert len({id(lane) for lane in (*chosen, lanes.compute)}) == 5
-
-
-def test_memory_is_managed_where_it_is_asked_for() -> None:
-    log: list[str] = []
-    lane = HostLane()
-    lane.submit("a", operation(log, "a"))
-    lane.manage("free", lambda: log.append("freed"), None)
-    assert log == ["a starts", "freed"]
+    lanes.inner_gather.submit("a", Scene().operation("a", error="no"))
+    lanes.outer_reduce.submit("b", Scene().operation("b", error="no"))
+    assert [str(error)[0] for error in lanes.drain()] == ["a", "b"]
 
 
 def test_a_profiler_shows_operations_by_name() -> None:
     logging.getLogger("torch.profiler").setLevel(logging.ERROR)
-    lane, compute = HostLane(), HostLane()
+    scene = Scene()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        compute.wait(lane.submit("all-gather of blocks.3", operation([], "a")))
+        scene.wait(scene.submit("lane", "all-gather of blocks.3"))
     names = {event.key for event in profile.key_averages()}
     assert "fsdp_engine: all-gather of blocks.3" in names
 

@@ -27,10 +27,6 @@ def world_and_sum(value: int) -> tuple[int, int, float]:
     return dist.get_rank(), dist.get_world_size(), total.item()
 
 
-def process_id() -> int:
-    return os.getpid()
-
-
 def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError("a planted failure")
@@ -41,10 +37,6 @@ def change_process() -> None:
     os.environ["RANK"] = "7"
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def read_environment() -> dict[str, str]:
-    return dict(os.environ)
 
 
 def hang_on(rank: int) -> None:
@@ -120,37 +112,41 @@ def test_each_rank_of_the_asked_world_runs_and_returns_its_value(
 def test_calls_share_processes_and_see_nothing_that_earlier_calls_left(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    first = ranks.run(process_id)
+    first = ranks.run(os.getpid)
     before = ranks.run(read_defaults)
     ranks.run(leave_rubbish, str(tmp_path))
     assert ranks.run(read_defaults) == before
     assert before[0][:5] == (torch.float32, "cpu", 1, False, False)
-    assert ranks.run(process_id) == first
+    assert ranks.run(os.getpid) == first
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ)
 
 
 def test_environment_and_stacks_survive_a_call_that_changes_them(ranks: Ranks) -> None:
-    before = ranks.run(read_environment)
+    before = ranks.run(environment)
     ranks.run(change_process)
-    assert ranks.run(read_environment) == before
+    assert ranks.run(environment) == before
     ranks.run(change_process)
     with pytest.raises(RankError, match=r"(?s)did not answer.*in hang_on"):
         ranks.run(hang_on, 1, timeout=1.0)
 
 
 def test_a_failing_rank_is_named_and_its_peers_do_not_wait_for_it(ranks: Ranks) -> None:
-    ranks.run(process_id)
+    ranks.run(os.getpid)
     starts = ranks.num_starts
     with pytest.raises(RankError, match=r"fail_on failed on rank 2") as caught:
         ranks.run(fail_on, 2)
     assert caught.value.rank == 2
     assert "ValueError: a planted failure" in caught.value.failures[2]
     assert "in fail_on" in caught.value.failures[2]
-    assert len(ranks.run(process_id)) == 4
+    assert len(ranks.run(os.getpid)) == 4
     assert ranks.num_starts == starts, "peers failed by themselves, so nothing was restarted"
 
 
 def test_a_hanging_rank_is_named_with_its_stack_and_the_pool_starts_again(ranks: Ranks) -> None:
-    before = ranks.run(process_id)
+    before = ranks.run(os.getpid)
     starts = ranks.num_starts
     with pytest.raises(RankError, match=r"no answer from ranks \[1\]") as caught:
         ranks.run(hang_on, 1, timeout=2.0)
@@ -161,9 +157,7 @@ def test_a_hanging_rank_is_named_with_its_stack_and_the_pool_starts_again(ranks:
     assert not any(Path(f"/proc/{pid}").exists() for pid in before)
 
 
-def test_a_dying_rank_is_named_with_its_exit_code_and_the_pool_starts_again(
-    ranks: Ranks,
-) -> None:
+def test_a_dying_rank_is_named_with_its_exit_code_and_the_pool_starts_again(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="rank 3") as caught:
         ranks.run(die_on, 3)
     assert caught.value.failures[3] == "died with exit code 7"
@@ -174,7 +168,7 @@ def test_many_calls_leave_no_descriptors_and_no_threads_behind(ranks: Ranks) -> 
     for world_size in (4, 2):
         ranks.run(groups_and_resources, world_size=world_size)
     early = ranks.run(groups_and_resources)
-    for call in range(60):
+    for call in range(30):
         ranks.run(groups_and_resources, world_size=(4, 2, 1)[call % 3])
     late = ranks.run(groups_and_resources)
     for (fds_early, tasks_early), (fds_late, tasks_late) in zip(early, late, strict=True):

@@ -23,18 +23,15 @@ def span(start: int = 0, stop: int = 8) -> Span:
     return Span(STORAGE, start, stop)
 
 
-def test_accesses_of_one_thread_are_ordered() -> None:
+def test_one_thread_is_ordered_and_two_may_read_and_may_write_apart() -> None:
     for order in orders():
         order.note_access(COMPUTE, span(), True, "first")
         order.note_access(COMPUTE, span(), False, "second")
         assert order.num_checks == 1
-
-
-def test_two_threads_may_read_and_may_write_apart() -> None:
     for order in orders():
         thread = order.begin("inner_gather", [])
-        order.note_access(COMPUTE, span(0, 8), False, "reads")
-        order.note_access(thread, span(0, 8), False, "reads")
+        for each in (COMPUTE, thread):
+            order.note_access(each, span(0, 8), False, "reads")
         order.note_access(COMPUTE, span(8, 12), True, "writes")
         order.note_access(thread, span(12, 16), True, "writes")
 
@@ -60,10 +57,7 @@ def test_a_ticket_orders_what_came_before_it_and_nothing_after() -> None:
                 order.note_access(thread, span(8, 16), True, "gather")
         else:
             order.note_access(thread, span(8, 16), True, "gather")  # the host had done it by then
-
-
-def test_order_passes_from_ticket_to_ticket() -> None:
-    for order in orders():
+    for order in orders():  # and it passes on from ticket to ticket
         first = order.begin("outer_gather", [])
         order.note_access(first, span(), True, "outer")
         second = order.begin("inner_gather", [order.end(first)])
@@ -139,12 +133,9 @@ def submit_addition(reads: list[slice], writes: list[slice]) -> None:
 
 def test_an_operation_may_touch_only_what_it_names() -> None:
     whole, needed, other = slice(0, 4), slice(0, 2), slice(1, 4)
+    assert tuple(field.name for field in fields(Lanes)) == LANES
     submit_addition([whole], [whole])
     submit_addition([needed], [needed])
     for reads, writes in (([needed], []), ([], [needed]), ([needed], [other]), ([other], [needed])):
         with pytest.raises(AnnotationError, match=r"\[add\] (reads|writes) bytes 0\.\.8"):
             submit_addition(reads, writes)
-
-
-def test_the_lanes_have_the_names_that_the_engine_gives_them() -> None:
-    assert tuple(field.name for field in fields(Lanes)) == LANES

@@ -6,20 +6,14 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_engine.layout import (
-    ALIGNMENT,
-    BLOCK,
-    MIN_BLOCK_NUMEL,
-    Layout,
-    TensorSlot,
-    round_up,
-)
+from fsdp_engine.layout import ALIGNMENT, BLOCK, MIN_BLOCK_NUMEL, Layout, round_up
 from fsdp_engine.layout.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layouts
 
 ROWS = st.sampled_from([1, 2, 3, 4, 6, 27, 48, 64, 96, 100, 128, 192, 320])
@@ -81,7 +75,7 @@ def assert_no_boundary_cuts_a_granule(layout: Layout) -> None:
 
 @given(requests_with_granules(), WORLDS)
 @settings(max_examples=300, deadline=None)
-def test_every_request_is_placed_once_and_no_granule_is_cut(
+def test_every_request_is_placed_once_no_granule_is_cut_and_little_is_padded(
     requests: list[TensorRequest], world: tuple[int, int]
 ) -> None:
     layouts = plan_layouts(requests, inner_size=world[0], outer_size=world[1])
@@ -92,23 +86,7 @@ def test_every_request_is_placed_once_and_no_granule_is_cut(
     for layout in layouts:
         assert (layout.inner_size, layout.outer_size) == world
         assert_no_boundary_cuts_a_granule(layout)
-
-
-@given(requests_with_granules(), WORLDS)
-@settings(max_examples=300, deadline=None)
-def test_padding_is_never_above_that_of_the_lcm_rule(
-    requests: list[TensorRequest], world: tuple[int, int]
-) -> None:
-    layouts = plan_layouts(requests, inner_size=world[0], outer_size=world[1])
     assert padding(layouts) <= padding_of_the_lcm_rule(requests, math.prod(world))
-
-
-@given(requests_with_granules(), WORLDS)
-@settings(max_examples=300, deadline=None)
-def test_there_are_never_more_layouts_than_granules(
-    requests: list[TensorRequest], world: tuple[int, int]
-) -> None:
-    layouts = plan_layouts(requests, inner_size=world[0], outer_size=world[1])
     granules = {r.name: granule_of(r, math.prod(world)) for r in requests if r.numel}
     classes = set(granules.values())
     assert 1 <= len(layouts) <= max(1, len(classes))
@@ -120,15 +98,12 @@ def test_there_are_never_more_layouts_than_granules(
             if any(granules.get(slot.name) == granule for slot in layout.slots)
         ]
         assert len(holders) == 1
-
-
-@given(requests_with_granules(), WORLDS)
-@settings(max_examples=100, deadline=None)
-def test_planning_twice_gives_the_same(
-    requests: list[TensorRequest], world: tuple[int, int]
-) -> None:
-    plans = [plan_layouts(list(requests), inner_size=world[0], outer_size=world[1]) for _ in "12"]
-    assert plans[0] == plans[1]
+    # The axes share one plan, and planning again gives the same.
+    for inner, outer in (world, (math.prod(world), 1), (1, math.prod(world))):
+        again = plan_layouts(list(requests), inner_size=inner, outer_size=outer)
+        assert [(each.numel, each.slots) for each in again] == [
+            (each.numel, each.slots) for each in layouts
+        ]
 
 
 @given(requests_with_granules(), WORLDS)
@@ -145,16 +120,6 @@ def test_without_granules_order_is_kept_in_the_shortest_aligned_buffer(
         assert slot.offset == round_up(end, step)
         end = slot.stop
     assert layout.numel == round_up(end, num_shards * max(steps))
-
-
-@given(requests_with_granules(), WORLDS)
-@settings(max_examples=200, deadline=None)
-def test_the_axes_share_one_plan(requests: list[TensorRequest], world: tuple[int, int]) -> None:
-    def places(inner: int, outer: int) -> list[tuple[int, tuple[TensorSlot, ...]]]:
-        layouts = plan_layouts(requests, inner_size=inner, outer_size=outer)
-        return [(layout.numel, layout.slots) for layout in layouts]
-
-    assert places(*world) == places(math.prod(world), 1) == places(1, math.prod(world))
 
 
 def shortest_shard(requests: Sequence[TensorRequest], num_shards: int, limit: int) -> int:
@@ -268,8 +233,7 @@ def test_granule_one_fills_the_space_that_rows_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("all_rows", "shard_rows"),
-    [((5, 4, 3, 3, 3), 9), ((5, 5, 5), 10), ((7, 6, 6), 12), ((8,), 8)],
+    ("all_rows", "shard_rows"), [((5, 4, 3, 3, 3), 9), ((5, 5, 5), 10), ((7, 6, 6), 12), ((8,), 8)]
 )
 def test_a_granule_of_the_whole_tensor_keeps_it_in_one_shard_as_short_as_can_be(
     all_rows: tuple[int, ...], shard_rows: int
@@ -303,15 +267,9 @@ def test_scalars_and_empty_tensors_are_placed_beside_granules() -> None:
 def test_only_empty_tensors_need_no_elements() -> None:
     (layout,) = plan_layouts([TensorRequest("none", (0, 7), 7)], inner_size=4, outer_size=1)
     assert layout.numel == 0
-
-
-def test_no_requests_need_no_layout() -> None:
     assert plan_layouts([], inner_size=4, outer_size=2) == ()
-
-
-def test_one_rank_needs_no_padding_for_granules() -> None:
     (layout,) = plan_layouts(llama_3_8b_block(), inner_size=1, outer_size=1)
-    assert layout.padding == 0
+    assert layout.padding == 0  # one rank needs none for granules
 
 
 def test_many_row_sizes_make_a_plan() -> None:
@@ -324,41 +282,33 @@ def test_many_row_sizes_make_a_plan() -> None:
         assert_no_boundary_cuts_a_granule(layout)
 
 
-@pytest.mark.parametrize(
-    ("shape", "granule", "error", "message"),
-    [
-        ((4, 6), 0, ValueError, "granule of layer.weight: expected at least 1; found 0"),
-        ((4, 6), -6, ValueError, "granule of layer.weight: expected at least 1; found -6"),
-        (
-            (4, 6),
-            5,
-            ValueError,
-            "layer.weight: expected a divisor of its 24 elements (shape (4, 6)); found 5",
-        ),
-        ((), 2, ValueError, "expected a divisor of its 1 elements (shape ()); found 2"),
-        ((4, 6), 6.0, TypeError, "granule of layer.weight: expected an integer; found 6.0"),
-        ((4, 6), None, TypeError, "granule of layer.weight: expected an integer; found None"),
-    ],
-)
-def test_a_bad_granule_names_the_parameter_what_was_expected_and_what_was_found(
-    shape: tuple[int, ...], granule: object, error: type[Exception], message: str
+WEIGHT = TensorRequest("weight", (4,))
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: request(0), ValueError, "granule of weight: expected at least 1; found 0"),
+    (lambda: request(-6), ValueError, "granule of weight: expected at least 1; found -6"),
+    (lambda: request(5), ValueError, "a divisor of its 24 elements (shape (4, 6)); found 5"),
+    (lambda: request(2, ()), ValueError, "weight: expected a divisor of its 1 elements (shape ())"),
+    (lambda: request(6.0), TypeError, "granule of weight: expected an integer; found 6.0"),
+    (lambda: request(None), TypeError, "granule of weight: expected an integer; found None"),
+    (lambda: plan([WEIGHT, WEIGHT]), ValueError, "weight: expected one request of this name"),
+    (lambda: plan([WEIGHT], inner=0), ValueError, "inner_size: expected at least 1; found 0"),
+    (lambda: plan([WEIGHT], outer=0), ValueError, "outer_size: expected at least 1; found 0"),
+    (lambda: plan([], percent=-1), ValueError, "percent_per_buffer: expected at least 0; found"),
+    (lambda: plan([], percent=math.nan), ValueError, "percent_per_buffer: expected at least 0;"),
+]
+
+
+def request(granule: Any, shape: tuple[int, ...] = (4, 6)) -> TensorRequest:
+    return TensorRequest("weight", shape, granule)
+
+
+def plan(requests: Any, inner: int = 1, outer: int = 1, percent: float = 0) -> tuple[Layout, ...]:
+    return plan_layouts(requests, inner_size=inner, outer_size=outer, percent_per_buffer=percent)
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_bad_granules_names_sizes_and_prices_are_refused(
+    call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        TensorRequest("layer.weight", shape, granule)  # type: ignore[arg-type]
-
-
-def test_two_requests_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="weight: expected one request of this name"):
-        plan_layouts([TensorRequest("weight", (4,))] * 2, inner_size=1, outer_size=1)
-
-
-@pytest.mark.parametrize(("inner", "outer", "field"), [(0, 1, "inner_size"), (1, 0, "outer_size")])
-def test_an_axis_without_ranks_is_refused(inner: int, outer: int, field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}: expected at least 1; found 0"):
-        plan_layouts([TensorRequest("weight", (4,))], inner_size=inner, outer_size=outer)
-
-
-@pytest.mark.parametrize("percent", [-1, float("nan")])
-def test_a_negative_price_of_buffers_is_refused(percent: float) -> None:
-    with pytest.raises(ValueError, match="percent_per_buffer: expected at least 0; found"):
-        plan_layouts([], inner_size=1, outer_size=1, percent_per_buffer=percent)
+        call()

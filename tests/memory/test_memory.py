@@ -244,17 +244,6 @@ def test_frozen_weights_have_no_gradients_and_no_second_copy() -> None:
     assert engine.memory_bytes() == {**rest, "grad": 4 * root // 2}
 
 
-def test_a_peak_starts_anew_from_what_is_held() -> None:
-    memory = Memory(torch.device("cpu"))
-    memory.persistent(10, torch.float32, "main")
-    full = memory.transient(5, torch.bfloat16, "full")
-    with full.while_filled():
-        assert memory.ledger.held == {"main": 40, "full": 10}
-    assert (memory.ledger.peak, memory.ledger.peak_total) == ({"main": 40, "full": 10}, 50)
-    memory.ledger.reset_peak()
-    assert (memory.ledger.peak["full"], memory.ledger.peak_total) == (0, 40)
-
-
 def test_views_outlive_the_memory_behind_them_and_see_the_next() -> None:
     memory = Memory(torch.device("cpu"))
     storage = memory.transient(6, torch.float32, "full")

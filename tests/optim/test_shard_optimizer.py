@@ -18,20 +18,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.optim.state_format import QUANTIZING_PACKAGES, StateFormat
 from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
+from tests.models import odd_model, vector_batch
 from tests.optim.optimizers import FUSED, OPTIMIZERS
 from tests.optim.pair import Counting, Pair, check_state, flat, mesh_in_name_only, step_both
 from tests.pool import Ranks
+from tests.reference import full
 
 
 @pytest.fixture(scope="module")
@@ -43,45 +46,54 @@ def mesh() -> Iterator[DeviceMesh]:
 # --- steps ---
 
 
+FORMS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        (name, form)
-        for name, form in itertools.product(OPTIMIZERS, ("loop", "foreach", "fused"))
-        if form != "fused" or name in FUSED
+        each
+        for each in itertools.product(OPTIMIZERS, FORMS)
+        if each[1] != "fused" or each[0] in FUSED
     ],
 )
 def test_a_step_is_that_of_plain_tensors(mesh: DeviceMesh, name: str, form: str) -> None:
-    options = {"foreach": form == "foreach"} if form != "fused" else {"fused": True}
-    pair = Pair(mesh)
-    sharded = shard_optimizer(OPTIMIZERS[name](pair.flat, **options))
-    plain = OPTIMIZERS[name](pair.plain, **options)
-    step_both(pair, sharded, plain, num_steps=4)
-    pair.check(sharded, plain)
+    """Of ``shard_optimizer``, and of torch alone on sharded parameters."""
+    for wrap in (shard_optimizer, lambda optimizer: optimizer):
+        pair = Pair(mesh)
+        sharded = wrap(OPTIMIZERS[name](pair.flat, **FORMS[form]))
+        plain = OPTIMIZERS[name](pair.plain, **FORMS[form])
+        step_both(pair, sharded, plain, num_steps=4)
+        pair.check(sharded, plain)
 
 
-def test_nothing_is_initialised_before_the_first_step(mesh: DeviceMesh) -> None:
+def made(
+    mesh: DeviceMesh, make: Any = torch.optim.AdamW, slices: Any = None, **options: Any
+) -> tuple[Pair, Any, Any]:
+    """Parameters, the sharded optimizer of the sharded ones, and a plain one of the others."""
+    pair = Pair(mesh, slices)
+    return pair, shard_optimizer(make(pair.flat, **options)), make(pair.plain, **options)
+
+
+def test_the_optimizer_is_changed_in_place_and_once_and_makes_no_state(mesh: DeviceMesh) -> None:
     pair = Pair(mesh)
     before = [p.local.clone() for p in pair.flat]
-    optimizer = shard_optimizer(torch.optim.AdamW(pair.flat))
-    assert not optimizer.state
-    assert all(torch.equal(p.local, b) for p, b in zip(pair.flat, before, strict=True))
-
-
-def test_the_optimizer_is_changed_in_place_and_once(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
     optimizer = torch.optim.AdamW(pair.flat)
     assert shard_optimizer(optimizer) is optimizer
     assert shard_optimizer(optimizer) is optimizer
     assert type(optimizer) is torch.optim.AdamW
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], pair.flat, strict=True))
+    assert not optimizer.state
+    assert all(torch.equal(p.local, b) for p, b in zip(pair.flat, before, strict=True))
 
 
 def test_a_parameter_without_gradient_is_left_alone(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded = shard_optimizer(torch.optim.AdamW(pair.flat))
-    plain = torch.optim.AdamW(pair.plain)
+    pair, sharded, plain = made(mesh)
     step_both(pair, sharded, plain)
     for missing in (0, 3):
         pair.set_grads()
@@ -92,9 +104,7 @@ def test_a_parameter_without_gradient_is_left_alone(mesh: DeviceMesh) -> None:
 
 
 def test_gradients_changed_in_place_and_replaced_are_used(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded = shard_optimizer(torch.optim.SGD(pair.flat, lr=0.1))
-    plain = torch.optim.SGD(pair.plain, lr=0.1)
+    pair, sharded, plain = made(mesh, torch.optim.SGD, lr=0.1)
     step_both(pair, sharded, plain)
     for p, q in zip(pair.flat, pair.plain, strict=True):
         p.grad.local.add_(1)
@@ -112,18 +122,10 @@ def test_gradients_changed_in_place_and_replaced_are_used(mesh: DeviceMesh) -> N
 
 
 def test_gradients_of_another_dtype_are_cast(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded = shard_optimizer(torch.optim.AdamW(pair.flat, foreach=True))
-    plain = torch.optim.AdamW(pair.plain, foreach=True)
-    for p in pair.flat:
+    pair, sharded, plain = made(mesh, foreach=True)
+    for p, (shape, start, stop) in zip(pair.flat, pair.slices, strict=True):
         p.grad_dtype = torch.bfloat16
-        p.grad = flat(
-            mesh,
-            tuple(p.shape),
-            p.flat_placement.start,
-            p.flat_placement.stop,
-            torch.empty_like(p.local, dtype=torch.bfloat16),
-        )
+        p.grad = flat(mesh, shape, start, stop, torch.empty_like(p.local, dtype=torch.bfloat16))
     for _ in range(2):
         for p, q in zip(pair.flat, pair.plain, strict=True):
             p.grad.local.copy_(torch.randn_like(q))
@@ -133,13 +135,13 @@ def test_gradients_of_another_dtype_are_cast(mesh: DeviceMesh) -> None:
     pair.check(sharded, plain)
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
-def test_a_step_counts_as_a_change_of_the_buffer(mesh: DeviceMesh, options: Any) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_counts_as_a_change_of_the_buffer(mesh: DeviceMesh, form: str) -> None:
     buffer = torch.zeros(64)
     placement = FlatPlacement.on_mesh((6, 5), 7, 19, mesh, 1)
     param: Any = nn.Parameter(FlatDTensor.from_flat_local(buffer[20:32], placement))
     param.grad = flat(mesh, (6, 5), 7, 19)
-    optimizer = shard_optimizer(torch.optim.AdamW([param], **options))
+    optimizer = shard_optimizer(torch.optim.AdamW([param], **FORMS[form]))
     for _ in range(2):
         before = buffer._version
         optimizer.step()
@@ -185,8 +187,7 @@ def test_groups_keep_their_hyperparameters_and_may_be_added(mesh: DeviceMesh) ->
 @pytest.mark.parametrize("first", [True, False])
 def test_schedulers_work_whenever_they_are_made(mesh: DeviceMesh, first: bool) -> None:
     pair = Pair(mesh)
-    sharded, plain = torch.optim.SGD(pair.flat, momentum=0.9), torch.optim.SGD(pair.plain)
-    plain = torch.optim.SGD(pair.plain, momentum=0.9)
+    sharded, plain = (torch.optim.SGD(each, momentum=0.9) for each in (pair.flat, pair.plain))
     if first:
         shard_optimizer(sharded)
     schedulers = [
@@ -232,21 +233,8 @@ def test_hooks_see_the_optimizer_and_its_sharded_parameters(mesh: DeviceMesh) ->
     assert seen == ["global before", "before", "late before", "after", "global after"]
 
 
-def test_what_a_later_hook_sets_is_used_in_this_step(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded, plain = shard_optimizer(torch.optim.SGD(pair.flat)), torch.optim.SGD(pair.plain)
-    for optimizer in (sharded, plain):
-        optimizer.register_step_pre_hook(
-            lambda hooked, args, kwargs: hooked.param_groups[0].update(lr=0.7)
-        )
-    step_both(pair, sharded, plain)
-    pair.check()
-
-
 def test_a_closure_computes_with_the_sharded_parameters(mesh: DeviceMesh) -> None:
-    slices = [((6, 5), 0, 30), ((7,), 0, 7)]
-    pair = Pair(mesh, slices)
-    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+    pair, sharded, plain = made(mesh, slices=[((6, 5), 0, 30), ((7,), 0, 7)])
 
     def closure_of(optimizer: Any, params: list[Any], kind: type) -> Callable[[], Tensor]:
         def closure() -> Tensor:
@@ -320,8 +308,7 @@ def test_an_exception_leaves_the_optimizer_whole(mesh: DeviceMesh, fail: str) ->
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_loaded_state_is_used_at_the_next_step(mesh: DeviceMesh, stepped: bool) -> None:
-    pair = Pair(mesh)
-    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+    pair, sharded, plain = made(mesh)
     step_both(pair, sharded, plain, num_steps=2)
     saved = copy.deepcopy(sharded.state_dict())
     for state in saved["state"].values():
@@ -343,10 +330,9 @@ def test_a_loaded_state_is_used_at_the_next_step(mesh: DeviceMesh, stepped: bool
 
 def test_state_of_whole_tensors_is_cut(mesh: DeviceMesh) -> None:
     slices = [((6, 5), 7, 19), ((7,), 2, 5)]
-    pair = Pair(mesh, slices)
+    pair, sharded, plain = made(mesh, slices=slices)
     whole = [nn.Parameter(torch.randn(shape)) for shape, *_ in slices]
-    source, plain = torch.optim.AdamW(whole), torch.optim.AdamW(pair.plain)
-    sharded = shard_optimizer(torch.optim.AdamW(pair.flat))
+    source = torch.optim.AdamW(whole)
     for p in whole:
         p.grad = torch.randn(p.shape)
     source.step()
@@ -361,40 +347,43 @@ def test_state_of_whole_tensors_is_cut(mesh: DeviceMesh) -> None:
 
 
 def test_state_of_another_slice_is_refused(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh, [((6, 5), 7, 19)])
-    sharded = shard_optimizer(torch.optim.AdamW(pair.flat))
-    step_both(pair, sharded, torch.optim.AdamW(pair.plain))
+    pair, sharded, plain = made(mesh, slices=[((6, 5), 7, 19)])
+    step_both(pair, sharded, plain)
     sharded.state[pair.flat[0]]["exp_avg"] = flat(mesh, (6, 5), 8, 20)
     with pytest.raises(ValueError, match=r"state 'exp_avg' of .*: expected elements \[7, 19\)"):
         sharded.step()
 
 
-@pytest.mark.parametrize("change", ["entry", "value", "clear", "in place", "pop"])
+def set_value(state: Any, param: Any) -> None:
+    state[param]["exp_avg"] = torch.ones_like(param, requires_grad=False)
+
+
+def set_entry(state: Any, param: Any) -> None:
+    other = {key: value.clone() for key, value in state[param].items()}
+    state[param] = {**other, "exp_avg_sq": torch.ones_like(param, requires_grad=False)}
+
+
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "entry": set_entry,
+    "value": set_value,
+    "clear": lambda state, param: state.clear(),
+    "in place": lambda state, param: state[param]["exp_avg"].mul_(3),
+    "pop": lambda state, param: state.pop(param),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_the_state_are_used_at_the_next_step(mesh: DeviceMesh, change: str) -> None:
-    pair = Pair(mesh)
-    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+    pair, sharded, plain = made(mesh)
     step_both(pair, sharded, plain, num_steps=2)
     for optimizer, params in ((sharded, pair.flat), (plain, pair.plain)):
-        state = optimizer.state
-        if change == "clear":
-            state.clear()
-        elif change == "pop":
-            state.pop(params[0])
-        elif change == "in place":
-            state[params[0]]["exp_avg"].mul_(3)
-        elif change == "value":
-            state[params[0]]["exp_avg"] = torch.ones_like(params[0], requires_grad=False)
-        else:
-            other = {key: value.clone() for key, value in state[params[0]].items()}
-            other["exp_avg_sq"] = torch.ones_like(params[0], requires_grad=False)
-            state[params[0]] = other
+        CHANGES[change](optimizer.state, params[0])
     step_both(pair, sharded, plain, num_steps=2)
     pair.check(sharded, plain)
 
 
 def test_state_shares_memory_and_objects_stay(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+    pair, sharded, plain = made(mesh)
     step_both(pair, sharded, plain)
     shown = [dict(sharded.state[p]) for p in pair.flat]
     step_both(pair, sharded, plain, num_steps=2)
@@ -492,9 +481,8 @@ def test_an_optimizer_that_needs_a_missing_extension_is_refused() -> None:
 
 
 def test_a_dropped_optimizer_frees_its_state_at_once(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    optimizer = shard_optimizer(torch.optim.AdamW(pair.flat))
-    step_both(pair, optimizer, torch.optim.AdamW(pair.plain))
+    pair, optimizer, plain = made(mesh)
+    step_both(pair, optimizer, plain)
     gone = weakref.ref(optimizer), weakref.ref(optimizer.state[pair.flat[0]]["exp_avg"])
     gc.disable()
     try:
@@ -504,95 +492,62 @@ def test_a_dropped_optimizer_frees_its_state_at_once(mesh: DeviceMesh) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copy_can_be_sharded_again(mesh: DeviceMesh, way: str) -> None:
-    pair = Pair(mesh)
-    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
-    step_both(pair, sharded, plain)
-    if way == "deepcopy":
-        copied: Any = copy.deepcopy(sharded)
-    else:
-        copied = pickle.loads(pickle.dumps(sharded))
-    pair.flat = copied.param_groups[0]["params"]
-    step_both(pair, shard_optimizer(copied), plain, num_steps=2)
-    pair.check(copied, plain)
+def test_a_copy_can_be_sharded_again(mesh: DeviceMesh) -> None:
+    for copied in (copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))):
+        pair, sharded, plain = made(mesh)
+        step_both(pair, sharded, plain)
+        other: Any = copied(sharded)
+        pair.flat = other.param_groups[0]["params"]
+        step_both(pair, shard_optimizer(other), plain, num_steps=2)
+        pair.check(other, plain)
 
 
 # --- on several ranks ---
 
 
-def sharded_module(full: dict[str, Tensor], mesh: DeviceMesh) -> nn.Module:
-    """A Linear whose parameters are split evenly, with the rest on the last rank."""
-    module = nn.Linear(5, 4)
-    for name, value in full.items():
-        size, rank, world = math.ceil(value.numel() / mesh.size()), mesh.get_rank(), mesh.size()
-        start = min(rank * size, value.numel())
-        stop = value.numel() if rank == world - 1 else min(start + size, value.numel())
-        local = value.reshape(-1)[start:stop]
-        setattr(module, name, nn.Parameter(flat(mesh, tuple(value.shape), start, stop, local)))
-    return module
-
-
-def reference(num_steps: int) -> tuple[nn.Module, Any, list[dict[str, Tensor]]]:
-    """A plain module after some steps, its optimizer, and the gradients of all steps."""
+def train(path: str, mesh: tuple[int, ...], load: bool, steps: range) -> None:
+    """Steps on the same data on all ranks, compared with one process that began at step 0."""
     torch.manual_seed(3)
-    module = nn.Linear(5, 4)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    grads = [{n: torch.randn(p.shape) for n, p in module.named_parameters()} for _ in range(5)]
-    for grad in grads[:num_steps]:
-        for name, p in module.named_parameters():
-            p.grad = grad[name].clone()
-        optimizer.step()
-    return module, optimizer, grads
-
-
-def train(path: str, load: bool, save: bool, steps: tuple[int, int], full_state: bool) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    start, _, grads = reference(0)
-    module = sharded_module({n: p.detach() for n, p in start.named_parameters()}, mesh)
-    optimizer = shard_optimizer(torch.optim.AdamW(module.parameters(), lr=0.1))
+    model = odd_model()
+    alone = copy.deepcopy(model)
+    fe.shard(model, mesh, "optim_grads_params", "optim" if len(mesh) == 2 else None)
+    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    expected = torch.optim.AdamW(alone.parameters(), lr=0.1)
     if load:
-        model_state, optimizer_state = dcp_state.get_state_dict(module, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=path)
-        dcp_state.set_state_dict(
-            module,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-    for grad in grads[slice(*steps)]:
-        for name, p in module.named_parameters():
-            assert isinstance(p, FlatDTensor)
-            place = p.flat_placement
-            local = grad[name].reshape(-1)[place.start : place.stop]
-            p.grad = flat(mesh, tuple(p.shape), place.start, place.stop, local)
-        optimizer.step()
-    expected, expected_optimizer, _ = reference(steps[1])
-    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
-        assert isinstance(p, FlatDTensor)
-        torch.testing.assert_close(p.full_tensor(), q.detach())
+        weights, state = dcp_state.get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+        dcp_state.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    for each, its_optimizer, its_steps in (
+        (model, optimizer, steps),
+        (alone, expected, range(steps.stop)),
+    ):
+        for step in its_steps:
+            each(*vector_batch(4, step, width=7)).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    options = dcp_state.StateDictOptions(full_state_dict=True)
+    whole = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p), q.detach())
+        assert optimizer.state[p]["step"] == steps.stop
         for key in ("exp_avg", "exp_avg_sq"):
-            value = optimizer.state[p][key]
-            assert type(value) is FlatDTensor
-            torch.testing.assert_close(value.full_tensor(), expected_optimizer.state[q][key])
-        assert optimizer.state[p]["step"] == steps[1]
-    if save:
-        model_state, optimizer_state = dcp_state.get_state_dict(module, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    if full_state:
-        options = dcp_state.StateDictOptions(full_state_dict=True)
-        found = dcp_state.get_optimizer_state_dict(module, optimizer, options=options)["state"]
-        for name, q in expected.named_parameters():
-            exp_avg = found[name]["exp_avg"]
-            assert type(exp_avg) is Tensor
-            torch.testing.assert_close(exp_avg, expected_optimizer.state[q]["exp_avg"])
+            assert type(optimizer.state[p][key]) is FlatDTensor
+            torch.testing.assert_close(full(optimizer.state[p][key]), expected.state[q][key])
+            if dist.get_rank() == 0:
+                assert type(whole[name][key]) is Tensor
+                torch.testing.assert_close(whole[name][key], expected.state[q][key])
+    if not load:
+        weights, state = dcp_state.get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-@pytest.mark.parametrize(("first", "second"), [(4, 2), (1, 3), (3, 4)])
-def test_training_goes_on_with_another_number_of_ranks(
-    ranks: Ranks, tmp_path: Path, first: int, second: int
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((4,), (2,)), ((1,), (3,)), ((2, 2), (3,)), ((3,), (2, 2)), ((2, 2), (1, 4))],
+)
+def test_training_goes_on_with_other_ranks(
+    ranks: Ranks, tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...]
 ) -> None:
     path = str(tmp_path)
-    ranks.run(train, path, False, True, (0, 2), True, world_size=first)
-    ranks.run(train, path, True, False, (2, 5), False, world_size=second)
+    ranks.run(train, path, first, False, range(2), world_size=math.prod(first))
+    ranks.run(train, path, second, True, range(2, 4), world_size=math.prod(second))

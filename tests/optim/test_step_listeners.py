@@ -34,10 +34,11 @@ def test_listeners_are_called_in_the_order_in_which_they_were_registered() -> No
 
 
 @on_ranks(2)
-def test_gradients_that_a_later_hook_replaces_are_used() -> None:
+def test_gradients_and_rates_that_a_later_hook_sets_are_used() -> None:
     def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
         for param in optimizer.param_groups[0]["params"]:
             param.grad = param.grad / 2
+        optimizer.param_groups[0]["lr"] = 0.7
 
     found = []
     for shards in (False, True):

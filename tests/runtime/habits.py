@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import DIM, LENGTH, Chain, Mlp, Regression, Transformer
+from tests.models import DIM, LENGTH, VOCABULARY, Chain, Mlp, Regression, Transformer
 
 
 class Shuffled(Chain):
@@ -21,6 +21,39 @@ class Shuffled(Chain):
     def predict(self, x: Tensor) -> Tensor:
         for index in [(0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 0, 3)][self.turn]:
             x = self.blocks[index](x)
+        return x
+
+
+class Choosing(Regression):
+    """Every block has two linears and reads those it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Chooser(), Chooser()])
+
+    def predict(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def choose(self, which: str) -> None:
+        for block in self.blocks:
+            block.which = which  # type: ignore[assignment]
+
+
+class Chooser(nn.Module):
+    which = "both"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(DIM, DIM)
+        self.right = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.which != "right":
+            x = x + torch.tanh(self.left(x))
+        if self.which != "left":
+            x = x + torch.tanh(self.right(x))
         return x
 
 
@@ -93,32 +126,28 @@ class HidesFirst(Chain):
 
 
 class Language(Transformer):
-    """Subclasses apply its head in their own ways."""
+    """Uses its head in a way of its own, perhaps from the second forward on only."""
 
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2)
-        self.num_calls = 0
-
-    def apply_head(self, x: Tensor) -> Tensor:
-        return self.head(x)
+    def __init__(
+        self,
+        use_head: Callable[[Any, Tensor], Tensor] = lambda model, x: model.head(x),
+        *,
+        head: nn.Module | None = None,
+        tied: bool = False,
+        calls_first: bool = False,
+    ) -> None:
+        super().__init__(num_blocks=2, tied=tied)
+        if head is not None:
+            self.head = head  # type: ignore[assignment]
+        self.use_head, self.calls_first, self.num_calls = use_head, calls_first, 0
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         self.num_calls += 1
-        return self.apply_head(self.norm(x))
-
-
-class ReadsEmbedding(Language):
-    """Its head is the embedding, which is called, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Identity()  # type: ignore[assignment]
-
-    def apply_head(self, x: Tensor) -> Tensor:
-        return x @ self.embedding.weight.t()
+        is_called = self.calls_first and self.num_calls == 1
+        return self.head(self.norm(x)) if is_called else self.use_head(self, self.norm(x))
 
 
 class Product(torch.autograd.Function):
@@ -135,62 +164,28 @@ class Product(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-class FusedHead(Language):
-    """Its head is never called."""
-
-    def weight_of_head(self) -> Tensor:
-        return self.head.weight
-
-    def apply_head(self, x: Tensor) -> Tensor:
-        return Product.apply(x, self.weight_of_head())
-
-
-class FusedTiedHead(FusedHead):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embedding.weight
-
-
-class ReadsLater(Language):
-    """Calls its head in the first forward, and reads it from then on."""
-
-    def apply_head(self, x: Tensor) -> Tensor:
-        return self.head(x) if self.num_calls == 1 else F.linear(x, self.head.weight)
-
-
-class FusedLater(FusedHead):
-    """Calls its head in the first forward, and gives it to a function of its own from then on."""
-
-    def apply_head(self, x: Tensor) -> Tensor:
-        return self.head(x) if self.num_calls == 1 else super().apply_head(x)
+def fused(model: Any, x: Tensor) -> Tensor:
+    """The head is not called."""
+    return Product.apply(x, model.head.weight)
 
 
 class GivenHead(nn.Linear):
     """Multiplies with the weight that it is given, as Megatron-Core's output layer does."""
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return Product.apply(x, self.weight if weight is None else weight)
+    def __init__(self, has_weight: bool) -> None:
+        super().__init__(DIM, VOCABULARY, bias=False)
+        if not has_weight:
+            self.weight = None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return Product.apply(x, weight)
 
 
-class PassesWeight(Language):
-    """Passes the weight of its head, or of its embedding, to its head."""
-
-    def __init__(self, is_tied: bool) -> None:
-        super().__init__()
-        self.head = GivenHead(self.head.in_features, self.head.out_features, bias=False)
-        if is_tied:
-            self.head.weight = None  # type: ignore[assignment]
-
-    def apply_head(self, x: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.head.weight is None else self.head.weight
-        return self.head(x, weight=weight)
-
-
-class ReadsPositions(Language):
+class ReadsPositions(Transformer):
     """Adds weights that it never gives to a call, before the first block."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(num_blocks=2)
         self.embedding = nn.ModuleDict(  # type: ignore[assignment]
             {"tokens": self.embedding, "positions": nn.Embedding(LENGTH, DIM)}
         )
@@ -202,6 +197,25 @@ class ReadsPositions(Language):
             x = block(x)
         return self.head(self.norm(x))
 
+
+LANGUAGES: dict[str, Callable[[], nn.Module]] = {
+    "reads its embedding": lambda: Language(
+        lambda model, x: x @ model.embedding.weight.t(), head=nn.Identity()
+    ),
+    "reads positions": ReadsPositions,
+    "fused head": lambda: Language(fused),
+    "fused tied head": lambda: Language(fused, tied=True),
+    "reads its head later": lambda: Language(
+        lambda model, x: F.linear(x, model.head.weight), calls_first=True
+    ),
+    "fused head later": lambda: Language(fused, calls_first=True),
+    "passes a weight": lambda: Language(
+        lambda model, x: model.head(x, model.head.weight), head=GivenHead(True)
+    ),
+    "passes the embedding": lambda: Language(
+        lambda model, x: model.head(x, weight=model.embedding.weight), head=GivenHead(False)
+    ),
+}
 
 # Parameters that units return.
 

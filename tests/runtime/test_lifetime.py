@@ -51,14 +51,6 @@ def test_idle_memory_goes_back_with_the_last_backward_of_a_step() -> None:
         assert engine._memory.idle_bytes == 0
 
 
-@on_ranks(2)
-def test_engines_on_one_mesh_share_their_groups() -> None:
-    first = fe.shard(Transformer(num_blocks=1))
-    second = fe.shard(Transformer(num_blocks=1))
-    assert first.mesh.inner.gather_group is second.mesh.inner.gather_group
-    assert first.mesh.inner.gather_group is not first.mesh.inner.reduce_group
-
-
 @on_ranks(1)
 def test_a_step_leaves_attributes_of_the_engine_s_objects_quick_to_read() -> None:
     # CPython keeps attributes in the object until a program asks for its `__dict__`. A search

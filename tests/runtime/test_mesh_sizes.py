@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -12,31 +12,18 @@ from torch import nn
 import fsdp_engine as fe
 from tests.models import Transformer, token_batch
 from tests.pool import on_few_ranks, on_ranks
-
-
-def norms(mesh: tuple[int, ...]) -> list[float]:
-    torch.manual_seed(0)
-    model = Transformer(num_blocks=1)
-    engine = fe.shard(model, mesh, "optim_grads_params", "optim" if len(mesh) == 2 else None)
-    assert (engine.mesh.outer.size, engine.mesh.inner.size) == (1, *mesh)[-2:]
-    whole = engine.full_state_dict()
-    param: Any = model.head.weight
-    assert torch.equal(pickle.loads(pickle.dumps(param)).full_tensor(), whole["head.weight"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for step in range(2):
-        model(*token_batch(2, 10 * step + engine.mesh.rank)).backward()
-        found.append(engine.clip_grad_norm_(1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+from tests.scenario import Scenario
 
 
 @on_ranks(4)
 def test_sizes_make_the_axes() -> None:
-    expected = norms((4,))
-    for sizes in ((2, 2), (1, 4), (4, 1)):
-        assert norms(sizes) == pytest.approx(expected, rel=1e-5)
+    for sizes in ((4,), (2, 2), (1, 4), (4, 1)):
+        pair = ("optim_grads_params", "optim" if len(sizes) == 2 else "no_shard")
+        run = Scenario(model=partial(Transformer, 1), mesh=sizes, pair=pair).check()
+        mesh = run.engine.mesh
+        assert (mesh.outer.size, mesh.inner.size) == (1, *sizes)[-2:]
+        param = pickle.loads(pickle.dumps(run.model.head.weight))
+        assert torch.equal(param.full_tensor(), run.weights["head.weight"])
 
 
 @on_ranks(4)
@@ -48,7 +35,7 @@ def test_instances_of_a_config_may_be_sharded_on_the_outer_axis() -> None:
         outer_dp_sharding_strategy="optim",
         num_distributed_optimizer_instances=2,
     )
-    engine = fe.shard(model, config=config, initial_values="rank0")
+    engine = fe.shard(model, config=config)
     assert (engine.mesh.outer.size, engine.mesh.inner.size) == (2, 2)
     alone = Transformer(num_blocks=1)
     alone.load_state_dict(engine.full_state_dict())

@@ -5,33 +5,31 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.runtime.unit import State
 from fsdp_engine.strategies import LEVELS
 from fsdp_engine.units import assignment
 from tests import models, reference
 from tests.megatron.configs import config_of, train_wrapped
+from tests.messages import count_step
 from tests.models import Block, Chain, Mlp, Small, Transformer, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
 from tests.runtime import habits
 from tests.scenario import Scenario
-from tests.training import mesh_of
 
 BLOCK = sum(parameter.numel() for parameter in Block().parameters())
 MLPS = 2 * sum(parameter.numel() for parameter in Mlp().parameters())
 
 
 EVERYTHING = 10**6
+Case = tuple[Scenario, list[dict[str, Any]]]
 
 
 def sizes(*least: int) -> list[dict[str, Any]]:
@@ -41,19 +39,25 @@ def sizes(*least: int) -> list[dict[str, Any]]:
 # Each block is a unit; joined by twos, or with the modules beside them; everything is one unit.
 BY_TWOS = sizes(0, MLPS, EVERYTHING)
 LANGUAGE = sizes(0, BLOCK, EVERYTHING)
-vectors = Scenario(batch=vector_batch, microbatches=(2, 1))
-tokens = Scenario(microbatches=(2, 1))
 BF16 = {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
 
-def skip_every_other_step(model: Any, step: int) -> None:
-    model.skip = step % 2 == 1
+def vectors(model: Any, ways: list[dict[str, Any]] = BY_TWOS, **changes: Any) -> Case:
+    return Scenario(model=model, batch=vector_batch, microbatches=(2, 1)).but(**changes), ways
+
+
+def tokens(model: Any, ways: list[dict[str, Any]] = LANGUAGE, **changes: Any) -> Case:
+    return Scenario(model=model, microbatches=(2, 1)).but(**changes), ways
 
 
 def never_calls() -> nn.Module:
     model = models.Skipping()
     model.skip = True
     return model
+
+
+def skip_every_other_step(model: Any, step: int) -> None:
+    model.skip = step % 2 == 1
 
 
 def change_order(model: Any, step: int) -> None:
@@ -65,78 +69,60 @@ def switch_identity(model: Any, step: int) -> None:
 
 
 # By name: the run, and options of shard, each of which is tried.
-CASES: dict[str, tuple[Scenario, list[dict[str, Any]]]] = {
-    "odd sizes": (
-        Scenario(model=models.odd_model, batch=partial(vector_batch, width=7)),
-        sizes(0, EVERYTHING),
+CASES: dict[str, Case] = {
+    "odd sizes": vectors(
+        models.odd_model, sizes(0, EVERYTHING), batch=partial(vector_batch, width=7), microbatches=2
     ),
-    "smaller than the world": (
-        Scenario(
-            model=lambda: Chain(nn.Linear(1, 1), nn.Linear(1, 1)),
-            batch=partial(vector_batch, width=1),
-        ),
+    "smaller than the world": vectors(
+        lambda: Chain(nn.Linear(1, 1), nn.Linear(1, 1)),
         sizes(0, EVERYTHING),
+        batch=partial(vector_batch, width=1),
+        microbatches=2,
     ),
-    "several dtypes": (
-        vectors.but(
-            model=models.mixed_model,
-            compute_dtype={name: p.dtype for name, p in models.mixed_model().named_parameters()},
-            later=1e-2,
-        ),
+    "several dtypes": vectors(
+        models.mixed_model,
         sizes(0, EVERYTHING),
+        compute_dtype={name: p.dtype for name, p in models.mixed_model().named_parameters()},
+        later=1e-2,
     ),
+    "containers": vectors(models.NestedModel),
+    "called twice": vectors(models.CalledTwice),
+    "never called": vectors(never_calls),
+    "unused parameter": vectors(models.unused_model),
+    "shared weight": vectors(models.shared_model),
+    "frozen first": vectors(models.frozen_first_model),
+    "a memory of every layer": vectors(models.EncoderDecoder),
+    "nested units": vectors(
+        models.NestedUnits,
+        [*BY_TWOS, {"units": [models.SequentialBlock, nn.Sequential, nn.Linear]}],
+    ),
+    "changed in place": vectors(models.InPlace),
+    "unused output": vectors(models.UnusedOutput),
+    "recurrent": vectors(lambda: Chain(models.Recurrent(), models.Recurrent())),
+    "hidden output": vectors(habits.HidesFirst, steps=3, microbatches=(2, 1, 1)),
     **{
-        name: (
-            vectors.but(model=make, steps=steps, microbatches=(2, 1, 1)[:steps]),
-            BY_TWOS[:1] if name == "a returned table" else BY_TWOS,
-        )
-        for name, make, steps in [
-            ("containers", models.NestedModel, 2),
-            ("called twice", models.CalledTwice, 2),
-            ("never called", never_calls, 2),
-            ("unused parameter", models.unused_model, 2),
-            ("shared weight", models.shared_model, 2),
-            ("frozen first", models.frozen_first_model, 2),
-            ("a memory of every layer", models.EncoderDecoder, 2),
-            ("nested units", models.NestedUnits, 2),
-            ("changed in place", models.InPlace, 2),
-            ("unused output", models.UnusedOutput, 2),
-            ("recurrent", lambda: Chain(models.Recurrent(), models.Recurrent()), 2),
-            ("hidden output", habits.HidesFirst, 3),
-            *((name, make, 2) for name, make in habits.RETURNS.items()),
-            ("returned and recomputed", lambda: habits.Reads(habits.Views, False), 2),
-            ("returned, re-entrant", lambda: habits.Reads(habits.Skips, True), 2),
-        ]
+        name: vectors(make, BY_TWOS[: 1 if name == "a returned table" else None])
+        for name, make in habits.RETURNS.items()
     },
-    "called in some steps": (
-        vectors.but(
-            model=models.Skipping,
-            steps=4,
-            microbatches=(2, 1, 1, 2),
-            before_step=skip_every_other_step,
-        ),
-        BY_TWOS,
+    "returned and recomputed": vectors(lambda: habits.Reads(habits.Views, False)),
+    "returned, re-entrant": vectors(lambda: habits.Reads(habits.Skips, True)),
+    "called in some steps": vectors(
+        models.Skipping, steps=4, microbatches=(2, 1, 1, 2), before_step=skip_every_other_step
     ),
-    "another order in every step": (
-        vectors.but(
-            model=lambda: habits.Shuffled(*(Mlp() for _ in range(4))),
-            steps=5,
-            microbatches=(1, 1, 2, 1, 2),
-            before_step=change_order,
-        ),
-        BY_TWOS,
+    "another order in every step": vectors(
+        lambda: habits.Shuffled(*(Mlp() for _ in range(4))),
+        steps=5,
+        microbatches=(1, 1, 2, 1, 2),
+        before_step=change_order,
     ),
-    "returns its input": (
-        vectors.but(
-            model=lambda: Chain(Mlp(), models.MaybeIdentity(), Mlp()),
-            steps=3,
-            microbatches=(2, 1, 1),
-            before_step=switch_identity,
-        ),
-        BY_TWOS,
+    "returns its input": vectors(
+        lambda: Chain(Mlp(), models.MaybeIdentity(), Mlp()),
+        steps=3,
+        microbatches=(2, 1, 1),
+        before_step=switch_identity,
     ),
-    "shared module": (
-        vectors.but(model=models.shared_module_model),
+    "shared module": vectors(
+        models.shared_module_model,
         [
             *BY_TWOS,
             {"units": "blocks.*"},
@@ -145,80 +131,57 @@ CASES: dict[str, tuple[Scenario, list[dict[str, Any]]]] = {
         ],
     ),
     # Without prefetch the memory of a unit that is freed too early is lost.
-    "adapters": (
-        vectors.but(model=models.lora_model),
+    "adapters": vectors(
+        models.lora_model,
         [
             *BY_TWOS,
             {"config": fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)},
         ],
     ),
-    "recomputed adapters": (
-        vectors.but(
-            model=lambda: habits.Checkpointed("blocks", False, *(models.LoraLinear(),) * 2)
-        ),
-        BY_TWOS,
+    "recomputed adapters": vectors(
+        lambda: habits.Checkpointed("blocks", False, *(models.LoraLinear(),) * 2)
     ),
     **{
-        f"recomputed {where}, {reentrant=}": (
-            vectors.but(model=partial(habits.Checkpointed, where, reentrant)),
-            BY_TWOS,
-        )
+        f"recomputed {where}, {reentrant=}": vectors(partial(habits.Checkpointed, where, reentrant))
         for where in ("blocks", "every other block", "inside", "two blocks")
         for reentrant in (False, True)
     },
     **{
-        f"transformer, {tied=}": (
-            Scenario(model=partial(Transformer, tied=tied), optimizer=reference.adamw, seed=0),
-            LANGUAGE,
+        f"transformer, {tied=}": tokens(
+            partial(Transformer, tied=tied), optimizer=reference.adamw, microbatches=2, seed=0
         )
         for tied in (False, True)
     },
-    "any units": (
-        tokens.but(model=partial(Transformer, 2, tied=True)),
+    "any units": tokens(
+        partial(Transformer, 2, tied=True),
         [
-            {"units": units}
-            for units in (
-                (Block, nn.Embedding),
-                Block,
-                ["blocks.*", "embedding"],
-                lambda name, module: isinstance(module, nn.Linear),
-                (),
-            )
+            {"units": (Block, nn.Embedding)},
+            {"units": Block},
+            {"units": ["blocks.*", "embedding"]},
+            {"units": lambda name, module: isinstance(module, nn.Linear)},
+            {"units": ()},
         ],
     ),
     **{
-        f"bf16, {tied=}": (
-            tokens.but(
-                model=partial(Transformer, num_blocks=4, tied=tied),
-                optimizer=reference.adamw,
-                later=5e-2,
-                compute_dtype=torch.bfloat16,
-                options=BF16,
-            ),
+        f"bf16, {tied=}": tokens(
+            partial(Transformer, num_blocks=4, tied=tied),
             sizes(2 * BLOCK),
+            optimizer=reference.adamw,
+            later=5e-2,
+            compute_dtype=torch.bfloat16,
+            options=BF16,
         )
         for tied in (False, True)
     },
     **{
-        name: (tokens.but(model=make, steps=3, microbatches=(1, 2, 1)), LANGUAGE)
-        for name, make in [
-            ("reads its embedding", habits.ReadsEmbedding),
-            ("reads positions", habits.ReadsPositions),
-            ("fused head", habits.FusedHead),
-            ("fused tied head", habits.FusedTiedHead),
-            ("reads its head later", habits.ReadsLater),
-            ("fused head later", habits.FusedLater),
-            ("passes a weight", partial(habits.PassesWeight, False)),
-            ("passes the embedding", partial(habits.PassesWeight, True)),
-        ]
+        name: tokens(make, steps=3, microbatches=(1, 2, 1))
+        for name, make in habits.LANGUAGES.items()
     },
     **{
-        f"{name} called from outside": (
-            vectors.but(
-                model=partial(habits.Diffusion, make, recomputes=name == "layer norm"),
-                batch=habits.diffusion_batch,
-            ),
+        f"{name} called from outside": vectors(
+            partial(habits.Diffusion, make, recomputes=name == "layer norm"),
             [{"units": [habits.Modulated]}],
+            batch=habits.diffusion_batch,
         )
         for name, make in habits.MODULATIONS.items()
     },
@@ -259,53 +222,29 @@ def test_a_model_trains_as_one_process(name: str, level: str) -> None:
         assert not lines, "\n".join([str(options), *lines[:12]])
 
 
+def joined(tied: bool, num_microbatches: int) -> Scenario:
+    model = partial(Transformer, num_blocks=4, tied=tied)
+    return Scenario(model=model, steps=3, microbatches=num_microbatches)
+
+
 @functools.cache
 def expected_of(tied: bool, num_microbatches: int) -> list[reference.Step]:
     return joined(tied, num_microbatches).alone().steps
-
-
-def joined(tied: bool, num_microbatches: int) -> Scenario:
-    model = partial(Transformer, num_blocks=4, tied=tied)
-    return tokens.but(model=model, steps=3, microbatches=num_microbatches)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 @on_ranks(4)
 def test_every_pair_trains_with_joined_units(strategy: str, outer: str, tied: bool) -> None:
-    for num_microbatches, least in ((1, 2 * BLOCK), (3, BLOCK)):
-        scenario = joined(tied, num_microbatches).but(
-            pair=(strategy, outer), mesh=mesh_of(2, 2), options={"min_unit_size": least}
-        )
-        run = scenario.sharded()
-        expected = expected_of(tied, num_microbatches)
-        assert not reference.differences(run.steps, expected, scenario.tolerance)
+    for num, least in ((1, 2 * BLOCK), (3, BLOCK)):
+        options = {"min_unit_size": least}
+        run = joined(tied, num).but(pair=(strategy, outer), mesh=(2, 2), options=options).sharded()
+        assert not reference.differences(run.steps, expected_of(tied, num), 2e-5)
         assert len(unit_names(run.engine)) < 5
 
 
 def unit_names(engine: fe.Engine) -> list[str]:
     return [unit.name for unit in engine.units if unit.buffers]
-
-
-@pytest.mark.parametrize("strategy", list(LEVELS)[:3])
-@on_ranks(2)
-def test_a_block_that_one_rank_skips(strategy: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = models.Skipping()
-    alone = copy.deepcopy(model)
-    engine = fe.shard(model, strategy=strategy, options=fe.Options(min_unit_size=EVERYTHING))
-    assert unit_names(engine) == ["blocks.0-2"]
-    optimizers = [reference.sgd(each.parameters()) for each in (model, alone)]
-    for step in range(4):
-        for each in range(world_size):
-            alone.skip = each == step % world_size
-            (alone(*vector_batch(2, 10 * step + each)) / world_size).backward()
-        model.skip = rank == step % world_size
-        model(*vector_batch(2, 10 * step + rank)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        reference.assert_same_weights(model, alone, rtol=2e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -353,7 +292,8 @@ def test_blocks_compiled_before_sharding_train(backend: str) -> None:
         return model
 
     for strategy in LEVELS if backend == "aot_eager" else ["optim_grads_params"]:
-        vectors.but(model=compiled, pair=(strategy, "no_shard")).check()
+        scenario, _ = vectors(compiled, pair=(strategy, "no_shard"))
+        scenario.check()
 
 
 class Fragile(Chain):
@@ -399,11 +339,10 @@ def test_after_an_exception_reset_leads_back_with_the_weights_intact(fails_in: s
         assert all(torch.equal(after[name], before[name]) for name in before)
         assert all(parameter.grad is None for parameter in model.parameters())
 
-    scenario = vectors.but(
-        model=lambda: Fragile(*(Mlp() for _ in range(4))),
-        optimizer=reference.adamw,
-        before_step=fail,
-    )
+    def fragile() -> nn.Module:
+        return Fragile(*(Mlp() for _ in range(4)))
+
+    scenario, _ = vectors(fragile, optimizer=reference.adamw, before_step=fail)
     for strategy in LEVELS:
         scenario.but(pair=(strategy, "no_shard")).check()
 
@@ -435,11 +374,6 @@ def test_blocks_get_inputs_in_the_compute_dtype_also_beside_loose_modules() -> N
         assert model.seen == [torch.bfloat16] * 2
 
 
-def noted(calls: list[str], name: str, real: Callable[..., None], *args: Any) -> None:
-    calls.append(name)
-    real(*args)
-
-
 @on_ranks(2)
 def test_a_joined_unit_is_gathered_once_for_all_of_its_blocks() -> None:
     for reentrant in (False, True):
@@ -447,17 +381,13 @@ def test_a_joined_unit_is_gathered_once_for_all_of_its_blocks() -> None:
         engine = fe.shard(model, options=fe.Options(min_unit_size=400))
         first, last = "first + blocks.0-1", "blocks.2-3 + last"
         assert unit_names(engine) == [first, last]
-        gathers: list[str] = []
-        for unit in engine.units[1:]:
-            unit.gather = partial(noted, gathers, unit.name, unit.gather)  # type: ignore[method-assign]
-        for step in range(3):
-            gathers.clear()
-            model(*vector_batch(2, step)).backward()
-        # The last one stays full from forward to backward.
-        assert gathers == [first, last, first]
-        for unit in engine.units:
-            assert not unit.uses
-            assert unit.state is State.SHARDED or not unit.reshards
+        optimizer = reference.sgd(model.parameters())
+        for _ in range(3):
+            operations = count_step(model, engine, optimizer, 1).operations
+        gathers = [
+            operations[f"all-gather of {name} over the inner axis"] for name in (first, last)
+        ]
+        assert gathers == [2, 1]  # the last one stays full from forward to backward
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_engine as fe
 from fsdp_engine.comm import groups as groups_module
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
-from fsdp_engine.layout import ALIGNMENT, Coordinate
+from fsdp_engine.layout import ALIGNMENT
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
 from tests.models import Transformer, token_batch
@@ -117,9 +116,7 @@ def settings(
 
 def plan_of(model: nn.Module, num_ranks: int, granule: Any = None) -> Plan:
     return make_plan(
-        model,
-        None,
-        settings(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16),
+        model, None, settings(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16)
     )
 
 
@@ -194,21 +191,3 @@ def test_a_parameter_holds_nothing_that_grows_with_the_number_of_ranks() -> None
     }
     assert all(few > 5 for few in counts[8])
     assert all(many <= few + 2 for few, many in zip(counts[8], counts[1024], strict=True))
-
-
-@pytest.mark.parametrize(("outer", "inner"), [(1, 4096), (64, 64), (4096, 1), (128, 24)])
-def test_the_parts_of_all_ranks_are_the_whole_once(outer: int, inner: int) -> None:
-    plan = make_plan(
-        meta_model(40, 1),
-        None,
-        settings(outer, inner, "optim_grads_params"),
-    )
-    places = [Coordinate(o, i) for i in range(inner) for o in range(outer)]
-    for buffer in (buffer for unit in plan.units for buffer in unit.buffers):
-        ends = [buffer.layout.range(2, at) for at in places]
-        assert ends[0][0] == 0
-        assert ends[-1][1] == buffer.layout.numel
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
-        for index, slot in enumerate(buffer.layout.slots[:5]):
-            held = [buffer.layout.tensor_range(index, 2, at) for at in places]
-            assert sum(stop - start for start, stop in held) == slot.numel

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,24 +69,20 @@ def test_a_step_is_refused_where_gradients_are_not_reduced_and_right_elsewhere()
         assert_stepped(model, 2)
 
 
-def step_by_place(optimizer: Any, closure: Callable[[], None]) -> None:
-    optimizer.step(closure)
-
-
-def step_by_name(optimizer: Any, closure: Callable[[], None]) -> None:
-    optimizer.step(closure=closure)
-
-
 @on_ranks(2)
 def test_the_backward_of_a_closure_may_be_the_last_of_a_step() -> None:
-    for level in LEVELS:
-        for step in (step_by_place, step_by_name):
-            model = made()
-            engine = fe.shard(model, strategy=level)
-            with engine.no_sync():
-                backward(model, dist.get_rank())
-            step(sgd(model), lambda model=model: backward(model, dist.get_rank()))
-            assert_stepped(model, 2)
+    for level, by_name in itertools.product(LEVELS, (False, True)):
+        model = made()
+        engine = fe.shard(model, strategy=level)
+        optimizer = sgd(model)
+        with engine.no_sync():
+            backward(model, dist.get_rank())
+        closure = partial(backward, model, dist.get_rank())
+        if by_name:
+            optimizer.step(closure=closure)
+        else:
+            optimizer.step(closure)
+        assert_stepped(model, 2)
 
 
 @on_ranks(4)

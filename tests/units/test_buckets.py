@@ -10,46 +10,36 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import Axis, Strategy
-from fsdp_engine.units.assignment import bucket_multiple, split_by_count, split_by_size
+from fsdp_engine.units.assignment import bucket_multiple, split_by_count
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, PlannedBuffer, PlanSettings, make_plan
 from tests import reference
 from tests.comm.timeline import Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of, train_wrapped
-from tests.models import DIM, Block, Recurrent, Regression, Transformer, token_batch, vector_batch
+from tests.models import DIM, Block, Recurrent, Regression, Transformer, vector_batch
 from tests.pool import on_ranks
-from tests.scenario import assert_trains_alike
+from tests.scenario import Scenario
 
 # A bucket: its parameters with their offsets, and its elements, padding included.
 Bucket = tuple[dict[str, int], int]
 
-# Ten layers of 95 x 95 = 9025 weights and 95 biases: how many layers are in each bucket.
-WITH_BIAS = {
+# Ten layers of 95 x 95 = 9025 weights and perhaps 95 biases: how many layers are in each bucket.
+COUNTS = {
     None: [10],
     9000: [1] * 10,
     9025: [1] * 10,
-    9050: [1] * 10,
     18000: [2] * 5,
     18050: [2] * 5,
     20000: [3, 3, 3, 1],
 }
-WITHOUT_BIAS = {
-    None: [10],
-    9000: [1] * 10,
-    9025: [1] * 10,
-    9050: [2] * 5,
-    18000: [2] * 5,
-    18050: [2] * 5,
-    20000: [3, 3, 3, 1],
-}
+WITH_BIAS, WITHOUT_BIAS = {**COUNTS, 9050: [1] * 10}, {**COUNTS, 9050: [2] * 5}
 CASES = [
     (bias, size, counts)
     for bias, table in ((True, WITH_BIAS), (False, WITHOUT_BIAS))
@@ -123,7 +113,7 @@ def test_buckets_end_where_megatron_core_ends_them(
 
 
 @on_ranks(world_size=2)
-def test_bucket_size_splits_what_a_wrapped_engine_reduces() -> None:
+def test_a_wrapped_engine_has_these_buckets_and_reduces_each() -> None:
     for level in ("no_shard", "optim"):
         for bias, size, counts in CASES:
             if size in (9000, 18000):
@@ -140,28 +130,21 @@ def test_bucket_size_splits_what_a_wrapped_engine_reduces() -> None:
 
 
 @on_ranks(world_size=2)
-def test_num_buckets_splits_evenly_instead_of_by_size() -> None:
+def test_num_buckets_splits_evenly_and_disabled_bucketing_not_at_all() -> None:
     # Ten equal layers: each bucket closes with the layer that reaches its share of the rest.
     for number, counts in ((1, [10]), (4, [3, 3, 2, 2]), (10, [1] * 10), (20, [1] * 10)):
-        ddp = fe.DistributedDataParallel(
-            Layers(8, bias=False), config_of("optim", num_buckets=number)
-        )
-        found = buckets_of(ddp.engine.buffers)
-        assert [len(places) for places, _ in found] == counts
+        config = config_of("optim", num_buckets=number)
+        ddp = fe.DistributedDataParallel(Layers(8, bias=False), config)
+        assert [len(places) for places, _ in buckets_of(ddp.engine.buffers)] == counts
         labels = {unit.label for unit in ddp.engine.units if unit.buffers}
         alone = {"the root module"}
         assert labels == (alone if number == 1 else {f"(bucket {i})" for i in range(len(counts))})
-
-
-@on_ranks(world_size=2)
-def test_disabled_bucketing_leaves_one_bucket_of_each_kind() -> None:
     for fields in ({"bucket_size": 9000}, {"num_buckets": 5}, {}):
         model = Layers(8)
         model.layers[3].weight.requires_grad_(False)
-        ddp = fe.DistributedDataParallel(
-            model, config_of("optim", **fields), disable_bucketing=True
-        )
-        assert [len(buffer.records) for buffer in ddp.engine.buffers] in ([19, 1], [1, 19])
+        config = config_of("optim", **fields)
+        ddp = fe.DistributedDataParallel(model, config, disable_bucketing=True)
+        assert sorted(len(buffer.records) for buffer in ddp.engine.buffers) == [1, 19]
         assert (ddp.ddp_config.bucket_size, ddp.ddp_config.num_buckets) == (None, 1)
 
 
@@ -176,51 +159,13 @@ def test_a_parameter_that_pipeline_stages_share_has_a_bucket_of_its_own(mark: st
         assert names == sorted([["layers.1.weight"], others])
 
 
-SIZES = st.lists(st.integers(0, 50), max_size=30)
-
-
-@given(SIZES, st.integers(1, 120))
-def test_every_bucket_but_the_last_is_closed_by_the_tensor_that_reaches_the_size(
-    sizes: list[int], size: int
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 4096), st.booleans())
+def test_equal_tensors_are_split_evenly_and_buckets_over_ranks(
+    count: int, num_buckets: int, num_ranks: int, padded: bool
 ) -> None:
-    buckets = split_by_size(sizes, size)
-    assert [place for bucket in buckets for place in bucket] == list(range(len(sizes)))
-    for number, bucket in enumerate(buckets):
-        held = [sizes[place] for place in bucket]
-        assert held
-        assert sum(held[:-1]) < size
-        assert sum(held) >= size or number == len(buckets) - 1
-
-
-@given(SIZES, st.integers(1, 40))
-def test_every_bucket_but_the_last_is_closed_by_the_tensor_that_reaches_its_share(
-    sizes: list[int], num_buckets: int
-) -> None:
-    buckets = split_by_count(sizes, num_buckets)
-    assert [place for bucket in buckets for place in bucket] == list(range(len(sizes)))
-    assert len(buckets) <= num_buckets
-    left = sum(sizes)
-    for number, bucket in enumerate(buckets):
-        held = [sizes[place] for place in bucket]
-        assert held
-        share = left / (num_buckets - number)
-        if number < len(buckets) - 1:
-            assert sum(held) >= share - 1e-9
-        if number < num_buckets - 1:
-            assert len(held) == 1 or sum(held[:-1]) < share + 1e-9
-        left -= sum(held)
-    assert left == 0
-
-
-@given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 9))
-def test_equal_tensors_are_split_evenly(count: int, num_buckets: int, size: int) -> None:
-    lengths = [len(bucket) for bucket in split_by_count([size] * count, num_buckets)]
+    lengths = [len(bucket) for bucket in split_by_count([7] * count, num_buckets)]
     assert len(lengths) == min(count, num_buckets)
     assert max(lengths) - min(lengths) <= 1
-
-
-@given(st.integers(1, 4096), st.booleans())
-def test_every_rank_gets_an_equal_part_of_a_bucket(num_ranks: int, padded: bool) -> None:
     multiple = bucket_multiple(num_ranks, padded=padded)
     assert multiple % num_ranks == 0
     assert multiple % (num_ranks * 2**16 if padded else 128) == 0
@@ -281,81 +226,60 @@ def test_a_bucket_whose_gradients_do_not_all_come_is_reduced_when_backward_ends(
 # When weights are waited for.
 
 
-class Reads(Regression):
-    """Uses a weight without calling its module."""
+class Three(Regression):
+    """Three linears, and how they are used; perhaps a scale of the root's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.read = nn.Linear(DIM, DIM)
-        self.last = nn.Linear(DIM, DIM)
+        self.use, self.num_calls = use, int(use is skips_at_first)
+        self.first, self.read, self.last = (nn.Linear(DIM, DIM) for _ in range(3))
+        if use is owns:
+            self.scale = nn.Parameter(torch.full((DIM,), 1.5))
+        if use is ties:
+            self.last.weight = self.read.weight
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(F.linear(x, self.read.weight, self.read.bias))
-        return self.last(torch.tanh(self.first(x)))
-
-
-class Owns(Reads):
-    """The root has parameters of its own, among modules that it calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((DIM,), 1.5))
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.read(self.first(x * self.scale))))
-
-
-class Ties(Reads):
-    """One weight in two modules, of which one is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last.weight = self.read.weight
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.last(torch.tanh(self.first(x)))) + F.linear(x, self.read.weight)
-
-
-class Skips(Reads):
-    """A module that only every second forward calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         self.num_calls += 1
-        x = torch.tanh(self.first(x))
-        if self.num_calls % 2:
-            x = torch.tanh(self.read(x))
-        return self.last(x)
+        return self.use(self, x)
 
 
-class SkipsAtFirst(Skips):
-    """The same, but not the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 1
+def reads(model: Three, x: Tensor) -> Tensor:
+    """A weight, without calling its module."""
+    x = torch.tanh(F.linear(x, model.read.weight, model.read.bias))
+    return model.last(torch.tanh(model.first(x)))
 
 
-class Chooses(Reads):
+def owns(model: Three, x: Tensor) -> Tensor:
+    return model.last(torch.tanh(model.read(model.first(x * model.scale))))
+
+
+def ties(model: Three, x: Tensor) -> Tensor:
+    """One weight is in two modules, of which one is called."""
+    return torch.tanh(model.last(torch.tanh(model.first(x)))) + F.linear(x, model.read.weight)
+
+
+def skips(model: Three, x: Tensor) -> Tensor:
+    """A module in every second forward."""
+    x = torch.tanh(model.first(x))
+    if model.num_calls % 2:
+        x = torch.tanh(model.read(x))
+    return model.last(x)
+
+
+def skips_at_first(model: Three, x: Tensor) -> Tensor:
+    return skips(model, x)
+
+
+def chooses(model: Three, x: Tensor) -> Tensor:
     """Ranks call different modules."""
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        x = self.read(x) if x.sum() > 0 else self.last(x)
-        return x
+    x = model.first(x)
+    return model.read(x) if x.sum() > 0 else model.last(x)
 
 
-class Checkpoints(Reads):
-    """Recomputes its modules in backward."""
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.first, self.read, self.last):
-            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=False)
-        return x
+def checkpoints(model: Three, x: Tensor) -> Tensor:
+    for layer in (model.first, model.read, model.last):
+        x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=False)
+    return x
 
 
 class Recurs(Regression):
@@ -366,39 +290,30 @@ class Recurs(Regression):
         self.recurrent = Recurrent()
         self.last = nn.Linear(DIM, DIM)
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         return self.last(self.recurrent(x))
 
 
-HABITS: list[Callable[[], nn.Module]] = [
-    Reads,
-    Owns,
-    Ties,
-    Skips,
-    SkipsAtFirst,
-    Chooses,
-    Checkpoints,
-    Recurs,
-]
+HABITS: dict[str, Callable[[], nn.Module]] = {
+    use.__name__: partial(Three, use)
+    for use in (reads, owns, ties, skips, skips_at_first, chooses, checkpoints)
+} | {"recurs": Recurs}
 
 
 @on_ranks(world_size=2)
-@pytest.mark.parametrize("habit", [habit.__name__ for habit in HABITS])
+@pytest.mark.parametrize("habit", HABITS)
 def test_buckets_of_models_with_habits_train_as_one_process(habit: str) -> None:
-    make = {each.__name__: each for each in HABITS}[habit]
-    data = reference.make_data(vector_batch, 4, 2, 2)
-    torch.manual_seed(3)
-    start = make()
+    data = reference.make_data(vector_batch, 3, 2, 2)
+    start = HABITS[habit]()
     # A module that decides by its input must see each rank's part by itself.
-    expected = reference.train(copy.deepcopy(start), data, split=habit == "Chooses")
-    if habit in ("Skips", "SkipsAtFirst"):
+    expected = reference.train(copy.deepcopy(start), data, split=habit == "chooses")
+    if habit.startswith("skips"):
         assert expected[0].gradients["read.weight"] is not None
     for level in ("optim", "optim_grads"):
         for fields in ({}, {"suggested_communication_unit_size": 0}):
-            model = copy.deepcopy(start)
-            size = 60 if habit == "Recurs" else DIM * DIM + DIM
+            size = 60 if habit == "recurs" else DIM * DIM + DIM
             config = config_of(level, overlap=True, bucket_size=size, **fields)
-            ddp = fe.DistributedDataParallel(model, config)
+            ddp = fe.DistributedDataParallel(copy.deepcopy(start), config)
             assert len(ddp.engine.buffers) > 1
             found = train_wrapped(ddp, data)
             assert not reference.differences(found, expected, 2e-5), (level, fields)
@@ -410,33 +325,25 @@ def test_the_first_module_that_needs_a_bucket_waits_for_it(level: str) -> None:
     config = config_of(
         level, overlap=True, bucket_size=DIM * DIM + DIM, suggested_communication_unit_size=0
     )
-    calls = ["call first", "call read", "call last"]
-    expected = {
+    gathers = [f"all-gather of (bucket {number})" for number in range(3)]
+    for use, events in (
         # Unless all its modules are called, a bucket is waited for before the first call, and so
         # comes first.
-        Reads: ["all-gather 1", "all-gather 2", "call first", "all-gather 0", "call last"],
-        Checkpoints: [
-            event
-            for number, call in zip((2, 1, 0), calls, strict=True)
-            for event in (f"all-gather {number}", call)
-        ],
-    }
-    for make, events in expected.items():
-        model = make()
+        (reads, [*gathers[1:], "call first", gathers[0], "call last"]),
+        (checkpoints, [gathers[2], "call first", gathers[1], "call read", gathers[0], "call last"]),
+    ):
+        model = Three(use)
         timeline = Timeline(model)
         ddp = fe.DistributedDataParallel(model, config)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for number in range(3):
             timed_step(ddp, optimizer, timeline, vector_batch(2, number))
-        found = [
-            event.replace(" of (bucket ", " ").rstrip(")") for event in timeline.in_phase("forward")
-        ]
-        assert found == events, found
+        assert timeline.in_phase("forward") == events
 
 
 @on_ranks(world_size=2)
 def test_evaluation_between_steps_sees_the_weights_of_the_last_step() -> None:
-    model = Checkpoints()
+    model = Three(checkpoints)
     alone = copy.deepcopy(model)
     data = reference.make_data(vector_batch, 2, 1, 2)
     ddp = fe.DistributedDataParallel(model, config_of("optim", overlap=True, bucket_size=100))
@@ -456,13 +363,15 @@ def test_evaluation_between_steps_sees_the_weights_of_the_last_step() -> None:
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_units_and_a_root_larger_than_a_bucket_train_as_one_process(level: str) -> None:
-    model = Transformer(num_blocks=2)
-    engine = assert_trains_alike(
-        model, token_batch, level, units=Block, config=Config(bucket_size=250), num_steps=3
-    )
+    run = Scenario(
+        model=partial(Transformer, 2),
+        pair=(level, "no_shard"),
+        options={"units": Block, "config": Config(bucket_size=250)},
+        steps=3,
+    ).check()
     of_root = [
         {record.name for record in buffer.records}
-        for buffer in engine.buffers
+        for buffer in run.engine.buffers
         if not any(record.name.startswith("blocks") for record in buffer.records)
     ]
     # Of 276, 12, 12 and 276 elements, in reverse order of registration.
@@ -472,11 +381,10 @@ def test_units_and_a_root_larger_than_a_bucket_train_as_one_process(level: str) 
 
 
 @on_ranks(world_size=4)
-@pytest.mark.parametrize("levels", [("optim", "optim"), ("optim_grads_params", "optim")])
+@pytest.mark.parametrize("pair", [("optim", "optim"), ("optim_grads_params", "optim")])
 def test_buckets_on_two_axes_of_a_model_with_tied_weights_train_as_one_process(
-    levels: tuple[str, str],
+    pair: tuple[str, str],
 ) -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    model = Transformer(num_blocks=2, tied=True)
-    make = partial(assert_trains_alike, model, token_batch, *levels)
-    make(config=Config(num_buckets=2), mesh=mesh)
+    options = {"config": Config(num_buckets=2)}
+    model = partial(Transformer, num_blocks=2, tied=True)
+    Scenario(model=model, pair=pair, mesh=(2, 2), options=options).check()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests.pool import on_ranks
+from tests.reference import full
 
 
 def build() -> nn.Sequential:
@@ -31,17 +32,13 @@ def step_rows(params: list[tuple[Tensor, Tensor, int]]) -> None:
 
 
 @on_ranks(3)
-def test_rows_are_whole() -> None:
-    expected, model = build(), build()
+def test_rows_or_tensors_are_whole() -> None:
+    expected, model, whole = build(), build(), build()
     loss(expected).backward()
     with torch.no_grad():
         step_rows([(p, p.grad, max(p.shape[1:].numel(), 1)) for p in expected.parameters()])  # type: ignore[misc]
-    fe.shard(
-        model,
-        None,
-        "optim_grads_params",
-        options=fe.Options(granule=fe.whole_rows, min_unit_size=0),
-    )
+    options = fe.Options(granule=fe.whole_rows, min_unit_size=0)
+    fe.shard(model, None, "optim_grads_params", options=options)
     loss(model).backward()
     of_rank = []
     for param in model.parameters():
@@ -53,20 +50,10 @@ def test_rows_are_whole() -> None:
     with torch.no_grad():
         step_rows(of_rank)
     for param, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert isinstance(param, fe.FlatDTensor)
-        torch.testing.assert_close(param.full_tensor(), other.detach())
-
-
-@on_ranks(3)
-def test_tensors_are_whole() -> None:
-    model = build()
-    fe.shard(
-        model,
-        None,
-        "optim_grads_params",
-        options=fe.Options(granule=fe.whole_tensors, min_unit_size=0),
-    )
-    for param in model.parameters():
+        torch.testing.assert_close(full(param), other.detach())
+    options = fe.Options(granule=fe.whole_tensors, min_unit_size=0)
+    fe.shard(whole, None, "optim_grads_params", options=options)
+    for param in whole.parameters():
         assert isinstance(param, fe.FlatDTensor)
         assert param.local.numel() in (0, param.numel())
 

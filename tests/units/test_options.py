@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -30,11 +29,11 @@ def test_every_field_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", BOOLS)
-@pytest.mark.parametrize("value", [1, None, "yes"])
-def test_a_flag_is_true_or_false(name: str, value: Any) -> None:
-    message = f"{name}: expected True or False; found {value!r}"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        fe.Options(**{name: value})
+def test_a_flag_is_true_or_false(name: str) -> None:
+    for value in (1, None, "yes"):
+        message = f"{name}: expected True or False; found {value!r}"
+        with pytest.raises(TypeError, match=re.escape(message)):
+            fe.Options(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -60,14 +59,10 @@ def test_the_text_is_equal_on_all_ranks() -> None:
     assert repr(fe.Options(granule=lambda name, param: 1)) == repr(fe.Options())
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "size"), [(1, 40_000_000), (40, 40_000_000), (41, 41_000_000)]
-)
-def test_buckets_close_at_forty_million_elements_or_a_million_for_each_rank(
-    num_ranks: int, size: int
-) -> None:
-    assert fe.Options().closing_size(num_ranks) == size
-    assert fe.Options(bucket_size=7).closing_size(num_ranks) == 7
+def test_buckets_close_at_forty_million_elements_or_a_million_for_each_rank() -> None:
+    for num_ranks, size in ((1, 40_000_000), (40, 40_000_000), (41, 41_000_000)):
+        assert fe.Options().closing_size(num_ranks) == size
+        assert fe.Options(bucket_size=7).closing_size(num_ranks) == 7
 
 
 def test_window_and_limit_follow_the_mean_unit_unless_they_are_given() -> None:

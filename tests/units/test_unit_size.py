@@ -55,25 +55,9 @@ def test_the_worked_example_of_the_module_holds() -> None:
     assert split_by_least([*sizes, 9], 5) == [range(2), range(2, 3), range(3, 6)]
 
 
-@given(st.lists(st.integers(1, 40)), st.integers(1, 60))
-def test_runs_are_as_short_as_reaching_the_least_size_allows(sizes: list[int], least: int) -> None:
-    runs = split_by_least(sizes, least)
-    assert [place for run in runs for place in run] == list(range(len(sizes)))
-    held = [[sizes[place] for place in run] for run in runs]
-    if len(runs) > 1:
-        assert all(sum(each) >= least for each in held)
-    for each in held[:-1]:
-        assert sum(each[:-1]) < least
-    if held and sum(held[-1]) >= least:
-        # Without its last ones, which are a leftover, the last run is as short as any.
-        shortest = next(n for n in range(len(held[-1]) + 1) if sum(held[-1][:n]) >= least)
-        assert sum(held[-1][shortest:]) < least
-
-
 @pytest.mark.parametrize(
     ("least", "names"),
     [
-        (0, ["embedding", "blocks.0", "blocks.1", "blocks.2", "norm + head"]),
         (1, ["embedding", "blocks.0", "blocks.1", "blocks.2", "norm + head"]),
         (EMBEDDING + 1, ["embedding + blocks.0", "blocks.1", "blocks.2", "norm + head"]),
         (BLOCK, ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]),
@@ -88,7 +72,7 @@ def test_small_sets_join_their_neighbours_until_they_are_large_enough(
     assert names_of(Transformer(num_blocks=3), least) == names
 
 
-def test_a_tied_set_is_in_one_unit_with_what_it_joins() -> None:
+def test_what_ties_small_sets_is_in_one_unit_with_them() -> None:
     model = Transformer(num_blocks=2, tied=True)
     assert names_of(model, BLOCK) == ["embedding + blocks.0 + norm + head", "blocks.1"]
     (first, second) = joined(model, BLOCK)
@@ -96,21 +80,14 @@ def test_a_tied_set_is_in_one_unit_with_what_it_joins() -> None:
     assert set(first.loose) == {model.embedding, model.norm, model.head}
     assert second.loose == ()
     assert sizes_of(model, [first, second])[""] == 0
-
-
-def test_a_parameter_that_ties_joined_blocks_is_theirs() -> None:
     model = Transformer(num_blocks=3)
-    model.blocks[1].up.weight = model.blocks[0].up.weight  # type: ignore[union-attr]
-    tied = model.blocks[0].up.weight.numel()  # type: ignore[union-attr]
-    assert sizes_of(model, joined(model, 0))[""] == tied
+    weight = model.blocks[0].up.weight  # type: ignore[union-attr]
+    model.blocks[1].up.weight = weight  # type: ignore[union-attr]
+    assert sizes_of(model, joined(model, 0))[""] == weight.numel()
     assert sizes_of(model, joined(model, 2 * BLOCK))[""] == 0
 
 
-@given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=7),
-    st.integers(0, 300),
-    st.booleans(),
-)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=7), st.integers(0, 300), st.booleans())
 def test_every_parameter_is_in_one_unit_and_units_are_large_enough(
     widths: list[int], least: int, has_ends: bool
 ) -> None:
@@ -153,12 +130,7 @@ def test_a_block_whose_parameters_are_all_the_roots_is_left_alone() -> None:
     for name, module in model.blocks[0].named_modules():
         for key in list(module._parameters):
             second.get_submodule(name)._parameters[key] = module._parameters[key]
-    assert names_of(model, 10**6) == [
-        "embedding",
-        "blocks.0",
-        "blocks.1",
-        "blocks.2 + norm + head",
-    ]
+    assert names_of(model, 10**6) == ["embedding", "blocks.0", "blocks.1", "blocks.2 + norm + head"]
 
 
 def test_joined_units_are_expected_to_be_used_one_module_after_the_other() -> None:
@@ -175,40 +147,35 @@ def test_joined_units_are_expected_to_be_used_one_module_after_the_other() -> No
 # Names.
 
 
-@pytest.mark.parametrize(
-    ("names", "name"),
-    [
-        ([], ""),
-        ([""], ""),
-        (["blocks.0"], "blocks.0"),
-        (["a", "blocks.9", "blocks.10", "blocks.11", "b"], "a + blocks.9-11 + b"),
-        (["blocks.0", "blocks.2", "blocks.3"], "blocks.0 + blocks.2-3"),
-        (["a.0", "b.1", "0", "1"], "a.0 + b.1 + 0-1"),
-        (["a.0.x", "a.1.x"], "a.0.x + a.1.x"),
-        (["a.00", "a.1", "a.01"], "a.00-1 + a.01"),
-    ],
-)
-def test_numbered_neighbours_are_shown_as_a_run(names: list[str], name: str) -> None:
-    assert joined_names(names) == name
+NAMES: list[tuple[list[str], str]] = [
+    ([], ""),
+    ([""], ""),
+    (["blocks.0"], "blocks.0"),
+    (["a", "blocks.9", "blocks.10", "blocks.11", "b"], "a + blocks.9-11 + b"),
+    (["blocks.0", "blocks.2", "blocks.3"], "blocks.0 + blocks.2-3"),
+    (["a.0", "b.1", "0", "1"], "a.0 + b.1 + 0-1"),
+    (["a.0.x", "a.1.x"], "a.0.x + a.1.x"),
+    (["a.00", "a.1", "a.01"], "a.00-1 + a.01"),
+]
+
+
+def test_numbered_neighbours_are_shown_as_a_run() -> None:
+    assert [joined_names(names) for names, _ in NAMES] == [name for _, name in NAMES]
 
 
 # What users say.
 
 
-def test_none_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(assignment, "MIN_UNIT_SIZE", MIN_UNIT_SIZE)
-    with torch.device("meta"):
-        model = Transformer(num_blocks=3, dim=64)
-    assert names_of(model, None) == names_of(model, MIN_UNIT_SIZE) != names_of(model, 0)
-
-
-def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_ones() -> None:
     with torch.device("meta"):
         usual = Transformer(num_blocks=3, dim=768)  # as GPT-2's smallest, but for its vocabulary
         small = Transformer(num_blocks=3, dim=64)
-    names = names_of(usual, MIN_UNIT_SIZE)
+    names = names_of(usual, None)
     assert names == ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]
-    assert names_of(small, MIN_UNIT_SIZE) == ["embedding + blocks.0-2 + norm + head"]
+    assert names_of(small, None) == ["embedding + blocks.0-2 + norm + head"]
 
 
 @on_ranks(2)
@@ -220,17 +187,13 @@ def test_sizes_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
 
 
 @on_ranks(1)
-def test_units_that_are_named_are_taken_as_they_are_named() -> None:
-    model = Transformer(num_blocks=2)
-    with refused(model, "min_unit_size: expected None or 0 beside units", "found 5"):
-        fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=5))
-    engine = fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=0))
-    assert [unit.name for unit in engine.units] == ["", "blocks.0", "blocks.1"]
-
-
-@on_ranks(1)
 def test_what_is_said_is_what_is_built() -> None:
     for least in (None, 0, BLOCK, 10**9):
         model = Transformer(num_blocks=3)
         engine = fe.shard(model, options=fe.Options(min_unit_size=least))
         assert [unit.name for unit in engine.units[1:]] == names_of(model, least or 0)
+    model = Transformer(num_blocks=2)
+    with refused(model, "min_unit_size: expected None or 0 beside units", "found 5"):
+        fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=5))
+    engine = fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=0))
+    assert [unit.name for unit in engine.units] == ["", "blocks.0", "blocks.1"]
