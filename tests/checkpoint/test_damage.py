@@ -40,8 +40,6 @@ from tests.checkpoint.scene import (
 )
 from tests.pool import Ranks, on_ranks
 
-NUM_DAMAGES = 100
-
 
 def damage(path: Path, other: bytes, draw: random.Random) -> str:
     """Damages a file, or leaves it alone; returns a description."""
@@ -145,15 +143,16 @@ def assert_unusable(*uses: Callable[[], Any]) -> None:
     raises_each(*((RuntimeError, message, use) for use in uses))
 
 
-@pytest.mark.parametrize("manifest", [True, False], ids=["checkpointer", "folder"])
-@pytest.mark.parametrize("world_size", [0, 2])
+@pytest.mark.parametrize("num", [30, pytest.param(150, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("world_size", "manifest"), [(0, True), (2, False)], ids=["checkpointer", "folder"]
+)
 def test_damage_is_an_error_or_does_not_matter(
-    ranks: Ranks, tmp_path: Path, world_size: int, manifest: bool
+    ranks: Ranks, tmp_path: Path, world_size: int, manifest: bool, num: int
 ) -> None:
     alone: Any = {"world_size": max(world_size, 1), "group": world_size > 0}
     for number in (1, 2):
         ranks.run(save, str(tmp_path / str(number)), number, manifest, **alone)
-    num = NUM_DAMAGES if world_size == 0 else NUM_DAMAGES // 5
     for counts in ranks.run(load_damaged, str(tmp_path), manifest, num, **alone):
         assert sum(counts.values()) == num
         assert counts["before"] > num / 3

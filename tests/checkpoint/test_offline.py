@@ -7,8 +7,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -47,6 +45,7 @@ from tests.checkpoint.scene import (
 )
 from tests.models import Transformer
 from tests.pool import Ranks
+from tests.processes import printed
 
 KEY = "model.blocks.1.qkv.weight"
 
@@ -64,27 +63,25 @@ def save_run(folder: str) -> None:
 def save_again(source: str, target: str, strategy: str, plain: bool) -> None:
     """The weights of step 1, as other ranks and levels save them."""
     _, engine, optimizer = small(strategy, seed=1)
-    position = Values()
-    extra = {"data": position}
-    fe.Checkpointer(source, engine, optimizer, extra=extra).load(1)
+    data = Values()
+    fe.Checkpointer(source, engine, optimizer, extra={"data": data}).load(1)
     if plain:
-        fe.save_checkpoint(target, engine, optimizer, {"data": position.state_dict()})
-    else:
-        with contextlib.closing(fe.Checkpointer(target, engine, optimizer, extra=extra)) as each:
-            each.save(1)
+        fe.save_checkpoint(target, engine, optimizer, {"data": data.state_dict()})
+        return
+    with contextlib.closing(fe.Checkpointer(target, engine, optimizer, extra={"data": data})) as c:
+        c.save(1)
 
 
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``run``: steps 1 and 2 of two ranks. Step 1 again: ``other`` of four ranks, ``alone`` of one
-    process without a group, ``plain`` without a manifest, ``unsharded`` by torch alone. Read-only.
+    """``run``: steps 1 and 2 of two ranks. Step 1 again: ``other`` of four ranks, ``plain`` of one
+    process without a group and without a manifest, ``unsharded`` by torch alone. Read-only.
     """
     folder = tmp_path_factory.mktemp("saved")
     run = str(folder / "run")
     ranks.run(save_run, run, world_size=2)
     ranks.run(save_again, run, str(folder / "other"), "optim", False, world_size=4)
-    run_on(ranks, 0, save_again, run, str(folder / "alone"), "optim", False)
-    run_on(ranks, 1, save_again, run, str(folder / "plain"), "optim_grads", True)
+    run_on(ranks, 0, save_again, run, str(folder / "plain"), "optim_grads", True)
     model = Transformer(num_blocks=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
@@ -159,8 +156,8 @@ def test_inspect_tells_how_a_checkpoint_was_saved_and_what_is_in_it(saved: Path)
 
 
 def test_inspect_takes_a_step_a_pattern_no_tensors_or_json(saved: Path) -> None:
-    assert facts(run("inspect", saved / "run", "--step", 1))["step"] == "1"
-    assert facts(run("inspect", first(saved), "--step", 1))["step"] == "1"
+    for place in (saved / "run", first(saved)):
+        assert facts(run("inspect", place, "--step", 1))["step"] == "1"
     assert "steps" not in facts(run("inspect", first(saved)))
     assert set(rows(run("inspect", first(saved), "--match", "blocks.1.q*"))) == {KEY}
     assert "no tensors that match 'x.*'" in run("inspect", first(saved), "--match", "x.*")
@@ -197,11 +194,10 @@ def test_tensors_of_another_shape_are_never_put_together() -> None:
 
 
 def test_verify_has_a_line_for_each_whole_checkpoint(saved: Path) -> None:
-    output = run("verify", saved / "run", saved / "other", saved / "alone")
+    output = run("verify", saved / "run", saved / "other")
     assert re.fullmatch(
         r"ok .*run/step-00000002: every byte is as it was written \(4 files, .*\)\n"
-        r"ok .*other/step-00000001: every byte is as it was written \(6 files, .*\)\n"
-        r"ok .*alone/step-00000001: every byte is as it was written \(3 files, .*\)\n",
+        r"ok .*other/step-00000001: every byte is as it was written \(6 files, .*\)\n",
         output,
     )
     assert "step-00000001: every" in run("verify", saved / "run", "--step", 1)
@@ -277,7 +273,7 @@ def test_without_checksums_each_entry_is_compared_with_its_own(copy: Path, name:
 
 def test_export_writes_the_weights_of_any_checkpoint(saved: Path, tmp_path: Path) -> None:
     expected = weights(first(saved))
-    for name in ("run", "other", "alone", "plain", "unsharded"):
+    for name in ("run", "other", "plain", "unsharded"):
         options = ["--step", 1] if name == "run" else []
         assert "1 files" in run("export", saved / name, tmp_path / name, *options)
         found = exported(tmp_path / name)
@@ -324,7 +320,6 @@ def test_equal_weights_are_equal_whoever_saved_them_and_another_step_is_not(save
     assert "norm of the difference 0\n" in output
     assert "4 entries of ranks" in output
     run("diff", saved / "other", saved / "plain")
-    run("diff", saved / "other", saved / "alone")
     # Torch alone writes neither extra nor the optimizer's class.
     output = run("diff", saved / "plain", saved / "unsharded", code=1)
     assert "only in A: 2\n" in output
@@ -427,7 +422,7 @@ def test_a_tensor_larger_than_the_buffer_is_compared_in_pieces(
     torch.manual_seed(5)
     a = StoredCheckpoint(tmp_path / "a")
     b = written(tmp_path / "b", model=torch.nn.Linear(301, 1003).state_dict(), extra={})
-    assert len(a.saved.entries["model.weight"].chunks) == 4  # type: ignore[union-attr]
+    assert len(a.saved.entries["model.weight"].chunks) > 1  # type: ignore[union-attr]
     pieces: list[int] = []
     in_pieces = partial(compare, a, b, buffer_bytes=buffer_bytes, progress=pieces.append)
     assert most_allocated(in_pieces) <= 1.5 * buffer_bytes
@@ -506,8 +501,5 @@ def test_what_is_no_checkpoint_or_option_is_told_on_one_line(copy: Path, tmp_pat
 
 
 def test_python_dash_m_runs_it_without_a_process_group(saved: Path) -> None:
-    command = [sys.executable, "-m", "fsdp_engine.checkpoint", "verify", str(saved / "run")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert result.returncode == 0, result.stderr
-    assert "every byte is as it was written" in result.stdout
-    assert result.stderr == ""
+    text = printed("-m", "fsdp_engine.checkpoint", "verify", str(saved / "run"))
+    assert re.fullmatch("ok .*every byte is as it was written.*\n", text)

@@ -118,6 +118,31 @@ def sent_state(engine: fe.Engine, dtype: torch.dtype | None) -> dict[str, Tensor
     return found
 
 
+class Link:
+    """A stream of a model's weights, and its receiver.
+
+    Args:
+        form: ``whole``, ``pieces`` or ``changes``.
+    """
+
+    def __init__(
+        self, engine: fe.Engine, form: str = "changes", dtype: torch.dtype | None = torch.bfloat16
+    ) -> None:
+        self.engine, self.form, self.dtype = engine, form, dtype
+        self.version = fe.WeightVersion() if form == "changes" else None
+        self.stream = fe.weight_stream(engine, dtype, self.version, pieces=form == "pieces")
+        self.receiver = Receiver(sent_state(engine, dtype))
+
+    def take(self, items: Iterable[Any] | None = None) -> int:
+        """What all ranks got, by default the whole stream; returns how many elements came."""
+        items = self.stream if items is None else items
+        return self.receiver.take(items if self.form == "whole" else of_all_ranks(items))
+
+    def check(self) -> None:
+        """The receiver has what the trainer has, bit for bit."""
+        self.receiver.check(sent_state(self.engine, self.dtype))
+
+
 def edit(engine: fe.Engine, change: Callable[[Tensor], None]) -> None:
     """Change all weights in place, on all ranks alike."""
     with engine.unsharded(), torch.no_grad():

@@ -21,6 +21,7 @@ from tests.messages import watched
 from tests.pairs import EVERY_PAIR, FEW_PAIRS
 from tests.pool import on_few_ranks, on_ranks
 from tests.pretrained.receiver import (
+    Link,
     Receiver,
     edit,
     of_all_ranks,
@@ -154,14 +155,13 @@ def random_deltas(pair: tuple[str, str], count: int) -> None:
     with patch.object(version_file, "CHUNK", 50):
         for build, options, dtype in kinds:
             engine = sharded(build(), pair, **options)
-            receiver = Receiver(sent_state(engine, dtype))
-            stream = fe.weight_stream(engine, dtype, fe.WeightVersion())
-            receiver.take(of_all_ranks(stream))
+            link = Link(engine, dtype=dtype)
+            link.take()
             for _ in range(count):
                 edits = random.Random(draw.randrange(1 << 30))
                 edit(engine, lambda param, edits=edits: changed(param, edits))  # type: ignore[misc]
-                receiver.take(of_all_ranks(stream))
-                receiver.check(sent_state(engine, dtype))
+                link.take()
+                link.check()
 
 
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
@@ -211,15 +211,14 @@ def test_parameters_cut_by_tensor_parallelism(level: str) -> None:
     model = cut(Model(hidden=17, width=6), mesh["tp"], sequence=True)
     engine = fe.shard(model, mesh["dp"], level)
     forms_are_right(engine, BF16)
-    stream = fe.weight_stream(engine, BF16, fe.WeightVersion())
-    receiver = Receiver(sent_state(engine, BF16))
-    receiver.take(of_all_ranks(stream))
+    link = Link(engine)
+    link.take()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(2):
         with patch.object(version_file, "CHUNK", 16):
             update(model(tokens_for(step, 0, mesh["dp"].get_local_rank())), optimizer)
-            receiver.take(of_all_ranks(stream))
-        receiver.check(sent_state(engine, BF16))
+            link.take()
+        link.check()
 
 
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
@@ -282,18 +281,17 @@ def test_one_unit_is_held_and_no_more() -> None:
     assert "stream" not in engine.memory_bytes()
 
 
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("form", ["whole", "pieces"])
 @on_few_ranks
-def test_what_somebody_keeps_stays_as_it_is(pieces: bool) -> None:
+def test_what_somebody_keeps_stays_as_it_is(form: str) -> None:
     for level in ("no_shard", "optim_grads_params"):
-        engine = fe.shard(models.Transformer(), strategy=level)
-        receiver = Receiver(sent_state(engine, BF16))
-        kept = list(fe.weight_stream(engine, BF16, pieces=pieces))
-        list(fe.weight_stream(engine, torch.float16, pieces=pieces))
-        receiver.take(of_all_ranks(kept) if pieces else kept)
+        link = Link(fe.shard(models.Transformer(), strategy=level), form)
+        kept = list(link.stream)
+        list(fe.weight_stream(link.engine, torch.float16, pieces=form == "pieces"))
+        link.take(kept)
         del kept
-        receiver.check(sent_state(engine, BF16))
-        assert "stream" not in engine.memory_bytes()
+        link.check()
+        assert "stream" not in link.engine.memory_bytes()
 
 
 # --- left half way, and changed in between ---
@@ -306,106 +304,66 @@ def train(engine: fe.Engine, step: int) -> None:
 
 @pytest.mark.parametrize("form", ["whole", "pieces", "changes"])
 @on_few_ranks
-def test_a_loop_that_is_left_holds_nothing_and_training_goes_on(form: str) -> None:
-    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
-    version = fe.WeightVersion() if form == "changes" else None
-    stream = fe.weight_stream(engine, BF16, version, pieces=form == "pieces")
-    receiver = Receiver(sent_state(engine, BF16))
+def test_a_loop_that_is_left_holds_nothing_and_what_it_lost_is_sent_again(form: str) -> None:
+    link = Link(fe.shard(models.Transformer(), strategy="optim_grads_params"), form)
     for stop in (0, 1, 5, 9):
         got = []
-        for item in stream:
+        for item in link.stream:
+            if len(got) == stop:
+                break  # and this item may be lost
             got.append(item)
-            if len(got) > stop:
-                break
-        assert "stream" not in engine.memory_bytes()
-        receiver.take(of_all_ranks(got) if form != "whole" else got)
-        train(engine, stop)
-    receiver.take(of_all_ranks(stream) if form != "whole" else stream)
-    receiver.check(sent_state(engine, BF16))
-
-
-@on_ranks(2)
-def test_what_a_failed_send_may_have_lost_is_sent_again() -> None:
-    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
-    stream = fe.weight_stream(engine, BF16, fe.WeightVersion())
-    receiver = Receiver(sent_state(engine, BF16))
-    receiver.take(of_all_ranks(stream))
-    for number in (0, 3, 8):
-        train(engine, number)
-        got: list[Any] = []
-
-        def send(stop: int, got: list[Any] = got) -> None:
-            for item in stream:
-                if len(got) == stop:
-                    raise ConnectionError("lost")  # and with it this item
-                got.append(item)
-
-        with pytest.raises(ConnectionError):
-            send(number)
-        receiver.take(of_all_ranks(got))
-        receiver.take(of_all_ranks(stream))
-        receiver.check(sent_state(engine, BF16))
+        assert "stream" not in link.engine.memory_bytes()
+        link.take(got)
+        train(link.engine, stop)
+    link.take()
+    link.check()
 
 
 @pytest.mark.parametrize("form", ["whole", "pieces", "changes"])
 @on_few_ranks
-def test_weights_that_change_in_between_raise(form: str) -> None:
+def test_weights_that_change_in_between_raise_on_all_ranks(form: str) -> None:
     engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
-    version = fe.WeightVersion() if form == "changes" else None
-    stream = fe.weight_stream(engine, BF16, version, pieces=form == "pieces")
+    link = Link(engine, form)
 
     def edited() -> None:
         edit(engine, lambda param: param.add_(1))  # type: ignore[func-returns-value]
 
+    def on_the_last_rank() -> None:
+        if engine.ranks.rank == engine.ranks.size - 1:
+            next(iter(engine.model.parameters())).data.local.add_(1)
+
     def iterated(change: Callable[[], None], number: int) -> None:
-        for count, _ in enumerate(stream):
+        for count, _ in enumerate(link.stream):
             if count == number:
                 change()
 
-    for number, change in enumerate((lambda: train(engine, 0), engine.weights_changed, edited)):
+    changes = [partial(train, engine, 0), engine.weights_changed, edited]
+    for number, change in enumerate([*changes, on_the_last_rank] if form == "whole" else changes):
         with pytest.raises(RuntimeError, match="expected weights to stay as they are"):
             iterated(change, number)
         assert "stream" not in engine.memory_bytes()
-    receiver = Receiver(sent_state(engine, BF16))
-    if version is not None:
-        version.clear()  # this receiver has not been sent anything
-    receiver.take(stream if form == "whole" else of_all_ranks(stream))
-    receiver.check(sent_state(engine, BF16))
-
-
-@on_ranks(2)
-def test_a_change_on_one_rank_raises_on_all() -> None:
-    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
-
-    def iterated() -> None:
-        for count, _ in enumerate(fe.weight_stream(engine)):
-            if count == 0 and engine.ranks.rank == 1:
-                next(iter(engine.model.parameters())).data.local.add_(1)
-
-    with pytest.raises(RuntimeError, match="expected weights to stay as they are"):
-        iterated()
-    assert len(list(fe.weight_stream(engine))) == len(list(engine.model.parameters()))
+    if link.version is not None:
+        link.version.clear()  # the receiver has not been sent anything
+    link.take()
+    link.check()
 
 
 @on_few_ranks
 def test_an_evaluation_in_between_is_no_change() -> None:
-    engine = fe.shard(models.Transformer(), mp_policy=POLICY)
-    receiver = Receiver(sent_state(engine, None))
-    for item in fe.weight_stream(engine):
+    link = Link(fe.shard(models.Transformer(), mp_policy=POLICY), "whole", None)
+    for item in link.stream:
         with torch.no_grad():
-            engine.model(*models.token_batch(1, 0))
-        receiver.take([item])
-    receiver.check(sent_state(engine, None))
+            link.engine.model(*models.token_batch(1, 0))
+        link.take([item])
+    link.check()
 
 
 @on_few_ranks
 def test_weights_from_elsewhere_are_streamed() -> None:
     folder = shared_folder()
     engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
-    version = fe.WeightVersion()
-    stream = fe.weight_stream(engine, BF16, version)
-    receiver = Receiver(sent_state(engine, BF16))
-    receiver.take(of_all_ranks(stream))
+    link = Link(engine)
+    link.take()
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
     fe.save_checkpoint(f"{folder}/checkpoint", engine, optimizer)
     fe.export_safetensors(engine, f"{folder}/weights")
@@ -414,11 +372,11 @@ def test_weights_from_elsewhere_are_streamed() -> None:
         partial(fe.load_safetensors, engine, f"{folder}/weights"),
     ):
         train(engine, 1)
-        receiver.take(of_all_ranks(stream))
-        receiver.check(sent_state(engine, BF16))
+        link.take()
+        link.check()
         load()
-        assert receiver.take(of_all_ranks(stream)) > 0
-        receiver.check(sent_state(engine, BF16))
+        assert link.take() > 0
+        link.check()
 
 
 # --- errors ---
@@ -431,17 +389,14 @@ def test_arguments_that_differ_and_versions_of_other_weights_raise_on_all_ranks(
     version = fe.WeightVersion()
     stream = partial(fe.weight_stream, engine)
     differ = ValueError, "expected the same on all ranks"
+    no_dtype = TypeError, "dtype: expected a floating-point dtype"
     no_version = TypeError, "changed_since: expected a WeightVersion"
     raises_each(
         (*differ, partial(stream, BF16 if is_first else None)),
         (*differ, partial(stream, pieces=is_first)),
         (*differ, partial(stream, changed_since=version if is_first else None)),
         (*differ, partial(stream, as_in_files=is_first)),
-        (
-            TypeError,
-            "dtype: expected a floating-p",
-            partial(stream, torch.int8 if is_first else BF16),
-        ),
+        (*no_dtype, partial(stream, torch.int8 if is_first else BF16)),
         (*no_version, partial(stream, changed_since=version if is_first else 3)),
     )
     list(stream(BF16, version))
@@ -456,17 +411,15 @@ def test_arguments_that_differ_and_versions_of_other_weights_raise_on_all_ranks(
 
 @on_few_ranks
 def test_a_version_serves_one_iteration_at_a_time() -> None:
-    engine = fe.shard(models.Transformer())
-    stream = fe.weight_stream(engine, BF16, fe.WeightVersion())
-    first = iter(stream)
+    link = Link(fe.shard(models.Transformer()))
+    first = iter(link.stream)
     next(first)
     with pytest.raises(RuntimeError, match="no other iteration uses"):
-        list(stream)
+        list(link.stream)
     del first
-    receiver = Receiver(sent_state(engine, BF16))
-    stream.version.clear()  # type: ignore[union-attr]
-    receiver.take(of_all_ranks(stream))
-    receiver.check(sent_state(engine, BF16))
+    link.version.clear()  # type: ignore[union-attr]
+    link.take()
+    link.check()
 
 
 @on_ranks(2)
@@ -506,6 +459,4 @@ def test_nothing_is_streamed_before_weights_are_loaded() -> None:
     with pytest.raises(RuntimeError, match="expected values; found none"):
         fe.weight_stream(engine)
     fe.load_safetensors(engine, folder)
-    receiver = Receiver(sent_state(whole, None))
-    receiver.take(fe.weight_stream(engine))
-    receiver.check(sent_state(whole, None))
+    received(fe.weight_stream(engine), sent_state(whole, None))
