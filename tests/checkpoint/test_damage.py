@@ -23,7 +23,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint.checksums import BLOCK_BYTES, BlockSummer, CheckedFile, DamagedError
 from fsdp_engine.checkpoint.cli import app
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.manifest import MANIFEST
@@ -157,31 +156,6 @@ def test_damage_is_an_error_or_does_not_matter(
         assert sum(counts.values()) == num
         assert counts["before"] > num / 3
         assert counts["half way"] > num / 30
-
-
-def test_blocks_that_are_read_are_compared_and_no_others(tmp_path: Path) -> None:
-    content = bytearray(random.Random(0).randbytes(3 * BLOCK_BYTES + 1000))
-    summer, start = BlockSummer(), 0
-    for length in (1, BLOCK_BYTES, 5, 2 * BLOCK_BYTES, len(content)):  # pieces of any size
-        summer.add(memoryview(content)[start : start + length])
-        start += length
-    sums = summer.result()
-    path = tmp_path / "file"
-    damaged = bytearray(content)
-    damaged[BLOCK_BYTES] ^= 1  # the first byte of the second block
-    path.write_bytes(damaged)
-    with open(path, "rb") as raw:
-        file = CheckedFile(raw, "file", sums)
-        for first, stop in ((0, BLOCK_BYTES), (5, 9), (2 * BLOCK_BYTES + 1, len(content))):
-            file.seek(first)
-            assert file.read(stop - first) == content[first:stop]
-        file.seek(-7, 2)
-        assert file.read() == content[-7:]
-        second = (BLOCK_BYTES, BLOCK_BYTES + 1)
-        for first, stop in (second, (0, len(content)), (9, BLOCK_BYTES + 2)):
-            file.seek(first)
-            with pytest.raises(DamagedError, match=f"file: expected bytes {BLOCK_BYTES} to "):
-                file.read(stop - first)
 
 
 # --- code in checkpoints ---

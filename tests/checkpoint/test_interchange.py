@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
 from tests.checkpoint.scene import contents, different, run_on, train, two_groups
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
@@ -121,29 +120,3 @@ def test_checkpoints_of_unsharded_and_fsdp2_models_are_loaded_here(
         call = (load_here, str(tmp_path / name), strategy, name == "plain", expected)
         for lines in run_on(ranks, world_size, *call):
             assert lines == []
-
-
-def test_any_box_of_a_tensor_is_read_through_a_buffer_of_any_size(tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(7,), (5, 6), (3, 4, 5), (2, 3, 2, 4), (1, 9), (6, 1)]
-    for shape, num_bytes in itertools.product(shapes, (2, 16, 50, 4096)):
-        tensor = torch.rand(shape, generator=draw)
-        path = tmp_path / "tensor"
-        path.write_bytes(b"before" + tensor.numpy().tobytes())
-        for _ in range(10):
-            ends = [sorted(torch.randint(0, n + 1, (2,), generator=draw).tolist()) for n in shape]
-            offsets, lengths = [a for a, _ in ends], [b - a for a, b in ends]
-            expected = tensor[tuple(slice(a, b) for a, b in ends)]
-            targets: list[Tensor] = [
-                torch.zeros(lengths),
-                torch.zeros(lengths, dtype=torch.float64),
-                torch.zeros([2 * n for n in lengths])[tuple(slice(0, None, 2) for _ in lengths)],
-            ]
-            for target in targets:
-                with open(path, "rb") as file:
-                    arguments: Any = (offsets, lengths, target, ReadBuffer(num_bytes))
-                    read_box(file, 6, shape, torch.float32, *arguments)
-                assert torch.equal(target.to(torch.float32), expected)
-    path.write_bytes(b"before")
-    with open(path, "rb") as file, pytest.raises(EOFError, match="tensor: expected 16 bytes more"):
-        read_box(file, 6, (4,), torch.float32, [0], [4], torch.zeros(4), ReadBuffer(64))
