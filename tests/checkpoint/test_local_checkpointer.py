@@ -50,18 +50,18 @@ def local_checkpointer(
     checkpointer.close()
 
 
-def save_local(root: str, ranks_per_node: int, level: str = "optim_grads_params") -> Any:
-    model, engine, optimizer = small(level)
+def save_local(root: str, ranks_per_node: int) -> Any:
+    model, engine, optimizer = small("optim_grads_params")
     extra = {"data": Values(100 + rank())}
     with local_checkpointer(root, engine, optimizer, ranks_per_node, extra=extra) as checkpointer:
         checkpointer.save(3)
     return contents(model, optimizer)
 
 
-def load_local(root: str, ranks_per_node: int, expected: Any, level: str = "optim") -> Any:
+def load_local(root: str, ranks_per_node: int, expected: Any) -> Any:
     """The loaded step and position, differences from ``expected``, and steps found before; or the
     error."""
-    model, engine, optimizer = small(level, seed=7, steps=0)
+    model, engine, optimizer = small("optim", seed=7, steps=0)
     extra = {"data": Values()}
     with local_checkpointer(root, engine, optimizer, ranks_per_node, extra=extra) as checkpointer:
         try:
