@@ -40,13 +40,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fsdp_engine.checkpoint.directory import sync_folder
-from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
+from fsdp_engine.checkpoint.reader import ReadBuffer
 
 # Some of these dtypes do not exist in all supported versions of torch.
 _NAMES = {
@@ -255,25 +255,6 @@ def write_elements(
         converted.view(part.shape).copy_(part)
         _write_all(descriptor, start, converted)
         start += part.numel() * dtype.itemsize
-
-
-def read_elements(
-    file: BinaryIO, start: int, dtype: torch.dtype, target: Tensor, buffer: ReadBuffer
-) -> None:
-    """Fill a tensor with consecutive row-major elements of a file.
-
-    Args:
-        file: opened for reading bytes.
-        start: offset of the first element in bytes.
-        dtype: The dtype of the elements in the file.
-        target: A tensor of any device, dtype and strides.
-        buffer: memory to read through, if ``target`` cannot be read into directly.
-
-    Raises:
-        EOFError: the file is too short.
-    """
-    shape = tuple(target.shape)
-    read_box(file, start, shape, dtype, [0] * len(shape), shape, target, buffer)
 
 
 def _parts(tensor: Tensor, limit: int) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
-from tests.checkpoint.scene import Values
+from tests.checkpoint.scene import Values, update
 
 
 class Net(nn.Module):
@@ -40,18 +41,16 @@ def trained(seed: int, strategy: str = "optim_grads_params") -> tuple[Net, fe.En
     model.calls = {"calls": [seed]}
     engine = fe.shard(model, strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.rand(4, 300)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(model(torch.rand(4, 300)), optimizer)
     return model, engine, optimizer
 
 
 def save(folder: str, seed: int, manifest: bool) -> None:
     _, engine, optimizer = trained(seed)
     if manifest:
-        checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"n": Values(seed)})
-        checkpointer.save(1)
-        checkpointer.close()
+        extra = {"n": Values(seed)}
+        with contextlib.closing(fe.Checkpointer(folder, engine, optimizer, extra=extra)) as each:
+            each.save(1)
     else:
         fe.save_checkpoint(folder, engine, optimizer, {"n": seed})
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
+from tests.checkpoint.scene import update
 
 NUM_EXPERTS, WIDTH = 4, 8
 
@@ -88,12 +89,9 @@ def built(
     mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("copies", "experts"))
     rank = mesh["experts"].get_local_rank()
     torch.manual_seed(seed)
-    if on_meta:
-        with torch.device("meta"):
-            model = Model(NUM_EXPERTS // size)
-    else:
-        whole = Model(NUM_EXPERTS).state_dict()
-        model = Model(NUM_EXPERTS // size)
+    with torch.device("meta" if on_meta else "cpu"):
+        whole, model = Model(NUM_EXPERTS).state_dict(), Model(NUM_EXPERTS // size)
+    if not on_meta:
         parts = [own_part(name, value, rank, size) for name, value in whole.items()]
         model.load_state_dict({name: part for name, part in parts if part is not None})
     experts = mesh["copies"]
@@ -104,7 +102,5 @@ def stepped(engine: fe.Engine, steps: int) -> Any:
     optimizer = torch.optim.AdamW(engine.model.parameters(), lr=0.1)
     for step in range(steps):
         torch.manual_seed(10 * step + engine.mesh.rank)
-        engine.model(torch.randn(3, WIDTH)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(engine.model(torch.randn(3, WIDTH)), optimizer)
     return optimizer

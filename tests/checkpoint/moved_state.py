@@ -14,7 +14,7 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint import folder as folder_module
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
 from tests import reference
-from tests.checkpoint.scene import refused, shared_folder
+from tests.checkpoint.scene import refused, shared_folder, update
 from tests.models import Mlp
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -55,16 +55,13 @@ def steps(model: Any, optimizer: Any, numbers: range) -> None:
     dtype = next(model.parameters()).dtype
     for number in numbers:
         torch.manual_seed(number)
-        model(torch.randn(4, model.up.in_features, dtype=dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model(torch.randn(4, model.up.in_features, dtype=dtype)).square().mean(), optimizer)
 
 
 def state_dtypes(optimizer: Any) -> set[torch.dtype]:
-    states = (state for state in optimizer.state_dict()["state"].values())
     return {
         value.dtype
-        for state in states
+        for state in optimizer.state_dict()["state"].values()
         for name, value in state.items()
         if isinstance(value, Tensor) and value.ndim and name != "step"
     }

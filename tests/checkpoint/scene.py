@@ -38,17 +38,9 @@ class Everything(models.Regression):
         super().__init__()
         first, last = models.Mlp(), models.Mlp()
         last.up.weight = first.up.weight
-        self.blocks = nn.ModuleList(
-            [
-                models.LoraLinear(),
-                models.MixedBlock(),
-                first,
-                models.PartlyUnused(),
-                models.Normalised(),
-                Counting(),
-                last,
-            ]
-        )
+        others = [models.PartlyUnused(), models.Normalised(), Counting()]
+        blocks = [models.LoraLinear(), models.MixedBlock(), first, *others, last]
+        self.blocks = nn.ModuleList(blocks)
         self.odd = models.OddBlock()
 
     def predict(self, x: Tensor) -> Tensor:
@@ -143,13 +135,26 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, width: int = 12) -> float:
-    """One step of training on this rank's own data."""
-    loss = model(*vector_batch(3, 100 * number + dist.get_rank(), width))
+def update(loss: Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """One step of training by a loss; its value."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, width: int = 12) -> float:
+    """One step of training on this rank's own data."""
+    return update(model(*vector_batch(3, 100 * number + rank(), width)), optimizer)
+
+
+def add_one(model: nn.Module, engine: fe.Engine | None = None) -> None:
+    """Other weights, which no checkpoint has."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    if engine is not None:
+        engine.weights_changed()
 
 
 def trained(config: Config, seed: int = 1) -> tuple[nn.Module, fe.Engine, torch.optim.AdamW]:
@@ -255,9 +260,7 @@ def small(
 
 def train(model: nn.Module, optimizer: Any, num_steps: int = 1) -> None:
     for number in range(num_steps):
-        model(*token_batch(2, 10 * number + dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model(*token_batch(2, 10 * number + rank())), optimizer)
 
 
 def rank() -> int:
@@ -279,10 +282,33 @@ def exported(folder: str | Path) -> dict[str, Tensor]:
 
 def on_rank_0(write: Callable[[], Any]) -> None:
     """Run a function on rank 0, between barriers."""
-    dist.barrier()
-    if dist.get_rank() == 0:
+    if dist.is_initialized():
+        dist.barrier()
+    if rank() == 0:
         write()
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def raises_each(*rows: tuple[type[Exception], str, Callable[[], Any]]) -> None:
+    """Each call raises such an error, whose text matches."""
+    for kind, message, call in rows:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def most_allocated(function: Callable[[], Any]) -> int:
+    """Most bytes of tensors that a function held at one time beyond those it found."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        function()
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
 
 
 @contextmanager
@@ -299,12 +325,22 @@ def refused(
 
 
 @contextmanager
-def failing(owner: Any, name: str, on_rank: int | None = None, after: int = 0) -> Iterator[None]:
-    """After so many calls, a function raises on one rank, or on all, as on a full disk."""
-    original, calls = getattr(owner, name), itertools.count()
+def failing(
+    owner: Any,
+    name: str,
+    on_rank: int | None = None,
+    after: int = 0,
+    counter: Iterator[int] | None = None,
+) -> Iterator[None]:
+    """After so many calls, a function raises on one rank, or on all, as on a full disk.
+
+    Args:
+        counter: Counts the calls of several functions.
+    """
+    original, counter = getattr(owner, name), counter or itertools.count()
 
     def fails(*args: Any, **kwargs: Any) -> Any:
-        if on_rank in (None, rank()) and next(calls) >= after:
+        if on_rank in (None, rank()) and next(counter) >= after:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(*args, **kwargs)
 

@@ -28,15 +28,16 @@ from fsdp_engine.checkpoint import direct_file, writer
 from fsdp_engine.checkpoint import manifest as manifest_module
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
-from fsdp_engine.checkpoint.reader import verify_files
 from tests import reference
 from tests.checkpoint.scene import (
     Values,
-    byte_of,
+    add_one,
     contents,
     different,
     failing,
+    flip,
     on_rank_0,
+    raises_each,
     refused,
     run_on,
     shared_folder,
@@ -90,19 +91,6 @@ def test_every_rank_goes_on_with_its_own_random_state_and_place(
         assert run_on(ranks, 1 - world_size, go_on, folder, 6, False) == saved
 
 
-@on_few_ranks
-def test_an_extra_that_was_not_saved_stays_with_a_warning() -> None:
-    folder = shared_folder()
-    _, engine, optimizer = small(steps=0)
-    fe.Checkpointer(folder, engine, optimizer, extra={"data": Values(3)}).save(1)
-    known, new = Values(), Values(8)
-    checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"data": known, "new": new})
-    with pytest.warns(UserWarning, match=r"missing extra\.new: expected its state"):
-        report = checkpointer.load()
-    assert (known.value, new.value) == (3, 8)
-    assert len(report.problems) == 1
-
-
 # --- in the background ---
 
 
@@ -148,35 +136,6 @@ def test_the_moment_of_the_call_is_saved_though_training_goes_on() -> None:
     assert checkpointer.steps() == list(range(5))
 
 
-@on_ranks(2)
-def test_a_failure_in_the_background_is_raised_by_the_next_call_on_every_rank() -> None:
-    folder = shared_folder()
-    model, engine, optimizer = small()
-    checkpointer = fe.Checkpointer(folder, engine, optimizer)
-    checkpointer.save(1)
-    for call in (
-        lambda: checkpointer.save(3),
-        lambda: checkpointer.save_async(3),
-        checkpointer.wait,
-        checkpointer.load,
-    ):
-        with failing(direct_file.DirectFile, "_write_block", on_rank=1):
-            checkpointer.save_async(2)
-            train(model, optimizer)
-            with pytest.raises(RuntimeError, match=r"^saving step 2 .*rank 1: OSError.*No "):
-                call()
-        assert checkpointer.steps() == [1]
-    with (
-        failing(checkpointer._host_memory, "snapshot", on_rank=1),
-        pytest.raises(OSError, match="No space left"),
-    ):
-        checkpointer.save_async(2)
-    dist.barrier()
-    assert visible(folder) == ["step-00000001"]
-    checkpointer.save(4)
-    assert checkpointer.steps() == [1, 4]
-
-
 @pytest.mark.parametrize("way", ["save", "save_async"])
 @on_ranks(2)
 def test_many_that_are_closed_leave_no_files_no_threads_and_no_keys_in_the_store(way: str) -> None:
@@ -208,7 +167,7 @@ def test_many_that_are_closed_leave_no_files_no_threads_and_no_keys_in_the_store
 
 # --- faults ---
 
-# Owner, name, rank, calls before.
+# Text of the error; owner, name and rank.
 FAULTS: dict[str, tuple[Any, ...]] = {
     "rank 0: .*No space": (direct_file.DirectFile, "_write_block", 0),
     "rank 1: .*No space": (direct_file.DirectFile, "_write_block", 1),
@@ -217,44 +176,63 @@ FAULTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@on_few_ranks
-def test_a_fault_on_one_rank_is_raised_on_all_and_leaves_nothing() -> None:
+@on_ranks(2)
+def test_a_fault_is_raised_on_all_by_this_call_or_the_next_and_the_older_stays_whole() -> None:
     folder = shared_folder()
     model, engine, optimizer = small()
     checkpointer = fe.Checkpointer(folder, engine, optimizer)
     checkpointer.save(1)
     saved = contents(model, optimizer)
     train(model, optimizer)
-    faults = list(FAULTS.items())
-    for message, fault in faults if dist.get_world_size() > 1 else faults[2:]:
+
+    def fails(fault: Any, message: str, call: Callable[[], Any]) -> None:
         with failing(*fault), pytest.raises(RuntimeError, match=message):
-            checkpointer.save(2)
+            call()
         assert checkpointer.steps() == [1]
         dist.barrier()
         assert visible(folder) == ["step-00000001"]
         dist.barrier()
+
+    for message, fault in FAULTS.items():
+        fails(fault, message, partial(checkpointer.save, 2))
+    later = [partial(each, 3) for each in (checkpointer.save, checkpointer.save_async)]
+    for call in (*later, checkpointer.wait, checkpointer.load):
+        with failing(*FAULTS["rank 1: .*No space"]):
+            checkpointer.save_async(2)
+            train(model, optimizer)
+            fails(FAULTS["rank 1: .*No space"], "^saving step 2 .*rank 1: OSError.*No ", call)
+    snapshot = failing(checkpointer._host_memory, "snapshot", on_rank=1)
+    with snapshot, pytest.raises(OSError, match="No space left"):
+        checkpointer.save_async(2)
     checkpointer.save(2)
     assert checkpointer.steps() == [1, 2]
     checkpointer.load(1, verify=True)
     assert different(contents(model, optimizer, whole=False), saved) == []
+    for path in sorted(Path(folder).glob("step-*1/*")):
+        on_rank_0(partial(flip, path, 5, 1))
+        with refused(model, path.name, optimizer=optimizer):
+            checkpointer.load(1, verify=True)
+        on_rank_0(partial(flip, path, 5, 1))
 
 
-@on_few_ranks
+@on_ranks(2)
 def test_one_directory_is_of_one_job_and_can_be_written() -> None:
     folder = shared_folder()
     _, engine, optimizer = small(steps=0)
     file = Path(folder) / "file"
     on_rank_0(file.touch)
-    for path in (file, file / "below", "/proc/nowhere"):
-        with pytest.raises(OSError, match=r"file|proc"):
-            fe.Checkpointer(path, engine, optimizer).save(1)
+    raises_each(
+        *(
+            (OSError, r"file|proc", partial(fe.Checkpointer(path, engine, optimizer).save, 1))
+            for path in (file, file / "below", "/proc/nowhere")
+        )
+    )
     folder = shared_folder()
     first = fe.Checkpointer(folder, engine, optimizer)
     first.save(1)
     other = fe.Checkpointer(folder, engine, optimizer)
-    for call in (other.save, other.save_async):
-        with pytest.raises(RuntimeError, match=r"another job|process \d+ on .* does"):
-            call(2)
+    in_use = r"another job|process \d+ on .* does"
+    raises_each(*((RuntimeError, in_use, partial(f, 2)) for f in (other.save, other.save_async)))
     other.load(1)  # reading is no conflict
     first.save(2)
     first.close()
@@ -263,47 +241,15 @@ def test_one_directory_is_of_one_job_and_can_be_written() -> None:
 
 
 @on_ranks(2)
-def test_newer_and_incomplete_checkpoints_and_flipped_bytes_are_refused() -> None:
-    """test_damage.py has damage of all kinds; with ``verify`` every byte is compared."""
-    directory = shared_folder()
-    _, engine, optimizer = small()
-    fe.Checkpointer(directory, engine, optimizer).save(1)
-    dist.barrier()
-    (folder,) = Path(directory).glob("step-*")
-    model, engine, optimizer = small(seed=3)
-
-    def refuse(path: Path, content: bytes | None, *parts: str, **options: Any) -> None:
-        whole = path.read_bytes()
-        on_rank_0(partial(path.write_bytes, content) if content is not None else path.unlink)
-        kind = ValueError if content is not None else FileNotFoundError
-        with refused(model, *parts, kind=kind, optimizer=optimizer):
-            fe.Checkpointer(directory, engine, optimizer).load(**options)
-        on_rank_0(partial(path.write_bytes, whole))
-
-    key = "model.blocks.1.qkv.weight"
-    path, place = byte_of(folder, key)
-    whole = bytearray(path.read_bytes())
-    refuse(path, bytes(whole[:-1]), path.name)
-    whole[place] ^= 64
-    refuse(path, bytes(whole), path.name, key, verify=True)
-    refuse(path, None, path.name)
-    for path in sorted(folder.iterdir()):
-        content = path.read_bytes()
-        refuse(path, content[:5] + bytes([content[5] ^ 1]) + content[6:], path.name, verify=True)
-    text = (folder / MANIFEST).read_bytes()
-    newer = text.replace(b'"format_version": 1', b'"format_version": %d' % (FORMAT_VERSION + 1))
-    parts = [f"expected format version {FORMAT_VERSION}", f"found {FORMAT_VERSION + 1}"]
-    refuse(folder / MANIFEST, newer, *parts)
-    none = ["expected the latest complete checkpoint", "found none"]
-    refuse(folder / MANIFEST, None, *none)
-    verify_files(folder, Manifest.read(folder))
-
-
-@on_ranks(2)
 def test_entries_that_do_not_fit_are_listed_and_left_out_if_asked_for() -> None:
     folder = shared_folder()
     _, engine, optimizer = small()
-    fe.Checkpointer(folder, engine, optimizer).save(1)
+    fe.Checkpointer(folder, engine, optimizer, extra={"data": Values(3)}).save(1)
+    known, new = Values(), Values(8)
+    extra = {"data": known, "new": new}
+    with pytest.warns(UserWarning, match=r"missing extra\.new: expected its state"):
+        report = fe.Checkpointer(folder, engine, optimizer, extra=extra).load()
+    assert (known.value, new.value, len(report.problems)) == (3, 8, 1)
     torch.manual_seed(4)
     model = Transformer(num_blocks=2)
     model.extra = nn.Linear(3, 3)  # type: ignore[assignment]
@@ -316,8 +262,7 @@ def test_entries_that_do_not_fit_are_listed_and_left_out_if_asked_for() -> None:
         checkpointer.load()
     report = checkpointer.load(strict=False)
     assert report.step == 1
-    for line in report.problems:
-        assert line in str(caught.value)
+    assert all(line in str(caught.value) for line in report.problems)
     for part in ("missing model.extra.weight", "unexpected model.blocks.0", "extra.bias"):
         assert any(part in line for line in report.problems), part
     found = contents(model, optimizer)
@@ -327,8 +272,7 @@ def test_entries_that_do_not_fit_are_listed_and_left_out_if_asked_for() -> None:
     other = fe.Checkpointer(folder, engine, sgd)
     with pytest.raises(ValueError, match="expected the state of SGD; found that of AdamW"):
         other.load()
-    report = other.load(strict=False)
-    assert any("expected the state of SGD" in line for line in report.problems)
+    assert any("expected the state of SGD" in line for line in other.load(strict=False).problems)
     assert sgd.param_groups[0]["lr"] == 0.3
 
 
@@ -347,40 +291,34 @@ def test_bad_arguments_and_those_that_differ_between_ranks_are_refused() -> None
         fe.save_checkpoint(folder / f"one{number}", engine, optimizer)
     kind = torch.optim.SGD if first else torch.optim.AdamW
     other = kind(model.parameters(), lr=0.1)
+    another = fe.Checkpointer(folder / "another", engine, other)
     keeps, same = "keep: expected a number of at least 1", "expected the same on all ranks"
     saves = "step: expected a number of at least 0"
-    calls: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        *((ValueError, keeps, partial(make, keep=each)) for each in (0, -1, 1.5)),
-        *(
-            (TypeError, "extra", partial(make, extra=each))
-            for each in ({"a": 3}, {1: Values()}, [Values()])
-        ),
-        *((ValueError, saves, partial(checkpointer.save, each)) for each in (-1, 1.5, "latest")),
-        (ValueError, f"step: {same}; found 0 on", lambda: checkpointer.save(rank)),
-        (ValueError, r"step: .*found 'x'", lambda: checkpointer.save(1 if first else "x")),
-        (FileNotFoundError, r"the 3 complete .*steps \[1, 2\]", lambda: checkpointer.load(3)),
-        (ValueError, f"step: {same}; found 1 on rank 0", lambda: checkpointer.load(1 + rank)),
-        (ValueError, f"strict: {same}", lambda: checkpointer.load(1, strict=first)),
-        (
-            ValueError,
-            f"checkpoint: {same}",
-            lambda: fe.load_checkpoint(folder / f"one{1 + rank}", engine, optimizer),
-        ),
-        (
-            ValueError,
-            rf"optimizer: {same}.*SGD.* on rank 0",
-            lambda: fe.Checkpointer(folder / "another", engine, other).save(3),
-        ),
-        (
-            ValueError,
-            f"optimizer: {same}",
-            lambda: fe.save_checkpoint(folder / "other", engine, other),
-        ),
-    ]
     before = contents(model, optimizer)
-    for error, message, call in calls:
-        with pytest.raises(error, match=message):
-            call()
+
+    def save(step: Any) -> Callable[[], Any]:
+        return partial(checkpointer.save, step)
+
+    def load(*step: Any, **options: Any) -> Callable[[], Any]:
+        return partial(checkpointer.load, *step, **options)
+
+    load_one = partial(fe.load_checkpoint, folder / f"one{1 + rank}", engine, optimizer)
+    save_other = partial(fe.save_checkpoint, folder / "other", engine, other)
+    raises_each(
+        *((ValueError, keeps, partial(make, keep=each)) for each in (0, -1, 1.5)),
+        (TypeError, "extra", partial(make, extra={"a": 3})),
+        (TypeError, "extra", partial(make, extra={1: Values()})),
+        (TypeError, "extra", partial(make, extra=[Values()])),
+        *((ValueError, saves, save(each)) for each in (-1, 1.5, "latest")),
+        (ValueError, f"step: {same}; found 0 on", save(rank)),
+        (ValueError, r"step: .*found 'x'", save(1 if first else "x")),
+        (FileNotFoundError, r"the 3 complete .*steps \[1, 2\]", load(3)),
+        (ValueError, f"step: {same}; found 1 on rank 0", load(1 + rank)),
+        (ValueError, f"strict: {same}", load(1, strict=first)),
+        (ValueError, f"checkpoint: {same}", load_one),
+        (ValueError, rf"optimizer: {same}.*SGD.* on rank 0", partial(another.save, 3)),
+        (ValueError, f"optimizer: {same}", save_other),
+    )
     with engine.unsharded(), pytest.raises(RuntimeError, match="sharded parameter"):
         checkpointer.save(1)
     assert different(contents(model, optimizer, whole=False), before) == []
@@ -415,18 +353,13 @@ def test_the_latest_are_kept_and_what_died_jobs_left_is_removed(tmp_path: Path) 
     assert visible(tmp_path) == ["notes.txt", "step-00000020", "step-00000100", "step-00000300"]
     directory.retire(None)
     assert list(directory.complete()) == [20, 100]
-
-
-def test_a_step_that_is_saved_again_is_there_at_every_moment(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
-    first = fake_checkpoint(directory, 7)
-    second = fake_checkpoint(directory, 7)
-    assert directory.complete() == {7: second}
-    assert first.exists()
+    # A step that is saved again is there at every moment.
+    again = fake_checkpoint(directory, 100)
+    assert directory.complete()[100] == again
+    assert (tmp_path / "step-00000100").exists()
     directory.retire(3)
-    assert visible(tmp_path) == [second.name]
-    third = fake_checkpoint(directory, 7)
-    assert directory.complete() == {7: third}
+    assert visible(tmp_path) == ["notes.txt", "step-00000020", again.name, "step-00000300"]
+    assert fake_checkpoint(directory, 100) == directory.complete()[100] != again
 
 
 def test_a_directory_that_was_made_anew_is_locked_again(tmp_path: Path) -> None:
@@ -498,11 +431,10 @@ def save_and_load_a_stage(folder: str, names: tuple[str, ...]) -> list[str]:
     one: Any = (f"{folder}/one", engine)
     save_one, load_one = partial(fe.save_checkpoint, *one), partial(fe.load_checkpoint, *one)
     in_turn(lambda shared, local: [partial(shared.save, 0), partial(local.save, 0), save_one])
-    for saved in (f"{folder}/stage-{stage}/shared", f"{folder}/stage-{stage}/one"):
-        fe.save_checkpoint(saved, engine)
-        with torch.no_grad():
-            model.up.weight.zero_()
-        fe.load_checkpoint(saved, engine)
+    saved = f"{folder}/stage-{stage}"
+    fe.save_checkpoint(saved, engine, extra={"stage": stage})
+    add_one(model)
+    assert fe.load_checkpoint(saved, engine) == {"stage": stage}
     torch.manual_seed(stage)
     reference.assert_same_weights(model, Mlp())
     in_turn(lambda shared, local: [shared.load, local.load, load_one])
@@ -524,7 +456,7 @@ def test_stages_of_a_pipeline_do_not_overwrite_each_other(
         (folder,) = (tmp_path / "shared").glob("step-*")
         assert Manifest.read(folder).stage == {names[0]: "0 of 2"}
     # One process reads what any stage has saved.
-    ranks.run(load_a_stage, f"{tmp_path}/stage-1/one", world_size=1)
+    ranks.run(load_a_stage, f"{tmp_path}/stage-1", world_size=1)
 
 
 def load_a_stage(folder: str) -> None:

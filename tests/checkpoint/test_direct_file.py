@@ -26,6 +26,9 @@ def write_in_pieces(path: Path, content: bytes, seed: int) -> DirectFile:
             assert file.write(content[start : start + size]) == len(content[start : start + size])
             start += size
             assert file.tell() == min(start, len(content))
+            if draw.random() < 0.2:
+                os.fsync(file.fileno())
+                assert path.read_bytes() == content[:start]
         os.fsync(file.fileno())
     return file
 
@@ -38,18 +41,6 @@ def test_a_file_holds_the_written_bytes(tmp_path: Path) -> None:
         file = write_in_pieces(path, content, size)
         assert path.read_bytes() == content
         assert (file.num_bytes, file.crc) == (size, zlib.crc32(content))
-
-
-def test_it_can_be_synced_in_between(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    content = b""
-    with DirectFile(path) as file:
-        for number in (10, 5000, BLOCK_BYTES, 3):
-            part = random.Random(number).randbytes(number)
-            content += part
-            file.write(part)
-            os.fsync(file.fileno())
-            assert path.read_bytes() == content
 
 
 def refuse_direct_open(original: Any) -> Any:

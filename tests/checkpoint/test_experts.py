@@ -161,8 +161,11 @@ class TensorParallelSpec(nn.Module):
         return (x + torch.einsum("bi,eij->bj", x, part)).square().mean()
 
 
-def with_and_without_dtensors(folder: str, level: str) -> None:
-    """The same steps, norms and weights; each loads what the other saved."""
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@on_ranks(4)
+def test_experts_as_dtensors_over_data_parallel_ranks(level: str) -> None:
+    """Norms and weights as of experts that are marked; each loads what the other saved."""
+    folder = shared_folder()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
     runs = []
     for as_dtensor in (False, True):
@@ -194,10 +197,3 @@ def with_and_without_dtensors(folder: str, level: str) -> None:
 
 def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
-def test_experts_as_dtensors_over_data_parallel_ranks(
-    ranks: Ranks, tmp_path: Path, level: str
-) -> None:
-    ranks.run(with_and_without_dtensors, str(tmp_path), level)

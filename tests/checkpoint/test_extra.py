@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -23,83 +25,28 @@ from fsdp_engine.checkpoint.manifest import Manifest
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, verify
 from fsdp_engine.checkpoint.run_state import pack
 from tests import reference
-from tests.checkpoint.scene import Config, Ema, Values, label, run_on, shard, shared_folder
+from tests.checkpoint.scene import (
+    Config,
+    Ema,
+    Values,
+    label,
+    raises_each,
+    run_on,
+    shard,
+    shared_folder,
+    update,
+)
 from tests.models import Mlp
 from tests.pool import Ranks, on_ranks
 
-LEVELS = ("no_shard", "optim_grads_params")
+LEVEL_3 = {"strategy": "optim_grads_params", "outer": "no_shard"}
 # By world size; 0 is one process without a process group.
 CONFIGS: dict[int, list[Config]] = {
-    0: [{"strategy": "optim_grads_params", "outer": "no_shard", "shape": ()}],
-    1: [{"strategy": "no_shard", "outer": "no_shard", "shape": (1,)}],
-    2: [{"strategy": level, "outer": "no_shard", "shape": (2,)} for level in LEVELS],
-    4: [{"strategy": "optim_grads_params", "outer": "optim", "shape": (2, 2)}],
+    0: [{**LEVEL_3, "shape": ()}],
+    1: [{**LEVEL_3, "strategy": "no_shard", "shape": (1,)}],
+    2: [{**LEVEL_3, "shape": (2,)}, {**LEVEL_3, "strategy": "no_shard", "shape": (2,)}],
+    4: [{**LEVEL_3, "outer": "optim", "shape": (2, 2)}],
 }
-
-
-def begin(config: Config, folder: str, seed: int) -> tuple[Any, ...]:
-    torch.manual_seed(seed)
-    model = Mlp()
-    engine = shard(model, config)
-    ema = Ema(model)
-    # An optimizer has sharded tensors in its state, too.
-    other = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    extra = {"ema": ema, "other": other}
-    return model, ema, other, fe.Checkpointer(folder, engine, extra=extra)
-
-
-def averages(ema: Ema, other: Any) -> list[Tensor]:
-    momenta = [other.state[p]["momentum_buffer"] for p in ema.model.parameters()]
-    return [reference.full(each) for each in [*ema.shadow.values(), *momenta]]
-
-
-def save(configs: list[Config], folder: str) -> list[list[Tensor]]:
-    saved = []
-    for config in configs:
-        model, ema, other, checkpointer = begin(config, f"{folder}/{label(config)}", 1)
-        for param in model.parameters():
-            param.grad = param.detach() * 2
-        other.step()
-        other.zero_grad()
-        ema.update()
-        saved.append(averages(ema, other))
-        checkpointer.save_async(1)
-        for tensor in ema.shadow.values():
-            tensor.zero_()
-        checkpointer.close()
-    return saved
-
-
-def load(configs: list[Config], folder: str, saved: dict[str, list[Tensor]]) -> None:
-    for config, (name, expected) in itertools.product(configs, saved.items()):
-        model, ema, other, checkpointer = begin(config, f"{folder}/{name}", 2)
-        checkpointer.load()
-        for found, wanted in zip(averages(ema, other), expected, strict=True):
-            assert torch.equal(found, wanted), f"{name} -> {label(config)}"
-        if "no_shard-no" not in name:
-            for key, param in model.named_parameters():
-                assert type(ema.shadow[key]) in (type(param), Tensor)
-        before = reference.full_weights(model)
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-        other.step()  # moves by the loaded momenta alone
-        momenta = dict(zip(before, expected[len(before) :], strict=True))
-        for key, param in model.named_parameters():
-            wanted = before[key] - 1e-3 * 0.9 * momenta[key]
-            torch.testing.assert_close(reference.full(param), wanted)
-
-
-@pytest.mark.parametrize("num_sources", [2, pytest.param(9, marks=pytest.mark.thorough)])
-def test_averages_and_momenta_are_loaded_by_any_ranks(
-    ranks: Ranks, tmp_path: Path, num_sources: int
-) -> None:
-    saved: dict[str, list[Tensor]] = {}
-    for world_size, configs in CONFIGS.items():
-        found = run_on(ranks, world_size, save, configs, str(tmp_path))[0]
-        saved |= dict(zip(map(label, configs), found, strict=True))
-    for number, (world_size, configs) in enumerate(CONFIGS.items()):
-        some = {name: saved[name] for name in [*saved, *saved][number + 2 :][:num_sources]}
-        run_on(ranks, world_size, load, configs, str(tmp_path), some)
 
 
 @dataclass
@@ -128,15 +75,14 @@ CONTAINERS: dict[str, Any] = {
     "object": lambda t: Own(t),
     "grad": lambda t: {"leaf": t.clone().requires_grad_(), "mask": t > 0},
 }
+WAYS = ("Checkpointer", "LocalCheckpointer", "save_checkpoint")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
+    value = vars(value) if isinstance(value, Own | Shadow) else value
+    value = list(value.values()) if isinstance(value, dict) else value
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, Own | Shadow):
-        value = vars(value)
-    if isinstance(value, dict):
-        value = list(value.values())
     is_row = isinstance(value, list | tuple | deque)
     return [tensor for each in value for tensor in tensors_in(each)] if is_row else []
 
@@ -147,71 +93,112 @@ def sharded_mlp(seed: int = 1) -> tuple[Mlp, fe.Engine]:
     return model, fe.shard(model)
 
 
-def save_containers(folder: str) -> dict[str, list[Tensor]]:
-    model, engine = sharded_mlp()
-    tensor = model.up.weight.detach().clone()
-    values = {name: make(tensor) for name, make in CONTAINERS.items()}
-    extra = {name: Values(value) for name, value in values.items()}
-    fe.Checkpointer(f"{folder}/run", engine, extra=extra).save(0)
-    local = fe.LocalCheckpointer(f"{folder}/local", engine, extra=extra)
-    local.save(0)
-    local.close()
-    fe.save_checkpoint(f"{folder}/one", engine, extra=values)
-    return {name: list(map(reference.full, tensors_in(each))) for name, each in values.items()}
+class Scene:
+    """A model, an average of its weights, an optimizer with momenta, and any containers."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = Mlp()
+        self.engine = shard(self.model, config)
+        self.ema = Ema(self.model)
+        self.other = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.values = {name: Values() for name in CONTAINERS}
+        self.extra = {"ema": self.ema, "other": self.other, **self.values}
+
+    def tensors(self) -> list[Tensor]:
+        momenta = [self.other.state[p]["momentum_buffer"] for p in self.model.parameters()]
+        values = [tensors_in(each.value) for each in self.values.values()]
+        return [*self.ema.shadow.values(), *momenta, *itertools.chain(*values)]
 
 
-def load_containers(folder: str, expected: dict[str, list[Tensor]]) -> None:
-    model, engine = sharded_mlp(2)
-    for kind in (fe.Checkpointer, fe.LocalCheckpointer):
-        extra = {name: Values() for name in CONTAINERS}
-        where = "run" if kind is fe.Checkpointer else "local"
-        kind(f"{folder}/{where}", engine, extra=extra).load(trust=True)
-        check_containers({name: each.value for name, each in extra.items()}, model, expected)
-    loaded = fe.load_checkpoint(f"{folder}/one", engine, trust=True)
-    check_containers(loaded, model, expected)
+def save(configs: list[Config], folder: str) -> dict[str, list[Tensor]]:
+    saved = {}
+    for config in configs:
+        scene = Scene(config, 1)
+        update(sum(p.square().sum() for p in scene.model.parameters()), scene.other)  # type: ignore[arg-type]
+        scene.ema.update()
+        for name, each in scene.values.items():
+            each.value = CONTAINERS[name](scene.model.up.weight.detach().clone())
+        saved[label(config)] = list(map(reference.full, scene.tensors()))
+        root = f"{folder}/{label(config)}"
+        states = {name: each.state_dict() for name, each in scene.extra.items()}
+        fe.save_checkpoint(f"{root}/save_checkpoint", scene.engine, extra=states)
+        with closing(
+            fe.LocalCheckpointer(f"{root}/{WAYS[1]}", scene.engine, extra=scene.extra)
+        ) as c:
+            c.save(1)
+        with closing(fe.Checkpointer(f"{root}/{WAYS[0]}", scene.engine, extra=scene.extra)) as c:
+            c.save_async(1)
+            for tensor in scene.ema.shadow.values():
+                tensor.zero_()
+    return saved
 
 
-def check_containers(loaded: dict[str, Any], model: Mlp, expected: Any) -> None:
-    for name, make in CONTAINERS.items():
-        found = tensors_in(loaded[name])
-        for one, other in zip(found, expected[name], strict=True):
-            assert torch.equal(reference.full(one), other), name
-            assert one.dtype == other.dtype, name
-            assert type(one) is type(model.up.weight.detach())
-        assert type(loaded[name]) is type(make(torch.ones(2)))
-        same = [one is other for one, other in itertools.combinations(found, 2)]
-        assert any(same) == (name in ("list", "tuple", "named", "ordered") and name != "tuple")
-    assert loaded["grad"]["leaf"].requires_grad
+def load(configs: list[Config], folder: str, saved: dict[str, list[Tensor]], number: int) -> None:
+    for config, (name, expected) in itertools.product(configs, saved.items()):
+        way = WAYS[number % 3]
+        number += 1
+        scene = Scene(config, 2)
+        if way == "save_checkpoint":
+            for key, state in fe.load_checkpoint(
+                f"{folder}/{name}/{way}", scene.engine, trust=True
+            ).items():
+                scene.extra[key].load_state_dict(state)
+        else:
+            kind = getattr(fe, way)
+            kind(f"{folder}/{name}/{way}", scene.engine, extra=scene.extra).load(trust=True)
+        case = f"{way}: {name} -> {label(config)}"
+        for one, wanted in zip(scene.tensors(), expected, strict=True):
+            assert torch.equal(reference.full(one), wanted), case
+            assert one.dtype == wanted.dtype, case
+            assert "no_shard-no" in name or type(one) is type(scene.model.up.weight.detach()), case
+        for key, each in scene.values.items():
+            assert type(each.value) is type(CONTAINERS[key](torch.ones(2)))
+            pairs = itertools.combinations(tensors_in(each.value), 2)
+            assert any(one is other for one, other in pairs) == (
+                key in ("list", "named", "ordered")
+            )
+        assert scene.values["grad"].value["leaf"].requires_grad
+        before = reference.full_weights(scene.model)
+        momenta = dict(zip(before, expected[len(before) :], strict=False))
+        for param in scene.model.parameters():
+            param.grad = torch.zeros_like(param)
+        scene.other.step()  # moves by the loaded momenta alone
+        for key, found in reference.full_weights(scene.model).items():
+            torch.testing.assert_close(found, before[key] - 1e-3 * 0.9 * momenta[key])
 
 
-def test_sharded_tensors_are_found_in_any_container(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks.run(save_containers, str(tmp_path), world_size=2)[0]
-    for world_size in (2, 1):
-        ranks.run(load_containers, str(tmp_path), expected, world_size=world_size)
+def test_averages_momenta_and_tensors_in_any_container_are_loaded_by_any_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    saved: dict[str, list[Tensor]] = {}
+    for world_size, configs in CONFIGS.items():
+        saved |= run_on(ranks, world_size, save, configs, str(tmp_path))[0]
+    for number, (world_size, configs) in enumerate(CONFIGS.items()):
+        some = {name: saved[name] for name in [*saved, *saved][number + 2 :][:2]}
+        run_on(ranks, world_size, load, configs, str(tmp_path), some, number)
 
 
-def save_other_tensors(folder: str) -> Tensor:
+def other_tensors(folder: str, expected: Tensor | None = None) -> Tensor:
+    """Saves tensors of this engine and of another, whose parameter has the same name; or loads."""
     model, engine = sharded_mlp()
     other, _ = sharded_mlp(2)
-    # Of another engine, whose parameter has the same name.
-    value = {"w": other.up.weight.detach().clone(), "mine": model.up.weight.detach().clone()}
-    fe.Checkpointer(folder, engine, extra={"other": Values(value)}).save(0)
+    values = Values({"w": other.up.weight.detach().clone(), "mine": model.up.weight.detach()})
+    checkpointer = fe.Checkpointer(folder, engine, extra={"other": values})
+    if expected is None:
+        checkpointer.save(0)
+    else:
+        checkpointer.load()
+        assert torch.equal(reference.full(values.value["w"]), expected)
     return reference.full(other.up.weight)
-
-
-def load_other_tensors(folder: str, expected: Tensor) -> None:
-    _, engine = sharded_mlp()
-    values = Values()
-    fe.Checkpointer(folder, engine, extra={"other": values}).load()
-    assert torch.equal(reference.full(values.value["w"]), expected)
 
 
 def test_slices_of_an_engine_that_is_not_saved_are_loaded_by_any_ranks_and_tools(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    expected = ranks.run(save_other_tensors, str(tmp_path), world_size=2)[0]
+    expected = ranks.run(other_tensors, str(tmp_path), world_size=2)[0]
     for world_size in (2, 1):
-        ranks.run(load_other_tensors, str(tmp_path), expected, world_size=world_size)
+        ranks.run(other_tensors, str(tmp_path), expected, world_size=world_size)
     (folder,) = tmp_path.glob("step-*")
     described = describe(StoredCheckpoint(folder))
     assert described.sections["extra"].tensors == 2
@@ -234,10 +221,10 @@ def test_extras_that_cannot_be_saved_raise_on_all_ranks_by_name() -> None:
     }
     for name, (value, message) in cases.items():
         checkpointer = fe.Checkpointer(folder, engine, extra={name: Values(value)})
-        with pytest.raises(ValueError, match=message):
-            checkpointer.save(0)
-        with pytest.raises(ValueError, match=message):
-            fe.save_checkpoint(f"{folder}/{name}", engine, extra={name: value})
+        one = partial(fe.save_checkpoint, f"{folder}/{name}", engine, extra={name: value})
+        raises_each(
+            (ValueError, message, partial(checkpointer.save, 0)), (ValueError, message, one)
+        )
         assert checkpointer.steps() == []
         assert not list(Path(folder).glob(".saving*"))
         checkpointer.close()

@@ -1,4 +1,4 @@
-"""Checkpoints to and from FSDP2 and unsharded models, and what a rank holds while it reads."""
+"""Checkpoints to and from FSDP2 and unsharded models."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, read_box
 from tests.checkpoint.scene import contents, different, run_on, train, two_groups
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
@@ -121,89 +120,3 @@ def test_checkpoints_of_unsharded_and_fsdp2_models_are_loaded_here(
         call = (load_here, str(tmp_path / name), strategy, name == "plain", expected)
         for lines in run_on(ranks, world_size, *call):
             assert lines == []
-
-
-# --- what a rank holds while it reads ---
-
-
-class Big(nn.Module):
-    """Two tensors, each several times larger than the read buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        rows = 6 * READ_BUFFER_BYTES // 4 // 1000
-        self.first = nn.Parameter(torch.empty(rows, 1000))
-        self.second = nn.Parameter(torch.empty(rows, 1000))
-
-
-def save_big(folder: str, dtype: torch.dtype) -> None:
-    model = Big()
-    for number, param in enumerate(model.parameters()):
-        numbers = torch.arange(param.numel()).add_(number).remainder_(200)
-        param.data.copy_(numbers.view(param.shape))
-    dcp.save({"model": model.to(dtype).state_dict()}, checkpoint_id=folder, no_dist=True)
-
-
-def peak_of_load(folder: str) -> tuple[int, bool]:
-    """Bytes that the load of a whole tensor adds to this process, at most; and if it was right."""
-    model = Big()
-    engine = fe.shard(model)
-    fe.load_checkpoint(folder, engine)  # whatever is imported and allocated once
-    for param in model.parameters():
-        param.data.zero_()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
-    fe.load_checkpoint(folder, engine)
-    peak = resident("VmHWM") - before
-    right = True
-    for number, param in enumerate(model.parameters()):
-        numbers = torch.arange(param.flat_placement.start, param.flat_placement.stop)
-        right &= torch.equal(param.local, numbers.add(number).remainder(200).float())
-    return peak, right
-
-
-def resident(field: str) -> int:
-    """Bytes from ``/proc/self/status``."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(field)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rank_holds_no_more_than_its_shards_and_a_buffer(
-    ranks: Ranks, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    save_big(str(tmp_path), dtype)
-    sizes = [path.stat().st_size for path in tmp_path.glob("*.distcp")]
-    assert max(sizes) > 5 * READ_BUFFER_BYTES
-    for peak, right in ranks.run(peak_of_load, str(tmp_path), world_size=4):
-        assert right
-        assert peak < READ_BUFFER_BYTES + (4 << 20)
-
-
-def test_any_box_of_a_tensor_is_read_through_a_buffer_of_any_size(tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(7,), (5, 6), (3, 4, 5), (2, 3, 2, 4), (1, 9), (6, 1)]
-    for shape, num_bytes in itertools.product(shapes, (2, 16, 50, 4096)):
-        tensor = torch.rand(shape, generator=draw)
-        path = tmp_path / "tensor"
-        path.write_bytes(b"before" + tensor.numpy().tobytes())
-        for _ in range(10):
-            ends = [sorted(torch.randint(0, n + 1, (2,), generator=draw).tolist()) for n in shape]
-            offsets, lengths = [a for a, _ in ends], [b - a for a, b in ends]
-            expected = tensor[tuple(slice(a, b) for a, b in ends)]
-            targets: list[Tensor] = [
-                torch.zeros(lengths),
-                torch.zeros(lengths, dtype=torch.float64),
-                torch.zeros([2 * n for n in lengths])[tuple(slice(0, None, 2) for _ in lengths)],
-            ]
-            for target in targets:
-                with open(path, "rb") as file:
-                    arguments: Any = (offsets, lengths, target, ReadBuffer(num_bytes))
-                    read_box(file, 6, shape, torch.float32, *arguments)
-                assert torch.equal(target.to(torch.float32), expected)
-    path.write_bytes(b"before")
-    with open(path, "rb") as file, pytest.raises(EOFError, match="tensor: expected 16 bytes more"):
-        read_box(file, 6, (4,), torch.float32, [0], [4], torch.zeros(4), ReadBuffer(64))

@@ -6,13 +6,13 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
@@ -20,28 +20,19 @@ from fsdp_engine.checkpoint import local_directory
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.local_directory import Nodes, _to_all_nodes
 from tests.checkpoint.scene import (
-    Config,
-    Everything,
     Values,
-    all_configs,
     contents,
     different,
     failing,
     flip,
+    raises_each,
     rank,
     run_on,
-    shard,
     shared_folder,
     small,
     train,
-    trained,
-    two_groups,
 )
-from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks, on_ranks
-
-FOUR = all_configs()[4]
-FEW = [each for each in FOUR if (each["strategy"], each["outer"]) in FEW_PAIRS or each is FOUR[-2]]
 
 
 def node_folder(root: str, ranks_per_node: int) -> Path:
@@ -59,49 +50,8 @@ def local_checkpointer(
     checkpointer.close()
 
 
-def save_each(root: str, configs: list[Config]) -> list[Any]:
-    """For each config into a folder of its number, by two ranks of a node."""
-    found = []
-    for number, config in enumerate(configs):
-        model, engine, optimizer = trained(config)
-        with local_checkpointer(f"{root}/{number}", engine, optimizer, 2) as checkpointer:
-            checkpointer.save(3)
-        found.append(contents(model, optimizer))
-    return found
-
-
-def load_each(root: str, configs: list[Config], expected: list[Any]) -> list[str]:
-    lines = []
-    for number, config in enumerate(configs):
-        torch.manual_seed(7)
-        model = Everything()
-        engine, optimizer = shard(model, config), two_groups(model, swap=True)
-        with local_checkpointer(f"{root}/{number}", engine, optimizer, 2) as checkpointer:
-            assert checkpointer.steps() == [3]
-            assert checkpointer.load().step == 3
-        lines += different(contents(model, optimizer, whole=False), expected[number])
-    return lines
-
-
-@pytest.mark.parametrize("configs", [FEW, pytest.param(FOUR, marks=pytest.mark.thorough)])
-def test_each_node_may_be_lost_at_any_levels(
-    ranks: Ranks, tmp_path: Path, configs: list[Config]
-) -> None:
-    expected = ranks.run(save_each, str(tmp_path), configs, world_size=4)[0]
-    for lost in (0, 1):
-        for number in range(len(configs)):
-            place = tmp_path / str(number)
-            if lost == 0:
-                shutil.copytree(place / "node0", place / "kept")
-            shutil.rmtree(place / f"node{lost}")
-            if lost == 1:  # the other node has the files of the first
-                (place / "kept").rename(place / "node1")
-        found = ranks.run(load_each, str(tmp_path), configs, expected, world_size=4)
-        assert found == [[]] * 4
-
-
 def save_local(root: str, ranks_per_node: int) -> Any:
-    model, engine, optimizer = small()
+    model, engine, optimizer = small("optim_grads_params")
     extra = {"data": Values(100 + rank())}
     with local_checkpointer(root, engine, optimizer, ranks_per_node, extra=extra) as checkpointer:
         checkpointer.save(3)
@@ -111,7 +61,7 @@ def save_local(root: str, ranks_per_node: int) -> Any:
 def load_local(root: str, ranks_per_node: int, expected: Any) -> Any:
     """The loaded step and position, differences from ``expected``, and steps found before; or the
     error."""
-    model, engine, optimizer = small(seed=7, steps=0)
+    model, engine, optimizer = small("optim", seed=7, steps=0)
     extra = {"data": Values()}
     with local_checkpointer(root, engine, optimizer, ranks_per_node, extra=extra) as checkpointer:
         try:
@@ -122,36 +72,40 @@ def load_local(root: str, ranks_per_node: int, expected: Any) -> Any:
     return report.step, extra["data"].value, different(contents(model, optimizer), expected), steps
 
 
-# Lost nodes, number of ranks that load, ranks of a node, whether all is left.
-LOSSES: list[tuple[tuple[int, ...], int, int, bool]] = [
-    ((), 4, 1, True),
-    ((0,), 4, 1, True),
-    ((1, 3), 4, 1, True),  # not neighbours
-    ((2,), 3, 1, True),  # the nodes that are left, one with another number
-    ((0, 2), 2, 1, True),
-    ((3,), 1, 4, False),
-    ((), 4, 4, False),  # one node, which has the files of two ranks
-    ((3, 0), 4, 1, False),  # neighbours
+# Ranks of a node that save; lost nodes, number of ranks that load, ranks of a node, whether all is
+# left.
+LOSSES: list[tuple[int, tuple[int, ...], int, int, bool]] = [
+    (1, (), 4, 1, True),
+    (1, (0,), 4, 1, True),
+    (1, (1, 3), 4, 1, True),  # not neighbours
+    (1, (2,), 3, 1, True),  # the nodes that are left, one with another number
+    (1, (0, 2), 2, 1, True),
+    (1, (3,), 1, 4, False),
+    (1, (), 4, 4, False),  # one node, which has the files of two ranks
+    (1, (3, 0), 4, 1, False),  # neighbours
+    (2, (0,), 4, 2, True),
+    (2, (1,), 4, 2, True),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*of rank 0")
 def test_any_ranks_load_the_files_that_are_left(ranks: Ranks, tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    expected = ranks.run(save_local, str(saved), 1, world_size=4)[0]
+    saved = {number: tmp_path / f"by {number}" for number in (1, 2)}
+    expected = {
+        number: ranks.run(save_local, str(folder), number)[0] for number, folder in saved.items()
+    }
     # Each file is on its node and on the next: the ranks that wrote them.
     files = {
         node.name: sorted(file.name.split("_")[-2] for file in node.glob("step-*/*.distcp"))
-        for node in saved.iterdir()
+        for node in saved[1].iterdir()
     }
-    expected_files = {f"node{each}": sorted({str(each), str((each - 1) % 4)}) for each in range(4)}
-    assert files == expected_files
-    for number, (lost, world_size, ranks_per_node, is_whole) in enumerate(LOSSES):
+    assert files == {f"node{n}": sorted({str(n), str((n - 1) % 4)}) for n in range(4)}
+    for number, (by, lost, world_size, ranks_per_node, is_whole) in enumerate(LOSSES):
         root = tmp_path / str(number)
-        left = [node for node in sorted(saved.iterdir()) if int(node.name[-1]) not in lost]
+        left = [node for node in sorted(saved[by].iterdir()) if int(node.name[-1]) not in lost]
         for place, node in enumerate(left):
             shutil.copytree(node, root / f"node{place}")
-        call = (load_local, str(root), ranks_per_node, expected)
+        call = (load_local, str(root), ranks_per_node, expected[by])
         found = ranks.run(*call, world_size=world_size)
         if is_whole:
             positions = [100 + each if world_size == 4 else 100 for each in range(world_size)]
@@ -164,23 +118,23 @@ def test_any_ranks_load_the_files_that_are_left(ranks: Ranks, tmp_path: Path) ->
 
 
 def test_one_node_keeps_its_ranks_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    for world_size in (0, 1, 2):
+    for world_size in (0, 2):
         root = str(tmp_path / str(world_size))
         expected = run_on(ranks, world_size, save_local, root, 4)[0]
         found = run_on(ranks, world_size, load_local, root, 4, expected)
         assert found == [(3, 100 + each, [], [3]) for each in range(max(world_size, 1))]
 
 
-def test_a_shared_checkpointer_loads_a_nodes_full_copy(ranks: Ranks, tmp_path: Path) -> None:
-    """The format is that of other checkpoints: of two nodes, each has all files."""
-    expected = ranks.run(save_local, str(tmp_path), 1, world_size=2)[0]
-    assert ranks.run(load_shared, str(tmp_path / "node1"), expected, world_size=4) == [[]] * 4
-
-
 def load_shared(folder: str, expected: Any) -> list[str]:
     model, engine, optimizer = small(seed=7, steps=0)
     fe.Checkpointer(folder, engine, optimizer).load(verify=True)
     return different(contents(model, optimizer), expected)
+
+
+def test_a_shared_checkpointer_loads_a_nodes_full_copy(ranks: Ranks, tmp_path: Path) -> None:
+    """The format is that of other checkpoints: of two nodes, each has all files."""
+    expected = ranks.run(save_local, str(tmp_path), 1, world_size=2)[0]
+    assert ranks.run(load_shared, str(tmp_path / "node1"), expected, world_size=4) == [[]] * 4
 
 
 # --- saves that fail, or stop half way ---
@@ -257,13 +211,9 @@ def test_ranks_that_are_lost_while_all_publish_leave_one_complete_checkpoint() -
     _, engine, optimizer = small()
     with local_checkpointer(root, engine, optimizer) as checkpointer:
         checkpointer.save(1)
-        with without_an_answer(on_ranks=(0, 1)):
-            if rank() < 2:
-                with pytest.raises(RuntimeError, match="rank 3 has ended"):
-                    checkpointer.save(2)
-            else:
-                with pytest.raises(RuntimeError, match="rank 0 has ended"):
-                    checkpointer.save(2)
+        lost = "rank 3" if rank() < 2 else "rank 0"
+        with without_an_answer(), pytest.raises(RuntimeError, match=f"{lost} has ended"):
+            checkpointer.save(2)
         if rank() >= 2:
             checkpointer._retire(2)  # as they do when all have published
         dist.barrier()
@@ -272,25 +222,22 @@ def test_ranks_that_are_lost_while_all_publish_leave_one_complete_checkpoint() -
 
 
 @contextmanager
-def without_an_answer(on_ranks: tuple[int, ...]) -> Iterator[None]:
-    """After all have published, some ranks do not learn it, and the others lose them after it."""
-    original, original_agree = local_directory.gather_objects, local_directory.agree
+def without_an_answer() -> Iterator[None]:
+    """After all have published, ranks 0 and 1 do not learn it, and the others lose them after."""
+    original = local_directory.gather_objects
 
     def gather(*args: Any) -> Any:
         answers = original(*args)
-        if rank() in on_ranks:
+        if rank() < 2:
             raise RuntimeError("rank 3 has ended")
-        local_directory.agree = lose_ranks
+        agree.side_effect = RuntimeError("rank 0 has ended")
         return answers
 
-    def lose_ranks(*args: Any) -> Any:
-        raise RuntimeError("rank 0 has ended")
-
-    local_directory.gather_objects = gather
-    try:
+    with (
+        patch.object(local_directory, "gather_objects", gather),
+        patch.object(local_directory, "agree", wraps=local_directory.agree) as agree,
+    ):
         yield
-    finally:
-        local_directory.gather_objects, local_directory.agree = original, original_agree
 
 
 @on_ranks(2)
@@ -345,9 +292,8 @@ def test_a_directory_that_cannot_be_created_is_an_error_on_all_ranks() -> None:
     if rank() == 1:
         (Path(root) / "node1").write_text("a file")
     with local_checkpointer(root, engine, optimizer) as checkpointer:
-        for method in (lambda: checkpointer.save(1), checkpointer.steps, checkpointer.load):
-            with pytest.raises(OSError, match="File exists"):
-                method()
+        calls = partial(checkpointer.save, 1), checkpointer.steps, checkpointer.load
+        raises_each(*((OSError, "File exists", call) for call in calls))
 
 
 # --- how files reach nodes ---

@@ -72,20 +72,20 @@ def test_state_that_was_wider_than_its_parameter_stays_wide() -> None:
 @on_few_ranks
 def test_a_group_without_parameters_gets_its_hyperparameters_back() -> None:
     folder = shared_folder()
+
+    def made(position: int, lr: float) -> tuple[fe.Engine, Any]:
+        model = Mlp()
+        engine = fe.shard(model)
+        groups = [{"params": [p], "lr": lr} for p in (model.up.weight, model.down.weight)]
+        groups.insert(position, {"params": [], "lr": lr / 7, "betas": (0.5, 0.6)})
+        return engine, torch.optim.AdamW([*groups, {"params": [], "lr": lr / 3}])
+
     for position in (0, 1, 2):
-        engines = []
-        for lr in (1e-2, 1.0):
-            model = Mlp()
-            engine = fe.shard(model)
-            groups = [{"params": [p], "lr": lr} for p in (model.up.weight, model.down.weight)]
-            groups.insert(position, {"params": [], "lr": lr / 7, "betas": (0.5, 0.6)})
-            groups.append({"params": [], "lr": lr / 3})
-            engines.append((engine, torch.optim.AdamW(groups)))
-        saved, loaded = (optimizer for _, optimizer in engines)
-        save_checkpoint(f"{folder}/{position}", engines[0][0], saved)
-        load_checkpoint(f"{folder}/{position}", engines[1][0], loaded)
-        for one, other in zip(saved.param_groups, loaded.param_groups, strict=True):
-            assert {**one, "params": 0} == {**other, "params": 0}
+        (engine, saved), (other, loaded) = made(position, 1e-2), made(position, 1.0)
+        save_checkpoint(f"{folder}/{position}", engine, saved)
+        load_checkpoint(f"{folder}/{position}", other, loaded)
+        for one, two in zip(saved.param_groups, loaded.param_groups, strict=True):
+            assert {**one, "params": 0} == {**two, "params": 0}
 
 
 class MyAdamW(torch.optim.AdamW):
@@ -137,8 +137,8 @@ class HalfMomentum(torch.optim.Optimizer):
                 continue
             state = self.state[param]
             if not state:
-                state |= {"momentum": torch.zeros_like(param).bfloat16(), "count": 0}
-                state |= {"later": None}
+                momentum = torch.zeros_like(param).bfloat16()
+                state |= {"momentum": momentum, "count": 0, "later": None}
             state["count"] += 1
             state["momentum"].add_(param.grad)
             param.add_(state["momentum"].float(), alpha=-0.1)

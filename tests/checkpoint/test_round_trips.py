@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import fsdp_engine as fe
 from tests.checkpoint.scene import (
@@ -75,9 +75,8 @@ def load_each(folder: str, pairs: list[tuple[Config, Config]], expected: Any) ->
         place = f"{folder}/{label(source)}/{way}"
         if way == "weights":
             fe.load_safetensors(engine, place)
-            found = tensors_of(model)
-            wanted = {f"model.{name}": wanted[f"model.{name}"] for name in found}
-            found = {f"model.{name}": value for name, value in found.items()}
+            found = weights_of(contents(model, whole=False))
+            wanted = {name: wanted[name] for name in found}
         else:
             if way == "folder":
                 extra = fe.load_checkpoint(place, engine, optimizer)
@@ -96,9 +95,13 @@ def load_each(folder: str, pairs: list[tuple[Config, Config]], expected: Any) ->
     return lines
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    state = model.state_dict().items()
-    return {name: value.detach() for name, value in state if isinstance(value, Tensor)}
+def weights_of(values: dict[str, Any]) -> dict[str, Tensor]:
+    """Those entries of :func:`contents` that are tensors of the model."""
+    return {
+        key: value
+        for key, value in values.items()
+        if key.startswith("model.") and isinstance(value, Tensor)
+    }
 
 
 @pytest.mark.timeout(400)
@@ -113,14 +116,10 @@ def test_any_ranks_and_levels_load_what_others_saved_bit_for_bit(
         saved = run_on(ranks, world_size, save_each, str(tmp_path), each, timeout=280)[0]
         expected |= dict(zip(map(label, each), saved, strict=True))
     for name, values in expected.items():
-        tensors = {
-            key.removeprefix("model."): value
-            for key, value in values.items()
-            if key.startswith("model.") and isinstance(value, Tensor)
-        }
-        for dropped in TIED:
-            tensors.pop(dropped)
-        assert different(exported(tmp_path / name / "weights"), tensors) == []
+        found = {f"model.{k}": v for k, v in exported(tmp_path / name / "weights").items()}
+        dropped = {f"model.{key}" for key in TIED}
+        wanted = {key: v for key, v in weights_of(values).items() if key not in dropped}
+        assert different(found, wanted) == []
     sources = list(itertools.chain(*configs.values()))
     turn: Iterator[Config] = itertools.cycle(sources[::-1])
     for world_size, each in configs.items():

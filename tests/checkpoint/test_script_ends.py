@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fsdp_engine.checkpoint.manifest import MANIFEST
+from tests.processes import printed, torchrun
 
 SCRIPT = """
 import sys
@@ -37,30 +36,26 @@ script_has_ended.set()
 """
 
 
-def run(folder: Path, num_ranks: int, ending: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, launcher: tuple[str, ...], ending: str) -> str:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return subprocess.run(
-        [sys.executable, *(launch if num_ranks > 1 else []), script, folder / "saved", ending],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = (*launcher, str(script), str(folder / "saved"), ending)
+    return printed(*command, succeeds=ending != "destroy")
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_the_save_is_finished(tmp_path: Path, num_ranks: int) -> None:
-    ended = run(tmp_path, num_ranks, "plainly")
-    assert ended.returncode == 0, ended.stderr
+@pytest.mark.parametrize("launcher", [(), pytest.param(torchrun(2), marks=pytest.mark.thorough)])
+def test_the_save_is_finished(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    run(tmp_path, launcher, "plainly")
     assert (tmp_path / "saved/step-00000001" / MANIFEST).is_file()
 
 
 def test_a_save_that_cannot_be_finished_ends_the_script_with_its_error(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, "destroy")
-    assert ended.returncode == 1
-    assert "saving step 1 into" in ended.stderr
-    assert "before destroy_process_group()" in ended.stderr
-    assert "the process group was destroyed" in ended.stderr
+    text = run(tmp_path, torchrun(2), "destroy")
+    for part in (
+        "saving step 1 into",
+        "before destroy_process_group()",
+        "the process group was destroyed",
+    ):
+        assert part in text
     # Without a group each rank would take itself for the only one, and publish its shards alone.
     assert not list((tmp_path / "saved").glob("step-*"))

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-
-
-def mesh_for(pair: tuple[str, str]) -> Any:
-    """Two rows for a pair with an outer axis, where there are four ranks."""
-    if dist.is_initialized() and dist.get_world_size() == 4:
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return None
+from tests.reference import rank_and_size
+from tests.training import mesh_of
 
 
 def sharded(model: nn.Module, pair: tuple[str, str], **options: Any) -> fe.Engine:
     """Over all ranks; by pair where there are four."""
-    mesh = mesh_for(pair)
-    if mesh is None:
-        return fe.shard(model, strategy=pair[0], **options)
-    return fe.shard(model, mesh, strategy=pair[0], outer_strategy=pair[1], **options)
+    inner, outer = pair
+    if rank_and_size()[1] < 4:
+        return fe.shard(model, strategy=inner, **options)
+    return fe.shard(model, mesh_of(2, 2), strategy=inner, outer_strategy=outer, **options)
 
 
 def of_all_ranks(items: Iterable[Any]) -> Iterator[Any]:
@@ -45,26 +39,18 @@ def of_all_ranks(items: Iterable[Any]) -> Iterator[Any]:
 
 
 class Receiver:
-    """Weights elsewhere. They begin as something that no model has.
+    """Weights elsewhere, for tensors like these. They begin as something that no model has.
 
     Attributes:
         weights: by name.
         num_written: how often each element was written.
     """
 
-    def __init__(self, shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype]) -> None:
+    def __init__(self, like: dict[str, Tensor]) -> None:
         self.weights = {
-            name: torch.full(shape, 113).to(dtypes[name]) for name, shape in shapes.items()
+            name: torch.full(each.shape, 113).to(each.dtype) for name, each in like.items()
         }
-        self.num_written = {name: torch.zeros(shape) for name, shape in shapes.items()}
-
-    @classmethod
-    def of(cls, full: dict[str, Tensor]) -> Receiver:
-        """For tensors like these."""
-        return cls(
-            {name: each.shape for name, each in full.items()},
-            {name: each.dtype for name, each in full.items()},
-        )
+        self.num_written = {name: torch.zeros(each.shape) for name, each in like.items()}
 
     def take(self, items: Iterable[tuple[Any, ...]]) -> int:
         """Items of any form; returns how many elements came."""
@@ -90,14 +76,27 @@ class Receiver:
         for name, count in self.num_written.items():
             assert bool((count == 1).all()), name
 
+    def check(self, expected: dict[str, Tensor], but: Collection[str] = ()) -> None:
+        """It has these weights, bit for bit."""
+        assert self.weights.keys() == expected.keys()
+        for name, value in expected.items():
+            assert name in but or same_bits(self.weights[name], value), name
+
+
+def received(items: Iterable[Any], expected: dict[str, Tensor], but: Collection[str] = ()) -> None:
+    """A new receiver of these items has everything, and each element once."""
+    receiver = Receiver(expected)
+    receiver.take(items)
+    receiver.once()
+    receiver.check(expected, but)
+
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are the same, NaN and signs of zeros included."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    return first.contiguous().view(-1).view(torch.uint8).tolist() == (
-        second.contiguous().view(-1).view(torch.uint8).tolist()
-    )
+    one, other = (each.contiguous().view(-1).view(torch.uint8) for each in (first, second))
+    return torch.equal(one, other)
 
 
 def sent_state(engine: fe.Engine, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -119,12 +118,29 @@ def sent_state(engine: fe.Engine, dtype: torch.dtype | None) -> dict[str, Tensor
     return found
 
 
-def check_equal(receiver: Receiver, engine: fe.Engine, dtype: torch.dtype | None) -> None:
-    """The receiver has what the trainer has, bit for bit."""
-    expected = sent_state(engine, dtype)
-    assert receiver.weights.keys() == expected.keys()
-    for name, value in expected.items():
-        assert same_bits(receiver.weights[name], value), name
+class Link:
+    """A stream of a model's weights, and its receiver.
+
+    Args:
+        form: ``whole``, ``pieces`` or ``changes``.
+    """
+
+    def __init__(
+        self, engine: fe.Engine, form: str = "changes", dtype: torch.dtype | None = torch.bfloat16
+    ) -> None:
+        self.engine, self.form, self.dtype = engine, form, dtype
+        self.version = fe.WeightVersion() if form == "changes" else None
+        self.stream = fe.weight_stream(engine, dtype, self.version, pieces=form == "pieces")
+        self.receiver = Receiver(sent_state(engine, dtype))
+
+    def take(self, items: Iterable[Any] | None = None) -> int:
+        """What all ranks got, by default the whole stream; returns how many elements came."""
+        items = self.stream if items is None else items
+        return self.receiver.take(items if self.form == "whole" else of_all_ranks(items))
+
+    def check(self) -> None:
+        """The receiver has what the trainer has, bit for bit."""
+        self.receiver.check(sent_state(self.engine, self.dtype))
 
 
 def edit(engine: fe.Engine, change: Callable[[Tensor], None]) -> None:

@@ -1,12 +1,13 @@
-"""``fe.load_pretrained`` reads, bit for bit, what ``from_pretrained`` reads."""
+"""``fe.load_pretrained`` reads, bit for bit, what ``from_pretrained`` reads; and saves it so."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import warnings
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,97 +17,113 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from tests.checkpoint.scene import shared_folder
+from fsdp_engine.checkpoint import reader
+from tests import reference
+from tests.checkpoint.scene import different, on_rank_0, raises_each, shared_folder
 from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.pretrained.families import FAMILIES, build, builder
-from tests.pretrained.folders import read_by_transformers
+from tests.pretrained.folders import in_files, read_by_transformers
 
 
-def loaded(family: str, folder: str, level: str) -> list[str]:
-    """Names that differ."""
-    expected = read_by_transformers(family, folder)
+def loaded_and_saved(family: str, folder: str, level: str) -> list[str]:
+    """Names that differ from what transformers loads."""
+    expected = read_by_transformers(family, f"{folder}/theirs")
     model = builder(family)()
     engine = fe.shard(model, strategy=level, initial_values="empty")
-    report = fe.load_pretrained(engine, folder)
+    report = fe.load_pretrained(engine, f"{folder}/theirs")
     assert report.missing == report.unexpected == ()
+    fe.save_pretrained(model, f"{folder}/ours", max_shard_size="6KB")
     found = {name: engine.full_tensor(name) for name, _ in model.named_parameters()}
-    found |= dict(model.named_buffers())
-    assert found.keys() == expected.keys()
-    return [
-        name
-        for name, value in expected.items()
-        if found[name].dtype != value.dtype or not torch.equal(found[name], value.detach())
-    ]
+    return different({**found, **dict(model.named_buffers())}, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_loads_as_transformers_loads_it(ranks: Ranks, tmp_path: Path, family: str) -> None:
-    torch.manual_seed(0)
-    build(family).save_pretrained(tmp_path)
-    for world_size, level in ((1, "no_shard"), (2, "optim_grads_params")):
-        found = ranks.run(loaded, family, str(tmp_path), level, world_size=world_size)
-        assert found == [[]] * world_size
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_loads_on_four_ranks_in_two_axes(
-    ranks: Ranks, tmp_path: Path, family: str
+@pytest.mark.parametrize(
+    ("world_size", "level"), [(1, "no_shard"), (2, "optim_grads_params"), (4, "optim_grads")]
+)
+def test_a_family_is_loaded_and_saved_as_transformers_does(
+    ranks: Ranks, tmp_path: Path, family: str, world_size: int, level: str
 ) -> None:
     torch.manual_seed(0)
-    build(family).save_pretrained(tmp_path, max_shard_size="5KB")
-    found = ranks.run(loaded, family, str(tmp_path), "optim_grads_params", world_size=4)
-    assert found == [[]] * 4
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    build(family).save_pretrained(theirs, max_shard_size="5KB")
+    found = ranks.run(loaded_and_saved, family, str(tmp_path), level, world_size=world_size)
+    assert found == [[]] * world_size
+    assert different(in_files(ours), in_files(theirs)) == []
+    again = read_by_transformers(family, str(ours))
+    assert different(again, read_by_transformers(family, str(theirs))) == []
+
+
+def written(tensors: dict[str, Tensor], name: str = "model") -> str:
+    """A folder with one file, on all ranks."""
+    folder = shared_folder()
+    on_rank_0(lambda: save_file(tensors, f"{folder}/{name}.safetensors", {"format": "pt"}))
+    return folder
+
+
+def saved(model: Any) -> str:
+    """A folder that transformers has written, on all ranks."""
+    folder = shared_folder()
+    on_rank_0(lambda: model.save_pretrained(folder))
+    return folder
+
+
+def not_strict(engine: Any, folder: str) -> Any:
+    """Loads what is there, without the warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fe.load_pretrained(engine, folder, strict=False)
 
 
 @on_ranks(2)
 def test_missing_and_unexpected_tensors_are_listed_before_anything_is_changed() -> None:
-    folder = shared_folder()
-    if dist.get_rank() == 0:
-        build("llama").save_pretrained(folder)
-        tensors = load_file(f"{folder}/model.safetensors")
-        tensors["model.extra.weight"] = torch.ones(2)
-        tensors["model.norm.weight"] = torch.ones(3)
-        del tensors["lm_head.weight"]
-        save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"})
-    dist.barrier()
+    torch.manual_seed(0)
+    folder = saved(build("llama"))
+    tensors = load_file(f"{folder}/model.safetensors")
+    tensors["model.extra.weight"] = torch.ones(2)
+    tensors["model.norm.weight"] = torch.ones(3)
+    del tensors["lm_head.weight"]
+    on_rank_0(lambda: save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"}))
     model = builder("llama")()
-    engine = fe.shard(model)
-    before = {name: engine.full_tensor(name) for name, _ in model.named_parameters()}
+    fe.shard(model)
+    before = reference.full_weights(model)
     with pytest.raises(ValueError, match="found 3 that differ") as caught:
         fe.load_pretrained(model, folder)
-    told = str(caught.value)
-    assert "missing lm_head.weight: expected" in told
-    assert "unexpected model.extra.weight: expected nothing" in told
-    assert "model.norm.weight: expected" in told
+    for part in (
+        "missing lm_head.weight: expected",
+        "unexpected model.extra.weight: expected nothing",
+        "model.norm.weight: expected",
+    ):
+        assert part in str(caught.value)
     # Another shape is an error in any case.
     with pytest.raises(ValueError, match="found 1 that differ"):
         fe.load_pretrained(model, folder, strict=False)
-    for name, value in before.items():
-        assert torch.equal(engine.full_tensor(name), value)
+    assert different(reference.full_weights(model), before) == []
+
+
+def classifier() -> nn.Module:
+    """A model whose head is not in the folder of the other."""
+    with torch.device("meta"):
+        config = transformers.BertConfig(**{**FAMILIES["bert"][2], "num_labels": 3})
+        return transformers.BertForSequenceClassification(config)
+
+
+def without_head() -> Any:
+    torch.manual_seed(3)
+    return transformers.BertModel(transformers.BertConfig(**FAMILIES["bert"][2]))
 
 
 @on_ranks(2)
 def test_a_new_head_stays_as_the_model_made_it() -> None:
-    folder = shared_folder()
-    if dist.get_rank() == 0:
-        torch.manual_seed(3)
-        config = transformers.BertConfig(**FAMILIES["bert"][2])
-        transformers.BertModel(config).save_pretrained(folder)
-    dist.barrier()
-    config = transformers.BertConfig(**{**FAMILIES["bert"][2], "num_labels": 3})
-    with torch.device("meta"):
-        model = transformers.BertForSequenceClassification(config)
-    engine = fe.shard(model)
+    folder = saved(without_head())
+    engine = fe.shard(classifier())
     head = engine.full_tensor("classifier.weight")
     assert head.abs().sum() > 0
     with pytest.raises(ValueError, match=r"missing classifier\.weight"):
         fe.load_pretrained(engine, folder)
     warned = "not there, and as the model made them: classifier.weight, classifier.bias"
-    if dist.get_rank() == 0:
-        with pytest.warns(UserWarning, match=warned):
-            report = fe.load_pretrained(engine, folder, strict=False)
-    else:
+    warns = pytest.warns(UserWarning, match=warned) if dist.get_rank() == 0 else nullcontext()
+    with warns:
         report = fe.load_pretrained(engine, folder, strict=False)
     assert report.missing == ("classifier.weight", "classifier.bias")
     assert report.unexpected == ()
@@ -117,62 +134,38 @@ def test_a_new_head_stays_as_the_model_made_it() -> None:
 
 @on_ranks(2)
 def test_an_empty_model_takes_no_step_before_it_has_values() -> None:
-    folder = shared_folder()
-    if dist.get_rank() == 0:
-        torch.manual_seed(3)
-        config = transformers.BertConfig(**FAMILIES["bert"][2])
-        transformers.BertModel(config).save_pretrained(folder)
-    dist.barrier()
-
-    def made() -> nn.Module:
-        config = transformers.BertConfig(**{**FAMILIES["bert"][2], "num_labels": 3})
-        with torch.device("meta"):
-            model: nn.Module = transformers.BertForSequenceClassification(config)
-        return model
-
+    folder = saved(without_head())
     torch.manual_seed(5)
-    model = made()
+    model = classifier()
     engine = fe.shard(model, initial_values="empty")
     tokens = torch.arange(8).view(2, 4)
-    for use in (
-        lambda: model(input_ids=tokens),
-        lambda: fe.save_checkpoint(f"{folder}/checkpoint", engine),
-    ):
-        with pytest.raises(RuntimeError, match="weights: expected values; found none"):
-            use()
-    with pytest.raises(ValueError, match=r"missing classifier\.weight"):
-        fe.load_pretrained(engine, folder)
-    with pytest.raises(RuntimeError, match="weights: expected values; found none"):
-        model(input_ids=tokens)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = fe.load_pretrained(engine, folder, strict=False)
+    forward = partial(model, input_ids=tokens)
+    save = partial(fe.save_checkpoint, f"{folder}/checkpoint", engine)
+    none = "weights: expected values; found none"
+    raises_each(
+        (RuntimeError, none, forward),
+        (RuntimeError, none, save),
+        (ValueError, r"missing classifier\.weight", partial(fe.load_pretrained, engine, folder)),
+        (RuntimeError, none, forward),
+    )
+    report = not_strict(engine, folder)
     assert report.missing == ("classifier.weight", "classifier.bias")
-    head = engine.full_tensor("classifier.weight")
     # As transformers makes a head.
-    assert 0.005 < head.std() < 0.05
+    assert 0.005 < engine.full_tensor("classifier.weight").std() < 0.05
     assert not engine.full_tensor("classifier.bias").any()
     loss = model(input_ids=tokens, labels=torch.tensor([0, 2])).loss
     loss.backward()
     assert engine.clip_grad_norm_(1.0) > 0
-    # All ranks have the same model.
-    losses = [None, None]
-    dist.all_gather_object(losses, loss.item())
-    assert losses[0] == losses[1]
+    assert reference.mean_over_ranks(loss) == loss.item()  # all ranks have the same model
 
 
 @on_ranks(2)
 def test_half_a_module_gets_the_other_half_from_the_model() -> None:
-    folder = shared_folder()
-    if dist.get_rank() == 0:
-        save_file({"0.weight": torch.ones(4, 4)}, f"{folder}/model.safetensors")
-    dist.barrier()
+    folder = written({"0.weight": torch.ones(4, 4)})
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     engine = fe.shard(model, initial_values="empty")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fe.load_pretrained(model, folder, strict=False)
+    not_strict(model, folder)
     assert engine.full_tensor("0.weight").eq(1).all()
     assert 0 < engine.full_tensor("0.bias").abs().max() < 0.5
     assert engine.full_tensor("1.weight").eq(1).all()
@@ -181,21 +174,16 @@ def test_half_a_module_gets_the_other_half_from_the_model() -> None:
 
 @on_ranks(2)
 def test_what_is_loaded_stays_where_the_other_half_of_its_module_gets_values() -> None:
-    folder = shared_folder()
-    if dist.get_rank() == 0:
-        save_file({"unknown": torch.ones(1)}, f"{folder}/model.safetensors")
-    dist.barrier()
+    folder = written({"unknown": torch.ones(1)})
     whole = fe.shard(nn.Sequential(nn.Linear(4, 4, bias=False)), initial_values="rank0")
-    with contextlib.closing(fe.Checkpointer(f"{folder}/c", whole)) as checkpointer:
+    with closing(fe.Checkpointer(f"{folder}/c", whole)) as checkpointer:
         checkpointer.save(1)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
     engine = fe.shard(model, initial_values="empty")
-    with contextlib.closing(fe.Checkpointer(f"{folder}/c", engine)) as checkpointer:
+    with closing(fe.Checkpointer(f"{folder}/c", engine)) as checkpointer:
         checkpointer.load(strict=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fe.load_pretrained(model, folder, strict=False)
+    not_strict(model, folder)
     assert torch.equal(engine.full_tensor("0.weight"), whole.full_tensor("0.weight"))
     assert 0 < engine.full_tensor("0.bias").abs().max() < 0.6
 
@@ -218,12 +206,7 @@ def test_what_cannot_give_itself_values_may_be_empty() -> None:
         fe.shard(model)
     engine = fe.shard(model, initial_values="empty")
     assert engine.full_tensor("weight").isnan().all()
-    folder = shared_folder()
-    tensors = {name: torch.full(value.shape, 2.0) for name, value in model.state_dict().items()}
-    if engine.mesh.rank == 0:
-        save_file(tensors, f"{folder}/model.safetensors")
-    if dist.is_initialized():
-        dist.barrier()
+    folder = written({name: torch.full(v.shape, 2.0) for name, v in model.state_dict().items()})
     fe.load_safetensors(engine, folder)
     for name in ("weight", "linear.weight", "linear.bias"):
         assert engine.full_tensor(name).eq(2.0).all()
@@ -232,11 +215,8 @@ def test_what_cannot_give_itself_values_may_be_empty() -> None:
 
 @on_ranks(2)
 def test_values_are_cast_and_trained_on() -> None:
-    folder = shared_folder()
-    if dist.get_rank() == 0:
-        torch.manual_seed(1)
-        build("mixtral").to(torch.bfloat16).save_pretrained(folder)
-    dist.barrier()
+    torch.manual_seed(1)
+    folder = saved(build("mixtral").to(torch.bfloat16))
     model = builder("mixtral")()
     engine = fe.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fe.load_pretrained(engine, folder)
@@ -250,37 +230,20 @@ def test_values_are_cast_and_trained_on() -> None:
     assert engine.clip_grad_norm_(1.0) > 0
 
 
-class Plain(nn.Module):
-    """Not of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 5)
-        self.second = nn.Linear(5, 4)
-
-
 @on_ranks(2)
 def test_names_of_any_model_are_mapped_by_patterns() -> None:
-    folder = shared_folder()
-    weights = {name: torch.randn(value.shape) for name, value in Plain().state_dict().items()}
-    dist.broadcast_object_list(held := [weights])
-    if dist.get_rank() == 0:
-        named = {f"net.{name.replace('first', 'one')}": value for name, value in held[0].items()}
-        save_file(named, f"{folder}/model.safetensors")
-    dist.barrier()
-    model = Plain()
+    model = nn.ModuleDict({"first": nn.Linear(6, 5), "second": nn.Linear(5, 4)})
+    torch.manual_seed(2)
+    weights = {name: torch.randn(value.shape) for name, value in model.state_dict().items()}
+    folder = written({f"net.{n.replace('first', 'one')}": v for n, v in weights.items()})
     engine = fe.shard(model, initial_values="rank0")
     fe.load_pretrained(engine, folder, key_mapping={r"^net\.": "", r"\bone\b": "first"})
-    for name, value in held[0].items():
-        assert torch.equal(engine.full_tensor(name), value)
+    assert different(reference.full_weights(model), weights) == []
 
 
 @on_ranks(2)
 def test_two_tensors_for_one_name_and_models_without_an_engine_are_refused() -> None:
-    folder = shared_folder()
-    if dist.get_rank() == 0:
-        save_file({"a.weight": torch.ones(1), "b.weight": torch.ones(1)}, f"{folder}/m.safetensors")
-    dist.barrier()
+    folder = written({"a.weight": torch.ones(1), "b.weight": torch.ones(1)}, "m")
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     with pytest.raises(ValueError, match=r"model_or_engine: expected what fe\.shard"):
         fe.load_pretrained(model, folder)
@@ -293,23 +256,12 @@ def test_two_tensors_for_one_name_and_models_without_an_engine_are_refused() -> 
 
 def bytes_read(folder: str, family: str) -> tuple[int, int]:
     """By this rank: read, and held in the stored dtype."""
-    from fsdp_engine.checkpoint import reader
-
     engine = fe.shard(builder(family)(), initial_values="rank0")
-    read: list[int] = []
-    exactly = reader._read_exactly
-
-    def counted(file: Any, start: int, flat: Tensor) -> None:
-        read.append(flat.nbytes)
-        exactly(file, start, flat)
-
-    reader._read_exactly = counted
-    try:
+    read = patch.object(reader, "_read_exactly", wraps=reader._read_exactly)
+    with read as read_exactly:
         fe.load_pretrained(engine, folder)
-    finally:
-        reader._read_exactly = exactly
     held = sum(param.to_local().nbytes for param in engine.model.parameters())  # type: ignore[operator]
-    return sum(read), held
+    return sum(call.args[2].nbytes for call in read_exactly.call_args_list), held
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3 moe"])
@@ -317,4 +269,3 @@ def test_a_rank_reads_what_it_owns(ranks: Ranks, tmp_path: Path, family: str) ->
     build(family).save_pretrained(tmp_path)
     for read, held in ranks.run(bytes_read, str(tmp_path), family, world_size=4):
         assert 0 < held <= read <= 1.1 * held
-    assert json.loads((tmp_path / "config.json").read_text())
