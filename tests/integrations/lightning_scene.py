@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fsdp_engine.engine import engine_of
-from fsdp_engine.integrations.lightning import FSDPEngineStrategy
+from fsdp_engine.integrations.lightning import FSDPEngineFabricStrategy, FSDPEngineStrategy
 
 # What Lightning says of every run, and its advice on workers and intervals.
 for name in ("lightning.pytorch", "lightning.fabric"):
@@ -185,6 +186,15 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def check_equal(found: nn.Module, expected: nn.Module, rtol: float = 1e-5) -> None:
     torch.testing.assert_close(weights(found), weights(expected), rtol=rtol, atol=rtol)
+
+
+def make_fabric(*levels: str, strategy: Any = None, **arguments: Any) -> Any:
+    """A Fabric that is launched, over the engine with small units unless a strategy is given."""
+    strategy = strategy or FSDPEngineFabricStrategy(*levels, min_unit_size=0)
+    arguments |= {"accelerator": "cpu", "devices": dist.get_world_size(), "strategy": strategy}
+    fabric = Fabric(plugins=[ThereAlready()], **arguments)
+    fabric.launch()
+    return fabric
 
 
 @contextmanager
