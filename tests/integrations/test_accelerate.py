@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from tests.integrations.trainer_scene import (
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
 
-def accelerator(kind: str, **given: Any) -> Any:
-    """Of a kind: "plain", or a level."""
+def accelerator(kind: Any, shard: dict[str, Any] | None = None, **given: Any) -> Any:
+    """Of a kind: "plain", or a level or a plan."""
     as_launched()
     from accelerate import Accelerator
 
@@ -33,7 +34,8 @@ def accelerator(kind: str, **given: Any) -> Any:
     given = {"cpu": True, "gradient_accumulation_steps": 2, **given}
     if kind == "plain":
         return Accelerator(**given)
-    return FSDPEngineAccelerator(shard={"strategy": kind, "min_unit_size": 0}, **given)
+    shard = {"min_unit_size": 0} if shard is None else shard
+    return FSDPEngineAccelerator(shard={"strategy": kind, **shard}, **given)
 
 
 class Loop:
@@ -82,24 +84,24 @@ class Loop:
         return torch.cat(found)
 
 
-@pytest.mark.parametrize("level", [FULL])
+@functools.cache
+def plain_run(size: int) -> tuple[list[tuple[float, float]], torch.Tensor]:
+    """Figures and logits of DDP."""
+    plain = Loop("plain")
+    return plain.train(), plain.evaluate()
+
+
+@pytest.mark.parametrize(
+    "level", [FULL, *(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3])]
+)
 @on_few_ranks
 def test_a_loop_is_that_of_ddp(level: str) -> None:
-    plain = Loop("plain")
-    expected, logits = plain.train(), plain.evaluate()
+    expected, logits = plain_run(num_ranks())
     ours = Loop(level)
     torch.testing.assert_close(ours.train(), expected, rtol=1e-4, atol=1e-5)
     found = ours.evaluate()
     assert len(found) == 7
     torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("level", LEVELS)
-@on_ranks(2)
-def test_a_loop_at_every_level_is_that_of_ddp(level: str) -> None:
-    expected = Loop("plain").train()
-    torch.testing.assert_close(Loop(level).train(), expected, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)
@@ -121,17 +123,10 @@ def test_a_plan_keeps_its_dtypes_in_bf16() -> None:
             known = {name: each for name, each in given.items() if each is not None}
             return {"mp_policy": planned, **known, "strategy": FULL, "outer_strategy": None}
 
-    as_launched()
-    from fsdp_engine.integrations.accelerate import FSDPEngineAccelerator
-
     own = fe.MixedPrecisionPolicy()
     for options, expected in (({}, planned), ({"mp_policy": own}, own)):
-        given = {"strategy": Plan(), **options}
-        accelerator = FSDPEngineAccelerator(shard=given, cpu=True, mixed_precision="bf16")
-        model = accelerator.prepare(llama())
-        engine = engine_of(model)
-        assert engine is not None
-        assert engine.policy == expected
+        given = accelerator(Plan(), options, mixed_precision="bf16")
+        assert engine_of(given.prepare(llama())).policy == expected
 
 
 @on_ranks(2)
@@ -163,18 +158,10 @@ def test_the_weights_are_those_of_the_usual_idiom() -> None:
     )
     loop.accelerator.save_model(loop.model, folder / "plain")
     loop.accelerator.wait_for_everyone()
-    expected = _whole(loop)
+    expected = engine_of(loop.model).full_state_dict()
     for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
         assert torch.equal(value, expected[name])
     assert (folder / "plain" / "model.safetensors").is_file()
-
-
-def _whole(loop: Loop) -> dict[str, torch.Tensor]:
-    from fsdp_engine.engine import engine_of
-
-    engine = engine_of(loop.model)
-    assert engine is not None
-    return engine.full_state_dict()
 
 
 class Counter:
@@ -196,7 +183,8 @@ def held(loop: Loop) -> dict[str, Any]:
     names = {param: name for name, param in loop.model.named_parameters()}
     means = {names[param]: each["exp_avg"].full_tensor() for param, each in state.items()}
     rates = [group["lr"] for group in loop.optimizer.param_groups]
-    return {"weights": _whole(loop), "means": means, "rates": rates}
+    weights = engine_of(loop.model).full_state_dict()
+    return {"weights": weights, "means": means, "rates": rates}
 
 
 def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
@@ -253,51 +241,35 @@ def test_automatic_names_and_their_limit() -> None:
         loop.accelerator.load_state()
 
 
-@on_ranks(2)
-def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
-    with pytest.raises(ValueError, match="mixed_precision: expected 'no' or 'bf16'"):
-        accelerator(FULL, mixed_precision="fp16")
-    with pytest.raises(ValueError, match="strategy: expected"):
-        Loop("level 3")
-    loop = Loop(FULL)
-    with pytest.raises(ValueError, match="part of it"):
-        loop.accelerator.prepare(loop.model.model)
-
-
 @pytest.mark.parametrize("level", ["no_shard", FULL])
 @on_ranks(2)
-def test_local_sgd_is_refused_before_a_step_and_says_what_to_do(level: str) -> None:
+def test_what_does_not_fit_together_is_refused_on_all_ranks(level: str) -> None:
     from accelerate.local_sgd import LocalSGD
 
     loop = Loop(level)
     local = LocalSGD(accelerator=loop.accelerator, model=loop.model, local_sgd_steps=2)
-    with (
-        pytest.raises(NotImplementedError, match=r"LocalSGD, .* use LocalSGD with"),
-        local,
-    ):
-        raise AssertionError("it was entered")
+    uneven = loop.accelerator.join_uneven_inputs([loop.model])
+    refused = [
+        (lambda: accelerator(FULL, mixed_precision="fp16"), "mixed_precision: expected 'no' or"),
+        (lambda: Loop("level 3"), "strategy: expected"),
+        (lambda: loop.accelerator.prepare(loop.model.model), "part of it"),
+        (local.__enter__, r"LocalSGD, .* use LocalSGD with"),
+        (uneven.__enter__, r"Iterate over engine\.even_batches"),
+    ]
+    for call, words in refused:
+        error = NotImplementedError if "LocalSGD" in words else ValueError
+        with pytest.raises(error, match=words):
+            call()
     switched_off = LocalSGD(loop.accelerator, loop.model, local_sgd_steps=2, enabled=False)
     with switched_off as each:
-        loop.train()
+        found = loop.train()
         each.step()
-    expected = Loop("plain").train()
-    torch.testing.assert_close(Loop(level).train(), expected, rtol=1e-4, atol=1e-5)
-
-
-@on_ranks(2)
-def test_join_uneven_inputs_is_refused_and_says_what_to_do() -> None:
-    loop = Loop(FULL)
-    with (
-        pytest.raises(ValueError, match=r"Iterate over engine\.even_batches"),
-        loop.accelerator.join_uneven_inputs([loop.model]),
-    ):
-        raise AssertionError("it was entered")
+    torch.testing.assert_close(found, plain_run(2)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
 @on_ranks(2)
 def test_units_are_compiled() -> None:
-    expected = Loop("plain").train()
     ours = Loop(FULL, dynamo_backend="eager")
     assert ours.model.model.layers[0]._compiled_call_impl is not None
-    torch.testing.assert_close(ours.train(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.train(), plain_run(2)[0], rtol=1e-4, atol=1e-5)
