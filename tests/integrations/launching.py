@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from settings import parse_settings
+from tests.processes import torchrun
 from train_gpt import Job, prepare
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,16 @@ class Launched:
             kill(*left)
         for process in self._started:
             process.wait()
+
+
+def run_job(folder: Path, name: str, command: list[str], num_ranks: int) -> None:
+    """Run a script under torchrun to its end, over gloo, without an error."""
+    jobs = Launched(folder)
+    try:
+        given = {"GLOO_SOCKET_IFNAME": "lo"}
+        jobs.run(name, [*torchrun(num_ranks), *command], given, seconds=400)
+    finally:
+        jobs.kill_all()
 
 
 def kill(*processes: psutil.Process) -> None:

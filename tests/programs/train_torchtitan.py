@@ -37,25 +37,21 @@ LAYERS = 2
 def parse() -> argparse.Namespace:
     """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--engine",
-        choices=["fsdp2", "fsdp_engine"],
-        nargs="+",
-        default=[],
-        help="one training each, in DIR/ENGINE. None: a seed checkpoint in DIR/seed, on one rank",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="DIR")
-    parser.add_argument("--seed", type=Path, help="the DIR of a seed checkpoint, to start from")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--replicate", type=int, default=1, help="ranks with equal shards")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
-    parser.add_argument("--recompute", choices=["none", "full", "selective"], default="none")
-    parser.add_argument("--reshard", choices=["default", "always", "never"], default="default")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--save", choices=["disabled", "async"], help="torchtitan's async_mode")
-    parser.add_argument("--save-every", type=int, default=3)
-    parser.add_argument("--load-step", type=int, default=-1)
+    add = parser.add_argument
+    engines = ["fsdp2", "fsdp_engine"]  # one training each, in DIR/ENGINE
+    add("--engine", choices=engines, nargs="+", default=[], help="none: a seed in DIR/seed")
+    add("--out", type=Path, required=True, help="DIR")
+    add("--seed", type=Path, help="the DIR of a seed checkpoint, to start from")
+    add("--steps", type=int, default=6)
+    add("--replicate", type=int, default=1, help="ranks with equal shards")
+    add("--tensor-parallel", type=int, default=1)
+    add("--accumulate", type=int, default=1, help="microbatches of a step")
+    add("--recompute", choices=["none", "full", "selective"], default="none")
+    add("--reshard", choices=["default", "always", "never"], default="default")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--save", choices=["disabled", "async"], help="torchtitan's async_mode")
+    add("--save-every", type=int, default=3)
+    add("--load-step", type=int, default=-1)
     return parser.parse_args()
 
 
