@@ -22,6 +22,7 @@ from tests.extensions.arenas.planned_memory import arenas_of
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,
+    ON_GPU,
     WIDTH,
     assert_same,
     make_batches,
@@ -32,10 +33,7 @@ from tests.gpu.scene import (
 )
 from tests.torch_versions import plans_addresses
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
-]
+pytestmark = ON_GPU
 
 
 def nccl_allocates(mesh: DeviceMesh) -> bool:
@@ -147,10 +145,8 @@ def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> No
             torch.cuda.synchronize()
         # Activations of eight rows, and no weights.
         assert requested_bytes("peak") - before < 4 * WIDTH**2
-        assert engine.peak_memory_bytes() == {
-            **engine.memory_bytes(),
-            "total": sum(engine.memory_bytes().values()),
-        }
+        held = engine.memory_bytes()
+        assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
 
 
 @plans_addresses
