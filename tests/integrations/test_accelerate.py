@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,35 +42,39 @@ def accelerator(kind: Any, shard: dict[str, Any] | None = None, **given: Any) ->
 class Loop:
     """What accelerate's documentation shows: everything is built before it is prepared."""
 
-    def __init__(self, kind: str, seed: int = 0, shuffle: bool = True, **given: Any) -> None:
+    def __init__(self, kind: str, seed: int = 0, **given: Any) -> None:
         self.accelerator = accelerator(kind, **given)
         model = llama(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         size = 4 // num_ranks()
         torch.manual_seed(7)
-        loader = torch.utils.data.DataLoader(rows(32), batch_size=size, shuffle=shuffle)
+        loader = torch.utils.data.DataLoader(rows(32), batch_size=size, shuffle=True)
         held_out = torch.utils.data.DataLoader(rows(7, seed=2), batch_size=3)
         prepared = self.accelerator.prepare(optimizer, model, loader, held_out, scheduler)
         self.optimizer, self.model, self.loader, self.held_out, self.scheduler = prepared
 
-    def train(self, epochs: int = 1) -> list[tuple[float, float]]:
-        """The loss over all ranks, and the gradient's norm, of every step."""
+    def train(
+        self, epoch: int = 0, first: int = 0, last: int | None = None
+    ) -> list[tuple[float, float]]:
+        """The loss over all ranks, and the gradient's norm, of every step of an epoch, or of some
+        batches of it, as in accelerate's example of checkpoints."""
         figures, losses = [], []
-        for _ in range(epochs):
-            for batch in self.loader:
-                with self.accelerator.accumulate(self.model):
-                    loss = self.model(**batch).loss
-                    losses.append(self.accelerator.reduce(loss.detach(), "mean"))
-                    self.accelerator.backward(loss)
-                    if self.accelerator.sync_gradients:
-                        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
-                        assert type(norm) is torch.Tensor
-                        figures.append((float(sum(losses)) / len(losses), float(norm)))
-                        losses.clear()
-                    self.optimizer.step()
-                    self.scheduler.step()
-                    self.optimizer.zero_grad()
+        self.loader.set_epoch(epoch)
+        loader = self.accelerator.skip_first_batches(self.loader, first) if first else self.loader
+        for batch in itertools.islice(loader, None if last is None else last - first):
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                losses.append(self.accelerator.reduce(loss.detach(), "mean"))
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    assert type(norm) is torch.Tensor
+                    figures.append((float(sum(losses)) / len(losses), float(norm)))
+                    losses.clear()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
         return figures
 
     @torch.no_grad()
@@ -187,28 +192,37 @@ def held(loop: Loop) -> dict[str, Any]:
     return {"weights": weights, "means": means, "rates": rates}
 
 
-def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-    """Train an epoch, save, train another; returns the saved state, and the second epoch."""
-    loop, counter = Loop(level, shuffle=False), Counter()
+def loop_and_counter(level: str, seed: int) -> tuple[Loop, Counter]:
+    from accelerate.utils import DataLoaderConfiguration
+
+    # Checkpoints know the order of this sampler alone.
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)
+    loop, counter = Loop(level, seed, dataloader_config=loading), Counter()
     loop.accelerator.register_for_checkpointing(counter)
+    return loop, counter
+
+
+def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
+    """Save within the second epoch; returns the saved state, and the rest of that epoch."""
+    loop, counter = loop_and_counter(level, seed=0)
     loop.train()
+    loop.train(epoch=1, last=4)
     counter.count = 5
     assert loop.accelerator.save_state(f"{folder}/state") == f"{folder}/state"
     loop.accelerator.save_state(f"{folder}/state")  # takes its own place
-    return held(loop), loop.train()
+    return held(loop), loop.train(epoch=1, first=4)
 
 
 def resume(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-    """The state that was loaded into another model, and the second epoch from it."""
-    loop, counter = Loop(level, seed=9, shuffle=False), Counter()
-    loop.accelerator.register_for_checkpointing(counter)
+    """The state that was loaded into another model, and the rest of the epoch from it."""
+    loop, counter = loop_and_counter(level, seed=9)
     loop.accelerator.load_state(f"{folder}/state")
     assert counter.count == 5
-    return held(loop), loop.train()
+    return held(loop), loop.train(epoch=1, first=4)
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1)])
-def test_a_saved_state_is_loaded_on_any_ranks(
+def test_a_state_saved_within_an_epoch_is_loaded_on_any_ranks(
     ranks: Ranks, tmp_path: Path, first: int, second: int
 ) -> None:
     saved, expected = ranks.run(train_and_save, str(tmp_path), FULL, world_size=first)[0]

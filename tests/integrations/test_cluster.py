@@ -127,17 +127,16 @@ def test_the_job_of_kubernetes_has_known_fields_and_starts_torchrun(
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     spec = job["spec"]
     assert spec.keys() <= {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
-    elastic = spec["elasticPolicy"]
+    elastic, replicas = spec["elasticPolicy"], spec["pytorchReplicaSpecs"]
     assert elastic.keys() == {"maxReplicas", "maxRestarts", "minReplicas", "rdzvBackend"}
-    (kind, worker), *others = spec["pytorchReplicaSpecs"].items()
-    assert (kind, others) == ("Worker", [])
-    assert worker.keys() == {"replicas", "restartPolicy", "template"}
-    assert elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]
-    pod = worker["template"]["spec"]
+    assert replicas.keys() == {"Worker"}
+    assert replicas["Worker"].keys() == {"replicas", "restartPolicy", "template"}
+    assert elastic["minReplicas"] <= replicas["Worker"]["replicas"] <= elastic["maxReplicas"]
+    pod = replicas["Worker"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["name"] == "pytorch"  # the operator looks for this one
-    mounted = {each["name"] for each in container["volumeMounts"]}
-    assert mounted == {each["name"] for each in pod["volumes"]}
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts.keys() == {each["name"] for each in pod["volumes"]}
     environment = {each["name"]: each for each in container["env"]}
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]["value"] == "1"
 
@@ -153,8 +152,7 @@ def test_the_job_of_kubernetes_has_known_fields_and_starts_torchrun(
     assert found.local_addr == "10.0.0.1"
     assert (ROOT / found.training_script).exists()
     settings = parse_settings(found.training_script_args)
-    volume = next(each for each in container["volumeMounts"] if each["name"] == "runs")
-    assert settings.out.is_relative_to(volume["mountPath"])
+    assert settings.out.is_relative_to(mounts["runs"])
 
 
 # Of torchrun's nodes on this machine.
