@@ -170,9 +170,7 @@ def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     }
 
 
-def test_steps_have_the_bits_of_state_in_memory_or_are_refused(
-    found: dict[str, set[str]],
-) -> None:
+def test_steps_have_the_bits_of_state_in_memory_or_are_refused(found: dict[str, set[str]]) -> None:
     others = ("refused: ", "not in one process: ", "not elementwise: ")
     differ = {
         name: outcomes
