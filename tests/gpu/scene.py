@@ -50,8 +50,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, and a root with a linear map of its own; returns a loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
@@ -103,7 +101,6 @@ def process_group(backend: str, world_size: int) -> Iterator[DeviceMesh]:
 
 
 def train_sharded(model: Model, engine: fe.Engine, batches: Batches) -> Trained:
-    """Losses and weights, of steps of two microbatches."""
     optimizer = make_sgd(model)
     losses = []
     for first in range(0, len(batches), 2):

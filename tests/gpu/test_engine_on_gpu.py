@@ -46,7 +46,6 @@ MIB = 2**20
 
 
 def train_bare(model: Model, dtype: torch.dtype, batches: Batches) -> Trained:
-    """Losses and weights of a model without an engine, two microbatches a step."""
     optimizer = make_sgd(model)
     losses = []
     for first in range(0, len(batches), 2):

@@ -55,7 +55,6 @@ PAIRS = [
 def with_adamw(
     mesh: DeviceMesh, level: str = LEVEL_3, offload: fe.Offload | None = None, **options: Any
 ) -> tuple[Model, fe.Engine, torch.optim.Optimizer]:
-    """A model, its engine and its optimizer."""
     model = make_model()
     options |= {"options": fe.Options(min_unit_size=0), "extensions": [offload] * bool(offload)}
     engine = fe.shard(model, mesh=mesh, strategy=level, **options)
@@ -64,7 +63,6 @@ def with_adamw(
 
 
 def everything(place: str, **options: Any) -> fe.Offload:
-    """Optimizer state, main weights and gradients on the host or a disk."""
     roles = dict.fromkeys(("optimizer_state", "main_weights", "gradients"), place)
     return fe.Offload(**roles, **options)
 

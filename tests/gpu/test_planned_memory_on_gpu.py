@@ -37,7 +37,6 @@ pytestmark = ON_GPU
 
 
 def nccl_allocates(mesh: DeviceMesh) -> bool:
-    """Whether NCCL hands out memory of this device."""
     device = torch.device("cuda", 0)
     backend: Any = mesh.get_group(0)._get_backend(device)
     return bool(backend.supports_tensor_alloc(device))

@@ -61,7 +61,6 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def te_ranks() -> Iterator[Ranks]:
-    """Four ranks that have loaded Transformer Engine."""
     pool = Ranks()
     try:
         with mock.patch.dict(os.environ, ENVIRONMENT):

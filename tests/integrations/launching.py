@@ -44,7 +44,6 @@ def train_undisturbed(arguments: list[str]) -> list[float]:
 
 
 def free_port() -> int:
-    """One without a listener."""
     with socket.socket() as each:
         each.bind(("localhost", 0))
         return int(each.getsockname()[1])
@@ -95,7 +94,6 @@ class Launched:
         return process
 
     def log(self, name: str) -> str:
-        """The output so far."""
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def all_with(self, text: str = "") -> list[psutil.Process]:
@@ -133,7 +131,6 @@ class Launched:
         return self.log(name)
 
     def kill_all(self) -> None:
-        """Whatever still lives."""
         while left := self.all_with():
             kill(*left)
         for process in self._started:

@@ -63,8 +63,6 @@ class Block(nn.Module):
 
 
 class Layers:
-    """Layers, and a parameter of the module's own."""
-
     def build(self: Any) -> None:
         self.inlet = nn.Linear(4, 6)
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
@@ -85,8 +83,6 @@ class Layers:
 
 
 class Net(Layers, LightningModule):
-    """Reads its layers in ``training_step``."""
-
     def __init__(self, lr: float = 1e-2, calls_forward: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -177,7 +173,6 @@ def fit(model: LightningModule, strategy: Any = "fsdp_engine", **arguments: Any)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole, on every rank."""
     engine = engine_of(model)
     if engine is not None:
         return engine.full_state_dict()
@@ -199,7 +194,6 @@ def make_fabric(*levels: str, strategy: Any = None, **arguments: Any) -> Any:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A new folder that all ranks know."""
     name = [tempfile.mkdtemp(prefix="lightning-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
     try:
@@ -216,5 +210,4 @@ def by_engine(*levels: str, **arguments: Any) -> Any:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a folder with a complete checkpoint is there."""
     return (Path(path) / ".metadata").is_file()

@@ -26,7 +26,6 @@ from tests.pool import Ranks, on_few_ranks, on_ranks
 
 
 def accelerator(kind: Any, shard: dict[str, Any] | None = None, **given: Any) -> Any:
-    """Of a kind: "plain", or a level or a plan."""
     as_launched()
     from accelerate import Accelerator
 
@@ -79,7 +78,6 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self) -> torch.Tensor:
-        """Logits of all held-out sequences, in their order."""
         self.model.eval()
         found = []
         for batch in self.held_out:
@@ -91,7 +89,6 @@ class Loop:
 
 @functools.cache
 def plain_run(size: int) -> tuple[list[tuple[float, float]], torch.Tensor]:
-    """Figures and logits of DDP."""
     plain = Loop("plain")
     return plain.train(), plain.evaluate()
 
@@ -170,8 +167,6 @@ def test_the_weights_are_those_of_the_usual_idiom() -> None:
 
 
 class Counter:
-    """An object that a user registers."""
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -183,7 +178,6 @@ class Counter:
 
 
 def held(loop: Loop) -> dict[str, Any]:
-    """Weights, and the optimizer's state and hyperparameters, whole."""
     state = loop.optimizer.optimizer.state
     names = {param: name for name, param in loop.model.named_parameters()}
     means = {names[param]: each["exp_avg"].full_tensor() for param, each in state.items()}
@@ -203,7 +197,6 @@ def loop_and_counter(level: str, seed: int) -> tuple[Loop, Counter]:
 
 
 def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-    """Save within the second epoch; returns the saved state, and the rest of that epoch."""
     loop, counter = loop_and_counter(level, seed=0)
     loop.train()
     loop.train(epoch=1, last=4)
@@ -214,7 +207,6 @@ def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[
 
 
 def resume(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-    """The state that was loaded into another model, and the rest of the epoch from it."""
     loop, counter = loop_and_counter(level, seed=9)
     loop.accelerator.load_state(f"{folder}/state")
     assert counter.count == 5

@@ -38,17 +38,13 @@ SHELL_SCRIPTS = sorted(LAUNCH.glob("*.s*"))
 
 
 class Told(Job):
-    """One rank is sent a signal in the middle of a step."""
-
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Step 7 is the one."""
         if step == 7 and self.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return super().train_step(step)
 
 
 def train_until_told(arguments: list[str]) -> tuple[int, list[float], list[int]]:
-    """The signal that ended it, the losses, and the steps that were saved."""
     job = prepare(parse_settings(arguments), Told)
     before = signal.getsignal(signal.SIGTERM)
     stop = job.train()
@@ -57,7 +53,6 @@ def train_until_told(arguments: list[str]) -> tuple[int, list[float], list[int]]
 
 
 def go_on(arguments: list[str]) -> tuple[str, list[float]]:
-    """The message of the start, and the losses of all steps."""
     job = prepare(parse_settings(arguments), Job)
     said = job.resume()
     assert job.train() == 0
@@ -174,7 +169,6 @@ def slurm(folder: Path, num_tasks: int) -> dict[str, str]:
 
 
 def newest_in(folder: Path) -> int:
-    """The step of the latest checkpoint; 0: there is none."""
     return max((int(each.name[5:13]) for each in folder.glob("step-*")), default=0)
 
 
@@ -189,7 +183,6 @@ def lines_of(folder: Path, name: str) -> list[str]:
 
 
 def measured(folder: Path) -> tuple[int, list[float]]:
-    """The number of ranks, and the losses of all steps."""
     found = json.loads((folder / "out" / "metrics.json").read_text())
     return found["num_ranks"], [record["loss"] for record in found["steps"]]
 
@@ -295,7 +288,6 @@ def listens(port: int) -> bool:
 
 
 def processes(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """All that run on a node."""
     return [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
 
 
@@ -305,7 +297,6 @@ def workers(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def on_nodes(port: int, **changes: str) -> dict[str, str]:
-    """The environment of ``torchrun.sh``."""
     quick = {"LOGLEVEL": "INFO", "PET_MONITOR_INTERVAL": "0.1"}
     return {**LOCAL, **quick, "HEAD": "localhost", "PORT": str(port), **changes}
 
@@ -373,7 +364,6 @@ def test_torchrun_goes_on_from_the_memory_of_the_nodes(texts: Path, launched: La
         return launched.start(f"node{node}", command, environment)
 
     def newest_of(*nodes: int) -> int:
-        """The newest step that all of these nodes have."""
         return min(newest_in(texts / f"memory{node}") for node in nodes)
 
     def resumed() -> list[int]:

@@ -87,8 +87,6 @@ def test_ranks_train_different_modules_with_sharded_parameters() -> None:
 
 
 class Counting(Net):
-    """Has a metric, whose state is neither parameter nor buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mean = MeanMetric()
@@ -110,7 +108,6 @@ def test_arguments_of_shard_and_a_metric() -> None:
 
 
 def count_of(batch_idx: int, rank: int) -> int:
-    """1 or 2, of 2 samples."""
     return 1 + (batch_idx // 2 + batch_idx + rank * batch_idx) % 2
 
 
@@ -149,8 +146,6 @@ def test_by_name_and_all_but_the_last_microbatch_do_not_sync() -> None:
 
 
 class Seeing(Net):
-    """Notes dtypes within its step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.blocks[0].register_forward_pre_hook(self._see)
         self.targets = batch[1].dtype
@@ -237,7 +232,6 @@ class Adversaries(Net):
 
 
 def consolidated(folder: Path, name: str) -> Path:
-    """One file of a checkpoint."""
     if dist.get_rank() == 0:
         consolidate(folder / name, folder / "file.ckpt")
     dist.barrier()
@@ -261,8 +255,6 @@ def test_two_optimizers_by_hand_train_as_ddp_and_come_back() -> None:
 
 
 class Scheduled(Net):
-    """Frozen and tied weights, and a schedule."""
-
     def __init__(self, kind: str = "step") -> None:
         super().__init__()
         self.kind = kind
@@ -400,8 +392,6 @@ def test_files_of_other_strategies_come_in_and_out() -> None:
 
 
 class Picky(Net):
-    """Changes the saved state."""
-
     puts_in: Any = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -24,7 +24,6 @@ class Model(Layers, nn.Module):
 
 
 def build(fabric: Any, *, apart: bool = False) -> tuple[Any, Any]:
-    """A model and its optimizer, set up."""
     torch.manual_seed(0)
     model = Model()
     if not apart:
@@ -36,7 +35,6 @@ def build(fabric: Any, *, apart: bool = False) -> tuple[Any, Any]:
 def train(
     fabric: Any, model: Any, optimizer: Any, first: int = 0, every: int = 1, **clip: Any
 ) -> list[float]:
-    """Four microbatches; their losses."""
     losses = []
     for index in range(first, first + 4):
         generator = torch.Generator().manual_seed(10 * index + dist.get_rank())

@@ -46,8 +46,6 @@ def batches_of(rank: int, sizes: Sizes) -> list[Batch]:
 
 
 class Stream(IterableDataset[Batch]):
-    """Batches without a known number."""
-
     def __init__(self, batches: list[Batch]) -> None:
         self._batches = batches
 
@@ -119,7 +117,6 @@ def check_weights(found: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
 
 
 def mean_loss(model: Ours, sizes: Sizes) -> float:
-    """The mean over all samples."""
     batches = [each for rank in range(len(sizes)) for each in batches_of(rank, sizes)]
     with torch.no_grad():
         sums = [model.loss(each).item() * len(each[0]) for each in batches]
@@ -127,7 +124,6 @@ def mean_loss(model: Ours, sizes: Sizes) -> float:
 
 
 def train(model: nn.Module, train: Any, val: Any = None, level: str = FULL, **given: Any) -> Any:
-    """A trainer that has trained, in fp64."""
     different = given.pop("different_modules", False)
     strategy = by_engine(level, different_modules=different)
     arguments = {"precision": "64-true", "use_distributed_sampler": False, **given}
@@ -266,8 +262,6 @@ def test_loaders_of_equal_lengths_are_taken_as_they_are() -> None:
 
 
 class Places:
-    """A loader that saves its place."""
-
     def __init__(self, sizes: Sizes) -> None:
         self._batches = batches_of(dist.get_rank(), sizes)
         self._next = 0

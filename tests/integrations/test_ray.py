@@ -77,7 +77,6 @@ def third_step(made: tuple[fe.Engine, torch.optim.Optimizer, Any, Any]) -> list[
 
 
 def save_and_tell(folder: str) -> list[Any]:
-    """Two steps, a report, a third step."""
     storage, made = Storage(Path(folder)), make(seed=1)
     *trained, checkpoints = made
     with storage.instead_of_ray():
@@ -91,7 +90,6 @@ def save_and_tell(folder: str) -> list[Any]:
 
 
 def take_up(folder: str) -> list[Any]:
-    """The report is loaded; then the third step."""
     made = make(seed=5)
     with Storage(Path(folder)).instead_of_ray():
         report = made[-1].load(verify=True)

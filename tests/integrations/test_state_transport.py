@@ -23,7 +23,6 @@ WAIT = timedelta(seconds=20)
 
 @pytest.fixture
 def both() -> Iterator[tuple[StateTransport, StateTransport]]:
-    """A sender and a receiver."""
     transports = StateTransport(timeout=1.0), StateTransport(timeout=20.0)
     yield transports
     for each in transports:

@@ -79,7 +79,6 @@ class Replica:
         )
 
     def train(self, until: int) -> list[int]:
-        """Trains up to step ``until``; returns how many replicas each step had."""
         num_replicas = []
         while self.replicas.step < until:
             for number in self.replicas.microbatches():
@@ -117,7 +116,6 @@ def train_alone(
 
 @contextmanager
 def lighthouse(min_replicas: int) -> Iterator[str]:
-    """Its address, on all ranks."""
     server, address = None, [""]
     if dist.get_rank() == 0:
         times = {"join_timeout_ms": 500, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 1000}
@@ -289,7 +287,6 @@ def test_too_few_replicas_are_an_error_on_all_ranks() -> None:
 
 @on_ranks(3)
 def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
-    """Rank 1 stops itself within a step, for longer than the timeouts; rank 2 resumes it."""
     rank, pids = dist.get_rank(), [0] * 3
     dist.all_gather_object(pids, os.getpid())
     mesh = mesh_of(3, 1)["inner"]

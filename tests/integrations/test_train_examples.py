@@ -45,7 +45,6 @@ def test_lightnings_example_continues_along_its_curve(tmp_path: Path, launched: 
 
 
 def curve(out: Path) -> dict[tuple[int, str], float]:
-    """The log of transformers' example, by step and name."""
     log = json.loads((out / "metrics.json").read_text())["log"]
     names = ("loss", "grad_norm", "eval_loss")
     return {(row["step"], name): row[name] for row in log for name in names if name in row}

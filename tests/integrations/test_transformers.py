@@ -29,7 +29,6 @@ from tests.pool import on_few_ranks, on_ranks
 
 
 def hits(prediction: Any) -> dict[str, float]:
-    """Tokens that were predicted right."""
     guessed = prediction.predictions.argmax(-1)[:, :-1]
     labels = prediction.label_ids[:, 1:]
     return {"hits": float(np.sum((guessed == labels) & (labels != -100)))}
@@ -197,8 +196,6 @@ def test_model_init_is_called_for_each_training() -> None:
 
 
 class Towers(nn.Module):
-    """A batch goes through one of its towers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

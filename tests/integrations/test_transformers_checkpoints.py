@@ -27,8 +27,6 @@ FOLDER |= {"scheduler.pt", "trainer_state.json", "training_args.bin"}
 
 
 class Tokenizer:
-    """What a trainer asks of one."""
-
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "tokenizer.txt").write_text("bytes")
 
@@ -57,8 +55,6 @@ def test_the_model_is_saved_as_from_pretrained_reads_it() -> None:
 
 
 class Plain(torch.nn.Module):
-    """No model of transformers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -85,7 +81,6 @@ def test_a_model_that_is_not_of_transformers_is_saved_by_names() -> None:
 
 
 def first_run(folder: str) -> dict[Any, float]:
-    """Four of the six steps, as a run that is killed then."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):

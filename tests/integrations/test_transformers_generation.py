@@ -33,7 +33,6 @@ def t5(seed: int = 0) -> Any:
 
 
 def pairs(count: int, seed: int = 1) -> Rows:
-    """Sequences in, of 6 tokens, and out, of 5."""
     generator = torch.Generator().manual_seed(seed)
     return [
         {
@@ -45,13 +44,11 @@ def pairs(count: int, seed: int = 1) -> Rows:
 
 
 def lengths(prediction: Any) -> dict[str, float]:
-    """The length of generated texts, a metric."""
     texts = prediction.predictions
     return {"hits": float(np.sum((texts != 0) & (texts != -100)))}
 
 
 def generating(kind: str, model: Any, changes: dict[str, Any], **given: Any) -> Any:
-    """A trainer that evaluates the texts that its model generates."""
     as_launched()
     from transformers import Seq2SeqTrainingArguments
 
@@ -75,7 +72,6 @@ def test_predict_with_generate_is_the_plain_trainers(level: str) -> None:
 
 
 def check_same(plain: Any, ours: Any, rel: float) -> None:
-    """Losses, metrics and texts are equal."""
     assert ours[:2] == (pytest.approx(plain[0], rel=rel), plain[1])
     np.testing.assert_array_equal(ours[2], plain[2])
 

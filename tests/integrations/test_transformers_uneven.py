@@ -76,7 +76,6 @@ class MeanOfBatch(Tokens):
 
 
 def text(seed: int) -> Batch:
-    """Tokens and labels, of a length of its own; some labels do not count."""
     generator = torch.Generator().manual_seed(seed)
     length = int(torch.randint(SHORTEST, LONGEST, (1,), generator=generator))
     tokens = torch.randint(3, VOCAB, (length,), generator=generator)
@@ -93,8 +92,6 @@ def collate(texts: list[Batch]) -> Batch:
 
 
 class Stream(IterableDataset[Batch]):
-    """Texts without a known number."""
-
     def __init__(self, texts: list[Batch]) -> None:
         self._texts = texts
 
@@ -157,7 +154,6 @@ class Trained(NamedTuple):
 
 
 def hits(prediction: Any) -> dict[str, float]:
-    """Tokens that were predicted right, and the number of labels."""
     counts = prediction.label_ids != -100
     right = (prediction.predictions.argmax(-1) == prediction.label_ids) & counts
     return {"hits": float(np.sum(right)), "labels": float(np.sum(counts))}
@@ -247,7 +243,6 @@ _alone: dict[Any, Trained] = {}
 
 
 def train_alone(ranks: Ranks, name: str) -> Trained:
-    """The plain trainer on one process."""
     if name not in _alone:
         given = ("plain", CASES[name], Tokens, {})
         (_alone[name],) = ranks.run(train, *given, world_size=1, group=False)
@@ -260,7 +255,6 @@ def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 def evaluation_loss(model: type[nn.Module], weights: dict[str, Tensor], case: Case) -> float:
-    """The mean over all samples of the loss of their batch."""
     made = model()
     made.load_state_dict(weights)
     batches = [batch for rank in range(len(case.sizes)) for batch in case.batches(rank)]
@@ -364,8 +358,6 @@ def test_options_of_uneven_runs(ranks: Ranks, name: str) -> None:
 
 
 class Texts(Dataset[Batch]):
-    """A data set that ranks share."""
-
     def __len__(self) -> int:
         return 11
 
@@ -415,8 +407,6 @@ def test_a_data_set_is_dealt_without_samples_that_count_twice(
 
 
 class Towers(Tokens):
-    """A batch goes through one of its towers."""
-
     num_blocks = 3
 
     def hidden(self, input_ids: Tensor) -> Tensor:

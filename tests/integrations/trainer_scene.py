@@ -63,12 +63,10 @@ def as_launched() -> None:
 
 
 def num_ranks() -> int:
-    """Ranks of this world."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def shared_folder() -> Path:
-    """A new folder that all ranks know."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     made = tempfile.mkdtemp(prefix="trainer-") if is_first else ""
     return Path(gather_objects(made, dist.group.WORLD if num_ranks() > 1 else None)[0])
@@ -102,7 +100,6 @@ def arguments(folder: Path, cls: Any = None, **changes: Any) -> Any:
 
 
 def trainer(kind: str, args: Any, model: Any = None, **changes: Any) -> Any:
-    """The trainer of a kind: "plain", or a level."""
     import transformers
 
     from fsdp_engine.integrations import transformers as ours
@@ -126,7 +123,6 @@ _FIGURES = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_hits")
 
 
 def figures(made: Any) -> dict[tuple[int, str], float]:
-    """What a trainer has logged, by step and name."""
     return {
         (row["step"], name): row[name]
         for row in made.state.log_history
@@ -154,7 +150,6 @@ def _plain(size: int) -> dict[tuple[int, str], float]:
 
 
 def run_plain() -> dict[tuple[int, str], float]:
-    """The log of the plain trainer with the arguments that all have."""
     return _plain(num_ranks())
 
 

@@ -73,15 +73,12 @@ Found = str | dict[str, dict[str, Outcome]]
 
 @dataclass(frozen=True)
 class Use:
-    """How plain torch trains with an optimizer."""
-
     dtype: torch.dtype
     with_closure: bool
     only_matrices: bool  # Muon and its relatives take no vectors
 
 
 def classes(library: str) -> dict[str, type[Optimizer]]:
-    """The optimizers of a library, by name."""
     sys.path.append(str(TORCHTITAN))
     try:
         module = importlib.import_module(LIBRARIES[library])
@@ -99,7 +96,6 @@ def classes(library: str) -> dict[str, type[Optimizer]]:
 
 
 def model_of(use: Use) -> nn.Sequential:
-    """A new model, always with the same weights."""
     torch.manual_seed(0)
     vectors = not use.only_matrices
     # Weights of 4096 elements: the smallest whose state torchao and bitsandbytes quantise.
@@ -184,7 +180,6 @@ def made(kind: type[Optimizer], params: Any) -> Any:
 def tried(
     kind: type[Optimizer], use: Use, expected: dict[str, Tensor], level: str, way: str
 ) -> Any:
-    """The outcome on this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = model_of(use)
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -203,13 +198,11 @@ def tried(
 
 
 def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The norm of the differences of two models' weights."""
     norms = [(found[name] - expected[name]).norm() for name in expected]
     return torch.stack(norms).norm().item()
 
 
 def run(library: str, name: str) -> Found:
-    """On a rank: one optimizer, at all levels."""
     kind = classes(library)[name]
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -225,7 +218,6 @@ def run(library: str, name: str) -> Found:
 
 
 def stepped(kind: type[Optimizer], use: Use) -> str:
-    """How ``fe.shard_optimizer`` steps it."""
     model = model_of(use)
     fe.shard(model, None, strategy=LEVELS[-1], options=fe.Options(min_unit_size=0))
     try:
@@ -253,7 +245,6 @@ def how_stepped(model: nn.Module, optimizer: Optimizer) -> str:
 
 
 def agreed(outcome: Outcome) -> Outcome:
-    """The outcome of all ranks."""
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     if len({word for word, _ in outcomes}) > 1:
@@ -327,7 +318,6 @@ def page(found: dict[str, dict[str, Found]]) -> str:
 
 
 def everything(ranks: Ranks) -> dict[str, dict[str, Found]]:
-    """The outcomes of all optimizers by library and name, from two ranks."""
     return {
         library: {
             name: ranks.run(run, library, name, world_size=2, timeout=400)[0]

@@ -89,15 +89,12 @@ class Ragged(nn.Module):
 
 @dataclass(frozen=True)
 class Use:
-    """How plain torch trains the model with an optimizer."""
-
     dtype: torch.dtype = torch.float64
     with_closure: bool = False
     has_empty: bool = True
     only_matrices: bool = False
 
     def params(self, model: nn.Module) -> list[nn.Parameter]:
-        """Those that are stepped."""
         return [
             p
             for p in model.parameters()
@@ -136,7 +133,6 @@ def step_once(
 
 
 def in_one_process(kind: Any) -> tuple[Use, dict[str, Tensor], dict[str, Tensor]]:
-    """The first use that works, and the weights before and after."""
     first: Exception | None = None
     for use in (
         Use(),
@@ -168,7 +164,6 @@ def sharded(level: Sequence[str], mesh: Any, use: Use, kind: Any) -> tuple[Any, 
 
 
 def on_mesh(kind: Any, alone: Any, sizes: tuple[int, ...]) -> float:
-    """The largest difference at any level."""
     use, before, expected = alone
     mesh = init_device_mesh("cpu", sizes)
     levels: list[tuple[str, ...]] = [(level, "no_shard") for level in LEVELS]
@@ -241,7 +236,6 @@ def resumed(kind: Any, alone: Any, level: str, folder: str) -> float:
 
 
 def run(library: str, name: str, what: str, *args: Any) -> float | str:
-    """On a rank: one cell."""
     kind = catalogue.classes(library)[name]
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -260,8 +254,6 @@ def run(library: str, name: str, what: str, *args: Any) -> float | str:
 
 
 def row(ranks: Ranks, library: str, name: str) -> Row:
-    """The cells of one optimizer."""
-
     def cell(what: str, num_ranks: int, *args: Any) -> float | str:
         found = ranks.run(run, library, name, what, *args, world_size=num_ranks, timeout=300)
         errors = [each for each in found if isinstance(each, str)]
@@ -285,7 +277,6 @@ def row(ranks: Ranks, library: str, name: str) -> Row:
 
 
 def everything(ranks: Ranks) -> dict[str, Row]:
-    """A row for each optimizer."""
     return {
         f"{library}.{name}": row(ranks, library, name)
         for library, names in OPTIMIZERS.items()
@@ -317,7 +308,6 @@ def power(value: float) -> str:
 
 
 def most_of(name: str) -> float:
-    """The largest difference that rounding makes."""
     return MOST_OF_16_BITS if name in IN_16_BITS else MOST
 
 

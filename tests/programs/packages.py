@@ -17,7 +17,6 @@ TORCHTITAN = Path(sys.prefix) / "torchtitan"
 
 
 def needs(*names: str) -> list[Any]:
-    """The marks of tests that need these packages."""
     path = [*sys.path, str(TORCHTITAN)]
     missing = [name for name in names if PathFinder.find_spec(name, path) is None]
     reason = f"needs what `make test-all` installs; found no {missing}"

@@ -57,7 +57,6 @@ UNITS = {"UNet2DModel": None, "DiTTransformer2DModel": _is_block}
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A model of a class; its dropout of class labels is off."""
     as_launched()
     import diffusers
 
@@ -70,14 +69,12 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def predict(model: nn.Module, noisy: Tensor, times: Tensor) -> Tensor:
-    """The noise in images, as each model is called."""
     if "DiT" in type(model).__name__:
         return model(noisy, timestep=times, class_labels=times % 10).sample[:, :3]
     return model(noisy, times).sample
 
 
 def train(model: nn.Module) -> list[float]:
-    """diffusers' own loop: noise is added by its scheduler, and predicted."""
     from diffusers import DDPMScheduler
 
     scheduler = DDPMScheduler(num_train_timesteps=100)
@@ -100,7 +97,6 @@ def train(model: nn.Module) -> list[float]:
 
 
 def read(folder: str) -> dict[str, Tensor]:
-    """The weights of the model that diffusers reads."""
     import diffusers
 
     name = json.loads((Path(folder) / "config.json").read_text())["_class_name"]
@@ -109,13 +105,11 @@ def read(folder: str) -> dict[str, Tensor]:
 
 
 def expected_of(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of one process."""
     model = build(name)
     return train(model), dict(model.state_dict())
 
 
 def trained_and_saved(name: str, level: str, folder: str, size: str) -> dict[str, Any]:
-    """Losses, and whole weights, of a model that is saved into ``folder`` and read again."""
     model = build(name)
     given: dict[str, Any] = {"strategy": level, "units": UNITS[name], "min_unit_size": 0}
     engine = fe.shard(model, **given)
@@ -130,7 +124,6 @@ def trained_and_saved(name: str, level: str, folder: str, size: str) -> dict[str
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    """Losses and weights of each model on one process."""
     return {name: ranks.run(expected_of, name, world_size=1, group=False)[0] for name in SIZES}
 
 

@@ -170,7 +170,6 @@ def test_bits_through_checkpoints_of_other_ranks(ranks, alone, tmp_path, name, f
 
 
 def _with_torch_save(name: str, level: str, folder: str, expected: dict[str, Tensor]) -> bool:
-    """Of each rank's own state."""
     path = f"{folder}/{dist.get_rank()}.pt"
     for first, last in ((0, SAVED[0]), (SAVED[0], NUM_STEPS)):
         model = _model(name)
@@ -334,7 +333,6 @@ def test_boundaries_within_blocks_are_refused(
 
 
 def _bytes_of_training(kind: str) -> tuple[int, int]:
-    """Bytes of weights, gradients and optimizer state between steps, and elements, of this rank."""
     bf16, is_flash = torch.bfloat16, kind == "FlashAdamW"
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     main = {"main_params_dtype": bf16, "main_grads_dtype": bf16} if is_flash else {}

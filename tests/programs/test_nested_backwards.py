@@ -26,7 +26,6 @@ pytestmark = PROGRAM
 
 
 def _pairs(model: Any, rank: int, step: int, rows: int) -> list[dict[str, Tensor]]:
-    """Tokens of two columns of sentences."""
     columns = [sentences(rows, 5, 10 * step + rank + 100 * column) for column in (0, 1)]
     return [dict(model.preprocess(column)) for column in columns]
 

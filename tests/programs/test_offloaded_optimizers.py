@@ -70,7 +70,6 @@ class Job:
         self.num_steps = until
 
     def values(self) -> dict[str, Any]:
-        """Copies of state, hyperparameters and weights."""
         packed = self.optimizer.state_dict()
         state = {key: value for key, value in packed["state"].items() if value != {}}
         groups = [
@@ -109,7 +108,6 @@ def differing(found: Any, expected: Any, name: str = "") -> list[str]:
 
 
 def outcome(library: str, name: str, folder: str) -> str:
-    """On a rank: "same", or what differs or is refused."""
     kind = catalogue.classes(library)[name]
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,7 +157,6 @@ def of_level(kind: Any, use: catalogue.Use, level: str, folder: str) -> str:
 
 @pytest.fixture(scope="module")
 def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Outcomes on two ranks, by library and name."""
     folder = str(tmp_path_factory.mktemp("state"))
     return {
         f"{library}.{name}": set(

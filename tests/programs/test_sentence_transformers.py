@@ -75,7 +75,6 @@ def _trainer(kind: str, folder: Path) -> Any:
 
 
 def train(kind: str, resume: bool = False) -> dict[str, Any]:
-    """Losses and norms of each step, and what the saved model answers when it is read anew."""
     as_launched()
     from sentence_transformers import SentenceTransformer
 
@@ -102,7 +101,6 @@ def train(kind: str, resume: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks) -> dict[str, Any]:
-    """The run of a trainer without the engine, on one process."""
     found = ranks.run(train, "plain", world_size=1)[0]
     losses = [row["eval_loss"] for row in found["logged"] if "eval_loss" in row]
     assert losses[-1] < 0.9 * losses[0], losses

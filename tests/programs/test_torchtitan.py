@@ -27,7 +27,6 @@ BF16 = 5e-4
 
 
 def launch(folder: Path, name: str, ranks: int, *arguments: str) -> Path:
-    """Run the script under torchrun; returns where its files are."""
     run_job(folder, name, [str(SCRIPT), "--out", str(folder / name), *arguments], ranks)
     return folder / name
 
@@ -41,20 +40,17 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def train(seed: Path, folder: Path, ranks: int, *arguments: str, name: str = "run") -> Path:
-    """Train under both engines."""
     given = ("--seed", str(seed), "--engine", *ENGINES, "--steps", str(STEPS))
     return launch(folder, name, ranks, *given, *arguments)
 
 
 def logged(out: Path, engine: str) -> list[dict[str, Any]]:
-    """What torchtitan logged of each step."""
     found = json.loads((out / f"{engine}.json").read_text())
     assert found["engine"] == (engine == "fsdp_engine")
     return found["logged"]
 
 
 def check(found: list[dict[str, Any]], expected: list[dict[str, Any]], rel: float = EXACT) -> None:
-    """Losses and norms of two trainings are equal."""
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["norm"] == pytest.approx(theirs["norm"], rel=max(rel, NORM))

@@ -46,7 +46,6 @@ def _with(word: str, seed: int) -> list[str]:
 
 
 def reward(completions: list[str], **given: Any) -> list[float]:
-    """Words of a completion that are among the first half of all words."""
     liked = set(WORDS[: len(WORDS) // 2])
     return [sum(word in liked for word in each.split()) / 6 for each in completions]
 
@@ -168,7 +167,6 @@ def train(
 
 
 def check(found: list[dict[str, float]], expected: list[dict[str, float]], name: str) -> None:
-    """The figures of two runs are equal, and the algorithm learns."""
     assert len(expected) == STEPS
     algorithm = ALGORITHMS[name]
     shown = [row[algorithm.shown] for row in expected]
@@ -184,7 +182,6 @@ PROCESSES = {"sft": 1, "dpo": 1, "kto": 2, "grpo": 2}
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks) -> dict[str, list[dict[str, float]]]:
-    """Figures of a trainer without the engine, by algorithm."""
     return {
         name: ranks.run(train, "plain", name, world_size=number)[0]
         for name, number in PROCESSES.items()

@@ -35,7 +35,6 @@ LAYERS = 2
 
 
 def parse() -> argparse.Namespace:
-    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     engines = ["fsdp2", "fsdp_engine"]  # one training each, in DIR/ENGINE
@@ -56,7 +55,6 @@ def parse() -> argparse.Namespace:
 
 
 def use_the_cpu() -> None:
-    """Set torchtitan's device. It is to be called before another of its modules is imported."""
     from torchtitan.tools import utils
 
     utils.device_type = "cpu"
@@ -81,7 +79,6 @@ def run_on_this_torch() -> None:
 
 
 def choose(engine: str) -> None:
-    """Set the function that torchtitan shards with."""
     import torchtitan.distributed.fsdp as titan
 
     if engine == "fsdp_engine":
@@ -104,7 +101,6 @@ def _fully_shard_on_gloo(module: Any, **arguments: Any) -> Any:
 
 
 def make_assets(folder: Path) -> None:
-    """Write a tokenizer and texts, as torchtitan reads them."""
     (folder / "texts").mkdir(parents=True)
     tokenizer().save_pretrained(str(folder / "tokenizer"))
     lengths = random.Random(1)
@@ -114,7 +110,6 @@ def make_assets(folder: Path) -> None:
 
 
 def configure(given: argparse.Namespace, folder: Path) -> Any:
-    """torchtitan's configuration of its debug model, smaller."""
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -157,7 +152,6 @@ def configure(given: argparse.Namespace, folder: Path) -> Any:
 
 
 def train(given: argparse.Namespace, engine: str) -> None:
-    """Train, and write what torchtitan logs."""
     folder = given.out / engine
     choose(engine)
     trainer = configure(given, folder).build()
@@ -178,7 +172,6 @@ def train(given: argparse.Namespace, engine: str) -> None:
 
 
 def main() -> None:
-    """Train under each engine, or write the seed checkpoint."""
     given = parse()
     use_the_cpu()
     run_on_this_torch()

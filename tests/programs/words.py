@@ -23,7 +23,6 @@ SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range":
 
 
 def tokenizer() -> Any:
-    """A fast tokenizer of transformers; a token is a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,6 +57,5 @@ def encoder(*modules: Any) -> Any:
 
 
 def sentences(count: int, length: int, seed: int) -> list[str]:
-    """Sentences of ``length`` words."""
     chosen = random.Random(seed)
     return [" ".join(chosen.choices(WORDS, k=length)) for _ in range(count)]
