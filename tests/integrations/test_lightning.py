@@ -25,7 +25,6 @@ from fsdp_engine.integrations.lightning import consolidate
 from tests.integrations.lightning_scene import (
     Block,
     Net,
-    OneOfTheBlocks,
     by_engine,
     check_equal,
     data,
@@ -39,7 +38,6 @@ from tests.integrations.lightning_scene import (
 from tests.pool import Ranks, on_ranks
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-STEPS = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
 
 
 class Trained(NamedTuple):
@@ -49,13 +47,11 @@ class Trained(NamedTuple):
     theirs: Trainer
 
 
-def train_both(
-    strategy: Any, made: type[Net] = Net, beside: Any = "ddp", rel: float = 1e-5, **options: Any
-) -> Trained:
-    """Trains over the strategy and over another; losses and metrics are equal."""
+def train_both(strategy: Any, made: type[Net] = Net, rel: float = 1e-5, **options: Any) -> Trained:
+    """Trains over the strategy and over DDP; losses and metrics are equal."""
     arguments = {"calls_forward": True} if options.pop("calls_forward", False) else {}
     expected, found = make(made, **arguments), make(made, **arguments)
-    theirs, ours = fit(expected, beside, **options), fit(found, strategy, **options)
+    theirs, ours = fit(expected, "ddp", **options), fit(found, strategy, **options)
     assert found.losses == pytest.approx(expected.losses, rel=rel)
     for name, value in theirs.callback_metrics.items():
         assert float(ours.callback_metrics[name]) == pytest.approx(float(value), rel=rel), name
@@ -72,18 +68,9 @@ def check_both(*arguments: Any, **options: Any) -> Trained:
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_each_level_trains_as_ddp(level: str) -> None:
-    calls_forward = level == LEVELS[1]
-    both = check_both(by_engine(level), val=data(), calls_forward=calls_forward, **STEPS)
+    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "val": data()}
+    both = check_both(by_engine(level), calls_forward=level == LEVELS[1], **options)
     assert {"loss", "val_loss"} <= both.ours.callback_metrics.keys()
-
-
-class Towers(OneOfTheBlocks, Net):
-    pass
-
-
-@on_ranks(2)
-def test_ranks_train_different_modules_with_sharded_parameters() -> None:
-    check_both(by_engine(LEVELS[3], different_modules=True), Towers, by_engine("optim"), **STEPS)
 
 
 class Counting(Net):
@@ -105,30 +92,6 @@ def test_arguments_of_shard_and_a_metric() -> None:
     engine = both.ours.strategy.engine
     assert engine.policy is policy
     assert engine.mesh.outer.size == 2
-
-
-def count_of(batch_idx: int, rank: int) -> int:
-    return 1 + (batch_idx // 2 + batch_idx + rank * batch_idx) % 2
-
-
-class Uneven(Net):
-    """Ranks and microbatches have different numbers of samples."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        number = count_of(batch_idx, dist.get_rank())
-        loss = number * self.loss([part[:number] for part in batch])
-        every = self.trainer.accumulate_grad_batches
-        if (engine := getattr(self.trainer.strategy, "engine", None)) is not None:
-            return every * engine.mean_loss(loss, number)
-        step = range(batch_idx // every * every, batch_idx // every * every + every)
-        total = sum(count_of(each, rank) for each in step for rank in range(2))
-        return loss * 2 * every / total  # DDP takes the mean over ranks, Lightning over the step
-
-
-@on_ranks(2)
-def test_mean_loss_is_the_mean_over_ranks_and_microbatches() -> None:
-    both = check_both(by_engine(LEVELS[3]), Uneven, accumulate_grad_batches=2)
-    assert both.ours.strategy.engine.last_mean_loss is not None
 
 
 class Watching(Net):

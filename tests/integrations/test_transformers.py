@@ -14,7 +14,6 @@ import fsdp_engine as fe
 from tests.integrations.trainer_scene import (
     FULL,
     LEVELS,
-    VOCAB,
     arguments,
     assert_same,
     figures,
@@ -193,28 +192,6 @@ def test_model_init_is_called_for_each_training() -> None:
     for _ in range(2):
         made.train()
         assert_same(figures(made), expected)
-
-
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, 8)
-        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(8, VOCAB)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        tower = self.towers[int(input_ids.sum()) % 3]
-        logits = self.head(tower(self.embed(input_ids)))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-
-@on_ranks(2)
-def test_ranks_train_different_modules_with_sharded_parameters() -> None:
-    changes: dict[str, Any] = {"eval_strategy": "no", "average_tokens_across_devices": False}
-    expected = run("optim", trainer={"model": Towers()}, **changes)
-    ours = {"model": Towers(), "different_modules": True}
-    assert_same(run(FULL, trainer=ours, **changes), expected)
 
 
 @on_ranks(2)
