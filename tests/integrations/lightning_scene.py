@@ -91,6 +91,7 @@ class Net(Layers, LightningModule):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
+        # Without a call of the module itself, if nothing else is asked for.
         predict = self if self.hparams["calls_forward"] else self.apply_layers
         return nn.functional.mse_loss(predict(x), y)
 
