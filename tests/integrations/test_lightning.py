@@ -135,8 +135,8 @@ def test_clipping_by_value_and_precisions_are_those_of_ddp() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
         module = make()
-        fit(module, strategy, max_epochs=1, gradient_clip_val=0.3, more=[plugin])
-        assert plugin.state_dict()["_growth_tracker"] == 6
+        trainer = fit(module, strategy, max_epochs=1, gradient_clip_val=0.3, more=[plugin])
+        assert trainer.precision_plugin.state_dict()["_growth_tracker"] == 6
         losses.append(module.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 

@@ -196,11 +196,12 @@ def test_model_init_is_called_for_each_training() -> None:
 
 @on_ranks(2)
 def test_evaluation_and_prediction_without_training() -> None:
-    args = arguments(shared_folder())
-    plain, ours = (trainer(kind, args, compute_metrics=hits) for kind in ("plain", FULL))
-    expected, predicted = plain.evaluate(), plain.predict(rows(5, seed=4))
-    assert ours.evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-    found = ours.predict(rows(5, seed=4))
+    results = []
+    for kind in ("plain", FULL):
+        made = trainer(kind, arguments(shared_folder()), compute_metrics=hits)
+        results.append((made.evaluate(), made.predict(rows(5, seed=4))))
+    (expected, predicted), (evaluated, found) = results
+    assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     np.testing.assert_allclose(found.predictions, predicted.predictions, rtol=1e-4, atol=1e-5)
     assert found.metrics["test_hits"] == predicted.metrics["test_hits"]
 
@@ -208,8 +209,10 @@ def test_evaluation_and_prediction_without_training() -> None:
 @pytest.mark.thorough
 @on_ranks(2)
 def test_evaluation_in_bf16_throughout() -> None:
-    args = arguments(shared_folder(), bf16_full_eval=True)
-    plain, ours = (trainer(kind, args).evaluate()["eval_loss"] for kind in ("plain", FULL))
+    plain, ours = (
+        trainer(kind, arguments(shared_folder(), bf16_full_eval=True)).evaluate()["eval_loss"]
+        for kind in ("plain", FULL)
+    )
     assert ours == pytest.approx(plain, rel=1e-2)
 
 

@@ -70,12 +70,13 @@ def test_a_model_that_is_not_of_transformers_is_saved_by_names() -> None:
     from safetensors.torch import load_file
 
     folder = shared_folder()
-    args = arguments(folder, eval_strategy="no", **SAVES)
+    args = {"eval_strategy": "no", **SAVES}
     given = {"train_dataset": [{"x": torch.ones(3) * number} for number in range(16)]}
-    made, again = (trainer(FULL, args, Plain(), **given) for _ in range(2))
+    made = trainer(FULL, arguments(folder, **args), Plain(), **given)
     made.train()
     read = load_file(folder / "checkpoint-6" / "model.safetensors")
     assert torch.equal(read["up.weight"], made.engine.full_tensor("up.weight"))
+    again = trainer(FULL, arguments(folder, **args), Plain(), **given)
     again.train(resume_from_checkpoint=True)
     assert torch.equal(again.engine.full_tensor("up.weight"), read["up.weight"])
 
@@ -129,10 +130,12 @@ def test_a_run_continues_along_its_curve_on_other_ranks(
 
 @on_ranks(2)
 def test_a_run_continues_bit_by_bit_on_as_many_ranks_also_with_dropout() -> None:
-    args = arguments(shared_folder(), **SAVES, eval_strategy="no")
-    made, again = (trainer(FULL, args, llama(seed, attention_dropout=0.3)) for seed in (0, 9))
-    made.train()
-    again.train(resume_from_checkpoint=str(Path(args.output_dir) / "checkpoint-2"))
+    folder, runs = shared_folder(), []
+    for seed, path in ((0, None), (9, str(folder / "checkpoint-2"))):
+        args = arguments(folder, **SAVES, eval_strategy="no")
+        runs.append(trainer(FULL, args, llama(seed, attention_dropout=0.3)))
+        runs[-1].train(resume_from_checkpoint=path)
+    made, again = runs
     assert figures(again) == figures(made)
     whole, other = made.engine.full_state_dict(), again.engine.full_state_dict()
     assert all(torch.equal(value, other[name]) for name, value in whole.items())
@@ -190,21 +193,21 @@ class Broken(Tokenizer):
 
 @on_ranks(2)
 def test_an_error_on_one_rank_is_raised_on_all_and_leaves_no_checkpoint() -> None:
-    args = arguments(shared_folder(), **SAVES)
-    of_first = trainer(FULL, args, processing_class=Broken())
-    of_second = trainer(FULL, args)
-    save = of_second._save_rng_state
+    folder = shared_folder()
+    for failing in (0, 1):
+        broken = {"processing_class": Broken()} if failing == 0 else {}
+        made = trainer(FULL, arguments(folder, **SAVES), **broken)
+        save = made._save_rng_state
 
-    def breaks(output_dir: str) -> None:
-        if torch.distributed.get_rank() == 1:
-            raise OSError("no space left")
-        save(output_dir)
+        def breaks(output_dir: str, failing: int = failing, save: Any = save) -> None:
+            if failing == torch.distributed.get_rank() == 1:
+                raise OSError("no space left")
+            save(output_dir)
 
-    of_second._save_rng_state = breaks
-    for made in (of_first, of_second):
+        made._save_rng_state = breaks
         with pytest.raises(OSError, match="no space left"):
             made.train()
-        assert checkpoints(Path(args.output_dir)) == []
+        assert checkpoints(folder) == []
 
 
 @pytest.mark.thorough

@@ -48,13 +48,13 @@ def lengths(prediction: Any) -> dict[str, float]:
     return {"hits": float(np.sum((texts != 0) & (texts != -100)))}
 
 
-def generating(kind: str, model: Any, changes: dict[str, Any], **given: Any) -> Any:
+def generating(kind: str, seed: int, changes: dict[str, Any], **given: Any) -> Any:
     as_launched()
     from transformers import Seq2SeqTrainingArguments
 
     changes = {"predict_with_generate": True, "generation_max_length": 9, **changes}
     args = arguments(shared_folder(), Seq2SeqTrainingArguments, **changes)
-    return trainer(kind, args, model, compute_metrics=lengths, **given)
+    return trainer(kind, args, t5(seed), compute_metrics=lengths, **given)
 
 
 @pytest.mark.parametrize("level", [FULL, pytest.param("optim", marks=pytest.mark.thorough)])
@@ -63,7 +63,7 @@ def test_predict_with_generate_is_the_plain_trainers(level: str) -> None:
     given = {"train_dataset": pairs(40), "eval_dataset": pairs(7, seed=2)}
     found = []
     for kind in ("plain", level):
-        made = generating(kind, t5(), {"max_steps": 3}, **given)
+        made = generating(kind, 0, {"max_steps": 3}, **given)
         made.train()
         (logged, *_) = (row for row in made.state.log_history if "eval_hits" in row)
         predicted = made.predict(pairs(7, seed=3), num_beams=2)
@@ -144,7 +144,7 @@ def test_texts_of_uneven_loaders_are_generated_at_every_level(together: str) -> 
     ]
     options = {} if together == "neither" else {together: True}
     for level in ("no_shard", FULL):
-        made = generating(level, t5(seed=3), {"eval_strategy": "no"}, **options)
+        made = generating(level, 3, {"eval_strategy": "no"}, **options)
         made.get_eval_dataloader = lambda dataset=None: DataLoader(mine, batch_size=None)
         made.get_test_dataloader = made.get_eval_dataloader
         evaluated, predicted = made.evaluate(), made.predict([0])

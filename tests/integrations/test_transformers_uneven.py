@@ -368,23 +368,23 @@ class Texts(Dataset[Batch]):
 def train_shared(kind: str, batch: int, accelerator: dict[str, Any], resumed: bool) -> Any:
     """Weights, and the evaluation of a data set that accelerate deals to ranks."""
     as_launched()
-    args = arguments(
-        shared_folder(),
-        per_device_train_batch_size=batch // num_ranks(),
-        per_device_eval_batch_size=batch // num_ranks(),
-        max_steps=-1,
-        num_train_epochs=2,
-        eval_strategy="no",
-        save_strategy="steps",
-        save_steps=1,
-        train_sampling_strategy="sequential",
-        accelerator_config=accelerator,
-    )
-    given = {"data_collator": collate, "compute_metrics": hits}
-    for path in (None, f"{args.output_dir}/checkpoint-3")[: 1 + resumed]:
-        made = made_trainer(
-            kind, args, model=Tokens(), train_dataset=Texts(), eval_dataset=Texts(), **given
+    folder = shared_folder()
+    for path in (None, f"{folder}/checkpoint-3")[: 1 + resumed]:
+        args = arguments(
+            folder,
+            per_device_train_batch_size=batch // num_ranks(),
+            per_device_eval_batch_size=batch // num_ranks(),
+            max_steps=-1,
+            num_train_epochs=2,
+            eval_strategy="no",
+            save_strategy="steps",
+            save_steps=1,
+            train_sampling_strategy="sequential",
+            accelerator_config=accelerator,
         )
+        given = {"model": Tokens(), "train_dataset": Texts(), "eval_dataset": Texts()}
+        given |= {"data_collator": collate, "compute_metrics": hits}
+        made = made_trainer(kind, args, **given)
         made.train(resume_from_checkpoint=path)
     evaluated = made.evaluate()
     return weights_of(made), {name: evaluated[f"eval_{name}"] for name in ("hits", "labels")}
@@ -434,8 +434,8 @@ class FailingStream(Stream):
 @on_ranks(2)
 def test_an_error_of_one_loader_is_raised_on_all_ranks() -> None:
     as_launched()
-    args = arguments(shared_folder(), max_steps=4, eval_strategy="no")
     for method, *given in (("train",), ("evaluate", [0]), ("predict", [0])):
+        args = arguments(shared_folder(), max_steps=4, eval_strategy="no")
         loader = DataLoader(FailingStream([]), batch_size=None)
         made = made_trainer(FULL, args, lambda loader=loader: loader, model=Tokens())
         with pytest.raises(OSError, match="disk on fire"):
