@@ -132,7 +132,8 @@ def lighthouse(min_replicas: int) -> Iterator[str]:
 
 def sharded(mesh: Any = None) -> tuple[fe.Engine, torch.optim.Optimizer]:
     """An engine over all ranks or those of a mesh, and its optimizer."""
-    engine = fe.shard(make_model(), mesh, options=fe.Options(min_unit_size=0))
+    options = fe.Options(min_unit_size=0)
+    engine = fe.shard(make_model(), mesh, "optim_grads_params", options=options)
     return engine, torch.optim.SGD(engine.model.parameters(), lr=0.1)
 
 
