@@ -56,8 +56,9 @@ def with_adamw(
     mesh: DeviceMesh, level: str = LEVEL_3, offload: fe.Offload | None = None, **options: Any
 ) -> tuple[Model, fe.Engine, torch.optim.Optimizer]:
     model = make_model()
-    options |= {"options": fe.Options(min_unit_size=0), "extensions": [offload] * bool(offload)}
-    engine = fe.shard(model, mesh=mesh, strategy=level, **options)
+    options |= {"extensions": [] if offload is None else [offload]}
+    options |= {"options": fe.Options(min_unit_size=0), "strategy": level}
+    engine = fe.shard(model, mesh=mesh, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return model, engine, fe.shard_optimizer(optimizer)
 
