@@ -254,23 +254,21 @@ class NestedModel(Regression):
         return x
 
 
-class CalledTwice(Regression):
+class CalledTwice(Chain):
     """The same unit is called twice in one forward, with another between."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+        super().__init__(Mlp(), Mlp())
 
     def predict(self, x: Tensor) -> Tensor:
         return self.blocks[0](self.blocks[1](self.blocks[0](x)))
 
 
-class Skipping(Regression):
+class Skipping(Chain):
     """The middle unit runs only when ``skip`` is false."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Mlp(), Mlp(), Mlp()])
+        super().__init__(Mlp(), Mlp(), Mlp())
         self.skip = False
 
     def predict(self, x: Tensor) -> Tensor:
@@ -292,17 +290,11 @@ class PartlyUnused(nn.Module):
         return self.inside(x)
 
 
-class NestedUnits(Regression):
+class NestedUnits(Chain):
     """Units inside units: a Sequential in a ModuleList, and a parameter of the outer one."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([SequentialBlock(), SequentialBlock()])
-
-    def predict(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(SequentialBlock(), SequentialBlock())
 
 
 class SequentialBlock(nn.Module):
@@ -395,12 +387,11 @@ class EncoderDecoder(Regression):
         return x
 
 
-class InPlace(Regression):
+class InPlace(Chain):
     """What a unit returned is changed in place at once."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+        super().__init__(Mlp(), Mlp())
 
     def predict(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -434,12 +425,11 @@ class Router(nn.Module):
         return self.main(x), self.extra(x)
 
 
-class UnusedOutput(Regression):
+class UnusedOutput(Chain):
     """The second results of the units go nowhere, but for one."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Router(), Router(), Router()])
+        super().__init__(Router(), Router(), Router())
 
     def predict(self, x: Tensor) -> Tensor:
         side: Tensor | float = 0.0
@@ -477,30 +467,44 @@ class Recurrent(nn.Module):
         return x + out.flatten(1)
 
 
-class Stack(Regression):
-    """Four units of different sizes, and a layer before and one after them."""
+class Between(Regression):
+    """Blocks of these sizes between two layers of the root's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *sizes: int) -> None:
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=5 + 13 * index) for index in range(4)])
+        self.blocks = nn.ModuleList([Mlp(hidden=size) for size in sizes])
         self.last = nn.Linear(DIM, DIM, bias=False)
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
         return self.last(x)
 
 
-class Small(Regression):
-    """Three blocks between two layers of the root's own."""
+class Stack(Between):
+    """Four units of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 18, 31, 44)
+
+
+NUM_BLOCKS = 6
+
+
+class Even(Between):
+    """Blocks of one size."""
+
+    def __init__(self) -> None:
+        super().__init__(*[17] * NUM_BLOCKS)
+
+
+class Small(Between):
+    """Blocks in any ``order``, maybe with torch's checkpoints."""
 
     def __init__(self, num_blocks: int = 3, checkpoints: bool | None = None) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=5) for _ in range(num_blocks)])
-        self.last = nn.Linear(DIM, DIM, bias=False)
+        super().__init__(*[5] * num_blocks)
         self.order = list(range(num_blocks))
         self.checkpoints = checkpoints
 
@@ -512,25 +516,6 @@ class Small(Regression):
                 x = block(x)
             else:
                 x = checkpoint(block, x, use_reentrant=self.checkpoints)
-        return self.last(x)
-
-
-NUM_BLOCKS = 6
-
-
-class Even(Regression):
-    """Blocks of one size, and two layers of the root's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp() for _ in range(NUM_BLOCKS)])
-        self.last = nn.Linear(DIM, DIM, bias=False)
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
         return self.last(x)
 
 

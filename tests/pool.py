@@ -1,20 +1,12 @@
 """One pool of gloo ranks for the whole test session.
 
 Four processes are started once. A call sends a module-level function to the first ``world_size``
-of them; each joins a fresh process group, runs the function, sends back what it returned, and
-destroys every process group. A call costs some tens of milliseconds, where starting processes
-would cost seconds. What takes longest, that groups go, happens beside the next call.
+of them; each joins a fresh process group, runs the function, sends what it returned, and destroys
+every process group. A call costs some tens of milliseconds.
 
-What may go wrong, and what a test then sees:
-
-    a rank raises        RankError with the rank and its traceback. Its groups are destroyed at
-                         once, so that peers inside a collective fail too instead of waiting
-    a rank hangs         RankError after ``timeout`` seconds, with the stacks of every rank that
-                         did not answer
-    a rank dies          RankError with its exit code
-
-After the second and third, and after the first if peers stay blocked, all processes are killed
-and new ones started, so that later tests still run.
+A rank that raises, hangs or dies is a :class:`RankError` with its traceback, the stacks of every
+rank that did not answer, or its exit code. Unless all ranks answered, all processes are killed and
+new ones started, so that later tests still run.
 
 A test whose body runs on the ranks is written with :func:`on_ranks`, or, where it shall hold for
 one process as for several, with :func:`on_few_ranks`.
@@ -85,12 +77,7 @@ PRELOADED = [
 
 
 class RankError(RuntimeError):
-    """A call failed on some rank.
-
-    Attributes:
-        failures: what went wrong by rank: a traceback, an exit code, or stacks.
-        rank: the rank that failed first.
-    """
+    """A call failed on some ranks; ``failures``: what each raised, first on ``rank``."""
 
     def __init__(self, title: str, failures: dict[int, str], rank: int) -> None:
         ranks_of: dict[str, list[int]] = {}
@@ -168,9 +155,8 @@ class Ranks:
             self.stop()
         failures = {rank: text for rank, (kind, text) in answers.items() if kind == "error"}
         if first_failure is not None:
-            raise RankError(
-                f"{fn.__name__} failed on rank {first_failure}", failures, first_failure
-            )
+            title = f"{fn.__name__} failed on rank {first_failure}"
+            raise RankError(title, failures, first_failure)
         return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
 
     def stop(self) -> None:
@@ -200,19 +186,9 @@ class Ranks:
         self.num_starts += 1
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(
-                    rank,
-                    theirs,
-                    self._store.port,
-                    str(self._stacks / str(rank)),
-                    self._backend,
-                    self._set_up,
-                ),
-                name=f"rank{rank}",
-                daemon=True,
-            )
+            stacks = str(self._stacks / str(rank))
+            given = (rank, theirs, self._store.port, stacks, self._backend, self._set_up)
+            process = context.Process(target=_serve, args=given, name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -255,9 +231,8 @@ class Ranks:
         deadline = time.monotonic() + GRACE_SECONDS
         for pipe in self._pipes[:world_size]:
             try:
-                if not pipe.poll(max(deadline - time.monotonic(), 0)):
-                    return False
-                if pipe.recv_bytes() != b"ready":
+                is_there = pipe.poll(max(deadline - time.monotonic(), 0))
+                if not is_there or pipe.recv_bytes() != b"ready":
                     return False
             except (EOFError, ConnectionResetError):
                 return False
@@ -285,15 +260,11 @@ class Ranks:
                 failures[rank] = "returned"
             else:
                 failures[rank] = answers[rank][1]
-        if first_failure is not None:
-            return RankError(
-                f"{fn.__name__} failed on rank {first_failure}; no answer from {silent}",
-                failures,
-                first_failure,
-            )
-        return RankError(
-            f"{fn.__name__}: no answer from ranks {silent} in {timeout} s", failures, silent[0]
-        )
+        if first_failure is None:
+            title = f"{fn.__name__}: no answer from ranks {silent} in {timeout} s"
+            return RankError(title, failures, silent[0])
+        title = f"{fn.__name__} failed on rank {first_failure}; no answer from {silent}"
+        return RankError(title, failures, first_failure)
 
 
 def on_ranks(
@@ -311,10 +282,7 @@ def on_ranks(
             call = (body.__module__, body.__qualname__, arguments)
             ranks.run(_run_body, *call, world_size=world_size, timeout=timeout)
 
-        own = inspect.signature(body).parameters.values()
-        fixture = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
-        test.__signature__ = inspect.Signature([*own, fixture])  # type: ignore[attr-defined]
-        return test
+        return _with_arguments(test, body, "ranks")
 
     return decorate
 
@@ -331,12 +299,14 @@ def on_few_ranks(body: Callable[..., None]) -> Callable[..., None]:
         call = (body.__module__, body.__qualname__, arguments)
         ranks.run(_run_body, *call, world_size=world_size, group=group)
 
+    return _with_arguments(test, body, "ranks", "world_size", "group")
+
+
+def _with_arguments(test: Any, body: Callable[..., None], *names: str) -> Callable[..., None]:
+    """The test, with the arguments of its body and these."""
     own = inspect.signature(body).parameters.values()
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-        for name in ("ranks", "world_size", "group")
-    ]
-    test.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    test.__signature__ = inspect.Signature([*own, *added])
     return test
 
 

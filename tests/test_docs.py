@@ -41,16 +41,13 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert broken_links(page, page.read_text(encoding="utf-8")) == []
 
 
-def test_a_broken_link_is_seen() -> None:
+def test_a_broken_link_is_seen_and_headings_of_the_same_words_have_no_anchor() -> None:
     text = (
         "[a](docs/guide.md#pipelines), `f[0](x)`, [b](https://example.com/x), [`c`](docs/none.md), "
         "[d](docs/guide.md#none), [e](#none)"
     )
     found = broken_links(ROOT / "README.md", text)
     assert found == ["docs/none.md", "docs/guide.md#none", "#none"]
-
-
-def test_two_headings_of_the_same_words_have_no_anchor() -> None:
     assert anchors("# A b\n## C\n### C\n```\n# code\n```\n## `d_e`, f\n") == {"a-b", "d_e-f"}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_engine as fe
+from tests.processes import torchrun
 
 pytestmark = pytest.mark.thorough
 
@@ -50,11 +51,9 @@ def run(folder: Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel in an environment of its own.
+    """The wheel in an environment of its own, which reads dependencies from where they are.
 
-    What the package depends on is not installed once more but read from where it is. A path file
-    names that folder; path files *in* the folder are not read then, so an editable install of the
-    checkout, which is one, is not seen.
+    A path file names that folder; path files *in* it, as an editable install's, are not read then.
     """
     folder = tmp_path_factory.mktemp("package")
     sources, home = folder / "sources", folder / "venv"
@@ -116,16 +115,13 @@ def test_the_wheel_holds_the_package_its_types_and_nothing_else(installed: Insta
     assert installed.wheel.name.startswith(f"fsdp_engine-{fe.__version__}-")
 
 
-def test_readme_s_script_trains_alone(installed: Installed, script: Path, tmp_path: Path) -> None:
-    printed = installed.run(tmp_path, "python", str(script))
-    check_printed(printed, installed, num_ranks=1)
-
-
-def test_readme_s_script_trains_under_torchrun_and_the_command_reads_its_checkpoint(
+def test_readme_s_script_trains_also_under_torchrun_and_the_command_reads_its_checkpoint(
     installed: Installed, script: Path, tmp_path: Path
 ) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    printed = installed.run(tmp_path, "python", *torchrun, str(script))
-    check_printed(printed, installed, num_ranks=2)
-    seen = installed.run(tmp_path, "fsdp-engine", "checkpoint", "inspect", "runs/tiny")
+    for num_ranks, launcher in ((1, ()), (2, torchrun(2))):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        printed = installed.run(folder, "python", *launcher, str(script))
+        check_printed(printed, installed, num_ranks)
+    seen = installed.run(folder, "fsdp-engine", "checkpoint", "inspect", "runs/tiny")
     assert "0.0.weight" in seen

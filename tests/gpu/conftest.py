@@ -12,6 +12,5 @@ from tests.gpu.scene import process_group
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """One rank over NCCL."""
     with process_group("nccl", 1) as mesh:
         yield mesh

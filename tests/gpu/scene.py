@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_engine as fe
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
-
 LEVEL_3 = LEVELS[3]
-
-
 WIDTH = 512
-
-
 NUM_BLOCKS = 4
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
+]
+Batches = list[tuple[Tensor, Tensor]]
+# Losses and weights.
+Trained = tuple[list[float], dict[str, Tensor]]
 
 
 class Block(nn.Module):
@@ -47,8 +50,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, and a root with a linear map of its own; returns a loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
@@ -60,22 +61,17 @@ class Model(nn.Module):
         return F.mse_loss(self.head(x).float(), target.float())
 
 
-def make_model(device: str = "cuda") -> Model:
+def make_model(kind: type[Model] = Model) -> Any:
     torch.manual_seed(0)
-    with torch.device(device):
-        return Model()
+    with torch.device("cuda"):
+        return kind()
 
 
-def make_batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+def make_batches(count: int, rows: int = 8) -> Batches:
     """Drawn on the CPU, so that every process has the same."""
     generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(rows, WIDTH, generator=generator).cuda(),
-            torch.randn(rows, WIDTH, generator=generator).cuda(),
-        )
-        for _ in range(count)
-    ]
+    parts = torch.randn(count, 2, rows, WIDTH, generator=generator).cuda()
+    return [(x, target) for x, target in parts]
 
 
 def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -104,10 +100,7 @@ def process_group(backend: str, world_size: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def train_sharded(
-    model: Model, engine: fe.Engine, batches: list[tuple[Tensor, Tensor]]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The same under the engine."""
+def train_sharded(model: Model, engine: fe.Engine, batches: Batches) -> Trained:
     optimizer = make_sgd(model)
     losses = []
     for first in range(0, len(batches), 2):
@@ -124,14 +117,9 @@ def train_sharded(
     return losses, engine.full_state_dict()
 
 
-def assert_same(
-    found: tuple[list[float], dict[str, Tensor]],
-    expected: tuple[list[float], dict[str, Tensor]],
-    tolerance: float,
-) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+def assert_same(found: Trained, expected: Trained, tolerance: float = 0.0) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=tolerance, abs=0.0)
     assert found[1].keys() == expected[1].keys()
     for name, value in expected[1].items():
-        torch.testing.assert_close(
-            found[1][name], value, rtol=tolerance, atol=tolerance * value.abs().max().item()
-        )
+        limits = {"rtol": tolerance, "atol": tolerance * value.abs().max().item()}
+        torch.testing.assert_close(found[1][name].cpu(), value.cpu(), **limits)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,8 +22,11 @@ from fsdp_engine.memory.host_memory import HostBlock
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,
+    ON_GPU,
     WIDTH,
+    Batches,
     Model,
+    Trained,
     assert_same,
     make_batches,
     make_model,
@@ -34,10 +37,7 @@ from tests.gpu.scene import (
 )
 from tests.pool import Ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
-]
+pytestmark = ON_GPU
 
 BLOCK_ELEMENTS = 2 * WIDTH + 8 * WIDTH**2 + 5 * WIDTH
 BLOCK_BYTES = 4 * BLOCK_ELEMENTS
@@ -45,10 +45,7 @@ ROOT_BYTES = 4 * (WIDTH**2 + WIDTH)
 MIB = 2**20
 
 
-def train_bare(
-    model: Model, dtype: torch.dtype, batches: list[tuple[Tensor, Tensor]]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of a model without an engine, two microbatches a step."""
+def train_bare(model: Model, dtype: torch.dtype, batches: Batches) -> Trained:
     optimizer = make_sgd(model)
     losses = []
     for first in range(0, len(batches), 2):
@@ -58,7 +55,6 @@ def train_bare(
             loss.backward()
             losses.append(loss.item())
             for weight, computed in zip(model.parameters(), computing.parameters(), strict=True):
-                assert computed.grad is not None
                 gradient = computed.grad.float()
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
                 computed.grad = None
@@ -92,7 +88,7 @@ def test_two_ranks_on_one_device_over_gloo_train_like_one_process(ranks: Ranks, 
         assert_same((losses, weights), expected, tolerance=2e-5)
 
 
-def _train_as_one_of_two(level: str) -> tuple[list[float], dict[str, Tensor]]:
+def _train_as_one_of_two(level: str) -> Trained:
     torch.cuda.set_device(0)
     mesh = init_device_mesh("cuda", (2,))
     rank = dist.get_rank()
@@ -114,13 +110,18 @@ def test_the_lanes_are_four_streams_beside_the_current_one(mesh: DeviceMesh) -> 
         assert {lane._target().cuda_stream for lane in beside} == streams
 
 
+def sharded(mesh: DeviceMesh, level: str, budget: int) -> tuple[Model, fe.Engine]:
+    """A model and its engine, which gathers so many elements before they are used."""
+    model = make_model()
+    options = fe.Options(prefetch_window=budget, staging_limit=budget)
+    return model, fe.shard(model, mesh=mesh, strategy=level, options=options)
+
+
 @pytest.mark.parametrize("budget", [0, BLOCK_ELEMENTS])
 def test_the_next_unit_is_gathered_while_this_one_computes_unless_the_budget_is_0(
     mesh: DeviceMesh, budget: int
 ) -> None:
-    model = make_model()
-    options = fe.Options(prefetch_window=budget, staging_limit=budget)
-    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, options=options)
+    model, engine = sharded(mesh, LEVEL_3, budget)
     gather: Any = engine.lanes.inner_gather
     full_bytes, overlapped = [], []
 
@@ -144,13 +145,10 @@ def test_the_next_unit_is_gathered_while_this_one_computes_unless_the_budget_is_
 
 
 def test_a_step_holds_no_more_full_units_than_the_budget_allows(mesh: DeviceMesh) -> None:
-    model = make_model()
-    options = fe.Options(prefetch_window=BLOCK_ELEMENTS, staging_limit=BLOCK_ELEMENTS)
-    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, options=options)
+    model, engine = sharded(mesh, LEVEL_3, BLOCK_ELEMENTS)
     for x, target in make_batches(2):
         model(x, target).backward()
-        for param in model.parameters():
-            param.grad = None
+        model.zero_grad()
     assert engine.peak_memory_bytes()["full"] == ROOT_BYTES + 2 * BLOCK_BYTES
     assert "full" not in engine.memory_bytes()
 
@@ -162,17 +160,14 @@ def test_the_allocator_hands_out_what_the_engine_books(mesh: DeviceMesh, level: 
     torch.cuda.synchronize()
     gc.collect()
     before = requested_bytes("current")
-    model = make_model()
-    options = fe.Options(prefetch_window=BLOCK_ELEMENTS, staging_limit=BLOCK_ELEMENTS)
-    engine = fe.shard(model, mesh=mesh, strategy=level, options=options)
+    model, engine = sharded(mesh, level, BLOCK_ELEMENTS)
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         engine.peak_memory_bytes(reset=True)
         model(x, target).backward()
         torch.cuda.synchronize()
-        for param in model.parameters():
-            param.grad = None
+        model.zero_grad()
     gc.collect()
 
     rest = requested_bytes("current") - before
@@ -187,28 +182,24 @@ def test_the_allocator_hands_out_what_the_engine_books(mesh: DeviceMesh, level: 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_tensor_is_recorded_on_a_stream(mesh: DeviceMesh, level: str) -> None:
-    class Seen(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
+    names = []
 
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            self.names.append(func.name())
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            names.append(func.name())
             return func(*args, **(kwargs or {}))
 
     model = make_model()
     engine = fe.shard(model, mesh=mesh, strategy=level)
     optimizer = make_sgd(model)
-    with Seen() as seen:
+    with Seen():
         for x, target in make_batches(2):
             model(x, target).backward()
             engine.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-    assert any("addmm" in name for name in seen.names)
-    assert not [name for name in seen.names if "record_stream" in name]
+    assert any("addmm" in name for name in names)
+    assert not [name for name in names if "record_stream" in name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

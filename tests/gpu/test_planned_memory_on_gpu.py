@@ -22,24 +22,20 @@ from tests.extensions.arenas.planned_memory import arenas_of
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,
+    ON_GPU,
     WIDTH,
     assert_same,
     make_batches,
     make_model,
-    process_group,
     requested_bytes,
     train_sharded,
 )
 from tests.torch_versions import plans_addresses
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
-]
+pytestmark = ON_GPU
 
 
 def nccl_allocates(mesh: DeviceMesh) -> bool:
-    """Whether NCCL hands out memory of this device."""
     device = torch.device("cuda", 0)
     backend: Any = mesh.get_group(0)._get_backend(device)
     return bool(backend.supports_tensor_alloc(device))
@@ -50,107 +46,100 @@ def need_nccl_memory(mesh: DeviceMesh) -> None:
         pytest.skip("needs a device with multicast; NCCL hands out no memory of this one")
 
 
-def test_registered_memory_is_refused_where_nccl_has_none() -> None:
+def test_registered_memory_is_refused_where_nccl_has_none(mesh: DeviceMesh) -> None:
     config = fe.DistributedDataParallelConfig(nccl_ub=True)
-    with process_group("nccl", 1) as mesh:
-        if nccl_allocates(mesh):
-            pytest.skip("needs a device without multicast")
-        with pytest.raises(ValueError, match=r"nccl_ub: .*multicast"):
-            fe.shard(make_model(), mesh=mesh, config=config)
+    if nccl_allocates(mesh):
+        pytest.skip("needs a device without multicast")
+    with pytest.raises(ValueError, match=r"nccl_ub: .*multicast"):
+        fe.shard(make_model(), mesh=mesh, config=config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("field", ["fsdp_double_buffer", "nccl_ub"])
 def test_training_gives_what_it_gives_with_ordinary_memory(
-    field: str, level: str, dtype: torch.dtype
+    mesh: DeviceMesh, field: str, level: str, dtype: torch.dtype
 ) -> None:
     found = []
     policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
     batches = make_batches(6)
-    with process_group("nccl", 1) as mesh:
-        if field == "nccl_ub":
-            need_nccl_memory(mesh)
-        for value in (False, True):
-            model: Any = make_model()
-            config = fe.DistributedDataParallelConfig(**{field: value})  # type: ignore[arg-type]
-            engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy, config=config)
-            found.append(train_sharded(model, engine, batches))
-        held = engine.memory_bytes()
-        assert ("full" in held) == (level == LEVEL_3 and bool(arenas_of(engine)))
+    if field == "nccl_ub":
+        need_nccl_memory(mesh)
+    for value in (False, True):
+        model: Any = make_model()
+        config = fe.DistributedDataParallelConfig(**{field: value})  # type: ignore[arg-type]
+        engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy, config=config)
+        found.append(train_sharded(model, engine, batches))
+    held = engine.memory_bytes()
+    assert ("full" in held) == (level == LEVEL_3 and bool(arenas_of(engine)))
     assert_same(found[1], found[0], tolerance=1e-6)
 
 
 @plans_addresses
-def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
-    with process_group("nccl", 1) as mesh:
-        need_nccl_memory(mesh)
-        model = make_model()
-        config = fe.DistributedDataParallelConfig(nccl_ub=True)
-        policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, mp_policy=policy, config=config)
-        pool: Any = engine._memory._pool
-        segments = [
-            range(segment["address"], segment["address"] + segment["total_size"])
-            for segment in pool._pool.snapshot()
-        ]
+def test_communication_buffers_lie_in_segments_of_the_pool(mesh: DeviceMesh) -> None:
+    need_nccl_memory(mesh)
+    model = make_model()
+    config = fe.DistributedDataParallelConfig(nccl_ub=True)
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, mp_policy=policy, config=config)
+    pool: Any = engine._memory._pool
+    segments = [
+        range(segment["address"], segment["address"] + segment["total_size"])
+        for segment in pool._pool.snapshot()
+    ]
 
-        def lies_in_pool(tensor: torch.Tensor) -> bool:
-            return any(tensor.data_ptr() in segment for segment in segments)
+    def lies_in_pool(tensor: torch.Tensor) -> bool:
+        return any(tensor.data_ptr() in segment for segment in segments)
 
-        arenas = arenas_of(engine)
-        assert all(lies_in_pool(arena.memory) for arena in arenas.values() if arena.memory.numel())
-        full: list[bool] = []
-        for block in model.blocks:
-            block.probe = lambda block=block: full.append(lies_in_pool(block.up.weight))
-        train_sharded(model, engine, make_batches(2))
-        assert full
-        assert all(full)
-        for buffer in engine.buffers:
-            assert buffer.grads is not None
-            assert lies_in_pool(buffer.grads.main_grads().tensor)
-            assert not lies_in_pool(buffer.weights.main.tensor)
+    arenas = arenas_of(engine)
+    assert all(lies_in_pool(arena.memory) for arena in arenas.values() if arena.memory.numel())
+    full: list[bool] = []
+    for block in model.blocks:
+        block.probe = lambda block=block: full.append(lies_in_pool(block.up.weight))
+    train_sharded(model, engine, make_batches(2))
+    assert full
+    assert all(full)
+    for buffer in engine.buffers:
+        assert buffer.grads is not None
+        assert lies_in_pool(buffer.grads.main_grads().tensor)
+        assert not lies_in_pool(buffer.weights.main.tensor)
 
 
-def test_a_pool_is_registered_with_a_group_and_used_by_its_collectives() -> None:
-    with process_group("nccl", 1) as mesh:
-        need_nccl_memory(mesh)
-        group = mesh.get_group(0)
-        ours = SimpleNamespace(gather_group=group, reduce_group=None)
-        none = SimpleNamespace(gather_group=None, reduce_group=None)
-        device = torch.device("cuda", torch.cuda.current_device())
-        axes: Any = SimpleNamespace(inner=ours, outer=none, device_mesh=mesh, device=device)
-        pool = NcclPool(axes, symmetric=False)
-        with pool.allocating():
-            tensor = torch.arange(2**20, dtype=torch.float32, device=device)
-        pool.register()
-        dist.all_reduce(tensor, group=group)
-        assert torch.equal(tensor.cpu(), torch.arange(2**20, dtype=torch.float32))
+def test_a_pool_is_registered_with_a_group_and_used_by_its_collectives(mesh: DeviceMesh) -> None:
+    need_nccl_memory(mesh)
+    group = mesh.get_group(0)
+    ours = SimpleNamespace(gather_group=group, reduce_group=None)
+    none = SimpleNamespace(gather_group=None, reduce_group=None)
+    device = torch.device("cuda", torch.cuda.current_device())
+    axes: Any = SimpleNamespace(inner=ours, outer=none, device_mesh=mesh, device=device)
+    pool = NcclPool(axes, symmetric=False)
+    with pool.allocating():
+        tensor = torch.arange(2**20, dtype=torch.float32, device=device)
+    pool.register()
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor.cpu(), torch.arange(2**20, dtype=torch.float32))
 
 
 @plans_addresses
-def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> None:
-    with process_group("nccl", 1) as mesh:
-        model: Any = make_model()
-        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
-        engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
-        batches = make_batches(4)
-        train_sharded(model, engine, batches)  # a step is recorded
-        x, target = batches[0]
-        with torch.no_grad():
-            model(x, target)
-            torch.cuda.synchronize()
-            before = requested_bytes("current")
-            torch.cuda.reset_peak_memory_stats()
-            engine.peak_memory_bytes(reset=True)
-            model(x, target)
-            torch.cuda.synchronize()
-        # Activations of eight rows, and no weights.
-        assert requested_bytes("peak") - before < 4 * WIDTH**2
-        assert engine.peak_memory_bytes() == {
-            **engine.memory_bytes(),
-            "total": sum(engine.memory_bytes().values()),
-        }
+def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step(mesh: DeviceMesh) -> None:
+    model: Any = make_model()
+    config = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
+    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
+    batches = make_batches(4)
+    train_sharded(model, engine, batches)  # a step is recorded
+    x, target = batches[0]
+    with torch.no_grad():
+        model(x, target)
+        torch.cuda.synchronize()
+        before = requested_bytes("current")
+        torch.cuda.reset_peak_memory_stats()
+        engine.peak_memory_bytes(reset=True)
+        model(x, target)
+        torch.cuda.synchronize()
+    # Activations of eight rows, and no weights.
+    assert requested_bytes("peak") - before < 4 * WIDTH**2
+    held = engine.memory_bytes()
+    assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
 
 
 @plans_addresses

@@ -12,14 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from tests.gpu.scene import requested_bytes
+from tests.gpu.scene import ON_GPU, requested_bytes
 from tests.planner.simulation.applied import Applied, attention, simulated_activations
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
-]
+pytestmark = ON_GPU
 
 ROWS, WIDTH, HEADS = 4096, 512, 8
 

@@ -32,7 +32,7 @@ import fsdp_engine as fe
 from fsdp_engine.extensions.transformer_engine import quantized_codec as transformer_engine
 from tests.extensions.transformer_engine import te_unsharded
 from tests.extensions.transformer_engine.te_vectors import FILLS, ORDINARY, quantise_split
-from tests.gpu.scene import LEVELS, process_group
+from tests.gpu.scene import LEVELS, ON_GPU, process_group
 from tests.pool import Ranks
 
 RECIPES = {
@@ -47,11 +47,7 @@ KINDS = pytest.mark.parametrize("kind", ["linear", "layer"])
 # The first call of a kernel loads it.
 TIMEOUT = 280.0
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
-]
+pytestmark = [*ON_GPU, pytest.mark.timeout(600)]
 
 ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -65,7 +61,6 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def te_ranks() -> Iterator[Ranks]:
-    """Four ranks that have loaded Transformer Engine."""
     pool = Ranks()
     try:
         with mock.patch.dict(os.environ, ENVIRONMENT):
@@ -126,22 +121,14 @@ def _interface() -> str:
 def test_an_uneven_split_quantises_to_what_no_split_does_and_the_reference_says(
     te_ranks: Ranks, recipe: str, world: int
 ) -> None:
+    """Ordinary values, and denormal and huge ones."""
     need(recipe)
-    for dtype in (torch.bfloat16, torch.float32)[: 1 if recipe == "mxfp8" else 2]:
-        seeds = list(range(world, 32, 4))
-        arguments = (recipe, dtype, seeds, ORDINARY, "cuda")
+    cases = [(torch.bfloat16, 0, ORDINARY), (torch.bfloat16, 100, FILLS)]
+    if recipe != "mxfp8":
+        cases.append((torch.float32, 0, ORDINARY))
+    for dtype, first, fills in cases:
+        arguments = (recipe, dtype, list(range(first + world, first + 32, 4)), fills, "cuda")
         te_ranks.run(quantise_split, *arguments, world_size=world, timeout=TIMEOUT)
-
-
-@ALL_RECIPES
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_denormal_and_huge_values_split_are_those_unsplit_and_the_references(
-    te_ranks: Ranks, recipe: str, world: int
-) -> None:
-    need(recipe)
-    seeds = list(range(100 + world, 132, 4))
-    arguments = (recipe, torch.bfloat16, seeds, FILLS, "cuda")
-    te_ranks.run(quantise_split, *arguments, world_size=world, timeout=TIMEOUT)
 
 
 # Training.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from settings import parse_settings
+from tests.processes import torchrun
 from train_gpt import Job, prepare
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,6 @@ def train_undisturbed(arguments: list[str]) -> list[float]:
 
 
 def free_port() -> int:
-    """One without a listener."""
     with socket.socket() as each:
         each.bind(("localhost", 0))
         return int(each.getsockname()[1])
@@ -75,10 +75,12 @@ class Launched:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, name: str, command: list[str], environment: dict[str, str]
+        self, name: str, command: list[str], environment: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start ``command`` in the repository; what it prints is in :meth:`log`."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PET_"))}
+        own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
+        own |= {"PYTHON": sys.executable, "HF_HUB_OFFLINE": "1", _MARK: self._mark}
         with open(self._folder / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
                 command,
@@ -86,33 +88,22 @@ class Launched:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={
-                    **inherited,
-                    "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHON": sys.executable,
-                    _MARK: self._mark,
-                    **environment,
-                },
+                env={**inherited, **own, **(environment or {})},
             )
         self._started.append(process)
         return process
 
     def log(self, name: str) -> str:
-        """The output so far."""
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def all_with(self, text: str = "") -> list[psutil.Process]:
         """Those that live and have ``text`` in their command, the oldest first."""
         found = []
         for process in psutil.process_iter():
-            try:
-                if process.environ().get(_MARK) == self._mark and text in " ".join(
-                    process.cmdline()
-                ):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                is_mine = process.environ().get(_MARK) == self._mark
+                if is_mine and text in " ".join(process.cmdline()):
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-                continue
         return sorted(found, key=lambda each: each.create_time())
 
     def finish(self, name: str, process: subprocess.Popen[bytes], seconds: float = 180.0) -> int:
@@ -126,14 +117,38 @@ class Launched:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{name} runs after {seconds} s:\n{self.log(name)}") from None
 
+    def run(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str] | None = None,
+        *,
+        seconds: float = 180.0,
+    ) -> str:
+        """Run Python with these arguments to its end, without an error; returns what it printed."""
+        process = self.start(name, [sys.executable, *command], environment)
+        assert self.finish(name, process, seconds) == 0, self.log(name)
+        return self.log(name)
+
     def kill_all(self) -> None:
-        """Whatever still lives."""
         while left := self.all_with():
-            for process in left:
-                try:
-                    process.send_signal(signal.SIGKILL)
-                except psutil.NoSuchProcess:
-                    continue
-            psutil.wait_procs(left, timeout=5)
+            kill(*left)
         for process in self._started:
             process.wait()
+
+
+def run_job(folder: Path, name: str, command: list[str], num_ranks: int) -> None:
+    """Run a script under torchrun to its end, over gloo, without an error."""
+    jobs = Launched(folder)
+    try:
+        given = {"GLOO_SOCKET_IFNAME": "lo"}
+        jobs.run(name, [*torchrun(num_ranks), *command], given, seconds=400)
+    finally:
+        jobs.kill_all()
+
+
+def kill(*processes: psutil.Process) -> None:
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(processes, timeout=5)

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from fsdp_engine.engine import engine_of
+from fsdp_engine.integrations.lightning import FSDPEngineFabricStrategy, FSDPEngineStrategy
 
 # What Lightning says of every run, and its advice on workers and intervals.
 for name in ("lightning.pytorch", "lightning.fabric"):
@@ -27,42 +31,24 @@ NUM_SAMPLES = 24
 BATCH = 4  # of all ranks
 
 
-class ThereAlready(ClusterEnvironment):
+class ThereAlready(LightningEnvironment):
     """The process group is there: this process is one of its ranks."""
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
+    creates_processes_externally = True  # type: ignore[assignment]
 
     def world_size(self) -> int:
         return dist.get_world_size()
 
-    def set_world_size(self, size: int) -> None:
-        assert size == dist.get_world_size()
-
     def global_rank(self) -> int:
         return dist.get_rank()
 
+    local_rank = global_rank
+
+    def set_world_size(self, size: int) -> None:
+        assert size == dist.get_world_size()
+
     def set_global_rank(self, rank: int) -> None:
         assert rank == dist.get_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
 
 
 class Block(nn.Module):
@@ -76,35 +62,38 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.norm(self.up(x))))
 
 
-class Net(LightningModule):
-    """Reads its layers in ``training_step``, and a parameter of its own."""
-
-    def __init__(self, lr: float = 1e-2, calls_forward: bool = False) -> None:
-        super().__init__()
-        self.save_hyperparameters()
+class Layers:
+    def build(self: Any) -> None:
         self.inlet = nn.Linear(4, 6)
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.scale = nn.Parameter(torch.ones(6))
         self.head = nn.Linear(6, 2)
-        self.losses: list[float] = []
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self: Any) -> None:
         nn.init.ones_(self.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def apply_layers(self: Any, x: Tensor) -> Tensor:
         x = self.inlet(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x * self.scale)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_layers(x)
+
+
+class Net(Layers, LightningModule):
+    def __init__(self, lr: float = 1e-2, calls_forward: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.build()
+        self.losses: list[float] = []
+
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        if self.hparams["calls_forward"]:
-            return nn.functional.mse_loss(self(x), y)
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.mse_loss(self.head(x * self.scale), y)
+        # Without a call of the module itself, if nothing else is asked for.
+        predict = self if self.hparams["calls_forward"] else self.apply_layers
+        return nn.functional.mse_loss(predict(x), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -125,24 +114,36 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
 
 
+class OneOfTheBlocks:
+    """A batch goes through one block; its loss is not logged."""
+
+    def loss(self: Any, batch: Any) -> Tensor:
+        x, y = batch
+        block = self.blocks[int(1000 * x.abs().sum()) % 3]
+        return nn.functional.mse_loss(self.head(block(self.inlet(x)) * self.scale), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
 def make(made: type[Net] = Net, **arguments: Any) -> Net:
     """The same values on every rank and every time."""
     torch.manual_seed(0)
     return made(**arguments)
 
 
-def data(count: int = NUM_SAMPLES, shuffle: bool = False) -> DataLoader[Any]:
+def data(count: int = NUM_SAMPLES) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, 4, generator=generator)
     y = torch.randn(count, 2, generator=generator)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return DataLoader(TensorDataset(x, y), BATCH // num_ranks, shuffle=shuffle)
+    return DataLoader(TensorDataset(x, y), BATCH // num_ranks)
 
 
 def make_trainer(strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
     """Quiet, and without folders, unless something is asked for."""
-    import fsdp_engine.integrations.lightning  # noqa: F401 - registers the name
-
     plugins = [*arguments.pop("more", ())]
     if dist.is_initialized():
         plugins.append(ThereAlready())
@@ -156,31 +157,23 @@ def make_trainer(strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
         "max_epochs": 2,
+        "devices": dist.get_world_size() if dist.is_initialized() else 1,
     }
-    return Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=dist.get_world_size() if dist.is_initialized() else 1,
-        plugins=plugins,
-        **{**quiet, **arguments},
-    )
+    return Trainer(strategy=strategy, accelerator="cpu", plugins=plugins, **{**quiet, **arguments})
 
 
 def fit(model: LightningModule, strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
-    """Train it on :func:`data`, without Lightning's advice."""
-    loaders = {"train_dataloaders": data(), "val_dataloaders": arguments.pop("val", None)}
-    ckpt_path = arguments.pop("ckpt_path", None)
+    """Train it on :func:`data`, or on ``train=``, without Lightning's advice."""
+    names = ("train", "val", "ckpt_path")
+    train, val, ckpt_path = (arguments.pop(name, None) for name in names)
     trainer = make_trainer(strategy, **arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(model, **loaders, ckpt_path=ckpt_path)
+        trainer.fit(model, data() if train is None else train, val, ckpt_path=ckpt_path)
     return trainer
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole, on every rank."""
-    from fsdp_engine.engine import engine_of
-
     engine = engine_of(model)
     if engine is not None:
         return engine.full_state_dict()
@@ -188,15 +181,20 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_equal(found: nn.Module, expected: nn.Module, rtol: float = 1e-5) -> None:
-    ours, theirs = weights(found), weights(expected)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=rtol, atol=rtol, msg=name)
+    torch.testing.assert_close(weights(found), weights(expected), rtol=rtol, atol=rtol)
+
+
+def make_fabric(*levels: str, strategy: Any = None, **arguments: Any) -> Any:
+    """A Fabric that is launched, over the engine with small units unless a strategy is given."""
+    strategy = strategy or FSDPEngineFabricStrategy(*levels, min_unit_size=0)
+    arguments |= {"accelerator": "cpu", "devices": dist.get_world_size(), "strategy": strategy}
+    fabric = Fabric(plugins=[ThereAlready()], **arguments)
+    fabric.launch()
+    return fabric
 
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A new folder that all ranks know."""
     name = [tempfile.mkdtemp(prefix="lightning-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
     try:
@@ -209,11 +207,8 @@ def shared_folder() -> Iterator[Path]:
 
 def by_engine(*levels: str, **arguments: Any) -> Any:
     """The strategy; small units, as many as there are."""
-    from fsdp_engine.integrations.lightning import FSDPEngineStrategy
-
     return FSDPEngineStrategy(*levels, **{"min_unit_size": 0, **arguments})
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a folder with a complete checkpoint is there."""
     return (Path(path) / ".metadata").is_file()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,7 @@ from tests.integrations.trainer_scene import (
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
 
-def accelerator(kind: str, **given: Any) -> Any:
-    """Of a kind: "plain", or a level."""
+def accelerator(kind: Any, shard: dict[str, Any] | None = None, **given: Any) -> Any:
     as_launched()
     from accelerate import Accelerator
 
@@ -33,46 +34,50 @@ def accelerator(kind: str, **given: Any) -> Any:
     given = {"cpu": True, "gradient_accumulation_steps": 2, **given}
     if kind == "plain":
         return Accelerator(**given)
-    return FSDPEngineAccelerator(shard={"strategy": kind, "min_unit_size": 0}, **given)
+    shard = {"min_unit_size": 0} if shard is None else shard
+    return FSDPEngineAccelerator(shard={"strategy": kind, **shard}, **given)
 
 
 class Loop:
     """What accelerate's documentation shows: everything is built before it is prepared."""
 
-    def __init__(self, kind: str, seed: int = 0, shuffle: bool = True, **given: Any) -> None:
+    def __init__(self, kind: str, seed: int = 0, **given: Any) -> None:
         self.accelerator = accelerator(kind, **given)
         model = llama(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         size = 4 // num_ranks()
         torch.manual_seed(7)
-        loader = torch.utils.data.DataLoader(rows(32), batch_size=size, shuffle=shuffle)
+        loader = torch.utils.data.DataLoader(rows(32), batch_size=size, shuffle=True)
         held_out = torch.utils.data.DataLoader(rows(7, seed=2), batch_size=3)
         prepared = self.accelerator.prepare(optimizer, model, loader, held_out, scheduler)
         self.optimizer, self.model, self.loader, self.held_out, self.scheduler = prepared
 
-    def train(self, epochs: int = 1) -> list[tuple[float, float]]:
-        """The loss over all ranks, and the gradient's norm, of every step."""
+    def train(
+        self, epoch: int = 0, first: int = 0, last: int | None = None
+    ) -> list[tuple[float, float]]:
+        """The loss over all ranks, and the gradient's norm, of every step of an epoch, or of some
+        batches of it, as in accelerate's example of checkpoints."""
         figures, losses = [], []
-        for _ in range(epochs):
-            for batch in self.loader:
-                with self.accelerator.accumulate(self.model):
-                    loss = self.model(**batch).loss
-                    losses.append(self.accelerator.reduce(loss.detach(), "mean"))
-                    self.accelerator.backward(loss)
-                    if self.accelerator.sync_gradients:
-                        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
-                        assert type(norm) is torch.Tensor
-                        figures.append((float(sum(losses)) / len(losses), float(norm)))
-                        losses.clear()
-                    self.optimizer.step()
-                    self.scheduler.step()
-                    self.optimizer.zero_grad()
+        self.loader.set_epoch(epoch)
+        loader = self.accelerator.skip_first_batches(self.loader, first) if first else self.loader
+        for batch in itertools.islice(loader, None if last is None else last - first):
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                losses.append(self.accelerator.reduce(loss.detach(), "mean"))
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    assert type(norm) is torch.Tensor
+                    figures.append((float(sum(losses)) / len(losses), float(norm)))
+                    losses.clear()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
         return figures
 
     @torch.no_grad()
     def evaluate(self) -> torch.Tensor:
-        """Logits of all held-out sequences, in their order."""
         self.model.eval()
         found = []
         for batch in self.held_out:
@@ -82,24 +87,23 @@ class Loop:
         return torch.cat(found)
 
 
-@pytest.mark.parametrize("level", [FULL])
+@functools.cache
+def plain_run(size: int) -> tuple[list[tuple[float, float]], torch.Tensor]:
+    plain = Loop("plain")
+    return plain.train(), plain.evaluate()
+
+
+@pytest.mark.parametrize(
+    "level", [FULL, *(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3])]
+)
 @on_few_ranks
 def test_a_loop_is_that_of_ddp(level: str) -> None:
-    plain = Loop("plain")
-    expected, logits = plain.train(), plain.evaluate()
+    expected, logits = plain_run(num_ranks())
     ours = Loop(level)
     torch.testing.assert_close(ours.train(), expected, rtol=1e-4, atol=1e-5)
     found = ours.evaluate()
     assert len(found) == 7
     torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("level", LEVELS)
-@on_ranks(2)
-def test_a_loop_at_every_level_is_that_of_ddp(level: str) -> None:
-    expected = Loop("plain").train()
-    torch.testing.assert_close(Loop(level).train(), expected, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)
@@ -121,17 +125,10 @@ def test_a_plan_keeps_its_dtypes_in_bf16() -> None:
             known = {name: each for name, each in given.items() if each is not None}
             return {"mp_policy": planned, **known, "strategy": FULL, "outer_strategy": None}
 
-    as_launched()
-    from fsdp_engine.integrations.accelerate import FSDPEngineAccelerator
-
     own = fe.MixedPrecisionPolicy()
     for options, expected in (({}, planned), ({"mp_policy": own}, own)):
-        given = {"strategy": Plan(), **options}
-        accelerator = FSDPEngineAccelerator(shard=given, cpu=True, mixed_precision="bf16")
-        model = accelerator.prepare(llama())
-        engine = engine_of(model)
-        assert engine is not None
-        assert engine.policy == expected
+        given = accelerator(Plan(), options, mixed_precision="bf16")
+        assert engine_of(given.prepare(llama())).policy == expected
 
 
 @on_ranks(2)
@@ -163,23 +160,13 @@ def test_the_weights_are_those_of_the_usual_idiom() -> None:
     )
     loop.accelerator.save_model(loop.model, folder / "plain")
     loop.accelerator.wait_for_everyone()
-    expected = _whole(loop)
+    expected = engine_of(loop.model).full_state_dict()
     for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
         assert torch.equal(value, expected[name])
     assert (folder / "plain" / "model.safetensors").is_file()
 
 
-def _whole(loop: Loop) -> dict[str, torch.Tensor]:
-    from fsdp_engine.engine import engine_of
-
-    engine = engine_of(loop.model)
-    assert engine is not None
-    return engine.full_state_dict()
-
-
 class Counter:
-    """An object that a user registers."""
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -191,36 +178,43 @@ class Counter:
 
 
 def held(loop: Loop) -> dict[str, Any]:
-    """Weights, and the optimizer's state and hyperparameters, whole."""
     state = loop.optimizer.optimizer.state
     names = {param: name for name, param in loop.model.named_parameters()}
     means = {names[param]: each["exp_avg"].full_tensor() for param, each in state.items()}
     rates = [group["lr"] for group in loop.optimizer.param_groups]
-    return {"weights": _whole(loop), "means": means, "rates": rates}
+    weights = engine_of(loop.model).full_state_dict()
+    return {"weights": weights, "means": means, "rates": rates}
+
+
+def loop_and_counter(level: str, seed: int) -> tuple[Loop, Counter]:
+    from accelerate.utils import DataLoaderConfiguration
+
+    # Checkpoints know the order of this sampler alone.
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)
+    loop, counter = Loop(level, seed, dataloader_config=loading), Counter()
+    loop.accelerator.register_for_checkpointing(counter)
+    return loop, counter
 
 
 def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-    """Train an epoch, save, train another; returns the saved state, and the second epoch."""
-    loop, counter = Loop(level, shuffle=False), Counter()
-    loop.accelerator.register_for_checkpointing(counter)
+    loop, counter = loop_and_counter(level, seed=0)
     loop.train()
+    loop.train(epoch=1, last=4)
     counter.count = 5
     assert loop.accelerator.save_state(f"{folder}/state") == f"{folder}/state"
     loop.accelerator.save_state(f"{folder}/state")  # takes its own place
-    return held(loop), loop.train()
+    return held(loop), loop.train(epoch=1, first=4)
 
 
 def resume(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-    """The state that was loaded into another model, and the second epoch from it."""
-    loop, counter = Loop(level, seed=9, shuffle=False), Counter()
-    loop.accelerator.register_for_checkpointing(counter)
+    loop, counter = loop_and_counter(level, seed=9)
     loop.accelerator.load_state(f"{folder}/state")
     assert counter.count == 5
-    return held(loop), loop.train()
+    return held(loop), loop.train(epoch=1, first=4)
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1)])
-def test_a_saved_state_is_loaded_on_any_ranks(
+def test_a_state_saved_within_an_epoch_is_loaded_on_any_ranks(
     ranks: Ranks, tmp_path: Path, first: int, second: int
 ) -> None:
     saved, expected = ranks.run(train_and_save, str(tmp_path), FULL, world_size=first)[0]
@@ -253,51 +247,38 @@ def test_automatic_names_and_their_limit() -> None:
         loop.accelerator.load_state()
 
 
-@on_ranks(2)
-def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
-    with pytest.raises(ValueError, match="mixed_precision: expected 'no' or 'bf16'"):
-        accelerator(FULL, mixed_precision="fp16")
-    with pytest.raises(ValueError, match="strategy: expected"):
-        Loop("level 3")
-    loop = Loop(FULL)
-    with pytest.raises(ValueError, match="part of it"):
-        loop.accelerator.prepare(loop.model.model)
-
-
 @pytest.mark.parametrize("level", ["no_shard", FULL])
 @on_ranks(2)
-def test_local_sgd_is_refused_before_a_step_and_says_what_to_do(level: str) -> None:
+def test_what_does_not_fit_together_is_refused_on_all_ranks(level: str) -> None:
     from accelerate.local_sgd import LocalSGD
 
-    loop = Loop(level)
-    local = LocalSGD(accelerator=loop.accelerator, model=loop.model, local_sgd_steps=2)
-    with (
-        pytest.raises(NotImplementedError, match=r"LocalSGD, .* use LocalSGD with"),
-        local,
+    for call, words in (
+        (lambda: accelerator(FULL, mixed_precision="fp16"), "mixed_precision: expected 'no' or"),
+        (lambda: Loop("level 3"), "strategy: expected"),
     ):
-        raise AssertionError("it was entered")
-    switched_off = LocalSGD(loop.accelerator, loop.model, local_sgd_steps=2, enabled=False)
-    with switched_off as each:
-        loop.train()
-        each.step()
-    expected = Loop("plain").train()
-    torch.testing.assert_close(Loop(level).train(), expected, rtol=1e-4, atol=1e-5)
-
-
-@on_ranks(2)
-def test_join_uneven_inputs_is_refused_and_says_what_to_do() -> None:
-    loop = Loop(FULL)
+        with pytest.raises(ValueError, match=words):
+            call()
+    loop = Loop(level)
+    with pytest.raises(ValueError, match="part of it"):
+        loop.accelerator.prepare(loop.model.model)
+    local = LocalSGD(accelerator=loop.accelerator, model=loop.model, local_sgd_steps=2)
+    with pytest.raises(NotImplementedError, match=r"LocalSGD, .* use LocalSGD with"):
+        local.__enter__()
     with (
         pytest.raises(ValueError, match=r"Iterate over engine\.even_batches"),
         loop.accelerator.join_uneven_inputs([loop.model]),
     ):
         raise AssertionError("it was entered")
+    switched_off = LocalSGD(loop.accelerator, loop.model, local_sgd_steps=2, enabled=False)
+    with switched_off as each:
+        found = loop.train()
+        each.step()
+    torch.testing.assert_close(found, plain_run(2)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
 @on_ranks(2)
 def test_units_are_compiled() -> None:
-    expected = Loop("plain").train()
     ours = Loop(FULL, dynamo_backend="eager")
     assert ours.model.model.layers[0]._compiled_call_impl is not None
-    torch.testing.assert_close(ours.train(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.train(), plain_run(2)[0], rtol=1e-4, atol=1e-5)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 import fsdp_engine as fe
 from fsdp_engine.integrations import checkpoint_folder
+from fsdp_engine.integrations.lightning import consolidate
 from tests.integrations.lightning_scene import (
     Block,
     Net,
@@ -32,50 +40,42 @@ from tests.pool import Ranks, on_ranks
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
+class Trained(NamedTuple):
+    found: Any
+    expected: Any
+    ours: Trainer
+    theirs: Trainer
+
+
+def train_both(strategy: Any, made: type[Net] = Net, rel: float = 1e-5, **options: Any) -> Trained:
+    """Trains over the strategy and over DDP; losses and metrics are equal."""
+    arguments = {"calls_forward": True} if options.pop("calls_forward", False) else {}
+    expected, found = make(made, **arguments), make(made, **arguments)
+    theirs, ours = fit(expected, "ddp", **options), fit(found, strategy, **options)
+    assert found.losses == pytest.approx(expected.losses, rel=rel)
+    for name, value in theirs.callback_metrics.items():
+        assert float(ours.callback_metrics[name]) == pytest.approx(float(value), rel=rel), name
+    return Trained(found, expected, ours, theirs)
+
+
+def check_both(*arguments: Any, **options: Any) -> Trained:
+    """As :func:`train_both`; weights are equal, too."""
+    both = train_both(*arguments, **options)
+    check_equal(both.found, both.expected)
+    return both
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_each_level_trains_as_ddp(level: str) -> None:
-    options: dict[str, Any] = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
-    calls_forward = level == LEVELS[1]
-    expected, found = make(calls_forward=calls_forward), make(calls_forward=calls_forward)
-    theirs = fit(expected, "ddp", val=data(), **options)
-    ours = fit(found, by_engine(level), val=data(), **options)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    check_equal(found, expected)
-    for name in ("loss", "val_loss"):
-        assert float(ours.callback_metrics[name]) == pytest.approx(
-            float(theirs.callback_metrics[name]), rel=1e-5
-        )
-
-
-class Towers(Net):
-    """A batch goes through one of its blocks."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        block = self.blocks[int(1000 * x.abs().sum()) % 3]
-        loss = nn.functional.mse_loss(self.head(block(self.inlet(x)) * self.scale), y)
-        self.losses.append(float(loss.detach()))
-        return loss
-
-
-@on_ranks(2)
-def test_ranks_train_different_modules_with_sharded_parameters() -> None:
-    expected, found = make(Towers), make(Towers)
-    options: dict[str, Any] = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
-    fit(expected, by_engine("optim"), **options)
-    fit(found, by_engine(LEVELS[3], different_modules=True), **options)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    check_equal(found, expected)
+    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "val": data()}
+    both = check_both(by_engine(level), calls_forward=level == LEVELS[1], **options)
+    assert {"loss", "val_loss"} <= both.ours.callback_metrics.keys()
 
 
 class Counting(Net):
-    """Has a metric, whose state is neither parameter nor buffer."""
-
     def __init__(self) -> None:
         super().__init__()
-        from torchmetrics import MeanMetric
-
         self.mean = MeanMetric()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -85,49 +85,13 @@ class Counting(Net):
 
 @on_ranks(2)
 def test_arguments_of_shard_and_a_metric() -> None:
-    expected, found = make(Counting), make(Counting)
-    theirs = fit(expected, "ddp", val=data())
     policy = fe.MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    levels = ("optim_grads_params", "optim")
-    strategy = by_engine(*levels, mesh=(2, 1), policy=policy, units=[Block], checkpointing=True)
-    ours = fit(found, strategy, val=data())
-    check_equal(found, expected)
-    assert ours.strategy.engine.policy is policy
-    assert ours.strategy.engine.mesh.outer.size == 2
-    assert float(ours.callback_metrics["mean"]) == pytest.approx(
-        float(theirs.callback_metrics["mean"]), rel=1e-5
-    )
-
-
-class Uneven(Net):
-    """Ranks and microbatches have 1 or 2 samples of a batch of 2 each."""
-
-    by_engine = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        def count(batch_idx: int, rank: int) -> int:
-            return 1 + (batch_idx // 2 + batch_idx + rank * batch_idx) % 2
-
-        number = count(batch_idx, dist.get_rank())
-        loss = number * self.loss([part[:number] for part in batch])
-        every = self.trainer.accumulate_grad_batches
-        if self.by_engine:
-            return every * self.trainer.strategy.engine.mean_loss(loss, number)
-        step = range(batch_idx // every * every, batch_idx // every * every + every)
-        total = sum(count(each, rank) for each in step for rank in range(2))
-        return (
-            loss * 2 * every / total
-        )  # DDP takes the mean over ranks, Lightning over microbatches
-
-
-@on_ranks(2)
-def test_mean_loss_is_the_mean_over_ranks_and_microbatches() -> None:
-    expected, found = make(Uneven), make(Uneven)
-    fit(expected, "ddp", accumulate_grad_batches=2)
-    found.by_engine = True
-    ours = fit(found, by_engine("optim_grads_params"), accumulate_grad_batches=2)
-    check_equal(found, expected)
-    assert ours.strategy.engine.last_mean_loss is not None
+    given = {"mesh": (2, 1), "policy": policy, "units": [Block], "checkpointing": True}
+    both = check_both(by_engine(LEVELS[3], "optim", **given), Counting, val=data())
+    assert "mean" in both.ours.callback_metrics
+    engine = both.ours.strategy.engine
+    assert engine.policy is policy
+    assert engine.mesh.outer.size == 2
 
 
 class Watching(Net):
@@ -144,34 +108,9 @@ def test_by_name_and_all_but_the_last_microbatch_do_not_sync() -> None:
     assert module.syncs == [False, False, True] * 2
 
 
-@on_ranks(2)
-def test_clipping_by_value_and_by_the_norm_of_a_double() -> None:
-    for options in (
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"gradient_clip_val": 0.1, "precision": "64-true"},
-    ):
-        expected, found = make(), make()
-        fit(expected, "ddp", **options)
-        fit(found, by_engine(), **options)
-        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-        check_equal(found, expected)
-
-
-@on_ranks(2)
-def test_half_precision_is_that_of_ddp() -> None:
-    expected, found = make(), make()
-    fit(expected, "ddp", precision="bf16-true", max_epochs=1)
-    fit(found, by_engine(), precision="bf16-true", max_epochs=1)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-2)
-    assert {param.dtype for param in found.parameters()} == {torch.bfloat16}
-
-
 class Seeing(Net):
-    """Notes dtypes within its step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        blocks: Any = self.blocks
-        blocks[0].register_forward_pre_hook(self._see)
+        self.blocks[0].register_forward_pre_hook(self._see)
         self.targets = batch[1].dtype
         return super().training_step(batch, batch_idx)
 
@@ -180,30 +119,26 @@ class Seeing(Net):
 
 
 @on_ranks(2)
-def test_mixed_precision_computes_in_bf16_and_keeps_fp32_weights() -> None:
-    expected, found = make(), make(Seeing)
-    fit(expected, "ddp", precision="bf16-mixed", max_epochs=1)
-    fit(found, by_engine(), precision="bf16-mixed", gradient_clip_val=10.0, max_epochs=1)
-    assert found.losses == pytest.approx(expected.losses, rel=5e-2)
-    assert found.seen == (torch.bfloat16, torch.bfloat16)
-    assert found.targets == torch.float32  # a step's batch is not cast
-    assert {param.dtype for param in found.parameters()} == {torch.float32}
-
-
-@on_ranks(2)
-def test_fp16_with_a_scaler() -> None:
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    modules = []
+def test_clipping_by_value_and_precisions_are_those_of_ddp() -> None:
+    by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    for options in (by_value, {"gradient_clip_val": 0.1, "precision": "64-true"}):
+        check_both(by_engine(), rel=1e-6, **options)
+    once = {"max_epochs": 1, "gradient_clip_val": 10.0}
+    both = train_both(by_engine(), rel=1e-2, precision="bf16-true", **once)
+    assert {param.dtype for param in both.found.parameters()} == {torch.bfloat16}
+    both = train_both(by_engine(), Seeing, rel=5e-2, precision="bf16-mixed", **once)
+    assert both.found.seen == (torch.bfloat16, torch.bfloat16)
+    assert both.found.targets == torch.float32  # a step's batch is not cast
+    assert {param.dtype for param in both.found.parameters()} == {torch.float32}
+    losses = []
     for strategy in ("ddp", by_engine()):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
         module = make()
-        trainer = make_trainer(strategy, max_epochs=1, gradient_clip_val=0.3, more=[plugin])
-        trainer.fit(module, data())
+        trainer = fit(module, strategy, max_epochs=1, gradient_clip_val=0.3, more=[plugin])
         assert trainer.precision_plugin.state_dict()["_growth_tracker"] == 6
-        modules.append(module)
-    assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-2)
+        losses.append(module.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
 @on_ranks(2)
@@ -230,9 +165,9 @@ class Adversaries(Net):
         self.maker = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
         self.judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch
-        making, judging = self.optimizers()  # type: ignore[misc]
+        making, judging = self.optimizers()
         made = self.maker(x[:, :3])
         softplus = nn.functional.softplus
 
@@ -255,42 +190,39 @@ class Adversaries(Net):
 
     def configure_optimizers(self) -> Any:
         maker = list(self.maker.parameters())
-        ids = {id(param) for param in maker}
-        rest = [param for param in self.parameters() if id(param) not in ids]
+        rest = [param for name, param in self.named_parameters() if not name.startswith("maker.")]
         return [torch.optim.Adam(maker, lr=1e-2), torch.optim.SGD(rest, lr=1e-2, momentum=0.9)]
+
+
+def consolidated(folder: Path, name: str) -> Path:
+    if dist.get_rank() == 0:
+        consolidate(folder / name, folder / "file.ckpt")
+    dist.barrier()
+    return folder / "file.ckpt"
 
 
 @on_ranks(2)
 def test_two_optimizers_by_hand_train_as_ddp_and_come_back() -> None:
-    from fsdp_engine.integrations.lightning import consolidate
-
     ddp = "ddp_find_unused_parameters_true"
     with shared_folder() as folder:
         expected, first = make(Adversaries), make(Adversaries)
         fit(expected, ddp)
-        trainer = fit(first, by_engine(), max_epochs=1)
-        trainer.save_checkpoint(folder / "half.ckpt")
+        fit(first, by_engine(), max_epochs=1).save_checkpoint(folder / "half.ckpt")
         second = make(Adversaries)
         fit(second, by_engine("optim"), ckpt_path=folder / "half.ckpt")
         assert first.losses + second.losses == pytest.approx(expected.losses, rel=1e-5)
         check_equal(second, expected)
-        if dist.get_rank() == 0:
-            consolidate(folder / "half.ckpt", folder / "file.ckpt")
-        dist.barrier()
         plain = make(Adversaries)
-        fit(plain, ddp, ckpt_path=folder / "file.ckpt")
+        fit(plain, ddp, ckpt_path=consolidated(folder, "half.ckpt"))
         check_equal(plain, expected)
 
 
 class Scheduled(Net):
-    """Frozen and tied weights, and a schedule."""
-
     def __init__(self, kind: str = "step") -> None:
         super().__init__()
         self.kind = kind
-        blocks: Any = self.blocks
-        blocks[0].requires_grad_(False)
-        blocks[1].up.weight = blocks[2].up.weight
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].up.weight = self.blocks[2].up.weight
 
     def configure_optimizers(self) -> Any:
         params = [param for param in self.parameters() if param.requires_grad]
@@ -298,7 +230,7 @@ class Scheduled(Net):
         schedules = torch.optim.lr_scheduler
         if self.kind == "plateau":
             plateau = schedules.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-            schedule: Any = {"scheduler": plateau, "monitor": "val_loss"}
+            schedule = {"scheduler": plateau, "monitor": "val_loss"}
         else:
             schedule = {"scheduler": schedules.StepLR(optimizer, 2, 0.7), "interval": self.kind}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
@@ -308,14 +240,12 @@ class Scheduled(Net):
     "kind", ["step", pytest.param("epoch", marks=pytest.mark.thorough), "plateau"]
 )
 @on_ranks(2)
-def test_schedules_frozen_and_tied_weights_go_on_from_a_checkpoint(kind: str) -> None:
+def test_schedules_frozen_and_tied_weights_continue_from_a_checkpoint(kind: str) -> None:
+    options: dict[str, Any] = {"val": data(), "gradient_clip_val": 0.5}
+    expected, begun, found = (make(Scheduled, kind=kind) for _ in range(3))
     with shared_folder() as folder:
-        expected = make(Scheduled, kind=kind)
-        theirs = fit(expected, "ddp", val=data(), max_epochs=3, gradient_clip_val=0.5)
-        options: dict[str, Any] = {"val": data(), "gradient_clip_val": 0.5}
-        trainer = fit(make(Scheduled, kind=kind), by_engine(), max_epochs=2, **options)
-        trainer.save_checkpoint(folder / "x")
-        found = make(Scheduled, kind=kind)
+        theirs = fit(expected, "ddp", max_epochs=3, **options)
+        fit(begun, by_engine(), max_epochs=2, **options).save_checkpoint(folder / "x")
         ours = fit(found, by_engine("optim"), max_epochs=3, ckpt_path=folder / "x", **options)
         check_equal(found, expected)
         rates = [each.optimizers[0].param_groups[0]["lr"] for each in (ours, theirs)]
@@ -336,22 +266,25 @@ class Later(Net):
                 self.blocks = nn.ModuleList([Block() for _ in range(3)])
 
 
+def empty_net() -> Net:
+    with make_trainer(by_engine()).init_module(empty_init=True):
+        made = Net()
+    assert made.head.weight.is_meta
+    return made
+
+
 @on_ranks(2)
 def test_models_without_memory_get_values_shard_by_shard() -> None:
     module = make(Later)
     trainer = fit(module, by_engine())
     assert module.losses[-1] < 100
     assert not any(param.is_meta for param in module.parameters())
-    with make_trainer(by_engine()).init_module(empty_init=True):
-        other = Net()
-    assert other.head.weight.is_meta
+    other = empty_net()
     fit(other, by_engine(), max_epochs=1)
     assert float(weights(other)["blocks.0.up.weight"].std()) > 0.1
     with shared_folder() as folder:
         trainer.save_checkpoint(folder / "x")
-        with make_trainer(by_engine()).init_module(empty_init=True):
-            empty = Net()
-        loading = make_trainer(by_engine(initial_values="empty"))
+        empty, loading = empty_net(), make_trainer(by_engine(initial_values="empty"))
         loading.validate(empty, data(), ckpt_path=folder / "x", verbose=False)
         check_equal(empty, module)
 
@@ -367,9 +300,6 @@ def test_ranks_start_from_what_the_first_one_built() -> None:
 
 @on_ranks(2)
 def test_summary_early_stopping_and_what_a_strategy_sends() -> None:
-    from lightning.pytorch.callbacks import EarlyStopping
-    from lightning.pytorch.utilities.model_summary import ModelSummary
-
     module = make()
     total = ModelSummary(module).total_parameters
     stopping = EarlyStopping("val_loss", patience=0, min_delta=10.0)
@@ -384,19 +314,10 @@ def test_summary_early_stopping_and_what_a_strategy_sends() -> None:
 
 
 def _train(folder: str, num_epochs: int, level: str, resumes: bool) -> list[float]:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     saver = ModelCheckpoint(folder, save_last=True, save_top_k=2, monitor="val_loss")
-    module = make()
-    last = f"{folder}/last.ckpt" if resumes else None
-    trainer = fit(
-        module,
-        by_engine(level),
-        val=data(),
-        max_epochs=num_epochs,
-        callbacks=[saver],
-        ckpt_path=last,
-    )
+    module, last = make(), f"{folder}/last.ckpt" if resumes else None
+    options = {"val": data(), "max_epochs": num_epochs, "callbacks": [saver], "ckpt_path": last}
+    trainer = fit(module, by_engine(level), **options)
     names = sorted(os.listdir(folder))
     dist.barrier()
     assert "last.ckpt" in names
@@ -404,46 +325,36 @@ def _train(folder: str, num_epochs: int, level: str, resumes: bool) -> list[floa
     assert is_checkpoint(saver.best_model_path)
     (metrics,) = trainer.validate(module, data(), ckpt_path="best", verbose=False)
     assert metrics["val_loss"] == pytest.approx(float(saver.best_model_score), rel=1e-6)
-    losses = [torch.empty(len(module.losses)) for _ in range(dist.get_world_size())]
-    dist.all_gather(losses, torch.tensor(module.losses))
-    mean: list[float] = torch.stack(losses).mean(dim=0).tolist()
-    return mean
+    losses = torch.tensor(module.losses)
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
 
 
-def test_a_run_goes_on_along_its_curve_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks.run(_train, str(tmp_path / "a"), 4, "optim_grads_params", False, world_size=2)[0]
-    begun = ranks.run(_train, str(tmp_path / "b"), 2, "optim_grads_params", False, world_size=2)[0]
-    third = ranks.run(_train, str(tmp_path / "b"), 3, "optim_grads", True, world_size=1)[0]
-    fourth = ranks.run(_train, str(tmp_path / "b"), 4, "optim", True, world_size=2)[0]
+def test_a_run_continues_along_its_curve_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks.run(_train, str(tmp_path / "a"), 4, LEVELS[3], False, world_size=2)[0]
+    begun = ranks.run(_train, str(tmp_path / "b"), 2, LEVELS[3], False, world_size=2)[0]
+    third = ranks.run(_train, str(tmp_path / "b"), 3, LEVELS[2], True, world_size=1)[0]
+    fourth = ranks.run(_train, str(tmp_path / "b"), 4, LEVELS[1], True, world_size=2)[0]
     assert begun + third + fourth == pytest.approx(whole, rel=1e-5)
 
 
 @on_ranks(2)
-def test_files_of_other_strategies_come_in_and_go_out() -> None:
-    from fsdp_engine.integrations.lightning import consolidate
-
+def test_files_of_other_strategies_come_in_and_out() -> None:
     with shared_folder() as folder:
-        expected = make()
+        expected, found, last = make(), make(), make()
         fit(expected, "ddp", max_epochs=3)
-        theirs = fit(make(), "ddp", max_epochs=1)
-        theirs.save_checkpoint(folder / "ddp.ckpt")
-        found = make()
+        fit(make(), "ddp", max_epochs=1).save_checkpoint(folder / "ddp.ckpt")
         ours = fit(found, by_engine(), max_epochs=2, ckpt_path=folder / "ddp.ckpt")
         ours.save_checkpoint(folder / "ours.ckpt")
-        if dist.get_rank() == 0:
-            consolidate(folder / "ours.ckpt", folder / "file.ckpt")
-        dist.barrier()
-        loaded = Net.load_from_checkpoint(folder / "file.ckpt")
+        file = consolidated(folder, "ours.ckpt")
+        loaded = Net.load_from_checkpoint(file)
         assert loaded.hparams["lr"] == 1e-2
         check_equal(loaded, found)
-        last = make()
-        fit(last, "ddp", max_epochs=3, ckpt_path=folder / "file.ckpt")
+        fit(last, "ddp", max_epochs=3, ckpt_path=file)
         check_equal(last, expected)
 
 
 class Picky(Net):
-    """Changes the saved state."""
-
     puts_in: Any = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -459,22 +370,21 @@ class Picky(Net):
 @on_ranks(2)
 def test_hooks_leave_out_weights_and_add_to_all_else() -> None:
     with shared_folder() as folder:
-        module = make(Picky)
-        trainer = fit(module, by_engine(), max_epochs=1)
-        trainer.save_checkpoint(folder / "x", weights_only=True)
+        module, other, trainer = make(Picky), make(Picky), make_trainer(by_engine())
+        saving = fit(module, by_engine(), max_epochs=1)
+        saving.save_checkpoint(folder / "x", weights_only=True)
         with pytest.raises(ValueError, match=r"missing model\.head\.bias"):
             make_trainer(by_engine()).validate(make(Picky), data(), ckpt_path=folder / "x")
-        other = make(Picky)
         other.strict_loading = False
         bias = weights(other)["head.bias"]
-        make_trainer(by_engine()).validate(other, data(), ckpt_path=folder / "x", verbose=False)
+        trainer.validate(other, data(), ckpt_path=folder / "x", verbose=False)
         torch.testing.assert_close(weights(other)["head.weight"], weights(module)["head.weight"])
         assert torch.equal(weights(other)["head.bias"], bias)
         with pytest.raises(ValueError, match=r"optimizer: expected entries"):
             fit(other, by_engine(), ckpt_path=folder / "x")
         module.puts_in = torch.zeros(2, 6)
         with pytest.raises(ValueError, match=r"found others in head\.weight"):
-            trainer.save_checkpoint(folder / "y")
+            saving.save_checkpoint(folder / "y")
         assert os.listdir(folder) == ["x"]
 
 
@@ -482,10 +392,8 @@ def test_hooks_leave_out_weights_and_add_to_all_else() -> None:
 def test_a_save_that_fails_leaves_nothing_and_is_an_error_on_all_ranks() -> None:
     with shared_folder() as folder:
         trainer = fit(make(), by_engine(), max_epochs=1)
-        with (
-            mock.patch.object(checkpoint_folder, "sync_folder", side_effect=OSError("planted")),
-            pytest.raises(OSError, match="planted"),
-        ):
+        fails = mock.patch.object(checkpoint_folder, "sync_folder", side_effect=OSError("planted"))
+        with fails, pytest.raises(OSError, match="planted"):
             trainer.save_checkpoint(folder / "x")
         dist.barrier()
         assert os.listdir(folder) == []
@@ -505,17 +413,14 @@ class Failing(Net):
 
 @on_ranks(2)
 def test_a_checkpoint_on_an_exception_has_the_weights_of_the_last_step() -> None:
-    from lightning.pytorch.callbacks import OnExceptionCheckpoint
-
     with shared_folder() as folder:
-        module, expected = make(Failing), make()
+        module, expected, found = make(Failing), make(), make()
         with pytest.raises(ZeroDivisionError, match="planted"):
             fit(module, by_engine(), callbacks=[OnExceptionCheckpoint(folder)])
         fit(expected, by_engine(), max_steps=3)
         check_equal(module, expected)
-        found = make()
-        trainer = make_trainer(by_engine())
-        trainer.test(found, data(), ckpt_path=folder / "on_exception.ckpt", verbose=False)
+        path = folder / "on_exception.ckpt"
+        make_trainer(by_engine()).test(found, data(), ckpt_path=path, verbose=False)
         check_equal(found, expected)
 
 
@@ -526,43 +431,47 @@ class Foreign(Net):
         return super().configure_optimizers()
 
 
+class OtherPrecision(Precision):
+    precision = "transformer-engine"
+
+
+REFUSED: dict[type[Exception], dict[str, Callable[[], object]]] = {
+    TypeError: {
+        r"expected arguments of fsdp_engine\.shard.*found unitz": lambda: by_engine(unitz=1),
+        "not compiled as a whole": lambda: fit(torch.compile(make(), backend="eager"), by_engine()),
+        "units: expected module": lambda: fit(make(), by_engine(units=dist.get_rank() or None)),
+        "checkpoint_io: expected none": lambda: by_engine_with(TorchCheckpointIO()),
+    },
+    ValueError: {
+        "strategy: expected one of no_shard": lambda: fit(make(), by_engine("everything")),
+        "optimizer: expected parameters of the sharded": lambda: fit(make(Foreign), by_engine()),
+        "precision: expected one of 32-true": lambda: by_engine_with(OtherPrecision()),
+    },
+    RuntimeError: {
+        "engine: expected a model that the Trainer has set up": lambda: by_engine().engine,
+    },
+    FileNotFoundError: {
+        "expected a checkpoint at": lambda: fit(make(), by_engine(), ckpt_path="/nowhere/x.ckpt"),
+    },
+}
+
+
+def by_engine_with(plugin: Any) -> Trainer:
+    return make_trainer(by_engine(), more=[plugin])
+
+
 @on_ranks(2)
 def test_errors_are_raised_on_all_ranks() -> None:
-    rank = dist.get_rank()
-    with pytest.raises(TypeError, match=r"expected arguments of fsdp_engine\.shard.*found unitz"):
-        by_engine(unitz=1)
-    with pytest.raises(RuntimeError, match="engine: expected a model that the Trainer has set up"):
-        _ = by_engine().engine
-    with pytest.raises(ValueError, match="strategy: expected one of no_shard"):
-        fit(make(), by_engine("everything"))
-    with pytest.raises(TypeError, match="not compiled as a whole"):
-        fit(torch.compile(make(), backend="eager"), by_engine())
-    with pytest.raises(TypeError, match="units: expected module classes"):
-        fit(make(), by_engine(units=3 if rank else None))
-    with pytest.raises(ValueError, match="optimizer: expected parameters of the sharded model"):
-        fit(make(Foreign), by_engine())
-    with pytest.raises(FileNotFoundError, match="expected a checkpoint at"):
-        fit(make(), by_engine(), ckpt_path="/nowhere/x.ckpt")
-    from lightning.pytorch.plugins.io import TorchCheckpointIO
-
-    with pytest.raises(TypeError, match="checkpoint_io: expected none"):
-        make_trainer(by_engine(), more=[TorchCheckpointIO()])
-    from lightning.pytorch.plugins.precision import Precision
-
-    class Other(Precision):
-        precision = "transformer-engine"
-
-    with pytest.raises(ValueError, match="precision: expected one of 32-true"):
-        make_trainer(by_engine(), more=[Other()])
+    for error, calls in REFUSED.items():
+        for words, call in calls.items():
+            with pytest.raises(error, match=words):
+                call()
 
 
 @on_ranks(1)
 def test_one_device_and_a_job_that_died_while_it_saved() -> None:
     with shared_folder() as folder:
-        expected, found = make(), make()
-        fit(expected, "ddp", max_epochs=1)
-        trainer = fit(found, by_engine(), max_epochs=1)
-        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+        trainer = train_both(by_engine(), rel=1e-6, max_epochs=1).ours
         left = folder / ".saving-x.ckpt"
         left.mkdir()
         (left / "__shards_0_0_0.distcp").write_bytes(b"half")

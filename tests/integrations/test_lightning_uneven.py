@@ -3,14 +3,13 @@ has the batches of all ranks."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -18,10 +17,13 @@ import fsdp_engine as fe
 from tests import reference
 from tests.integrations.lightning_scene import (
     Net,
-    ThereAlready,
+    OneOfTheBlocks,
     by_engine,
+    fit,
+    make_fabric,
     make_trainer,
     shared_folder,
+    weights,
 )
 from tests.integrations.trainer_scene import FULL, LEVELS
 from tests.pool import Ranks, on_ranks
@@ -44,8 +46,6 @@ def batches_of(rank: int, sizes: Sizes) -> list[Batch]:
 
 
 class Stream(IterableDataset[Batch]):
-    """Batches without a known number."""
-
     def __init__(self, batches: list[Batch]) -> None:
         self._batches = batches
 
@@ -89,124 +89,106 @@ class Ours(Net):
         self.log("test_loss", self.loss(batch), sync_dist=True, batch_size=len(batch[0]))
 
 
-def made(**given: Any) -> Ours:
+def made(cls: type[Ours] = Ours, **given: Any) -> Any:
     torch.manual_seed(0)
-    return Ours(**given).double()
+    return cls(**given).double()
 
 
-def train_alone(sizes: Sizes, accumulate: int, epochs: int, by_samples: bool) -> Ours:
+def train_alone(
+    sizes: Sizes, accumulate: int = 1, epochs: int = 1, by_samples: bool = False
+) -> Ours:
     """One process. The loss of a step is the mean over its batches, or over its samples."""
     model = made()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     by_rank = [batches_of(rank, sizes) for rank in range(len(sizes))]
     for begin in [*range(0, max(map(len, by_rank)), accumulate)] * epochs:
         step = [each for batches in by_rank for each in batches[begin : begin + accumulate]]
-        weights = [float(len(x)) if by_samples else 1.0 for x, _ in step]
-        losses = [weight * model.loss(each) for weight, each in zip(weights, step, strict=True)]
+        counts = [float(len(x)) if by_samples else 1.0 for x, _ in step]
+        losses = [count * model.loss(each) for count, each in zip(counts, step, strict=True)]
         optimizer.zero_grad()
-        (torch.stack(losses).sum() / sum(weights)).backward()
+        (torch.stack(losses).sum() / sum(counts)).backward()
         optimizer.step()
     return model
 
 
-def check_weights(model: nn.Module, alone: nn.Module) -> None:
-    engine = fe.engine.engine_of(model)
-    assert engine is not None
-    found = engine.full_state_dict()
-    for name, right in alone.state_dict().items():
+def check_weights(found: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
+    for name, right in alone.items():
         assert reference.relative_error(found[name], right) < 1e-11, name
 
 
 def mean_loss(model: Ours, sizes: Sizes) -> float:
-    """The mean over all samples."""
     batches = [each for rank in range(len(sizes)) for each in batches_of(rank, sizes)]
     with torch.no_grad():
         sums = [model.loss(each).item() * len(each[0]) for each in batches]
     return sum(sums) / sum(len(x) for x, _ in batches)
 
 
-def run(
-    sizes: Sizes, level: str, accumulate: int, streams: bool, own_mean: bool, manual: bool
-) -> None:
-    model = made(own_mean=own_mean, manual=manual)
-    trainer = make_trainer(
-        by_engine(level),
-        accumulate_grad_batches=accumulate,
-        precision="64-true",
-        use_distributed_sampler=False,
-    )
+def train(model: nn.Module, train: Any, val: Any = None, level: str = FULL, **given: Any) -> Any:
+    different = given.pop("different_modules", False)
+    strategy = by_engine(level, different_modules=different)
+    arguments = {"precision": "64-true", "use_distributed_sampler": False, **given}
+    return fit(model, strategy, train=train, val=val, **arguments)
+
+
+class Case(NamedTuple):
+    sizes: Sizes = UNEVEN
+    accumulate: int = 1
+    streams: bool = False
+    own_mean: bool = False
+    manual: bool = False
+
+
+def run(level: str, case: Case) -> None:
+    sizes, streams = case.sizes, case.streams
+    model = made(own_mean=case.own_mean, manual=case.manual)
     evaluated = UNEVEN if len(sizes) == 2 else sizes
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(model, loader(sizes, streams), loader(evaluated, streams))
-        alone = train_alone(sizes, accumulate, 2, own_mean)
-        check_weights(model, alone)
-        right = mean_loss(alone, evaluated)
-        assert trainer.callback_metrics["val_loss"].item() == pytest.approx(right, rel=1e-9)
-        assert model.counted == 2 * sum(evaluated[dist.get_rank()])
-        # Two loaders, one after the other.
-        (first, second) = trainer.validate(
-            model, [loader(evaluated), loader(evaluated, True)], verbose=False
-        )
-        for found in (*first.values(), *second.values()):
-            assert found == pytest.approx(right, rel=1e-9)
-        (tested,) = trainer.test(model, loader(evaluated, streams), verbose=False)
-        assert tested["test_loss"] == pytest.approx(right, rel=1e-9)
-        predicted = trainer.predict(model, loader(evaluated, streams))
-    assert predicted is not None
+    loaders = loader(sizes, streams), loader(evaluated, streams)
+    trainer = train(model, *loaders, level, accumulate_grad_batches=case.accumulate)
+    assert not case.own_mean or trainer.strategy.engine.last_mean_loss is not None
+    alone = train_alone(sizes, case.accumulate, 2, case.own_mean)
+    check_weights(weights(model), alone.state_dict())
+    right = pytest.approx(mean_loss(alone, evaluated), rel=1e-9)
+    assert trainer.callback_metrics["val_loss"].item() == right
+    assert model.counted == 2 * sum(evaluated[dist.get_rank()])
+    two = [loader(evaluated), loader(evaluated, True)]  # one after the other
+    for found in trainer.validate(model, two, verbose=False):
+        assert all(value == right for value in found.values())
+    (tested,) = trainer.test(model, loader(evaluated, streams), verbose=False)
+    assert tested["test_loss"] == right
+    predicted = trainer.predict(model, loader(evaluated, streams))
     mine = batches_of(dist.get_rank(), evaluated)
-    kept = [each for each in predicted if each is not None]
     assert len(predicted) == max(map(len, evaluated))
+    kept = [each for each in predicted if each is not None]
     with torch.no_grad():
-        torch.testing.assert_close(
-            torch.stack(kept), torch.stack([alone.loss(each) for each in mine])
-        )
+        expected = torch.stack([alone.loss(each) for each in mine])
+    torch.testing.assert_close(torch.stack(kept), expected)
 
 
-CASES: dict[str, tuple[Sizes, int, bool, bool, bool]] = {
-    "lengths": (UNEVEN, 1, False, False, False),
-    "accumulation": (UNEVEN, 2, False, False, False),
-    "streams": (UNEVEN, 2, True, False, False),
-    "mean over samples": (UNEVEN, 3, False, True, False),
-    "manual": (UNEVEN, 1, False, False, True),
-    "three ranks": (((1,), (2, 3, 1, 1, 2), (3, 2, 1)), 3, True, False, False),
-    "none on one rank": (NONE_ON_ONE, 2, True, False, False),
+CASES = {
+    "lengths": Case(),
+    "accumulation": Case(accumulate=2),
+    "streams": Case(accumulate=2, streams=True),
+    "mean over samples": Case(accumulate=3, own_mean=True),
+    "manual": Case(manual=True),
+    "three ranks": Case(((1,), (2, 3, 1, 1, 2), (3, 2, 1)), 3, streams=True),
+    "none on one rank": Case(NONE_ON_ONE, 2, streams=True),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    [(name, FULL) for name in CASES]
+    [(name, FULL) for name in CASES if name != "lengths"]
     + [("mean over samples", "no_shard")]
     + [
         pytest.param(name, level, marks=pytest.mark.thorough)
         for name in CASES
-        for level in LEVELS[:-1]
-        if (name, level) != ("mean over samples", "no_shard")
+        for level in LEVELS
+        if (name == "lengths" or level != FULL)
+        and (name, level) != ("mean over samples", "no_shard")
     ],
 )
 def test_a_run_is_that_of_one_process(ranks: Ranks, name: str, level: str) -> None:
-    sizes, *rest = CASES[name]
-    ranks.run(run, sizes, level, *rest, world_size=len(sizes))
-
-
-def quiet_fit(trainer: Any, *given: Any, **more: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(*given, **more)
-
-
-def quiet_trainer(level: str = FULL, **given: Any) -> Any:
-    arguments = {"precision": "64-true", "use_distributed_sampler": False, **given}
-    return make_trainer(by_engine(level), **arguments)
-
-
-@on_ranks(2)
-def test_a_rank_without_a_batch_to_validate_is_an_error_on_all() -> None:
-    trainer, sizes = quiet_trainer(), NONE_ON_ONE
-    expected = "dataloader of validation_step: expected at least one batch on each rank"
-    with pytest.raises(ValueError, match=expected):
-        trainer.validate(made(), loader(sizes), verbose=False)
+    ranks.run(run, level, CASES[name], world_size=len(CASES[name].sizes))
 
 
 class LogsEachStep(Ours):
@@ -214,70 +196,73 @@ class LogsEachStep(Ours):
         self.log("val_loss", self.loss(batch), sync_dist=True, on_step=True)
 
 
-@on_ranks(2)
-def test_a_reduction_in_an_uneven_evaluation_is_an_error_on_all() -> None:
-    trainer = quiet_trainer()
-    with pytest.raises(RuntimeError) as error:
-        trainer.validate(LogsEachStep().double(), loader(UNEVEN), verbose=False)
-    assert "expected no communication" in str(error.value) or "on another rank" in str(error.value)
-
-
 class LogsTraining(Ours):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-
-@on_ranks(2)
-def test_a_reduction_in_steps_of_different_modules_is_an_error_on_all() -> None:
-    trainer = make_trainer(by_engine(FULL, different_modules=True), precision="64-true")
-    with pytest.raises(RuntimeError, match=r"expected no communication within it.*on_step=True"):
-        quiet_fit(trainer, LogsTraining().double(), loader(UNEVEN))
-
-
-@on_ranks(2)
-def test_several_uneven_loaders_at_once_are_refused_on_all_ranks() -> None:
-    trainer = quiet_trainer()
-    with pytest.raises(ValueError, match="dataloaders of training_step: expected one, or loaders"):
-        quiet_fit(trainer, made(), [loader(UNEVEN), loader(UNEVEN)])
+        self.log("loss", self.loss(batch), sync_dist=True)
+        return self.loss(batch)
 
 
 class TakesTheIterator(Ours):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+    def training_step(self, dataloader_iter: Any) -> Any:
         batch, _, _ = next(dataloader_iter)
         return self.loss(batch)
 
 
+class FailingStream(Stream):
+    def __iter__(self) -> Iterator[Batch]:
+        yield from super().__iter__()
+        if dist.get_rank() == 1:
+            raise OSError("disk on fire")
+
+
+def validate(model: nn.Module, sizes: Sizes) -> None:
+    trainer = make_trainer(by_engine(FULL), precision="64-true", use_distributed_sampler=False)
+    trainer.validate(model, loader(sizes), verbose=False)
+
+
+REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+    "validation_step: expected at least one batch on each rank": (
+        ValueError,
+        lambda: validate(made(), NONE_ON_ONE),
+    ),
+    "expected no communication|on another rank": (
+        RuntimeError,
+        lambda: validate(made(LogsEachStep), UNEVEN),
+    ),
+    "expected no communication within it.*on_step=True": (
+        RuntimeError,
+        lambda: train(made(LogsTraining), loader(UNEVEN), different_modules=True),
+    ),
+    "dataloaders of training_step: expected one, or loaders": (
+        ValueError,
+        lambda: train(made(), [loader(UNEVEN), loader(UNEVEN)]),
+    ),
+    "training_step: expected one that is given batches": (
+        ValueError,
+        lambda: train(made(TakesTheIterator), loader(UNEVEN)),
+    ),
+    "disk on fire": (
+        OSError,
+        lambda: train(made(), DataLoader(FailingStream(batches_of(0, UNEVEN)), batch_size=None)),
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
 @on_ranks(2)
-def test_a_step_that_takes_the_iterator_is_refused_with_uneven_loaders() -> None:
-    with pytest.raises(ValueError, match="training_step: expected one that is given batches"):
-        quiet_fit(quiet_trainer(), TakesTheIterator().double(), loader(UNEVEN))
-
-
-@on_ranks(2)
-def test_an_error_of_one_loader_is_raised_on_all_ranks() -> None:
-    class Failing(Stream):
-        def __iter__(self) -> Iterator[Batch]:
-            yield from super().__iter__()
-            if dist.get_rank() == 1:
-                raise OSError("disk on fire")
-
-    batches = DataLoader(Failing(batches_of(0, UNEVEN)), batch_size=None)
-    with pytest.raises(OSError, match="disk on fire"):
-        quiet_fit(quiet_trainer(), made(), batches)
+def test_errors_with_uneven_loaders_are_raised_on_all_ranks(words: str) -> None:
+    error, call = REFUSED[words]
+    with pytest.raises(error, match=words):
+        call()
 
 
 @on_ranks(2)
 def test_loaders_of_equal_lengths_are_taken_as_they_are() -> None:
-    trainer, equal = quiet_trainer(), loader(((1, 2), (3, 4)))
-    quiet_fit(trainer, made(), equal)
-    assert trainer.train_dataloader is equal
+    equal = loader(((1, 2), (3, 4)))
+    assert train(made(), equal).train_dataloader is equal
 
 
 class Places:
-    """A loader that saves its place."""
-
     def __init__(self, sizes: Sizes) -> None:
         self._batches = batches_of(dist.get_rank(), sizes)
         self._next = 0
@@ -301,71 +286,42 @@ class Places:
 @pytest.mark.parametrize("after", [1, 3])
 @on_ranks(2)
 def test_a_loader_that_saves_its_place_continues_there(after: int) -> None:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     with shared_folder() as folder:
         writes = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-        quiet_fit(quiet_trainer(max_epochs=1, callbacks=[writes]), made(), Places(UNEVEN))
-        resumed = made()
-        path = folder / f"step={after}.ckpt"
-        quiet_fit(quiet_trainer(max_epochs=1), resumed, Places(UNEVEN), ckpt_path=path)
-        check_weights(resumed, train_alone(UNEVEN, 1, 1, by_samples=False))
+        train(made(), Places(UNEVEN), max_epochs=1, callbacks=[writes])
+        resumed, path = made(), folder / f"step={after}.ckpt"
+        train(resumed, Places(UNEVEN), max_epochs=1, ckpt_path=path)
+        check_weights(weights(resumed), train_alone(UNEVEN).state_dict())
 
 
-class Towers(Ours):
-    """A batch goes through one of its blocks."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        block = self.blocks[int(x.abs().sum().item()) % len(self.blocks)]
-        return nn.functional.mse_loss(self.head(block(self.inlet(x)) * self.scale), y)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
+class Towers(OneOfTheBlocks, Ours):
+    pass
 
 
 @on_ranks(2)
 def test_ranks_use_different_modules_in_uneven_runs() -> None:
     found = []
     for level in (FULL, "no_shard"):
-        torch.manual_seed(0)
-        model = Towers().double()
-        trainer = make_trainer(
-            by_engine(level, different_modules=True),
-            precision="64-true",
-            accumulate_grad_batches=2,
-        )
-        quiet_fit(trainer, model, loader(UNEVEN), loader(UNEVEN, True))
-        engine = fe.engine.engine_of(model)
-        assert engine is not None
-        found.append((engine.full_state_dict(), trainer.callback_metrics["val_loss"].item()))
+        model = made(Towers)
+        options = {"different_modules": True, "accumulate_grad_batches": 2}
+        options["gradient_clip_val"] = 0.3
+        trainer = train(model, loader(UNEVEN), loader(UNEVEN, True), level, **options)
+        found.append((weights(model), trainer.callback_metrics["val_loss"].item()))
     (ours, loss), (theirs, right) = found
     assert loss == pytest.approx(right, rel=1e-9)
-    for name, value in theirs.items():
-        assert reference.relative_error(ours[name], value) < 1e-11, name
+    check_weights(ours, theirs)
 
 
-@pytest.mark.parametrize("level", ["no_shard", FULL])
 @on_ranks(2)
-def test_a_loop_of_fabrics_iterates_over_even_batches(level: str) -> None:
-    from fsdp_engine.integrations.lightning import FSDPEngineFabricStrategy
-
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=2,
-        strategy=FSDPEngineFabricStrategy(level, min_unit_size=0),
-        plugins=[ThereAlready()],
-    )
-    fabric.launch()
-    module = made()
+def test_a_loop_of_fabrics_iterates_over_even_batches() -> None:
+    fabric, module = make_fabric(FULL), made()
     model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=1e-2))
     model.mark_forward_method("loss")
     engine = fe.engine.engine_of(model.module)
-    assert engine is not None
     batches = fabric.setup_dataloaders(loader(UNEVEN), use_distributed_sampler=False)
     for each, weight in engine.even_batches(batches):
         optimizer.zero_grad()
         count = weight * len(each[0])
         fabric.backward(engine.mean_loss(count * model.loss(each), count))
         optimizer.step()
-    check_weights(module, train_alone(UNEVEN, 1, 1, by_samples=True))
+    check_weights(weights(module), train_alone(UNEVEN, by_samples=True).state_dict())

@@ -68,34 +68,33 @@ def train(engine: fe.Engine, optimizer: torch.optim.Optimizer, scheduler: Any, s
     scheduler.step()
 
 
+def third_step(made: tuple[fe.Engine, torch.optim.Optimizer, Any, Any]) -> list[Any]:
+    """A random number drawn before it; weights and schedule after it."""
+    engine, optimizer, scheduler, _ = made
+    drawn = torch.rand(3)
+    train(engine, optimizer, scheduler, 3)
+    return [drawn, engine.full_state_dict(), scheduler.state_dict()]
+
+
 def save_and_tell(folder: str) -> list[Any]:
-    """Two steps, a report, a third step; what then is there."""
-    storage = Storage(Path(folder))
-    engine, optimizer, scheduler, checkpoints = make(seed=1)
+    storage, made = Storage(Path(folder)), make(seed=1)
+    *trained, checkpoints = made
     with storage.instead_of_ray():
         assert checkpoints.load() is None
         for seed in (1, 2):
-            train(engine, optimizer, scheduler, seed)
+            train(*trained, seed)
         checkpoints.report({"loss": 1.5}, step=2)
     assert storage.metrics == [{"step": 2, "loss": 1.5}]
     assert not storage.local[0].exists()  # the local copy is gone
-    drawn = torch.rand(3)
-    train(engine, optimizer, scheduler, 3)
-    return [drawn, engine.full_state_dict(), scheduler.state_dict()]
+    return third_step(made)
 
 
 def take_up(folder: str) -> list[Any]:
-    """The report is loaded; then the third step."""
-    storage = Storage(Path(folder))
-    engine, optimizer, scheduler, checkpoints = make(seed=5)
-    with storage.instead_of_ray():
-        report = checkpoints.load(verify=True)
-    assert report is not None
-    assert report.step == 2
-    assert report.problems == []
-    drawn = torch.rand(3)
-    train(engine, optimizer, scheduler, 3)
-    return [drawn, engine.full_state_dict(), scheduler.state_dict()]
+    made = make(seed=5)
+    with Storage(Path(folder)).instead_of_ray():
+        report = made[-1].load(verify=True)
+    assert (report.step, report.problems) == (2, [])
+    return third_step(made)
 
 
 def test_what_workers_report_is_one_checkpoint_for_any_number_of_workers(
@@ -110,8 +109,7 @@ def test_what_workers_report_is_one_checkpoint_for_any_number_of_workers(
             drawn, weights, schedule = found[rank]
             assert schedule == saved[rank][2]
             # Ranks take the same batches, so that the mean gradient does not depend on them.
-            for name, value in weights.items():
-                torch.testing.assert_close(value, saved[rank][1][name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(weights, saved[rank][1], rtol=1e-4, atol=1e-5)
             if world_size == 2:
                 assert torch.equal(drawn, saved[rank][0])
 
@@ -119,25 +117,25 @@ def test_what_workers_report_is_one_checkpoint_for_any_number_of_workers(
 @on_ranks(2)
 def test_an_error_of_one_worker_is_raised_on_all_and_nothing_is_reported() -> None:
     engine, _, _, checkpoints = make(seed=1)
-    rank = dist.get_rank()
-    report = mock.Mock()
+    rank, report = dist.get_rank(), mock.Mock()
+
+    def failing(owner: Any, name: str, words: str, value: Any = None) -> Any:
+        fails = mock.Mock(side_effect=OSError(words) if rank else None, return_value=value)
+        return mock.patch.object(owner, name, fails)
+
     with mock.patch.object(ray.train, "report", report):
         with pytest.raises(ValueError, match="step: expected the same on all ranks; found"):
             checkpoints.report({}, step=rank)
         with pytest.raises(ValueError, match="step: expected a number of at least 0; found -1"):
             checkpoints.report({}, step=-1 if rank else 3)
-        fails = mock.Mock(side_effect=OSError("no space left") if rank else None)
-        fails.return_value = tempfile.mkdtemp()
         with (
-            mock.patch.object(tempfile, "mkdtemp", fails),
+            failing(tempfile, "mkdtemp", "no space left", tempfile.mkdtemp()),
             pytest.raises(OSError, match="no space left"),
         ):
             checkpoints.report({}, step=3)
     report.assert_not_called()
-    fails = mock.Mock(side_effect=OSError("storage is out of reach") if rank else None)
-    fails.return_value = None
     with (
-        mock.patch.object(ray.train, "get_checkpoint", fails),
+        failing(ray.train, "get_checkpoint", "storage is out of reach"),
         pytest.raises(OSError, match="storage is out of reach"),
     ):
         checkpoints.load()
@@ -166,11 +164,10 @@ def test_a_worker_is_killed_and_another_number_of_workers_goes_on(
 
     session = [sys.executable, str(Path(__file__).parent / "ray_session.py"), folder_of_ray]
     environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    environment["RAY_DEDUP_LOGS"] = "0"
-    environment["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "240"  # on a busy machine
+    slow = {"RAY_DEDUP_LOGS": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240"}
     try:
         command = [*session, *run(2, "--stop-at", "40"), "--", *run(1)]
-        driver = launched.start("ray", command, environment)
+        driver = launched.start("ray", command, {**environment, **slow})
         wait_until(steps_that_ray_knows, "a checkpoint", 240)
         launched.all_with("RayTrainWorker")[-1].kill()
         assert launched.finish("ray", driver, 300) == 0, launched.log("ray")

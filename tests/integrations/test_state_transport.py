@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,17 +22,17 @@ WAIT = timedelta(seconds=20)
 
 
 @pytest.fixture
-def sender() -> Iterator[StateTransport]:
-    transport = StateTransport(timeout=1.0)
-    yield transport
-    transport.shutdown()
+def both() -> Iterator[tuple[StateTransport, StateTransport]]:
+    transports = StateTransport(timeout=1.0), StateTransport(timeout=20.0)
+    yield transports
+    for each in transports:
+        each.shutdown()
 
 
-@pytest.fixture
-def receiver() -> Iterator[StateTransport]:
-    transport = StateTransport(timeout=20.0)
-    yield transport
-    transport.shutdown()
+def later(*actions: Callable[[], None]) -> None:
+    """Call them one after the other, while this thread waits."""
+    for number, action in enumerate(actions):
+        threading.Timer(0.3 * (number + 1), action).start()
 
 
 def large_state() -> dict[str, Tensor]:
@@ -40,7 +40,8 @@ def large_state() -> dict[str, Tensor]:
     return {"weights": torch.ones(1 << 25)}
 
 
-def test_all_values_arrive(sender: StateTransport, receiver: StateTransport) -> None:
+def test_all_values_arrive(both) -> None:
+    sender, receiver = both
     table = torch.arange(12.0).view(3, 4)
     state: dict[str, Any] = {
         "user": {"columns": table.T, "number": torch.tensor(3), "none": torch.empty(0, 2)},
@@ -63,42 +64,23 @@ def test_torchfts_test_of_transports() -> None:
     )
 
 
-def test_a_receiver_waits_until_the_state_is_offered(
-    sender: StateTransport, receiver: StateTransport
-) -> None:
-    offer = threading.Timer(0.3, sender.send_checkpoint, ([1], 4, {"step": 4}, WAIT))
-    offer.start()
+def test_a_receiver_waits_for_its_step_and_no_longer(both) -> None:
+    sender, receiver = both
+
+    def offer(step: int) -> None:
+        sender.send_checkpoint([1], step, {"step": step}, WAIT)
+
+    later(sender.disallow_checkpoint)
+    with pytest.raises(RuntimeError, match="expected that of step 3; found none"):
+        receiver.recv_checkpoint(0, sender.metadata(), 3, WAIT)
+    later(lambda: offer(4))
     assert receiver.recv_checkpoint(0, sender.metadata(), 4, WAIT) == {"step": 4}
-    offer.join()
+    later(sender.disallow_checkpoint, lambda: offer(5))  # refuses no receiver of the next step
+    assert receiver.recv_checkpoint(0, sender.metadata(), 5, WAIT) == {"step": 5}
 
 
-def test_a_step_that_is_over_is_refused(sender: StateTransport, receiver: StateTransport) -> None:
-    end = threading.Timer(0.3, sender.disallow_checkpoint)
-    end.start()
-    with pytest.raises(RuntimeError, match="expected that of step 5; found none"):
-        receiver.recv_checkpoint(0, sender.metadata(), 5, WAIT)
-    end.join()
-
-
-def test_the_end_of_a_step_refuses_no_receiver_of_the_next(
-    sender: StateTransport, receiver: StateTransport
-) -> None:
-    sender.send_checkpoint([1], 5, {"step": 5}, WAIT)
-    actions = [
-        sender.disallow_checkpoint,
-        lambda: sender.send_checkpoint([1], 6, {"step": 6}, WAIT),
-    ]
-    timers = [threading.Timer(0.3 * (i + 1), action) for i, action in enumerate(actions)]
-    for each in timers:
-        each.start()
-    assert receiver.recv_checkpoint(0, sender.metadata(), 6, WAIT) == {"step": 6}
-    for each in timers:
-        each.join()
-
-
-def test_a_receiver_that_does_not_read_holds_the_sender_for_the_timeout_only(
-    sender: StateTransport,
-) -> None:
+def test_a_receiver_that_does_not_read_holds_the_sender_for_the_timeout_only(both) -> None:
+    sender, _ = both
     sender.send_checkpoint([1], 0, large_state(), WAIT)
     host, _, port = sender.metadata().rpartition(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -111,8 +93,10 @@ def test_a_receiver_that_does_not_read_holds_the_sender_for_the_timeout_only(
         assert received < large_state()["weights"].nbytes
 
 
-def test_a_sender_that_ends_is_an_error_at_once(receiver: StateTransport) -> None:
+def test_a_sender_that_ends_or_hangs_is_an_error(both) -> None:
+    _, receiver = both
     with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
 
         def serve_some_bytes() -> None:
             connection, _ = server.accept()
@@ -123,20 +107,14 @@ def test_a_sender_that_ends_is_an_error_at_once(receiver: StateTransport) -> Non
         thread = threading.Thread(target=serve_some_bytes)
         thread.start()
         with pytest.raises(ConnectionError, match="expected 990 more bytes; found the end"):
-            receiver.recv_checkpoint(0, f"localhost:{server.getsockname()[1]}", 0, WAIT)
+            receiver.recv_checkpoint(0, address, 0, WAIT)
         thread.join()
-
-
-def test_a_sender_that_hangs_is_an_error_after_the_timeout(receiver: StateTransport) -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        address = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(TimeoutError):
             receiver.recv_checkpoint(0, address, 0, timedelta(seconds=0.3))
 
 
-def test_a_transfer_in_progress_is_waited_for(
-    sender: StateTransport, receiver: StateTransport
-) -> None:
+def test_a_transfer_in_progress_is_waited_for(both) -> None:
+    sender, receiver = both
     state = large_state()
     found: list[dict[str, Any]] = []
     sender.send_checkpoint([1], 0, state, WAIT)

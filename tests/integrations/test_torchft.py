@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,12 +47,8 @@ class Replica:
     """A replica, and what it trains.
 
     Args:
-        lighthouse: its address.
-        seed: of the model.
-        width: of the model.
         mesh: of its ranks; None: it has one rank, of two.
-        level: of its engine.
-        fixed_sum_order, num_microbatches, timeout, options: of :class:`ElasticReplicas`.
+        options: of :class:`ElasticReplicas`.
     """
 
     def __init__(
@@ -64,9 +59,7 @@ class Replica:
         *,
         mesh: Any = None,
         level: str = "optim_grads_params",
-        fixed_sum_order: bool = False,
         num_microbatches: int = 3,
-        timeout: float = 20.0,
         **options: Any,
     ) -> None:
         self.model = make_model(seed, width)
@@ -82,16 +75,12 @@ class Replica:
             extra={"scheduler": self.scheduler},
             lighthouse=lighthouse,
             num_microbatches=num_microbatches,
-            fixed_sum_order=fixed_sum_order,
-            timeout=timeout,
-            **options,
+            **{"timeout": 20.0, **options},
         )
 
     def train(self, until: int) -> list[int]:
-        """Trains up to step ``until``; returns how many replicas each step had."""
         num_replicas = []
         while self.replicas.step < until:
-            step = self.replicas.step
             for number in self.replicas.microbatches():
                 loss_of(self.model, self.replicas.step, number).backward()
             step = self.replicas.step
@@ -103,8 +92,10 @@ class Replica:
         return num_replicas
 
     def weights(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.engine.full_state_dict()
-        return found
+        return self.engine.full_state_dict()
+
+    def check(self, expected: dict[str, Tensor], rtol: float = 1e-4, atol: float = 1e-4) -> None:
+        torch.testing.assert_close(self.weights(), expected, rtol=rtol, atol=atol)
 
 
 def train_alone(
@@ -125,16 +116,10 @@ def train_alone(
 
 @contextmanager
 def lighthouse(min_replicas: int) -> Iterator[str]:
-    """Its address, on all ranks."""
     server, address = None, [""]
     if dist.get_rank() == 0:
-        server = LighthouseServer(
-            bind="[::]:0",
-            min_replicas=min_replicas,
-            join_timeout_ms=500,
-            quorum_tick_ms=50,
-            heartbeat_timeout_ms=1000,
-        )
+        times = {"join_timeout_ms": 500, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 1000}
+        server = LighthouseServer(bind="[::]:0", min_replicas=min_replicas, **times)
         address = [server.address()]
     dist.broadcast_object_list(address)
     try:
@@ -145,14 +130,20 @@ def lighthouse(min_replicas: int) -> Iterator[str]:
             server.shutdown()
 
 
+def sharded(mesh: Any = None) -> tuple[fe.Engine, torch.optim.Optimizer]:
+    """An engine over all ranks or those of a mesh, and its optimizer."""
+    options = fe.Options(min_unit_size=0)
+    engine = fe.shard(make_model(), mesh, "optim_grads_params", options=options)
+    return engine, torch.optim.SGD(engine.model.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize("num", [1, 3])  # of one, one replica has none
 @on_ranks(2)
 def test_replicas_train_as_one_process_with_the_microbatches_of_all(num: int) -> None:
     with lighthouse(2) as address:
         replica = Replica(address, seed=0, min_replicas=2, num_microbatches=num)
         assert replica.train(5) == [2] * 5
-        for name, value in train_alone(5, num).items():
-            torch.testing.assert_close(replica.weights()[name], value, rtol=1e-5, atol=1e-6)
+        replica.check(train_alone(5, num), 1e-5, 1e-6)
         dist.barrier()
         replica.replicas.close()
 
@@ -160,25 +151,20 @@ def test_replicas_train_as_one_process_with_the_microbatches_of_all(num: int) ->
 @on_ranks(2)
 def test_a_replica_that_comes_later_gets_weights_optimizer_and_scheduler() -> None:
     rank = dist.get_rank()
+    meshes = [mesh_of(2, 1)["inner"] for _ in range(2)]  # both ranks make both
     with lighthouse(1) as address:
-        replica = Replica(address) if rank == 0 else None
-        if replica is not None:
+        if rank == 0:
+            replica = Replica(address, mesh=meshes[0])
             assert replica.train(3) == [1] * 3
-        else:  # the mesh is made by both
-            mesh_of(2, 1)
         dist.barrier()
         if rank == 1:
-            replica = Replica(address, seed=7)
-        else:
-            mesh_of(2, 1)
-        assert replica is not None
+            replica = Replica(address, seed=7, mesh=meshes[1])
         dist.barrier()
         while replica.train(replica.replicas.step + 1) == [1]:  # the first one, until both do
             assert replica.replicas.step < 5000
         until = replica.replicas.step + 3
         assert replica.train(until) == [2] * 3
-        for name, value in train_alone(until).items():
-            torch.testing.assert_close(replica.weights()[name], value, rtol=1e-4, atol=1e-4)
+        replica.check(train_alone(until))
         assert replica.scheduler.last_epoch == until
         dist.barrier()
         replica.replicas.close()
@@ -219,11 +205,10 @@ def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) ->
             if replica.replicas.num_replicas == 2:
                 break
         train(replica.replicas.step + 3)
-        weights = replica.weights()
-        for name in sorted(weights):
-            first = weights[name].clone()
+        for _, value in sorted(replica.weights().items()):
+            first = value.clone()
             dist.broadcast(first, 0)
-            torch.testing.assert_close(weights[name], first, rtol=0, atol=0)
+            assert torch.equal(value, first)
         assert len(failures) == (rank == failing)
         dist.barrier()
         replica.replicas.close()
@@ -232,16 +217,12 @@ def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) ->
 @on_ranks(2)
 def test_a_torn_state_is_not_trained_with() -> None:
     """One rank got the state of a replica, which was lost before the other rank did."""
-    rank = dist.get_rank()
-    engine = fe.shard(
-        make_model(), strategy="optim_grads_params", options=fe.Options(min_unit_size=0)
-    )
-    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    engine, optimizer = sharded()
     with lighthouse(1) as address:
         replicas = ElasticReplicas(engine, optimizer, num_microbatches=1, lighthouse=address)
         for number in replicas.microbatches():
             loss_of(engine.model, 0, number).backward()
-        if rank == 0:
+        if dist.get_rank() == 0:
             replicas._load(replicas._state())
         replicas._manager.report_error(ConnectionError("for a test"))
         assert not replicas.commit()
@@ -251,56 +232,42 @@ def test_a_torn_state_is_not_trained_with() -> None:
         replicas.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"width": WIDTH + 1}, "as this replica has; found 0.weight: ("),
-        ({"num_microbatches": 4}, "as this replica has; found num_microbatches: "),
-        ({"fixed_sum_order": True}, "as this replica has; found fixed_sum_order: "),
-    ],
-    ids=["model", "num_microbatches", "fixed_sum_order"],
-)
+OTHERS = {
+    "0.weight: (": {"width": WIDTH + 1},
+    "num_microbatches: ": {"num_microbatches": 4},
+    "fixed_sum_order: ": {"fixed_sum_order": True},
+}
+
+
+@pytest.mark.parametrize("found", OTHERS)
 @on_ranks(2)
-def test_a_replica_of_another_model_or_configuration_is_refused(
-    options: dict[str, Any], expected: str
-) -> None:
-    rank = dist.get_rank()
+def test_a_replica_of_another_model_or_configuration_is_refused(found: str) -> None:
     with lighthouse(2) as address:
-        more = options if rank == 1 else {}
+        more = OTHERS[found] if dist.get_rank() == 1 else {}
         replica = Replica(address, min_replicas=2, **more)
-        found, committed = "", False
+        error, committed = "", False
         try:
             list(replica.replicas.microbatches())
             committed = replica.replicas.commit()
-        except ValueError as error:
-            found = str(error)
-        all_found: list[Any] = [None] * 2
-        dist.all_gather_object(all_found, (found, committed))
-        assert not any(committed for _, committed in all_found)
-        refused = [text for text, _ in all_found if text]
-        assert len(refused) == 1
-        assert refused[0].startswith("state of a living replica: expected ")
-        assert expected in refused[0]
+        except ValueError as raised:
+            error = str(raised)
+        everywhere: list[Any] = [None] * 2
+        dist.all_gather_object(everywhere, (error, committed))
+        assert not any(committed for _, committed in everywhere)
+        (refused,) = [text for text, _ in everywhere if text]
+        assert refused.startswith("state of a living replica: expected ")
+        assert f"as this replica has; found {found}" in refused
         dist.barrier()
         replica.replicas.close()
 
 
 @on_ranks(2)
 def test_too_few_replicas_are_an_error_on_all_ranks() -> None:
-    engine = fe.shard(
-        make_model(), strategy="optim_grads_params", options=fe.Options(min_unit_size=0)
-    )
-    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    engine, optimizer = sharded()
     weights = engine.full_state_dict()
     with lighthouse(1) as address:
-        replicas = ElasticReplicas(
-            engine,
-            optimizer,
-            num_microbatches=1,
-            min_replicas=2,
-            lighthouse=address,
-            timeout=20.0,
-        )
+        options = {"num_microbatches": 1, "min_replicas": 2, "timeout": 20.0}
+        replicas = ElasticReplicas(engine, optimizer, lighthouse=address, **options)
 
         def train() -> None:
             for number in replicas.microbatches():
@@ -321,7 +288,6 @@ def test_too_few_replicas_are_an_error_on_all_ranks() -> None:
 
 @on_ranks(3)
 def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
-    """Rank 1 stops itself within a step, for longer than the timeouts; rank 2 resumes it."""
     rank, pids = dist.get_rank(), [0] * 3
     dist.all_gather_object(pids, os.getpid())
     mesh = mesh_of(3, 1)["inner"]
@@ -354,8 +320,8 @@ def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
             weights = replica.weights()
             replicas.close()
             if rank == 0:
-                for name, value in train_alone(until, with_scheduler=False).items():
-                    torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-4)
+                alone = train_alone(until, with_scheduler=False)
+                torch.testing.assert_close(weights, alone, rtol=1e-4, atol=1e-4)
             store.set(f"{rank}", pickle.dumps(weights))
             for name, value in pickle.loads(store.get(f"{1 - rank}")).items():
                 assert torch.equal(weights[name], value)
@@ -364,30 +330,25 @@ def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
 
 @on_ranks(2)
 def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
-    with pytest.raises((TimeoutError, RuntimeError)):
-        Replica("http://localhost:1", timeout=2.0)
-    both = fe.shard(make_model())
-    optimizer = torch.optim.SGD(both.model.parameters(), lr=0.1)
-    with pytest.raises((TimeoutError, RuntimeError)):  # on all ranks of a replica
-        ElasticReplicas(
-            both, optimizer, num_microbatches=1, lighthouse="http://localhost:1", timeout=2.0
-        )
-    mesh = mesh_of(2, 1)["inner"]
-    engine = fe.shard(make_model(), mesh)
-    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="num_microbatches: expected at least 1; found 0"):
-        ElasticReplicas(engine, optimizer, num_microbatches=0)
-    with pytest.raises(ValueError, match="lighthouse: expected an address"):
-        ElasticReplicas(engine, optimizer, num_microbatches=1)
+    absent = {"lighthouse": "http://localhost:1", "timeout": 2.0}
+    alone, of_all = sharded(mesh_of(2, 1)["inner"]), sharded()
+    for given in (alone, of_all):
+        with pytest.raises((TimeoutError, RuntimeError)):  # on all ranks of a replica
+            ElasticReplicas(*given, num_microbatches=1, **absent)
+    for number, expected in (
+        (0, "num_microbatches: expected at least 1; found 0"),
+        (1, "lighthouse: expected an address"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            ElasticReplicas(*alone, num_microbatches=number)
 
 
 def train_five_steps(
     address: str, mesh: Any, level: str, fixed_sum_order: bool, leaves: bool = False
 ) -> dict[str, Tensor]:
     """Full weights after steps of 5 microbatches. A replica may leave the others after 3 steps."""
-    replica = Replica(
-        address, mesh=mesh, level=level, fixed_sum_order=fixed_sum_order, num_microbatches=5
-    )
+    options = {"fixed_sum_order": fixed_sum_order, "num_microbatches": 5}
+    replica = Replica(address, mesh=mesh, level=level, **options)
     replicas, place = replica.replicas, replica.engine.ranks.rank
     dist.barrier()  # the lighthouse awaits replicas that it has seen
     num_replicas = []
@@ -411,25 +372,20 @@ def test_sums_in_a_fixed_order_have_the_bits_of_one_replica(num_replicas: int, l
     """Replicas of 2 ranks, or 3 replicas of 1 rank; one leaves in the middle."""
     rank, num_ranks = dist.get_rank(), 4 // num_replicas
     mesh = mesh_of(4 // num_ranks, num_ranks)["inner"]
-    alone: list[dict[str, Tensor]] = []
-    for fixed_sum_order in (True, False):
+    found = []
+    for fixed_sum_order, num in ((True, 1), (False, 1), (True, num_replicas)):
         with lighthouse(1) as address:
-            if rank < num_ranks:
-                alone.append(train_five_steps(address, mesh, level, fixed_sum_order))
+            if rank < num_ranks * num:
+                leaves = num > 1 and rank >= num_ranks * (num - 1)
+                given = (address, mesh, level, fixed_sum_order, leaves)
+                found.append(train_five_steps(*given))
             else:
                 for _ in range(2):
                     dist.barrier()
-    with lighthouse(1) as address:
-        if rank < num_ranks * num_replicas:
-            leaves = rank >= num_ranks * (num_replicas - 1)
-            found = train_five_steps(address, mesh, level, True, leaves)
-        else:
-            for _ in range(2):
-                dist.barrier()
     if rank < num_ranks:
-        for name, value in found.items():
-            assert torch.equal(alone[0][name], value), name
-            torch.testing.assert_close(alone[1][name], value, rtol=1e-5, atol=1e-6)
+        alone, in_another_order, together = found
+        assert all(torch.equal(together[name], value) for name, value in alone.items())
+        torch.testing.assert_close(together, in_another_order, rtol=1e-5, atol=1e-6)
 
 
 def test_the_tree_of_sums_does_not_depend_on_the_shares() -> None:
@@ -470,11 +426,8 @@ def test_replicas_that_are_killed_end_with_the_bits_of_a_run_without_kills(
     for kills in (0, 2):
         out, name = tmp_path / f"out_{kills}", f"{kills}_kills"
         options = ["--replicas=2", "--min_replicas=1", f"--kills={kills}", f"--out={out}"]
-        command = [sys.executable, "examples/train_elastic_replicas.py", *options]
-        process = launched.start(name, command, {})
-        assert launched.finish(name, process, 250) == 0, launched.log(name)
-        assert launched.log(name).count("killed replica_") == kills
+        log = launched.run(name, ["examples/train_elastic_replicas.py", *options], seconds=250)
+        assert log.count("killed replica_") == kills
         states += [torch.load(out / f"replica_{number}.pt") for number in range(2)]
     for state in states[1:]:
-        for name, value in states[0].items():
-            assert torch.equal(state[name], value)
+        assert all(torch.equal(state[name], value) for name, value in states[0].items())

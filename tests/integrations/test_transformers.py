@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+import fsdp_engine as fe
 from tests.integrations.trainer_scene import (
     FULL,
     LEVELS,
-    VOCAB,
-    Make,
     arguments,
-    as_launched,
     assert_same,
     figures,
     llama,
     rows,
     run,
+    run_plain,
     shared_folder,
     trainer,
 )
@@ -29,27 +28,20 @@ from tests.pool import on_few_ranks, on_ranks
 
 
 def hits(prediction: Any) -> dict[str, float]:
-    """Tokens that were predicted right."""
     guessed = prediction.predictions.argmax(-1)[:, :-1]
     labels = prediction.label_ids[:, 1:]
     return {"hits": float(np.sum((guessed == labels) & (labels != -100)))}
 
 
-@pytest.mark.parametrize("level", [FULL])
+@pytest.mark.parametrize(
+    "level", [FULL, *(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3])]
+)
 @on_few_ranks
 def test_a_run_is_that_of_the_plain_trainer(level: str) -> None:
     given = {"compute_metrics": hits}
     expected = run("plain", trainer=given)
     assert {(2, "eval_hits"), (5, "grad_norm")} <= expected.keys()
     assert_same(run(level, trainer=given), expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("level", LEVELS)
-@on_few_ranks
-def test_a_run_at_every_level_is_that_of_the_plain_trainer(level: str) -> None:
-    given = {"compute_metrics": hits}
-    assert_same(run(level, trainer=given), run("plain", trainer=given))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -87,15 +79,9 @@ def test_training_arguments_mean_what_they_mean(name: str) -> None:
 @pytest.mark.parametrize("level", [FULL, pytest.param("no_shard", marks=pytest.mark.thorough)])
 @on_ranks(2)
 def test_bf16_is_as_close_to_autocast_as_bf16_is(level: str) -> None:
-    exact, expected = run("plain"), run("plain", bf16=True)
+    exact, expected = run_plain(), run("plain", bf16=True)
     assert_same(run(level, bf16=True), expected, rtol=3e-2, atol=3e-2)
     assert any(abs(exact[key] - expected[key]) > 1e-4 for key in exact)
-
-
-@on_ranks(2)
-def test_the_policy_that_is_given_is_taken_beside_bf16() -> None:
-    import fsdp_engine as fe
-
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     made = trainer(FULL, arguments(shared_folder(), bf16=True), shard={"mp_policy": policy})
     assert made.engine.policy == policy
@@ -107,21 +93,19 @@ def test_the_policy_that_is_given_is_taken_beside_bf16() -> None:
 def test_only_the_last_microbatch_syncs_and_the_optimizer_steps_on_slices() -> None:
     from transformers import TrainerCallback
 
-    from fsdp_engine.flat_dtensor import FlatDTensor
-
-    seen: list[tuple[bool, int]] = []
+    made = trainer(FULL, arguments(shared_folder(), max_steps=2))
+    seen: list[tuple[str, int]] = []
 
     class Look(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            seen.append((False, state.global_step))
+            seen.append(("substep", state.global_step))
 
         def on_pre_optimizer_step(
             self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
         ) -> None:
-            assert all(isinstance(p.grad, FlatDTensor) for p in model.parameters())
-            seen.append((True, state.global_step))
+            assert all(isinstance(p.grad, fe.FlatDTensor) for p in model.parameters())
+            seen.append(("step", state.global_step))
 
-    made = trainer(FULL, arguments(shared_folder(), max_steps=2))
     made.add_callback(Look())
     synced: list[bool] = []
     step = made.training_step
@@ -133,10 +117,10 @@ def test_only_the_last_microbatch_syncs_and_the_optimizer_steps_on_slices() -> N
     made.training_step = training_step
     made.train()
     assert synced == [False, True, False, True]
-    assert seen == [(False, 0), (True, 0), (False, 1), (True, 1)]
+    assert seen == [("substep", 0), ("step", 0), ("substep", 1), ("step", 1)]
     state = made.optimizer.optimizer.state
     assert state
-    assert all(isinstance(value["exp_avg"], FlatDTensor) for value in state.values())
+    assert all(isinstance(value["exp_avg"], fe.FlatDTensor) for value in state.values())
 
 
 @pytest.mark.parametrize("level", ["no_shard", FULL])
@@ -152,21 +136,16 @@ def test_an_optimizer_that_was_built_before_is_taken(level: str) -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_has_stepped_before_is_refused() -> None:
+def test_optimizers_that_have_stepped_or_have_other_parameters_are_refused() -> None:
+    import transformers
+
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model(**{name: value[None] for name, value in rows(1)[0].items()}).loss.backward()
     optimizer.step()
     with pytest.raises(ValueError, match="optimizer: expected one that has not stepped"):
         trainer(FULL, arguments(shared_folder()), model, optimizers=(optimizer, None))
-
-
-@on_ranks(2)
-def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused() -> None:
-    made = trainer(FULL, arguments(shared_folder()))
-    import transformers
-
-    loss = torch.nn.Linear(3, 2)
+    made, loss = trainer(FULL, arguments(shared_folder())), nn.Linear(3, 2)
     create = transformers.Trainer.create_optimizer
 
     def with_loss(self: Any, *args: Any) -> Any:
@@ -197,58 +176,32 @@ def test_a_model_on_the_meta_device_gets_the_weights_of_a_folder() -> None:
 
 @on_ranks(2)
 def test_a_model_that_is_sharded_is_taken_as_it_is() -> None:
-    import fsdp_engine as fe
-
     model = llama()
     engine = fe.shard(model, strategy="optim_grads")
     made = trainer(FULL, arguments(shared_folder()), model)
     assert made.engine is engine
     made.train()
-    assert_same(figures(made), run("plain"))
+    assert_same(figures(made), run_plain())
 
 
 @pytest.mark.thorough
 @on_ranks(2)
 def test_model_init_is_called_for_each_training() -> None:
-    expected = run("plain", trainer={"model_init": lambda: llama()})
     made = trainer(FULL, arguments(shared_folder()), model_init=lambda: llama())
-    made.train()
-    assert_same(figures(made), expected)
-    made.train()
-    assert_same(figures(made), expected)
-
-
-class Towers(nn.Module):
-    """A batch goes through one of its towers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, 8)
-        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(8, VOCAB)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        tower = self.towers[int(input_ids.sum()) % 3]
-        logits = self.head(tower(self.embed(input_ids)))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-
-@on_ranks(2)
-def test_ranks_train_different_modules_with_sharded_parameters() -> None:
-    changes: dict[str, Any] = {"eval_strategy": "no", "average_tokens_across_devices": False}
-    expected = run("optim", trainer={"model": Towers()}, **changes)
-    ours = {"model": Towers(), "different_modules": True}
-    assert_same(run(FULL, trainer=ours, **changes), expected)
+    expected = run("plain", trainer={"model_init": lambda: llama()})
+    for _ in range(2):
+        made.train()
+        assert_same(figures(made), expected)
 
 
 @on_ranks(2)
 def test_evaluation_and_prediction_without_training() -> None:
-    plain = trainer("plain", arguments(shared_folder()), compute_metrics=hits)
-    expected, predicted = plain.evaluate(), plain.predict(rows(5, seed=4))
-    ours = trainer(FULL, arguments(shared_folder()), compute_metrics=hits)
-    assert ours.evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-    found = ours.predict(rows(5, seed=4))
+    results = []
+    for kind in ("plain", FULL):
+        made = trainer(kind, arguments(shared_folder()), compute_metrics=hits)
+        results.append((made.evaluate(), made.predict(rows(5, seed=4))))
+    (expected, predicted), (evaluated, found) = results
+    assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     np.testing.assert_allclose(found.predictions, predicted.predictions, rtol=1e-4, atol=1e-5)
     assert found.metrics["test_hits"] == predicted.metrics["test_hits"]
 
@@ -256,24 +209,26 @@ def test_evaluation_and_prediction_without_training() -> None:
 @pytest.mark.thorough
 @on_ranks(2)
 def test_evaluation_in_bf16_throughout() -> None:
-    plain = trainer("plain", arguments(shared_folder(), bf16_full_eval=True)).evaluate()
-    ours = trainer(FULL, arguments(shared_folder(), bf16_full_eval=True)).evaluate()
-    assert ours["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-2)
+    plain, ours = (
+        trainer(kind, arguments(shared_folder(), bf16_full_eval=True)).evaluate()["eval_loss"]
+        for kind in ("plain", FULL)
+    )
+    assert ours == pytest.approx(plain, rel=1e-2)
+
+
+def with_adapters() -> Any:
+    import peft
+
+    base = llama()
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(base, config)
 
 
 @on_ranks(2)
 def test_adapters_of_peft_are_trained_on_a_frozen_base() -> None:
-    as_launched()
-    import peft
-
-    def model() -> Any:
-        base = llama()
-        torch.manual_seed(5)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return peft.get_peft_model(base, config)
-
-    expected = run("plain", trainer={"model": Make(model)})
-    assert_same(run(FULL, trainer={"model": Make(model)}), expected)
+    given = {"make_model": with_adapters}
+    assert_same(run(FULL, trainer=given), run("plain", trainer=given))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -286,12 +241,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("by", ["all ranks", "rank 1"])
 @on_ranks(2)
-def test_what_does_not_go_together_is_refused_on_all_ranks(name: str, by: str) -> None:
-    changes, given = REFUSED[name]
-    if by == "rank 1" and torch.distributed.get_rank() == 0:
-        changes, given = {}, {}
-    with pytest.raises(ValueError, match=name):
-        trainer(FULL, arguments(shared_folder(), **changes), **given)
+def test_what_does_not_fit_together_is_refused_on_all_ranks(by: str) -> None:
+    for name, refused in REFUSED.items():
+        is_mine = by == "all ranks" or torch.distributed.get_rank() == 1
+        changes, given = refused if is_mine else ({}, {})
+        with pytest.raises(ValueError, match=name):
+            trainer(FULL, arguments(shared_folder(), **changes), **given)

@@ -12,7 +12,6 @@ import torch
 from tests.integrations.trainer_scene import (
     FULL,
     arguments,
-    as_launched,
     assert_same,
     figures,
     llama,
@@ -23,20 +22,11 @@ from tests.integrations.trainer_scene import (
 from tests.pool import Ranks, on_ranks
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
-FOLDER = {
-    "config.json",
-    "fsdp_engine",
-    "generation_config.json",
-    "model.safetensors",
-    "scheduler.pt",
-    "trainer_state.json",
-    "training_args.bin",
-}
+FOLDER = {"config.json", "fsdp_engine", "generation_config.json", "model.safetensors"}
+FOLDER |= {"scheduler.pt", "trainer_state.json", "training_args.bin"}
 
 
 class Tokenizer:
-    """What a trainer asks of one."""
-
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "tokenizer.txt").write_text("bytes")
 
@@ -64,59 +54,52 @@ def test_the_model_is_saved_as_from_pretrained_reads_it() -> None:
     assert (folder / "config.json").is_file()
 
 
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = torch.nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.up(x).square().mean()}
+
+
 @pytest.mark.thorough
 @on_ranks(2)
 def test_a_model_that_is_not_of_transformers_is_saved_by_names() -> None:
     from safetensors.torch import load_file
 
-    class Plain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = torch.nn.Linear(3, 4)
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": self.up(x).square().mean()}
-
-    as_launched()
-    torch.manual_seed(0)
     folder = shared_folder()
-    data = [{"x": torch.ones(3) * number} for number in range(16)]
-    given = {"train_dataset": data, "eval_dataset": data}
-    args = arguments(folder, eval_strategy="no", **SAVES)
-    made = trainer(FULL, args, Plain(), **given)
+    args = {"eval_strategy": "no", **SAVES}
+    given = {"train_dataset": [{"x": torch.ones(3) * number} for number in range(16)]}
+    made = trainer(FULL, arguments(folder, **args), Plain(), **given)
     made.train()
     read = load_file(folder / "checkpoint-6" / "model.safetensors")
     assert torch.equal(read["up.weight"], made.engine.full_tensor("up.weight"))
-    again = trainer(FULL, arguments(folder, eval_strategy="no", **SAVES), Plain(), **given)
+    again = trainer(FULL, arguments(folder, **args), Plain(), **given)
     again.train(resume_from_checkpoint=True)
     assert torch.equal(again.engine.full_tensor("up.weight"), read["up.weight"])
 
 
 def first_run(folder: str) -> dict[Any, float]:
-    """Four of the six steps, as a run that is killed then."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             control.should_training_stop = state.global_step == 4
 
-    made = trainer(FULL, arguments(Path(folder), **SAVES), llama(attention_dropout=0.0))
+    made = trainer(FULL, arguments(Path(folder), **SAVES), llama())
     made.add_callback(Stop())
     made.train()
     return figures(made)
 
 
-def second_run(folder: str, level: str, changes: dict[str, Any]) -> dict[Any, float]:
-    """The same run started again, from another model's weights."""
-    made = trainer(level, arguments(Path(folder), **{**SAVES, **changes}), llama(seed=9))
+def second_run(folder: str, level: str) -> tuple[dict[Any, float], dict[Any, float]]:
+    """The same run started again, from another model's weights; and a run without a break."""
+    made = trainer(level, arguments(Path(folder), **SAVES), llama(seed=9))
     made.train(resume_from_checkpoint=True)
     assert made.state.global_step == 6
-    return figures(made)
-
-
-def whole_run(kind: str) -> dict[Any, float]:
-    """All six steps."""
-    return run(kind, **SAVES)
+    return figures(made), run(FULL, **SAVES)
 
 
 @pytest.mark.parametrize(
@@ -128,31 +111,31 @@ def whole_run(kind: str) -> dict[Any, float]:
         pytest.param(4, 2, "optim_grads", marks=pytest.mark.thorough),
     ],
 )
-def test_a_run_goes_on_along_its_curve_on_other_ranks(
+def test_a_run_continues_along_its_curve_on_other_ranks(
     ranks: Ranks, tmp_path: Path, first: int, second: int, level: str
 ) -> None:
     began = ranks.run(first_run, str(tmp_path), world_size=first)[0]
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
-    named = FOLDER | ({f"rng_state_{rank}.pth" for rank in range(first)} if first > 1 else set())
-    named |= {"rng_state.pth"} if first == 1 else set()
-    assert set(checkpoints(tmp_path / "checkpoint-4")) == named
-    ended = ranks.run(second_run, str(tmp_path), level, {}, world_size=second)[0]
-    whole = ranks.run(whole_run, FULL, world_size=second)[0]
-    # The mean over batches that ranks fill up differs where ranks do (the plain Trainer's, too).
-    figured = {key: value for key, value in whole.items() if key[1] != "eval_loss"}
-    found = {key: value for key, value in {**ended, **began}.items() if key[1] != "eval_loss"}
-    assert_same({**found}, figured)
+    states = [f"rng_state_{rank}.pth" for rank in range(first)] if first > 1 else ["rng_state.pth"]
+    assert set(checkpoints(tmp_path / "checkpoint-4")) == {*FOLDER, *states}
+    ended, whole = ranks.run(second_run, str(tmp_path), level, world_size=second)[0]
     assert {step for step, _ in ended} == {1, 2, 3, 4, 5, 6}
+    found = {**ended, **began}
+    # The mean over batches that ranks fill up differs where ranks do (the plain Trainer's, too).
+    for figures_of_run in (found, whole):
+        for key in [key for key in figures_of_run if key[1] == "eval_loss"]:
+            del figures_of_run[key]
+    assert_same(found, whole)
 
 
 @on_ranks(2)
-def test_a_run_goes_on_bit_by_bit_on_as_many_ranks_also_with_dropout() -> None:
-    folder = shared_folder()
-    args: dict[str, Any] = {**SAVES, "eval_strategy": "no"}
-    made = trainer(FULL, arguments(folder, **args), llama(attention_dropout=0.3))
-    made.train()
-    again = trainer(FULL, arguments(folder, **args), llama(attention_dropout=0.3, seed=9))
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+def test_a_run_continues_bit_by_bit_on_as_many_ranks_also_with_dropout() -> None:
+    folder, runs = shared_folder(), []
+    for seed, path in ((0, None), (9, str(folder / "checkpoint-2"))):
+        args = arguments(folder, **SAVES, eval_strategy="no")
+        runs.append(trainer(FULL, args, llama(seed, attention_dropout=0.3)))
+        runs[-1].train(resume_from_checkpoint=path)
+    made, again = runs
     assert figures(again) == figures(made)
     whole, other = made.engine.full_state_dict(), again.engine.full_state_dict()
     assert all(torch.equal(value, other[name]) for name, value in whole.items())
@@ -203,39 +186,35 @@ def test_a_checkpoint_may_leave_out_the_state_or_the_model(only: bool) -> None:
     assert figures(again)[7, "loss"] == pytest.approx(figures(made)[6, "loss"], abs=0.5)
 
 
+class Broken(Tokenizer):
+    def save_pretrained(self, folder: str) -> None:
+        raise OSError("no space left")
+
+
 @on_ranks(2)
 def test_an_error_on_one_rank_is_raised_on_all_and_leaves_no_checkpoint() -> None:
     folder = shared_folder()
+    for failing in (0, 1):
+        broken = {"processing_class": Broken()} if failing == 0 else {}
+        made = trainer(FULL, arguments(folder, **SAVES), **broken)
+        save = made._save_rng_state
 
-    class Broken(Tokenizer):
-        def save_pretrained(self, folder: str) -> None:
-            raise OSError("no space left")
+        def breaks(output_dir: str, failing: int = failing, save: Any = save) -> None:
+            if failing == torch.distributed.get_rank() == 1:
+                raise OSError("no space left")
+            save(output_dir)
 
-    made = trainer(FULL, arguments(folder, **SAVES), processing_class=Broken())
-    with pytest.raises(OSError, match="no space left"):
-        made.train()
-    assert checkpoints(folder) == []
-
-    made = trainer(FULL, arguments(folder, **SAVES))
-    save = made._save_rng_state
-
-    def breaks(output_dir: str) -> None:
-        if torch.distributed.get_rank() == 1:
-            raise OSError("no space left")
-        save(output_dir)
-
-    made._save_rng_state = breaks
-    with pytest.raises(OSError, match="no space left"):
-        made.train()
-    assert checkpoints(folder) == []
+        made._save_rng_state = breaks
+        with pytest.raises(OSError, match="no space left"):
+            made.train()
+        assert checkpoints(folder) == []
 
 
 @pytest.mark.thorough
 @on_ranks(2)
 def test_what_a_killed_save_has_left_is_taken_for_nothing_and_removed() -> None:
     folder = shared_folder()
-    made = trainer(FULL, arguments(folder, **{**SAVES, "max_steps": 2}))
-    made.train()
+    trainer(FULL, arguments(folder, **{**SAVES, "max_steps": 2})).train()
     if torch.distributed.get_rank() == 0:
         (folder / ".saving" / "checkpoint-4").mkdir(parents=True)
     torch.distributed.barrier()
@@ -245,17 +224,11 @@ def test_what_a_killed_save_has_left_is_taken_for_nothing_and_removed() -> None:
 
 
 @on_ranks(2)
-def test_a_run_of_the_plain_trainer_goes_on_sharded() -> None:
+def test_a_run_of_the_plain_trainer_continues_sharded() -> None:
     folder = shared_folder()
     expected = run("plain", folder, **SAVES)
     made = trainer(FULL, arguments(folder, **SAVES), llama(seed=9))
-    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert_same(figures(made), expected)
-
-
-@on_ranks(2)
-def test_a_folder_that_is_no_checkpoint_is_refused() -> None:
-    folder = shared_folder()
-    made = trainer(FULL, arguments(folder, **SAVES))
     with pytest.raises(OSError, match="nothing"):
         made.train(resume_from_checkpoint=str(folder / "nothing"))
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert_same(figures(made), expected)

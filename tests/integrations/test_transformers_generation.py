@@ -16,7 +16,6 @@ from tests.integrations.trainer_scene import (
     arguments,
     as_launched,
     llama,
-    rows,
     shared_folder,
     trainer,
 )
@@ -34,7 +33,6 @@ def t5(seed: int = 0) -> Any:
 
 
 def pairs(count: int, seed: int = 1) -> Rows:
-    """Sequences in, of 6 tokens, and out, of 5."""
     generator = torch.Generator().manual_seed(seed)
     return [
         {
@@ -46,106 +44,91 @@ def pairs(count: int, seed: int = 1) -> Rows:
 
 
 def lengths(prediction: Any) -> dict[str, float]:
-    """The length of generated texts, a metric."""
     texts = prediction.predictions
     return {"hits": float(np.sum((texts != 0) & (texts != -100)))}
+
+
+def generating(kind: str, seed: int, changes: dict[str, Any], **given: Any) -> Any:
+    as_launched()
+    from transformers import Seq2SeqTrainingArguments
+
+    changes = {"predict_with_generate": True, "generation_max_length": 9, **changes}
+    args = arguments(shared_folder(), Seq2SeqTrainingArguments, **changes)
+    return trainer(kind, args, t5(seed), compute_metrics=lengths, **given)
 
 
 @pytest.mark.parametrize("level", [FULL, pytest.param("optim", marks=pytest.mark.thorough)])
 @on_ranks(2)
 def test_predict_with_generate_is_the_plain_trainers(level: str) -> None:
-    as_launched()
-    from transformers import Seq2SeqTrainingArguments
-
     given = {"train_dataset": pairs(40), "eval_dataset": pairs(7, seed=2)}
     found = []
     for kind in ("plain", level):
-        args = arguments(
-            shared_folder(),
-            Seq2SeqTrainingArguments,
-            predict_with_generate=True,
-            generation_max_length=9,
-            max_steps=3,
-        )
-        made = trainer(kind, args, t5(), compute_metrics=lengths, **given)
+        made = generating(kind, 0, {"max_steps": 3}, **given)
         made.train()
-        logged = [row for row in made.state.log_history if "eval_hits" in row]
+        (logged, *_) = (row for row in made.state.log_history if "eval_hits" in row)
         predicted = made.predict(pairs(7, seed=3), num_beams=2)
-        found.append((logged[0]["eval_loss"], logged[0]["eval_hits"], predicted.predictions))
-    (loss, hits, texts), (our_loss, our_hits, our_texts) = found
-    assert our_loss == pytest.approx(loss, rel=1e-4)
-    assert our_hits == hits
-    np.testing.assert_array_equal(our_texts, texts)
+        found.append((logged["eval_loss"], logged["eval_hits"], predicted.predictions))
+    check_same(*found, rel=1e-4)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+def check_same(plain: Any, ours: Any, rel: float) -> None:
+    assert ours[:2] == (pytest.approx(plain[0], rel=rel), plain[1])
+    np.testing.assert_array_equal(ours[2], plain[2])
+
+
+def generate(model: Any) -> torch.Tensor:
+    """A text of a prompt; rank 1 has a longer prompt, and a longer text."""
+    rank = torch.distributed.get_rank()
+    prompt = torch.arange(3, 8 + rank)[None]
+    return model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    "level", [FULL, "no_shard", *(pytest.param(x, marks=pytest.mark.thorough) for x in LEVELS[1:3])]
+)
 @on_ranks(2)
 def test_texts_of_other_lengths_on_other_ranks(level: str) -> None:
     from transformers import TrainerCallback
 
-    rank = torch.distributed.get_rank()
-    prompt = torch.arange(3, 8 + rank)[None]
     made = trainer(level, arguments(shared_folder(), max_steps=2))
     texts: list[torch.Tensor] = []
 
     class Writes(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            model = given["model"]
-            text = model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
+            text = generate(given["model"])
             with made.engine.unsharded():
-                whole = model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
-            assert torch.equal(text, whole)
+                assert torch.equal(text, generate(given["model"]))
             # Rank 1 has one text more.
             with made.engine.together():
-                for _ in range(1 + rank):
-                    alone = model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
-            assert torch.equal(text, alone)
+                for _ in range(1 + torch.distributed.get_rank()):
+                    assert torch.equal(text, generate(given["model"]))
             texts.append(text)
 
     made.add_callback(Writes())
     made.train()
-    weights = made.engine.full_state_dict()
     plain = llama()
-    plain.load_state_dict(weights)
-    expected = plain.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
-    assert torch.equal(texts[-1], expected)
-    assert rows(1)  # the data of training
-
-
-class Forwards:
-    """Counts the forwards of a model."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.number = 0
-        model.register_forward_pre_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.number += 1
+    plain.load_state_dict(made.engine.full_state_dict())
+    assert torch.equal(texts[-1], generate(plain))
 
 
 @pytest.mark.parametrize("level", ["optim", FULL])
 @on_ranks(2)
 def test_generate_together_computes_no_more_than_each_ranks_own_text(level: str) -> None:
-    rank, found = torch.distributed.get_rank(), []
-    prompt = torch.arange(3, 8 + rank)[None]
+    found = []
     for together in (False, True):
         made = trainer(level, arguments(shared_folder()), generate_together=together)
-        forwards = Forwards(made.model.lm_head)
-        text = made.model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
+        forwards: list[Any] = []
+        made.model.lm_head.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(0))
+        text = generate(made.model)
         with made.engine.unsharded():
-            whole = made.model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
-        assert torch.equal(text, whole)
-        found.append((text, forwards.number))
+            assert torch.equal(text, generate(made.model))
+        found.append((text, len(forwards)))
     (expected, waiting), (text, number) = found
     assert torch.equal(text, expected)
-    own = 3 + 8 * rank
+    own = 3 + 8 * torch.distributed.get_rank()
     # The second text is that of the unsharded model, whose hooks are the user's alone.
     assert number == 2 * own
     assert waiting == 11 + own  # transformers runs forwards for the other rank
-
-
-@on_ranks(2)
-def test_generate_together_needs_a_model_that_generates() -> None:
     with pytest.raises(ValueError, match=r"expected a model that has generate\(\)"):
         trainer(FULL, arguments(shared_folder()), torch.nn.Linear(2, 2), generate_together=True)
 
@@ -154,31 +137,17 @@ def test_generate_together_needs_a_model_that_generates() -> None:
 @on_ranks(2)
 def test_texts_of_uneven_loaders_are_generated_at_every_level(together: str) -> None:
     """Ranks evaluate different numbers of prompts of different lengths; some texts end early."""
-    as_launched()
-    from transformers import Seq2SeqTrainingArguments
-
-    rank = torch.distributed.get_rank()
+    rank, found = torch.distributed.get_rank(), []
     mine = [
         {"input_ids": torch.arange(2, 5 + (number + rank) % 4)[None], "labels": row["labels"][None]}
         for number, row in enumerate(pairs(2 + 3 * rank, seed=5 + rank))
     ]
-    found = []
+    options = {} if together == "neither" else {together: True}
     for level in ("no_shard", FULL):
-        args = arguments(
-            shared_folder(),
-            Seq2SeqTrainingArguments,
-            predict_with_generate=True,
-            generation_max_length=9,
-            eval_strategy="no",
-        )
-        options = {} if together == "neither" else {together: True}
-        made = trainer(level, args, t5(seed=3), compute_metrics=lengths, **options)
-        made.get_eval_dataloader = lambda dataset=None: DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
+        made = generating(level, 3, {"eval_strategy": "no"}, **options)
+        made.get_eval_dataloader = lambda dataset=None: DataLoader(mine, batch_size=None)
         made.get_test_dataloader = made.get_eval_dataloader
         evaluated, predicted = made.evaluate(), made.predict([0])
         assert len(predicted.predictions) == 2 + 5
         found.append((evaluated["eval_loss"], evaluated["eval_hits"], predicted.predictions))
-    (loss, hits, texts), (our_loss, our_hits, our_texts) = found
-    assert our_loss == pytest.approx(loss, rel=1e-5)
-    assert our_hits == hits
-    np.testing.assert_array_equal(our_texts, texts)
+    check_same(*found, rel=1e-5)

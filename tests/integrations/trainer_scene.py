@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,10 @@ def llama(seed: int = 0, **changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = {
-        "vocab_size": VOCAB,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
+    sizes = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "eos_token_id": 2, **changes}))
 
 
 def rows(count: int, seed: int = 1) -> Rows:
@@ -72,23 +63,13 @@ def as_launched() -> None:
 
 
 def num_ranks() -> int:
-    """Ranks of this world."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def shared_folder() -> Path:
-    """A new folder that all ranks know."""
-    made = tempfile.mkdtemp(prefix="trainer-") if not _rank() else None
-    return Path(str(_from_first(made)))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _from_first(value: object) -> object:
-    group = dist.group.WORLD if num_ranks() > 1 else None
-    return gather_objects(value, group)[0]
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    made = tempfile.mkdtemp(prefix="trainer-") if is_first else ""
+    return Path(gather_objects(made, dist.group.WORLD if num_ranks() > 1 else None)[0])
 
 
 def arguments(folder: Path, cls: Any = None, **changes: Any) -> Any:
@@ -119,26 +100,22 @@ def arguments(folder: Path, cls: Any = None, **changes: Any) -> Any:
 
 
 def trainer(kind: str, args: Any, model: Any = None, **changes: Any) -> Any:
-    """The trainer of a kind: "plain", or a level."""
     import transformers
 
     from fsdp_engine.integrations import transformers as ours
 
-    given: dict[str, Any] = {"train_dataset": rows(40), "eval_dataset": rows(7, seed=2), **changes}
-    given |= {
-        "args": args,
-        "model": llama() if model is None and "model_init" not in changes else model,
-    }
+    given = {"train_dataset": rows(40), "eval_dataset": rows(7, seed=2), "args": args, **changes}
+    if model is not None or "model_init" not in changes:
+        given["model"] = llama() if model is None else model
+    shard = given.pop("shard", {})
     seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
-    callback = transformers.trainer_callback.PrinterCallback
     if kind == "plain":
-        given.pop("shard", None)
-        made = (transformers.Seq2SeqTrainer if seq2seq else transformers.Trainer)(**given)
+        cls = transformers.Seq2SeqTrainer if seq2seq else transformers.Trainer
     else:
-        shard = {"strategy": kind, "min_unit_size": 0, **given.pop("shard", {})}
         cls = ours.FSDPEngineSeq2SeqTrainer if seq2seq else ours.FSDPEngineTrainer
-        made = cls(shard=shard, **given)
-    made.remove_callback(callback)
+        given["shard"] = {"strategy": kind, "min_unit_size": 0, **shard}
+    made = cls(**given)
+    made.remove_callback(transformers.trainer_callback.PrinterCallback)
     return made
 
 
@@ -146,7 +123,6 @@ _FIGURES = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_hits")
 
 
 def figures(made: Any) -> dict[tuple[int, str], float]:
-    """What a trainer has logged, by step and name."""
     return {
         (row["step"], name): row[name]
         for row in made.state.log_history
@@ -156,22 +132,25 @@ def figures(made: Any) -> dict[tuple[int, str], float]:
 
 
 def run(kind: str, folder: Path | None = None, **changes: Any) -> dict[tuple[int, str], float]:
-    """Train; returns the log. ``trainer=`` has what the trainer gets, others the arguments."""
-    given = changes.pop("trainer", {})
-    given = {name: value() if isinstance(value, Make) else value for name, value in given.items()}
-    made = trainer(kind, arguments(folder or shared_folder(), **changes), **given)
+    """Train; returns the log. ``trainer=`` has what the trainer gets, others the arguments.
+
+    A function ``make_model`` of the trainer's makes its model.
+    """
+    given = {**changes.pop("trainer", {})}
+    args = arguments(folder or shared_folder(), **changes)
+    make_model = given.pop("make_model", lambda: given.pop("model", None))
+    made = trainer(kind, args, make_model(), **given)
     made.train()
     return figures(made)
 
 
-class Make:
-    """A value that each run makes for itself."""
+@functools.cache
+def _plain(size: int) -> dict[tuple[int, str], float]:
+    return run("plain")
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
 
-    def __call__(self) -> Any:
-        return self._make()
+def run_plain() -> dict[tuple[int, str], float]:
+    return _plain(num_ranks())
 
 
 def assert_same(found: Any, expected: Any, rtol: float = 1e-4, atol: float = 2e-5) -> None:

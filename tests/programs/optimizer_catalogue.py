@@ -55,17 +55,14 @@ KNOWN_TO_DIFFER = {"pytorch_optimizer.SOAP"}
 # Options of the groups of matrices and of other parameters, without which these do nothing of their
 # own.
 _LOW_RANK = {"rank": 4, "update_proj_gap": 3, "scale": 1.0, "projection_type": "std"}
-_MUON = {"use_muon": True}, {"use_muon": False}
 GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "APOLLO": ({**_LOW_RANK, "scale_type": "channel"}, {}),
-    "AdaGO": _MUON,
-    "AdaMuon": _MUON,
-    "DistributedMuon": _MUON,
     "Fira": (_LOW_RANK, {}),
     "GaLore": (_LOW_RANK, {}),
-    "Muon": _MUON,
-    "MuonClip": _MUON,
-    "NorMuon": _MUON,
+    **{
+        name: ({"use_muon": True}, {"use_muon": False})
+        for name in ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon")
+    },
 }
 
 # A word for the outcome of one use, and the error or the difference.
@@ -76,15 +73,12 @@ Found = str | dict[str, dict[str, Outcome]]
 
 @dataclass(frozen=True)
 class Use:
-    """How plain torch trains with an optimizer."""
-
     dtype: torch.dtype
     with_closure: bool
     only_matrices: bool  # Muon and its relatives take no vectors
 
 
 def classes(library: str) -> dict[str, type[Optimizer]]:
-    """The optimizers of a library, by name."""
     sys.path.append(str(TORCHTITAN))
     try:
         module = importlib.import_module(LIBRARIES[library])
@@ -102,7 +96,6 @@ def classes(library: str) -> dict[str, type[Optimizer]]:
 
 
 def model_of(use: Use) -> nn.Sequential:
-    """A new model, always with the same weights."""
     torch.manual_seed(0)
     vectors = not use.only_matrices
     # Weights of 4096 elements: the smallest whose state torchao and bitsandbytes quantise.
@@ -167,18 +160,14 @@ def in_one_process(kind: type[Optimizer]) -> tuple[Use, dict[str, Tensor]] | str
     return errors[0]
 
 
-def made(kind: type[Optimizer], model: nn.Module) -> Any:
+def made(kind: type[Optimizer], params: Any) -> Any:
     """An optimizer with its own hyperparameters, the learning rate where it takes one."""
-    return made_of(kind, list(model.parameters()))
-
-
-def made_of(kind: type[Optimizer], params: Any) -> Any:
-    """As :func:`made`, of some parameters."""
-    takes = inspect.signature(kind).parameters
+    params = list(params.parameters()) if isinstance(params, nn.Module) else params
+    library, takes = kind.__module__.split(".")[0], inspect.signature(kind).parameters
     options = {"lr": 1e-2} if "lr" in takes else {}
-    if kind.__module__.startswith("bitsandbytes") and "momentum" in takes:
+    if library == "bitsandbytes" and "momentum" in takes:
         options["momentum"] = 0.9  # its SGD and LARS refuse their own default, 0
-    if kind.__module__.startswith("pytorch_optimizer") and kind.__name__ in GROUPS:
+    if library == "pytorch_optimizer" and kind.__name__ in GROUPS:
         of_matrices, of_others = GROUPS[kind.__name__]
         matrices = {"params": [p for p in params if p.ndim == 2], **of_matrices}
         others = {"params": [p for p in params if p.ndim != 2], **of_others}
@@ -191,7 +180,6 @@ def made_of(kind: type[Optimizer], params: Any) -> Any:
 def tried(
     kind: type[Optimizer], use: Use, expected: dict[str, Tensor], level: str, way: str
 ) -> Any:
-    """The outcome on this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = model_of(use)
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -210,13 +198,11 @@ def tried(
 
 
 def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The norm of the differences of two models' weights."""
     norms = [(found[name] - expected[name]).norm() for name in expected]
     return torch.stack(norms).norm().item()
 
 
 def run(library: str, name: str) -> Found:
-    """On a rank: one optimizer, at all levels."""
     kind = classes(library)[name]
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -232,7 +218,6 @@ def run(library: str, name: str) -> Found:
 
 
 def stepped(kind: type[Optimizer], use: Use) -> str:
-    """How ``fe.shard_optimizer`` steps it."""
     model = model_of(use)
     fe.shard(model, None, strategy=LEVELS[-1], options=fe.Options(min_unit_size=0))
     try:
@@ -260,7 +245,6 @@ def how_stepped(model: nn.Module, optimizer: Optimizer) -> str:
 
 
 def agreed(outcome: Outcome) -> Outcome:
-    """The outcome of all ranks."""
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     if len({word for word, _ in outcomes}) > 1:
@@ -327,17 +311,13 @@ def page(found: dict[str, dict[str, Found]]) -> str:
     """The part of docs/optimizers.md between ``BEGIN`` and ``END``, markers included."""
     lines = [BEGIN]
     for library, outcomes in found.items():
-        lines += ["", f"### {library} {version_of(library)}", "", *table(library, outcomes)]
+        (installed, *_) = distributions(name=library, path=[*sys.path, str(TORCHTITAN)])
+        version = installed.version.split("+")[0]
+        lines += ["", f"### {library} {version}", "", *table(library, outcomes)]
     return "\n".join([*lines, "", END])
 
 
-def version_of(library: str) -> str:
-    (found, *_) = distributions(name=library, path=[*sys.path, str(TORCHTITAN)])
-    return found.version.split("+")[0]
-
-
 def everything(ranks: Ranks) -> dict[str, dict[str, Found]]:
-    """The outcomes of all optimizers by library and name, from two ranks."""
     return {
         library: {
             name: ranks.run(run, library, name, world_size=2, timeout=400)[0]
@@ -347,19 +327,19 @@ def everything(ranks: Ranks) -> dict[str, dict[str, Found]]:
     }
 
 
-def main() -> None:
-    """Writes the page."""
+def write(page: Callable[[Ranks], str], begin: str, end: str) -> None:
+    """Write a part of docs/optimizers.md, markers included, if the command line asks for it."""
     if "--write" not in sys.argv:
-        raise SystemExit(__doc__)
-    ranks = Ranks(2)
+        raise SystemExit("expected --write")
+    ranks = Ranks()
     try:
-        made_page = page(everything(ranks))
+        made_page = page(ranks)
     finally:
         ranks.close()
     text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + made_page + rest.split(END, 1)[1], encoding="utf-8")
+    before, rest = text.split(begin)
+    PAGE.write_text(before + made_page + rest.split(end, 1)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write(lambda ranks: page(everything(ranks)), BEGIN, END)

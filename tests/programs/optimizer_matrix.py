@@ -8,7 +8,6 @@ tied weight, an embedding, a convolution. A second model has experts, which only
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 import fsdp_engine as fe
 from tests.pool import Ranks
 from tests.programs import optimizer_catalogue as catalogue
-from tests.programs.optimizer_catalogue import LEVELS, PAGE, distance
+from tests.programs.optimizer_catalogue import LEVELS, distance
 from tests.units import experts
 
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
@@ -46,22 +45,18 @@ RESUMES = ((1, LEVELS[0]), (3, LEVELS[3]), (4, LEVELS[2]), (2, LEVELS[1]))
 SAVED_AFTER, NUM_STEPS = 3, 5
 # Norm of the differences of weights, of the norm of their changes in one process. Muon and its
 # relatives multiply matrices in 16 bits, which makes other rounding of gradients larger.
-MOST = {torch.float64: 1e-6, torch.float32: 1e-3}
-MOST_OF_16_BITS = 2e-2
-IN_16_BITS = {"torch.Muon", "pytorch_optimizer.AdaMuon"} | {
-    f"pytorch_optimizer.{name}" for name in ("Muon", "NorMuon", "SCION")
+MOST, MOST_OF_16_BITS = 1e-3, 2e-2
+IN_16_BITS = {"torch.Muon"} | {
+    f"pytorch_optimizer.{name}" for name in ("AdaMuon", "Muon", "NorMuon", "SCION")
 }
 # Columns in which an optimizer is refused.
 AT_ONCE = {"DAdaptAdam", "Prodigy", "Kron", "APOLLO"}
 # State or hyperparameters that are not saved, or not read without trust.
 WITH_OBJECTS = {"APOLLO", "Conda", "Fira", "GaLore", "SCION", "ScalableShampoo"}
-REFUSED: dict[str, set[str]] = {
-    f"pytorch_optimizer.{name}": {
-        *({EXPERTS} if name in AT_ONCE else ()),
-        *({RESUMED} if name in WITH_OBJECTS else ()),
-    }
-    for name in AT_ONCE | WITH_OBJECTS
-} | {"torch.LBFGS": {EXPERTS}}
+REFUSED: dict[str, set[str]] = {"torch.LBFGS": {EXPERTS}}
+for columns, names in ((EXPERTS, AT_ONCE), (RESUMED, WITH_OBJECTS)):
+    for name in names:
+        REFUSED.setdefault(f"pytorch_optimizer.{name}", set()).add(columns)
 
 # Of each column: the largest difference at any level, or an error.
 Row = dict[str, float | str]
@@ -94,24 +89,17 @@ class Ragged(nn.Module):
 
 @dataclass(frozen=True)
 class Use:
-    """How plain torch trains the model with an optimizer."""
-
     dtype: torch.dtype = torch.float64
     with_closure: bool = False
     has_empty: bool = True
     only_matrices: bool = False
 
     def params(self, model: nn.Module) -> list[nn.Parameter]:
-        """Those that are stepped."""
         return [
             p
             for p in model.parameters()
             if (p.numel() or self.has_empty) and (p.ndim == 2 or not self.only_matrices)
         ]
-
-
-def tokens(step: int) -> Tensor:
-    return torch.randint(11, (24, 6), generator=torch.Generator().manual_seed(step))
 
 
 def train(
@@ -126,11 +114,15 @@ def train(
     if hasattr(optimizer, "train"):
         optimizer.train()
     for step in steps:
-        torch.manual_seed(step)
-        step_once(model, optimizer, use, [tokens(step).chunk(size)[rank]])
+        tokens = torch.randint(11, (24, 6), generator=torch.Generator().manual_seed(step))
+        step_once(model, optimizer, use, [tokens.chunk(size)[rank]], seed=step)
 
 
-def step_once(model: nn.Module, optimizer: Any, use: Use, batch: Sequence[Tensor]) -> None:
+def step_once(
+    model: nn.Module, optimizer: Any, use: Use, batch: Sequence[Tensor], seed: int
+) -> None:
+    torch.manual_seed(seed)
+
     def loss_of() -> Tensor:
         optimizer.zero_grad()
         loss: Tensor = model(*batch)
@@ -141,7 +133,6 @@ def step_once(model: nn.Module, optimizer: Any, use: Use, batch: Sequence[Tensor
 
 
 def in_one_process(kind: Any) -> tuple[Use, dict[str, Tensor], dict[str, Tensor]]:
-    """The first use that works, and the weights before and after."""
     first: Exception | None = None
     for use in (
         Use(),
@@ -154,7 +145,7 @@ def in_one_process(kind: Any) -> tuple[Use, dict[str, Tensor], dict[str, Tensor]
         model = Ragged(use.dtype)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         try:
-            train(model, catalogue.made_of(kind, use.params(model)), use)
+            train(model, catalogue.made(kind, use.params(model)), use)
         except Exception as error:  # whatever a library raises
             first = first or error
             continue
@@ -169,11 +160,10 @@ def sharded(level: Sequence[str], mesh: Any, use: Use, kind: Any) -> tuple[Any, 
     engine = fe.shard(
         model, mesh, *level, units=[nn.Linear, nn.Conv2d], options=fe.Options(min_unit_size=0)
     )
-    return model, engine, fe.shard_optimizer(catalogue.made_of(kind, use.params(model)))
+    return model, engine, fe.shard_optimizer(catalogue.made(kind, use.params(model)))
 
 
 def on_mesh(kind: Any, alone: Any, sizes: tuple[int, ...]) -> float:
-    """The largest difference at any level."""
     use, before, expected = alone
     mesh = init_device_mesh("cpu", sizes)
     levels: list[tuple[str, ...]] = [(level, "no_shard") for level in LEVELS]
@@ -191,33 +181,30 @@ def on_mesh(kind: Any, alone: Any, sizes: tuple[int, ...]) -> float:
 def with_experts(kind: Any, use: Use) -> float:
     """The same for a model whose experts lie on two ranks each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
-    held = mesh["experts"].get_local_rank()
-    alone = experts.build([0, 1]).to(use.dtype)
-    start = {name: value.clone() for name, value in alone.state_dict().items()}
-    # Groups as in catalogue.made_of; of one class for both.
-    plain = catalogue.made_of(kind, use.params(alone))
-    if hasattr(plain, "train"):
-        plain.train()
+    held, rank = mesh["experts"].get_local_rank(), dist.get_rank()
     data = [
         [(x.to(use.dtype), y.to(use.dtype)) for x, y in micro]
         for micro in experts.batches(NUM_STEPS)
     ]
-    for step, micro in enumerate(data):
-        torch.manual_seed(step)
-        step_once(alone, plain, use, [torch.cat(parts) for parts in zip(*micro, strict=True)])
+
+    def trained(model: nn.Module, optimizer: Any, batches: Sequence[Sequence[Tensor]]) -> None:
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        for step, batch in enumerate(batches):
+            step_once(model, optimizer, use, batch, seed=step)
+
+    alone = experts.build([0, 1]).to(use.dtype)
+    start = {name: value.clone() for name, value in alone.state_dict().items()}
+    together = [[torch.cat(parts) for parts in zip(*micro, strict=True)] for micro in data]
+    trained(alone, catalogue.made(kind, use.params(alone)), together)
     expected = alone.state_dict()
     most = 0.0
     for level in LEVELS:
         model = experts.build([held], mesh["experts"].get_group()).to(use.dtype)
-        fe.shard(
-            model, strategy=level, expert_mesh=mesh["copies"], options=fe.Options(min_unit_size=0)
-        )
-        optimizer = fe.shard_optimizer(catalogue.made_of(kind, use.params(model)))
-        if hasattr(optimizer, "train"):
-            optimizer.train()
-        for step, micro in enumerate(data):
-            torch.manual_seed(step)
-            step_once(model, optimizer, use, micro[dist.get_rank()])
+        options = {"expert_mesh": mesh["copies"], "options": fe.Options(min_unit_size=0)}
+        fe.shard(model, strategy=level, **options)
+        optimizer = fe.shard_optimizer(catalogue.made(kind, use.params(model)))
+        trained(model, optimizer, [micro[rank] for micro in data])
         found = {
             name: p.full_tensor() if isinstance(p, fe.FlatDTensor) else p.detach()
             for name, p in model.named_parameters()
@@ -230,26 +217,25 @@ def with_experts(kind: Any, use: Use) -> float:
     return max(everywhere)
 
 
-def saved(kind: Any, use: Use, level: str, folder: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model, engine, optimizer = sharded((level,), mesh, use, kind)
+def saved(kind: Any, alone: Any, level: str, folder: str) -> float:
+    use = alone[0]
     rank, size = dist.get_rank(), dist.get_world_size()
+    model, engine, optimizer = sharded((level,), init_device_mesh("cpu", (size,)), use, kind)
     train(model, optimizer, use, steps=range(SAVED_AFTER), rank=rank, size=size)
     fe.save_checkpoint(folder, engine, optimizer)
+    return 0.0
 
 
 def resumed(kind: Any, alone: Any, level: str, folder: str) -> float:
     use, before, expected = alone
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model, engine, optimizer = sharded((level,), mesh, use, kind)
-    fe.load_checkpoint(folder, engine, optimizer)
     rank, size = dist.get_rank(), dist.get_world_size()
+    model, engine, optimizer = sharded((level,), init_device_mesh("cpu", (size,)), use, kind)
+    fe.load_checkpoint(folder, engine, optimizer)
     train(model, optimizer, use, steps=range(SAVED_AFTER, NUM_STEPS), rank=rank, size=size)
     return distance(engine.full_state_dict(), expected) / distance(before, expected)
 
 
 def run(library: str, name: str, what: str, *args: Any) -> float | str:
-    """On a rank: one cell."""
     kind = catalogue.classes(library)[name]
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -262,17 +248,12 @@ def run(library: str, name: str, what: str, *args: Any) -> float | str:
                 return on_mesh(kind, alone, MESHES[what])
             if what == EXPERTS:
                 return with_experts(kind, replace(alone[0], has_empty=True))
-            if what == "save":
-                saved(kind, alone[0], *args)
-                return 0.0
-            return resumed(kind, alone, *args)
+            return (saved if what == "save" else resumed)(kind, alone, *args)
         except (ValueError, TypeError) as error:
             return catalogue._text(error)
 
 
 def row(ranks: Ranks, library: str, name: str) -> Row:
-    """The cells of one optimizer."""
-
     def cell(what: str, num_ranks: int, *args: Any) -> float | str:
         found = ranks.run(run, library, name, what, *args, world_size=num_ranks, timeout=300)
         errors = [each for each in found if isinstance(each, str)]
@@ -296,7 +277,6 @@ def row(ranks: Ranks, library: str, name: str) -> Row:
 
 
 def everything(ranks: Ranks) -> dict[str, Row]:
-    """A row for each optimizer."""
     return {
         f"{library}.{name}": row(ranks, library, name)
         for library, names in OPTIMIZERS.items()
@@ -328,23 +308,8 @@ def power(value: float) -> str:
 
 
 def most_of(name: str) -> float:
-    """The largest difference that rounding makes."""
-    return MOST_OF_16_BITS if name in IN_16_BITS else MOST[torch.float32]
-
-
-def main() -> None:
-    """Writes the table."""
-    if "--write" not in sys.argv:
-        raise SystemExit(__doc__)
-    ranks = Ranks(4)
-    try:
-        made_page = page(everything(ranks))
-    finally:
-        ranks.close()
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + made_page + rest.split(END, 1)[1], encoding="utf-8")
+    return MOST_OF_16_BITS if name in IN_16_BITS else MOST
 
 
 if __name__ == "__main__":
-    main()
+    catalogue.write(lambda ranks: page(everything(ranks)), BEGIN, END)

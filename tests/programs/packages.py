@@ -7,54 +7,30 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # Made by the Makefile: torchtitan, triton, torchao, bitsandbytes, pytorch_optimizer, schedulefree,
 # liger-kernel, axolotl.
 TORCHTITAN = Path(sys.prefix) / "torchtitan"
-_NEEDED = (
-    "axolotl",
-    "datasets",
-    "diffusers",
-    "liger_kernel",
-    "sentence_transformers",
-    "torchao",
-    "torchtitan",
-    "trl",
+
+
+def needs(*names: str) -> list[Any]:
+    path = [*sys.path, str(TORCHTITAN)]
+    missing = [name for name in names if PathFinder.find_spec(name, path) is None]
+    reason = f"needs what `make test-all` installs; found no {missing}"
+    return [pytest.mark.programs, pytest.mark.skipif(bool(missing), reason=reason)]
+
+
+PROGRAM = needs(
+    *("axolotl", "datasets", "diffusers", "liger_kernel", "sentence_transformers", "torchao"),
+    *("torchtitan", "trl"),
 )
-_missing = [
-    name for name in _NEEDED if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
-]
-
-PROGRAM = [
-    pytest.mark.programs,
-    pytest.mark.skipif(
-        bool(_missing), reason=f"needs what `make test-all` installs; found no {_missing}"
-    ),
-]
-
-_low_bit = [
-    name
-    for name in ("torchao", "bitsandbytes", "pytorch_optimizer")
-    if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
-]
 # Of tests that need optimizers of these packages and no program.
-LOW_BIT = [
-    pytest.mark.programs,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        bool(_low_bit), reason=f"needs what `make test-all` installs; found no {_low_bit}"
-    ),
-]
-
-# Of tests that need torchao alone.
-ONLY_TORCHAO = [
-    pytest.mark.programs,
-    pytest.mark.skipif(
-        "torchao" in _low_bit, reason="needs what `make test-all` installs; found no torchao"
-    ),
-]
+LOW_BIT = [*needs("torchao", "bitsandbytes", "pytorch_optimizer"), pytest.mark.timeout(600)]
+ONLY_TORCHAO = needs("torchao")
+NEEDS_OPTIMIZERS = [*PROGRAM, *needs("schedulefree", "pytorch_optimizer", "bitsandbytes")]
 
 
 @contextlib.contextmanager
@@ -65,18 +41,3 @@ def with_torchao() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(TORCHTITAN))
-
-
-_MISSING_OPTIMIZERS = [
-    name
-    for name in ("schedulefree", "pytorch_optimizer", "bitsandbytes")
-    if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
-]
-# Of tests of optimizers' libraries.
-NEEDS_OPTIMIZERS = [
-    *PROGRAM,
-    pytest.mark.skipif(
-        bool(_MISSING_OPTIMIZERS),
-        reason=f"needs what `make test-all` installs; found no {_MISSING_OPTIMIZERS}",
-    ),
-]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +22,30 @@ SIZE = 8  # of an image
 BATCH = 4  # of all ranks
 
 
-def _unet() -> nn.Module:
-    from diffusers import UNet2DModel
-
-    return UNet2DModel(
-        sample_size=SIZE,
-        in_channels=3,
-        out_channels=3,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=8,
-        norm_num_groups=4,
-    )
-
-
-def _transformer() -> nn.Module:
-    from diffusers import DiTTransformer2DModel
-
-    return DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=3,
-        num_layers=2,
-        sample_size=SIZE,
-        patch_size=2,
-        num_embeds_ada_norm=10,
-        norm_num_groups=4,
-        dropout=0.0,
-    )
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {"unet": _unet, "transformer": _transformer}
+SIZES: dict[str, dict[str, Any]] = {
+    "UNet2DModel": {
+        "sample_size": SIZE,
+        "in_channels": 3,
+        "out_channels": 3,
+        "layers_per_block": 1,
+        "block_out_channels": (8, 16),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": 8,
+        "norm_num_groups": 4,
+    },
+    "DiTTransformer2DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 3,
+        "num_layers": 2,
+        "sample_size": SIZE,
+        "patch_size": 2,
+        "num_embeds_ada_norm": 10,
+        "norm_num_groups": 4,
+        "dropout": 0.0,
+    },
+}
 
 
 def _is_block(name: str, module: nn.Module) -> bool:
@@ -63,14 +53,15 @@ def _is_block(name: str, module: nn.Module) -> bool:
     return name.startswith("transformer_blocks.") and name.count(".") == 1 and name[-1] != "0"
 
 
-UNITS = {"unet": None, "transformer": _is_block}
+UNITS = {"UNet2DModel": None, "DiTTransformer2DModel": _is_block}
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A model of a kind; its dropout of class labels is off."""
     as_launched()
+    import diffusers
+
     torch.manual_seed(seed)
-    model = MODELS[name]()
+    model = getattr(diffusers, name)(**SIZES[name])
     for module in model.modules():
         if hasattr(module, "dropout_prob"):
             module.dropout_prob = 0.0
@@ -78,17 +69,12 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def predict(model: nn.Module, noisy: Tensor, times: Tensor) -> Tensor:
-    """The noise in images, as each model is called."""
     if "DiT" in type(model).__name__:
-        labels = times % 10
-        found: Tensor = model(noisy, timestep=times, class_labels=labels).sample
-        return found[:, :3]
-    found = model(noisy, times).sample
-    return found
+        return model(noisy, timestep=times, class_labels=times % 10).sample[:, :3]
+    return model(noisy, times).sample
 
 
 def train(model: nn.Module) -> list[float]:
-    """diffusers' own loop: noise is added by its scheduler, and predicted."""
     from diffusers import DDPMScheduler
 
     scheduler = DDPMScheduler(num_train_timesteps=100)
@@ -111,7 +97,6 @@ def train(model: nn.Module) -> list[float]:
 
 
 def read(folder: str) -> dict[str, Tensor]:
-    """The weights of the model that diffusers reads."""
     import diffusers
 
     name = json.loads((Path(folder) / "config.json").read_text())["_class_name"]
@@ -120,13 +105,11 @@ def read(folder: str) -> dict[str, Tensor]:
 
 
 def expected_of(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of one process."""
     model = build(name)
     return train(model), dict(model.state_dict())
 
 
 def trained_and_saved(name: str, level: str, folder: str, size: str) -> dict[str, Any]:
-    """Losses, and whole weights, of a model that is saved into ``folder`` and read again."""
     model = build(name)
     given: dict[str, Any] = {"strategy": level, "units": UNITS[name], "min_unit_size": 0}
     engine = fe.shard(model, **given)
@@ -136,40 +119,29 @@ def trained_and_saved(name: str, level: str, folder: str, size: str) -> dict[str
     report = fe.load_pretrained(other, folder)
     assert not report.missing
     assert not report.unexpected
-    return {
-        "losses": losses,
-        "saved": engine.full_state_dict(),
-        "loaded": other.full_state_dict(),
-    }
+    return {"losses": losses, "saved": engine.full_state_dict(), "loaded": other.full_state_dict()}
 
 
 @pytest.fixture(scope="module")
-def plain(ranks: Ranks) -> Callable[[str], tuple[list[float], dict[str, Tensor]]]:
-    """Losses and weights of a model on one process, by its name."""
-    known: dict[str, Any] = {}
-
-    def find(name: str) -> tuple[list[float], dict[str, Tensor]]:
-        if name not in known:
-            known[name] = ranks.run(expected_of, name, world_size=1, group=False)[0]
-        found: tuple[list[float], dict[str, Tensor]] = known[name]
-        return found
-
-    return find
+def plain(ranks: Ranks) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    return {name: ranks.run(expected_of, name, world_size=1, group=False)[0] for name in SIZES}
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("name", "size"), [("unet", "5GB"), ("transformer", "20KB")])
+@pytest.mark.parametrize(
+    ("name", "size"), [("UNet2DModel", "5GB"), ("DiTTransformer2DModel", "20KB")]
+)
 def test_a_model_is_trained_and_saved_and_diffusers_reads_it(
-    ranks: Ranks, plain: Callable[..., Any], tmp_path: Path, name: str, size: str, level: str
+    ranks: Ranks, plain, tmp_path: Path, name: str, size: str, level: str
 ) -> None:
-    losses, weights = plain(name)
+    losses, weights = plain[name]
     found = ranks.run(trained_and_saved, name, level, str(tmp_path), size, world_size=2)
     means = [sum(each) / 2 for each in zip(*(one["losses"] for one in found), strict=True)]
     assert means == pytest.approx(losses, rel=1e-4)
-    files = {path.name for path in tmp_path.iterdir()}
-    index = "diffusion_pytorch_model.safetensors.index.json"
-    assert (index in files) is (size == "20KB")
-    assert ("diffusion_pytorch_model.safetensors" in files) is (size != "20KB")
+    file = "diffusion_pytorch_model.safetensors"
+    in_parts = size == "20KB"
+    assert (tmp_path / f"{file}.index.json").exists() is in_parts
+    assert (tmp_path / file).exists() is not in_parts
     read_by_diffusers = ranks.run(read, str(tmp_path), world_size=1, group=False)[0]
     assert read_by_diffusers.keys() == weights.keys()
     for one in found:

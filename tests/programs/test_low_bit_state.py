@@ -1,10 +1,10 @@
-"""Optimizers with state in 8 and 4 bits of torchao, bitsandbytes and pytorch_optimizer have the
-bits of one process of plain torch: on any number of ranks, at every level, and through checkpoints
-of other ranks."""
+"""Optimizers with state in 8 and 4 bits have the bits of one process of plain torch: on any number
+of ranks, at every level, and through checkpoints of other ranks."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as torch_states
 
 import fsdp_engine as fe
 from tests.integrations.trainer_scene import LEVELS
@@ -65,15 +62,13 @@ def _shard(model: nn.Module, level: str, mesh: Any = None, **options: Any) -> fe
     for param in model.parameters():
         param.gradient_divisor = 1 / dist.get_world_size()  # type: ignore[attr-defined]
     dtype = next(model.parameters()).dtype
-    policy = fe.MixedPrecisionPolicy(main_params_dtype=dtype)
-    return fe.shard(
-        model, mesh, level, mp_policy=policy, options=fe.Options(min_unit_size=0), **options
-    )
+    options |= {"mp_policy": fe.MixedPrecisionPolicy(main_params_dtype=dtype)}
+    return fe.shard(model, mesh, level, options=fe.Options(min_unit_size=0), **options)
 
 
-def _train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+def _train(model: nn.Module, optimizer: Any, first: int, last: int, is_first=False) -> None:
     """Only the first rank has a gradient, so that its sum has the bits of one process'."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    is_first = is_first or not dist.is_initialized() or dist.get_rank() == 0
     dtype = next(model.parameters()).dtype
     with torch.compiler.set_stance("force_eager"):
         for step in range(first, last):
@@ -110,37 +105,42 @@ def _sharded(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bits_are_those_of_one_process(
-    ranks: Ranks, alone: dict[str, dict[str, Tensor]], name: str, level: str
-) -> None:
+def test_bits_are_those_of_one_process(ranks: Ranks, alone, name: str, level: str) -> None:
     for world_size in (1, 2, 3, 4):
         assert all(ranks.run(_sharded, name, level, alone[name], world_size=world_size))
+    if level == LEVELS[3]:  # on two axes
+        assert all(ranks.run(_sharded, name, level, alone[name], (2, 2), world_size=4))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bits_on_two_axes(ranks: Ranks, alone: dict[str, dict[str, Tensor]], name: str) -> None:
-    assert all(ranks.run(_sharded, name, LEVELS[3], alone[name], (2, 2), world_size=4))
+def _states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    with torch.compiler.set_stance("force_eager"):
+        of_optimizer = torch_states.get_optimizer_state_dict(model, optimizer)
+    return {"model": model.state_dict(), "optimizer": of_optimizer}
 
 
 def _save(keeper: str, folder: str, model: nn.Module, engine: Any, optimizer: Any) -> None:
     if keeper == "checkpointer":
         fe.save_checkpoint(folder, engine, optimizer)
+    elif keeper == "torch.save":
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(states, f"{folder}.{dist.get_rank()}")
     else:
-        states = {"model": model.state_dict()}
-        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
-        dcp.save(states, checkpoint_id=folder)
+        dcp.save(_states(model, optimizer), checkpoint_id=folder)
 
 
 def _load(keeper: str, folder: str, model: nn.Module, engine: Any, optimizer: Any) -> None:
     if keeper == "checkpointer":
         fe.load_checkpoint(folder, engine, optimizer)
         return
-    with torch.compiler.set_stance("force_eager"):
-        states = {"model": model.state_dict()}
-        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    if keeper == "torch.save":
+        states = torch.load(f"{folder}.{dist.get_rank()}")
+        model.load_state_dict(states["model"])
+        optimizer.load_state_dict(states["optimizer"])
+        return
+    states = _states(model, optimizer)
     dcp.load(states, checkpoint_id=folder)
     model.load_state_dict(states["model"])
-    set_optimizer_state_dict(model, optimizer, states["optimizer"])
+    torch_states.set_optimizer_state_dict(model, optimizer, states["optimizer"])
 
 
 def _resume(
@@ -165,21 +165,16 @@ def _resume(
 RESHARDED = [name for name in OPTIMIZERS if "AdEMAMix" not in name]
 
 
-@pytest.mark.parametrize("keeper", ["checkpointer", "dcp"])
+@pytest.mark.parametrize("keeper", ["checkpointer", "dcp", "torch.save"])
 @pytest.mark.parametrize("first", range(4))
 @pytest.mark.parametrize("name", RESHARDED)
-def test_bits_through_checkpoints_of_other_ranks(
-    ranks: Ranks,
-    alone: dict[str, dict[str, Tensor]],
-    tmp_path: Path,
-    name: str,
-    first: int,
-    keeper: str,
-) -> None:
+def test_bits_through_checkpoints_of_other_ranks(ranks, alone, tmp_path, name, first, keeper):
     levels: list[str | None] = [LEVELS[(first + part) % 4] for part in range(3)]
     if keeper == "dcp" and first == 0:
         levels[2] = None  # a model that is not sharded
-    for part, world_size in enumerate((2, 3, 1)):
+    if keeper == "torch.save":  # each rank its own state
+        levels = [LEVELS[first]] * 3
+    for part, world_size in enumerate((2, 2, 2) if keeper == "torch.save" else (2, 3, 1)):
         arguments = (name, levels[part], keeper, str(tmp_path), part, alone[name])
         assert all(ranks.run(_resume, *arguments, world_size=world_size))
 
@@ -207,16 +202,14 @@ def _load_alone(name: str, level: str, path: str, expected: dict[str, Tensor]) -
 
 @pytest.mark.parametrize("as_values", [False, True])
 @pytest.mark.parametrize("name", RESHARDED)
-def test_state_of_one_process_is_loaded(
-    ranks: Ranks,
-    alone: dict[str, dict[str, Tensor]],
-    tmp_path: Path,
-    name: str,
-    as_values: bool,
-) -> None:
+def test_state_of_one_process_is_loaded(ranks, alone, tmp_path, name: str, as_values: bool):
     path = str(tmp_path / "alone.pt")
     ranks.run(_save_alone, name, path, as_values, world_size=1)
     assert all(ranks.run(_load_alone, name, LEVELS[3], path, alone[name], world_size=3))
+
+
+def _flat(weights: Iterable[Tensor]) -> Tensor:
+    return torch.cat([weight.detach().float().view(-1) for weight in weights])
 
 
 def _round_stochastically(mesh: tuple[int, ...], level: str) -> tuple[list[Tensor], float, bool]:
@@ -224,30 +217,21 @@ def _round_stochastically(mesh: tuple[int, ...], level: str) -> tuple[list[Tenso
     their change, and whether the user's random numbers are unchanged."""
     torch.manual_seed(dist.get_rank())
     name = "torchao.AdamW8bit in bf16"
-    models = [_model(name), _model(name)]
-    before = torch.cat([param.detach().float().view(-1) for param in models[0].parameters()])
-    optimizer = _optimizer(name, models[0], bf16_stochastic_round=True)
-    fe.shard_optimizer(optimizer)
-    engine = _shard(models[1], level, mesh)
-    sharded = fe.shard_optimizer(_optimizer(name, models[1], bf16_stochastic_round=True))
+    alone, model = _model(name), _model(name)
+    before = _flat(alone.parameters())
+    optimizer = fe.shard_optimizer(_optimizer(name, alone, bf16_stochastic_round=True))
+    engine = _shard(model, level, mesh)
+    sharded = fe.shard_optimizer(_optimizer(name, model, bf16_stochastic_round=True))
     torch.manual_seed(dist.get_rank())
     first = torch.rand(())
     torch.manual_seed(dist.get_rank())
-    _train(models[1], sharded, 0, NUM_STEPS)
+    _train(model, sharded, 0, NUM_STEPS)
     is_unchanged = bool(torch.rand(()) == first)
-    with torch.compiler.set_stance("force_eager"):
-        for step in range(NUM_STEPS):
-            generator = torch.Generator().manual_seed(step)
-            models[0](
-                torch.randn(16, 67, generator=generator).bfloat16()
-            ).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    _train(alone, optimizer, 0, NUM_STEPS, is_first=True)
     weights = list(engine.full_state_dict().values())
-    found = torch.cat([weight.float().view(-1) for weight in weights])
-    alone = torch.cat([param.detach().float().view(-1) for param in models[0].parameters()])
-    apart = (found - alone).norm() / (alone - before).norm()
-    return weights, apart.item(), is_unchanged
+    apart = _flat(weights) - _flat(alone.parameters())
+    change = _flat(alone.parameters()) - before
+    return weights, (apart.norm() / change.norm()).item(), is_unchanged
 
 
 @pytest.mark.parametrize(
@@ -263,22 +247,29 @@ def test_replicas_round_alike(ranks: Ranks, mesh: tuple[int, ...], level: str) -
         assert is_unchanged
 
 
-def _try_to_save(folder: str) -> str:
+def _try_to_save(name: str, elementwise: bool | None, folder: str) -> str:
     model = _model()
-    engine = _shard(model, LEVELS[3])
-    optimizer = fe.shard_optimizer(_optimizer("bitsandbytes.AdEMAMix8bit", model), elementwise=True)
+    engine = _shard(model, "no_shard" if elementwise is None else LEVELS[3])
+    optimizer = _optimizer(name, model)
+    if elementwise is not None:
+        fe.shard_optimizer(optimizer, elementwise=elementwise)
     _train(model, optimizer, 0, 1)
-    with pytest.raises(ValueError, match=r"^optimizer: expected state of ") as caught:
+    with pytest.raises(ValueError, match=r"^optimizer: expected ") as caught:
         fe.save_checkpoint(folder, engine, optimizer)
+    if elementwise is None:
+        fe.save_checkpoint(folder, engine, fe.shard_optimizer(optimizer))
     return str(caught.value)
 
 
-def test_state_that_is_one_part_on_each_rank_is_refused_by_checkpoints(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    for error in ranks.run(_try_to_save, str(tmp_path), world_size=2):
+def test_state_that_checkpoints_cannot_read_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """One part on each rank; or that of an optimizer that is not sharded."""
+    arguments = ("bitsandbytes.AdEMAMix8bit", True, str(tmp_path / "parts"))
+    for error in ranks.run(_try_to_save, *arguments, world_size=2):
         assert "expected state of 0.weight in its shape" in error
         assert "found 'absmax1' of shape (2, " in error
+    arguments = ("torchao.AdamW8bit", None, str(tmp_path / "not sharded"))
+    for error in ranks.run(_try_to_save, *arguments, world_size=2):
+        assert "found a OptimState8bit in 'exp_avg'. Call fe.shard_opt" in error
 
 
 def _keep_in_32_bits() -> tuple[list[str], list[str]]:
@@ -330,17 +321,12 @@ def test_boundaries_within_blocks_are_refused(
 
 
 def _bytes_of_training(kind: str) -> tuple[int, int]:
-    """Bytes of weights, gradients and optimizer state between steps, and elements, of this rank."""
-    bf16 = torch.bfloat16
+    bf16, is_flash = torch.bfloat16, kind == "FlashAdamW"
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
-    policy = fe.MixedPrecisionPolicy(param_dtype=bf16)
-    if kind == "FlashAdamW":
-        policy = fe.MixedPrecisionPolicy(
-            param_dtype=bf16, main_params_dtype=bf16, main_grads_dtype=bf16
-        )
+    main = {"main_params_dtype": bf16, "main_grads_dtype": bf16} if is_flash else {}
+    policy = fe.MixedPrecisionPolicy(param_dtype=bf16, **main)
     engine = fe.shard(model, mp_policy=policy, options=fe.Options(min_unit_size=0))
     name = "pytorch_optimizer.FlashAdamW in bf16"
-    is_flash = kind == "FlashAdamW"
     made = _optimizer(name, model) if is_flash else torch.optim.AdamW(model.parameters())
     optimizer = fe.shard_optimizer(made, elementwise=True)
     model(torch.ones(1, 512, dtype=bf16)).sum().backward()
@@ -379,7 +365,7 @@ def _held(optimizer: torch.optim.Optimizer) -> int:
             inner = [local]
             if hasattr(local, "__tensor_flatten__"):
                 inner = [getattr(local, each) for each in local.__tensor_flatten__()[0]]
-            held.update((each.data_ptr(), each.nbytes) for each in inner if torch.is_tensor(each))
+            held.update((part.data_ptr(), part.nbytes) for part in inner if torch.is_tensor(part))
     return sum(held.values())
 
 

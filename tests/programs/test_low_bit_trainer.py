@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.launching import Launched
+from tests.integrations.launching import run_job
 from tests.integrations.trainer_scene import LEVELS
 from tests.programs.packages import LOW_BIT
 
@@ -28,17 +27,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of each optimizer: what the plain trainer has found, and the engine at each level."""
     folder = tmp_path_factory.mktemp("low_bit")
     out = folder / "found.json"
-    jobs = Launched(folder)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["--out", str(out), "--kinds", "plain", *LEVELS]
-    command = [sys.executable, *launcher, str(SCRIPT), *arguments]
-    try:
-        status = jobs.finish("job", jobs.start("job", command, {"GLOO_SOCKET_IFNAME": "lo"}), 400)
-    finally:
-        jobs.kill_all()
-    assert status == 0, jobs.log("job")
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    run_job(folder, "job", [str(SCRIPT), "--out", str(out), "--kinds", "plain", *LEVELS], 2)
+    return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -17,100 +17,93 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests import reference
-from tests.integrations.trainer_scene import LEVELS, shared_folder
+from tests.integrations.trainer_scene import LEVELS
 from tests.pool import Ranks
 from tests.programs.packages import PROGRAM, TORCHTITAN
-from tests.programs.words import bert_config, sentences, tokenizer
+from tests.programs.words import encoder, sentences
 
 pytestmark = PROGRAM
-STEPS = 2
-
-
-def _encoder(folder: Path) -> Any:
-    """A small BERT of sentence-transformers, and the mean of its outputs."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import BertModel
-
-    torch.manual_seed(0)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        BertModel(bert_config()).save_pretrained(str(folder))
-        tokenizer().save_pretrained(str(folder))
-    if dist.is_initialized():
-        dist.barrier()
-    return SentenceTransformer(modules=[Transformer(str(folder)), Pooling(32)], device="cpu")
 
 
 def _pairs(model: Any, rank: int, step: int, rows: int) -> list[dict[str, Tensor]]:
-    """Tokens of two columns of sentences."""
     columns = [sentences(rows, 5, 10 * step + rank + 100 * column) for column in (0, 1)]
     return [dict(model.preprocess(column)) for column in columns]
 
 
-def _train_cached(level: str, num_rows: Sequence[int], mini: int, together: bool) -> None:
-    """Two steps of two microbatches of a cached loss over the engine, and of the loss that is not
-    cached in one process."""
-    from sentence_transformers.sentence_transformer.losses import (
-        CachedMultipleNegativesRankingLoss,
-        MultipleNegativesRankingLoss,
-    )
+def _train_both(
+    engine: Any,
+    alone: nn.Module,
+    losses: Callable[[int, int], Tensor],
+    losses_alone: Callable[[int, int], Tensor],
+    *,
+    steps: int,
+    micro: int,
+    together: bool = False,
+) -> None:
+    """Gradients of every step are those of one process, of the mean of all losses.
 
-    rank, folder = dist.get_rank(), shared_folder()
-    model, alone = _encoder(folder), _encoder(folder)
-    engine = fe.shard(model, strategy=level, units=["0.model.encoder.layer.*"])
-    loss, right = (
-        CachedMultipleNegativesRankingLoss(model, mini_batch_size=mini),
-        MultipleNegativesRankingLoss(alone),
-    )
-    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
-    labels = torch.zeros(0)
-    for step in range(STEPS):
-        for number in range(2):
+    Args:
+        losses: of this rank, by step and microbatch.
+        losses_alone: the sum of those of all ranks.
+    """
+    optimizer, one = (reference.sgd(each.parameters()) for each in (engine.model, alone))
+    for step in range(steps):
+        for number in range(micro):
             with (
                 engine.together() if together else nullcontext(),
-                nullcontext() if number else engine.no_sync(),
+                nullcontext() if number == micro - 1 else engine.no_sync(),
             ):
-                batch = _pairs(model, rank, 2 * step + number, num_rows[rank])
-                (loss(batch, labels) / 2).backward()
-            for each, rows in enumerate(num_rows):
-                batch = _pairs(alone, each, 2 * step + number, rows)
-                (right(batch, labels) / (2 * len(num_rows))).backward()
-        _assert_same_gradients(model, alone)
-        for each_optimizer in (optimizer, one):
-            each_optimizer.step()
-            each_optimizer.zero_grad()
+                (losses(step, number) / micro).backward()
+            (losses_alone(step, number) / (micro * dist.get_world_size())).backward()
+        found = reference.full_gradients(engine.model)
+        for name, param in alone.named_parameters():
+            if param.grad is None:
+                assert found[name] is None, name
+            else:
+                torch.testing.assert_close(found[name], param.grad, rtol=2e-4, atol=2e-5)
+        for each in (optimizer, one):
+            each.step()
+            each.zero_grad()
 
 
-def _assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
-    found = reference.full_gradients(model)
-    for name, param in alone.named_parameters():
-        if param.grad is None:
-            assert found[name] is None, name
-        else:
-            torch.testing.assert_close(found[name], param.grad, rtol=2e-4, atol=2e-5)
+def _train_cached(level: str, num_rows: Sequence[int], together: bool) -> None:
+    """A cached loss over the engine, and the loss that is not cached in one process."""
+    from sentence_transformers.sentence_transformer import losses
+
+    model, alone = encoder(), encoder()
+    engine = fe.shard(model, strategy=level, units=["0.model.encoder.layer.*"])
+    cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+    right, labels = losses.MultipleNegativesRankingLoss(alone), torch.zeros(0)
+
+    def loss_of(loss: Any, model: Any, rank: int, step: int, number: int) -> Tensor:
+        return loss(_pairs(model, rank, 2 * step + number, num_rows[rank]), labels)
+
+    _train_both(
+        engine,
+        alone,
+        lambda *at: loss_of(cached, model, dist.get_rank(), *at),
+        lambda *at: sum(loss_of(right, alone, rank, *at) for rank in range(2)),
+        steps=2,
+        micro=2,
+        together=together,
+    )
 
 
+@pytest.mark.parametrize("num_rows", [(6, 6), (3, 8)])  # 3 mini-batches; 2 and 4
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_cached_loss_of_sentence_transformers(ranks: Ranks, level: str) -> None:
-    ranks.run(_train_cached, level, (6, 6), 2, False, world_size=2)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_ranks_have_different_numbers_of_mini_batches(ranks: Ranks, level: str) -> None:
-    ranks.run(_train_cached, level, (3, 8), 2, level == "optim_grads_params", world_size=2)
+def test_the_cached_loss_of_sentence_transformers(ranks: Ranks, level: str, num_rows) -> None:
+    together = num_rows == (3, 8) and level == "optim_grads_params"
+    ranks.run(_train_cached, level, num_rows, together, world_size=2)
 
 
 class _Block(nn.Module):
-    """A layer and an MLP."""
-
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
         self.mix, self.mlp = nn.Linear(16, 16), mlp
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.tanh(self.mix(x))
-        result: Tensor = x + self.mlp(x)
-        return result
+        return x + self.mlp(x)
 
 
 class _Mlp(nn.Module):
@@ -121,11 +114,16 @@ class _Mlp(nn.Module):
         self.gate_proj = nn.Linear(16, 24, bias=False)
         self.up_proj = nn.Linear(16, 24, bias=False)
         self.down_proj = nn.Linear(24, 16, bias=False)
+        self._compute_params: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = nn.functional.silu(self.gate_proj(x))
-        result: Tensor = self.down_proj(gate * self.up_proj(x))
-        return result
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def compute_params(self) -> list[Tensor]:
+        """Those that are trained, as axolotl's ``patch_tiled_mlp`` keeps them."""
+        if not self._compute_params:
+            self._compute_params = [param for param in self.parameters() if param.requires_grad]
+        return self._compute_params
 
 
 class _LigerMlp(_Mlp):
@@ -135,25 +133,15 @@ class _LigerMlp(_Mlp):
         from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
 
         params = [param for param in self.parameters() if param.requires_grad]
-        result: Tensor = apply_tiled_mlp(
-            fn=_Mlp.forward, mlp_module=self, x=x, num_shards=3, compute_params=params
-        )
-        return result
+        given = {"mlp_module": self, "x": x, "num_shards": 3, "compute_params": params}
+        return apply_tiled_mlp(fn=_Mlp.forward, **given)
 
 
 class _AxolotlMlp(_Mlp):
     """As axolotl's ``patch_tiled_mlp`` makes the MLP of a model."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._compute_params: list[Tensor] = []
-
     def forward(self, x: Tensor) -> Tensor:
-        if not self._compute_params:
-            self._compute_params = [param for param in self.parameters() if param.requires_grad]
-        tiled: Any = _axolotl().TiledMLP
-        result: Tensor = tiled.apply(_Mlp.forward, self, x, 3, self._compute_params)
-        return result
+        return _axolotl().TiledMLP.apply(_Mlp.forward, self, x, 3, self.compute_params())
 
 
 def _axolotl() -> Any:
@@ -186,23 +174,21 @@ def _train_tiled(library: str, level: str, units: Sequence[str], micro: int) -> 
     if str(TORCHTITAN) not in sys.path:
         sys.path.append(str(TORCHTITAN))
     model, alone = _model(MLPS[library]), _model(_Mlp)
-    engine = fe.shard(model, strategy=level, units=units)
-    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
-    for step in range(3):
-        for number in range(micro):
-            batches = [
-                # axolotl's function has wrong gradients of batches of more than one row.
-                torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(seed))
-                for seed in range(100 * step + 10 * number, 100 * step + 10 * number + size)
-            ]
-            with nullcontext() if number == micro - 1 else engine.no_sync():
-                (model(batches[rank]).square().mean() / micro).backward()
-            for batch in batches:
-                (alone(batch).square().mean() / (micro * size)).backward()
-        _assert_same_gradients(model, alone)
-        for each_optimizer in (optimizer, one):
-            each_optimizer.step()
-            each_optimizer.zero_grad()
+
+    def loss_of(model: nn.Module, rank: int, step: int, number: int) -> Tensor:
+        seed = 100 * step + 10 * number + rank
+        # axolotl's function has wrong gradients of batches of more than one row.
+        batch = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(seed))
+        return model(batch).square().mean()
+
+    _train_both(
+        fe.shard(model, strategy=level, units=units),
+        alone,
+        lambda *at: loss_of(model, rank, *at),
+        lambda *at: sum(loss_of(alone, each, *at) for each in range(size)),
+        steps=3,
+        micro=micro,
+    )
 
 
 @pytest.mark.parametrize("units", [["*.mlp"], [_Block]], ids=["MLPs", "blocks"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import closing
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_engine as fe
 from tests.pool import Ranks
 from tests.programs import optimizer_catalogue as catalogue
-from tests.programs.packages import TORCHTITAN
+from tests.programs.packages import needs
 
 LIBRARIES = ("schedulefree", "pytorch_optimizer", "bitsandbytes")
 LEVELS = ("optim", "optim_grads_params")
@@ -31,24 +29,12 @@ NOT_SAVED = (
 )
 # They seem elementwise for some steps, and are not: they sum over parameters or over slices.
 SUM = {
-    "pytorch_optimizer.ASGD",
-    "pytorch_optimizer.AdaNorm",
-    "pytorch_optimizer.DAdaptAdaGrad",
-    "pytorch_optimizer.DAdaptAdam",
-    "pytorch_optimizer.DAdaptAdan",
-    "pytorch_optimizer.DAdaptLion",
-    "pytorch_optimizer.Prodigy",
-    "pytorch_optimizer.SWATS",
-}
+    f"pytorch_optimizer.{name}"
+    for name in ("ASGD", "AdaNorm", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion")
+} | {"pytorch_optimizer.Prodigy", "pytorch_optimizer.SWATS"}
 # Some of those that shall step with state on a disk.
-STEP = {
-    "schedulefree.AdamWScheduleFree",
-    "pytorch_optimizer.Adan",
-    "pytorch_optimizer.Lion",
-    "pytorch_optimizer.MADGRAD",
-    "pytorch_optimizer.QHAdam",
-    "bitsandbytes.AdamW",
-    "bitsandbytes.Lion",
+STEP = {"schedulefree.AdamWScheduleFree", "bitsandbytes.AdamW", "bitsandbytes.Lion"} | {
+    f"pytorch_optimizer.{name}" for name in ("Adan", "Lion", "MADGRAD", "QHAdam")
 }
 # Some of those that are refused, and a part of their error.
 REFUSED = {
@@ -58,16 +44,7 @@ REFUSED = {
     "bitsandbytes.AdamW8bit": "",
 }
 
-_missing = [
-    name for name in LIBRARIES if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
-]
-pytestmark = [
-    pytest.mark.programs,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        bool(_missing), reason=f"needs what `make test-all` installs; found no {_missing}"
-    ),
-]
+pytestmark = [*needs(*LIBRARIES), pytest.mark.timeout(1800)]
 
 
 class Job:
@@ -78,14 +55,9 @@ class Job:
     def __init__(self, kind: Any, use: catalogue.Use, level: str, folder: str | None) -> None:
         self._use, self._mesh = use, init_device_mesh("cpu", (dist.get_world_size(),))
         self.model = catalogue.model_of(use)
-        offload = None if folder is None else fe.Offload(optimizer_state="disk", folder=folder)
-        self.engine = fe.shard(
-            self.model,
-            self._mesh,
-            strategy=level,
-            options=fe.Options(min_unit_size=0),
-            extensions=[] if offload is None else [offload],
-        )
+        on_disk = [] if folder is None else [fe.Offload(optimizer_state="disk", folder=folder)]
+        options = {"options": fe.Options(min_unit_size=0), "extensions": on_disk}
+        self.engine = fe.shard(self.model, self._mesh, strategy=level, **options)
         self.optimizer = catalogue.made(kind, self.model)
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
@@ -98,16 +70,13 @@ class Job:
         self.num_steps = until
 
     def values(self) -> dict[str, Any]:
-        """Copies of state, hyperparameters and weights."""
         packed = self.optimizer.state_dict()
         state = {key: value for key, value in packed["state"].items() if value != {}}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in packed["param_groups"]
         ]
-        found = {"state": state, "groups": groups, "weights": self.model.state_dict()}
-        copies: dict[str, Any] = copied(found)
-        return copies
+        return copied({"state": state, "groups": groups, "weights": self.model.state_dict()})
 
 
 def copied(value: Any) -> Any:
@@ -139,7 +108,6 @@ def differing(found: Any, expected: Any, name: str = "") -> list[str]:
 
 
 def outcome(library: str, name: str, folder: str) -> str:
-    """On a rank: "same", or what differs or is refused."""
     kind = catalogue.classes(library)[name]
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -189,7 +157,6 @@ def of_level(kind: Any, use: catalogue.Use, level: str, folder: str) -> str:
 
 @pytest.fixture(scope="module")
 def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Outcomes on two ranks, by library and name."""
     folder = str(tmp_path_factory.mktemp("state"))
     return {
         f"{library}.{name}": set(
@@ -200,9 +167,7 @@ def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     }
 
 
-def test_steps_have_the_bits_of_state_in_memory_or_are_refused(
-    found: dict[str, set[str]],
-) -> None:
+def test_steps_have_the_bits_of_state_in_memory_or_are_refused(found: dict[str, set[str]]) -> None:
     others = ("refused: ", "not in one process: ", "not elementwise: ")
     differ = {
         name: outcomes

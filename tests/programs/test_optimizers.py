@@ -55,8 +55,6 @@ def uses(found: catalogue.Found) -> set[str]:
 
 
 class Doubled(torch.optim.SGD):
-    """SGD with twice the learning rate."""
-
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=2 * lr)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.launching import Launched
+from tests.integrations.launching import run_job
 from tests.programs.packages import PROGRAM
 
 pytestmark = PROGRAM
@@ -28,19 +27,8 @@ BF16 = 5e-4
 
 
 def launch(folder: Path, name: str, ranks: int, *arguments: str) -> Path:
-    """Run the script under torchrun; returns where its files are."""
-    logs = folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    out = folder / name
-    jobs = Launched(logs)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, str(SCRIPT), "--out", str(out), *arguments]
-    try:
-        status = jobs.finish(name, jobs.start(name, command, {"GLOO_SOCKET_IFNAME": "lo"}), 400)
-    finally:
-        jobs.kill_all()
-    assert status == 0, jobs.log(name)
-    return out
+    run_job(folder, name, [str(SCRIPT), "--out", str(folder / name), *arguments], ranks)
+    return folder / name
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +40,17 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def train(seed: Path, folder: Path, ranks: int, *arguments: str, name: str = "run") -> Path:
-    """Train under both engines."""
     given = ("--seed", str(seed), "--engine", *ENGINES, "--steps", str(STEPS))
     return launch(folder, name, ranks, *given, *arguments)
 
 
 def logged(out: Path, engine: str) -> list[dict[str, Any]]:
-    """What torchtitan logged of each step."""
     found = json.loads((out / f"{engine}.json").read_text())
     assert found["engine"] == (engine == "fsdp_engine")
-    steps: list[dict[str, Any]] = found["logged"]
-    return steps
+    return found["logged"]
 
 
 def check(found: list[dict[str, Any]], expected: list[dict[str, Any]], rel: float = EXACT) -> None:
-    """Losses and norms of two trainings are equal."""
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["norm"] == pytest.approx(theirs["norm"], rel=max(rel, NORM))

@@ -12,15 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.integrations.trainer_scene import (
-    LEVELS,
-    as_launched,
-    num_ranks,
-    shared_folder,
-)
+from tests.integrations.trainer_scene import LEVELS, as_launched, llama, num_ranks, shared_folder
 from tests.pool import Ranks
 from tests.programs.packages import PROGRAM
-from tests.programs.words import VOCABULARY, WORDS, sentences, tokenizer
+from tests.programs.words import SIZES, VOCABULARY, WORDS, sentences, tokenizer
 
 pytestmark = PROGRAM
 NUM_ROWS = 16
@@ -51,9 +46,21 @@ def _with(word: str, seed: int) -> list[str]:
 
 
 def reward(completions: list[str], **given: Any) -> list[float]:
-    """Words of a completion that are among the first half of all words."""
     liked = set(WORDS[: len(WORDS) // 2])
     return [sum(word in liked for word in each.split()) / 6 for each in completions]
+
+
+def _preferences() -> dict[str, list[Any]]:
+    chosen, rejected = _with("cat", 2), _with("dog", 3)
+    return {"prompt": sentences(NUM_ROWS, 4, 1), "chosen": chosen, "rejected": rejected}
+
+
+def _judged() -> dict[str, list[Any]]:
+    found = _preferences()
+    labels = [row % 2 == 0 for row in range(NUM_ROWS)]
+    texts = zip(found["chosen"], found["rejected"], labels, strict=True)
+    completions = [chosen if label else rejected for chosen, rejected, label in texts]
+    return {"prompt": found["prompt"], "completion": completions, "label": labels}
 
 
 ALGORITHMS = {
@@ -63,29 +70,8 @@ ALGORITHMS = {
         {"learning_rate": 5e-2},
         least=0.5,
     ),
-    "dpo": Algorithm(
-        "DPO",
-        lambda: {
-            "prompt": sentences(NUM_ROWS, 4, 1),
-            "chosen": _with("cat", 2),
-            "rejected": _with("dog", 3),
-        },
-        {"learning_rate": 2e-2},
-        least=0.1,
-    ),
-    "kto": Algorithm(
-        "KTO",
-        lambda: {
-            "prompt": sentences(NUM_ROWS, 4, 1),
-            "completion": [
-                each[row % 2]
-                for row, each in enumerate(zip(_with("cat", 2), _with("dog", 3), strict=True))
-            ],
-            "label": [row % 2 == 0 for row in range(NUM_ROWS)],
-        },
-        {"learning_rate": 2e-2},
-        least=0.05,
-    ),
+    "dpo": Algorithm("DPO", _preferences, {"learning_rate": 2e-2}, least=0.1),
+    "kto": Algorithm("KTO", _judged, {"learning_rate": 2e-2}, least=0.05),
     "grpo": Algorithm(
         "GRPO",
         lambda: {"prompt": sentences(NUM_ROWS, 4, 1)},
@@ -104,24 +90,7 @@ ALGORITHMS = {
 
 
 def _model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=0.2,
-        )
-    )
+    return llama(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
 
 
 def train(
@@ -179,12 +148,9 @@ def train(
         numbers = [2, *(VOCABULARY[word] for word in ends)]
         given["model"].generation_config.eos_token_id = numbers
     if lora:
-        given["peft_config"] = LoraConfig(
-            r=4,
-            lora_alpha=8,
-            target_modules=["v_proj", "o_proj", "up_proj", "down_proj"],
-            task_type="CAUSAL_LM",
-        )
+        layers = ["v_proj", "o_proj", "up_proj", "down_proj"]
+        config = {"r": 4, "lora_alpha": 8, "target_modules": layers, "task_type": "CAUSAL_LM"}
+        given["peft_config"] = LoraConfig(**config)
     elif name in ("dpo", "kto"):
         given["ref_model"] = _model()
     if name == "grpo":
@@ -201,7 +167,6 @@ def train(
 
 
 def check(found: list[dict[str, float]], expected: list[dict[str, float]], name: str) -> None:
-    """The figures of two runs are equal, and the algorithm learns."""
     assert len(expected) == STEPS
     algorithm = ALGORITHMS[name]
     shown = [row[algorithm.shown] for row in expected]
@@ -210,35 +175,28 @@ def check(found: list[dict[str, float]], expected: list[dict[str, float]], name:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+# KTO subtracts a divergence that each process estimates on its own batch; GRPO's processes
+# sample completions of their own. One process computes other figures than two.
+PROCESSES = {"sft": 1, "dpo": 1, "kto": 2, "grpo": 2}
+
+
 @pytest.fixture(scope="module")
-def plain(ranks: Ranks) -> Callable[[str, int], list[dict[str, float]]]:
-    """Figures of a trainer without the engine, by algorithm and number of processes."""
-    known: dict[tuple[str, int], list[dict[str, float]]] = {}
-
-    def find(name: str, processes: int) -> list[dict[str, float]]:
-        if (name, processes) not in known:
-            known[name, processes] = ranks.run(train, "plain", name, world_size=processes)[0]
-        return known[name, processes]
-
-    return find
+def plain(ranks: Ranks) -> dict[str, list[dict[str, float]]]:
+    return {
+        name: ranks.run(train, "plain", name, world_size=number)[0]
+        for name, number in PROCESSES.items()
+    }
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("name", "processes"),
-    # KTO subtracts a divergence that each process estimates on its own batch; GRPO's processes
-    # sample completions of their own. One process computes other figures than two.
-    [("sft", 1), ("dpo", 1), ("kto", 2), ("grpo", 2)],
-)
-def test_adapters_are_trained_as_without_the_engine(
-    ranks: Ranks, plain: Callable[..., Any], name: str, processes: int, level: str
-) -> None:
+@pytest.mark.parametrize("name", PROCESSES)
+def test_adapters_are_trained_as_without_the_engine(ranks, plain, name: str, level: str) -> None:
     found = ranks.run(train, level, name, world_size=2)
     assert found[0] == found[1]
-    check(found[0], plain(name, processes), name)
+    check(found[0], plain[name], name)
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "grpo"])
+@pytest.mark.parametrize("name", PROCESSES)
 def test_whole_models_are_trained_beside_a_reference_model(ranks: Ranks, name: str) -> None:
     # Without adapters GRPO would read its reference model from a folder.
     given = {"learning_rate": 5e-3, **({"beta": 0.0} if name == "grpo" else {})}

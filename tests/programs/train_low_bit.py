@@ -64,7 +64,6 @@ def _rows(logged: dict[tuple[int, str], float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train with each optimizer, each kind."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", required=True, help='"plain", or levels')

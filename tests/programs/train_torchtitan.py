@@ -35,32 +35,26 @@ LAYERS = 2
 
 
 def parse() -> argparse.Namespace:
-    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--engine",
-        choices=["fsdp2", "fsdp_engine"],
-        nargs="+",
-        default=[],
-        help="one training each, in DIR/ENGINE. None: a seed checkpoint in DIR/seed, on one rank",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="DIR")
-    parser.add_argument("--seed", type=Path, help="the DIR of a seed checkpoint, to start from")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--replicate", type=int, default=1, help="ranks with equal shards")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
-    parser.add_argument("--recompute", choices=["none", "full", "selective"], default="none")
-    parser.add_argument("--reshard", choices=["default", "always", "never"], default="default")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--save", choices=["disabled", "async"], help="torchtitan's async_mode")
-    parser.add_argument("--save-every", type=int, default=3)
-    parser.add_argument("--load-step", type=int, default=-1)
+    add = parser.add_argument
+    engines = ["fsdp2", "fsdp_engine"]  # one training each, in DIR/ENGINE
+    add("--engine", choices=engines, nargs="+", default=[], help="none: a seed in DIR/seed")
+    add("--out", type=Path, required=True, help="DIR")
+    add("--seed", type=Path, help="the DIR of a seed checkpoint, to start from")
+    add("--steps", type=int, default=6)
+    add("--replicate", type=int, default=1, help="ranks with equal shards")
+    add("--tensor-parallel", type=int, default=1)
+    add("--accumulate", type=int, default=1, help="microbatches of a step")
+    add("--recompute", choices=["none", "full", "selective"], default="none")
+    add("--reshard", choices=["default", "always", "never"], default="default")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--save", choices=["disabled", "async"], help="torchtitan's async_mode")
+    add("--save-every", type=int, default=3)
+    add("--load-step", type=int, default=-1)
     return parser.parse_args()
 
 
 def use_the_cpu() -> None:
-    """Set torchtitan's device. It is to be called before another of its modules is imported."""
     from torchtitan.tools import utils
 
     utils.device_type = "cpu"
@@ -85,7 +79,6 @@ def run_on_this_torch() -> None:
 
 
 def choose(engine: str) -> None:
-    """Set the function that torchtitan shards with."""
     import torchtitan.distributed.fsdp as titan
 
     if engine == "fsdp_engine":
@@ -108,7 +101,6 @@ def _fully_shard_on_gloo(module: Any, **arguments: Any) -> Any:
 
 
 def make_assets(folder: Path) -> None:
-    """Write a tokenizer and texts, as torchtitan reads them."""
     (folder / "texts").mkdir(parents=True)
     tokenizer().save_pretrained(str(folder / "tokenizer"))
     lengths = random.Random(1)
@@ -118,7 +110,6 @@ def make_assets(folder: Path) -> None:
 
 
 def configure(given: argparse.Namespace, folder: Path) -> Any:
-    """torchtitan's configuration of its debug model, smaller."""
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -161,7 +152,6 @@ def configure(given: argparse.Namespace, folder: Path) -> Any:
 
 
 def train(given: argparse.Namespace, engine: str) -> None:
-    """Train, and write what torchtitan logs."""
     folder = given.out / engine
     choose(engine)
     trainer = configure(given, folder).build()
@@ -182,7 +172,6 @@ def train(given: argparse.Namespace, engine: str) -> None:
 
 
 def main() -> None:
-    """Train under each engine, or write the seed checkpoint."""
     given = parse()
     use_the_cpu()
     run_on_this_torch()

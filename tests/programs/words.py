@@ -5,6 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from tests.integrations.trainer_scene import shared_folder
+
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 _WORDS = (
     "the a cat dog bird tree house runs sits flies over under near red blue green small big old "
@@ -12,10 +17,12 @@ _WORDS = (
 )
 WORDS = tuple(_WORDS.split())
 VOCABULARY = {word: number for number, word in enumerate([*_SPECIAL, *WORDS])}
+# Of transformers' models.
+SIZES = {"vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2}
 
 
 def tokenizer() -> Any:
-    """A fast tokenizer of transformers; a token is a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,21 +36,26 @@ def bert_config(**more: Any) -> Any:
     """transformers' config of a small BERT over the vocabulary, without dropout."""
     from transformers import BertConfig
 
-    return BertConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.2,
-        **more,
-    )
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertConfig(**SIZES, **no_dropout, max_position_embeddings=32, **more)
+
+
+def encoder(*modules: Any) -> Any:
+    """A small BERT of sentence-transformers, the mean of its outputs, and ``modules`` on it."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertModel
+
+    torch.manual_seed(0)
+    folder = str(shared_folder())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        BertModel(bert_config()).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    if dist.is_initialized():
+        dist.barrier()
+    return SentenceTransformer(modules=[Transformer(folder), Pooling(32), *modules], device="cpu")
 
 
 def sentences(count: int, length: int, seed: int) -> list[str]:
-    """Sentences of ``length`` words."""
     chosen = random.Random(seed)
     return [" ".join(chosen.choices(WORDS, k=length)) for _ in range(count)]
