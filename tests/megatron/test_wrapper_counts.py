@@ -1,8 +1,5 @@
-"""Exact collectives and bytes per step of the wrapper, by phase of the step.
-
-Levels x overlap x one axis or two x microbatches. The expected values follow from the levels, as in
-``test_counts.py``; the wrapper only changes the phase.
-"""
+"""Exact collectives and bytes per step of the wrapper, by phase of the step. The expected values
+follow from the levels, as in ``runtime/test_counts.py``; the wrapper only changes the phase."""
 
 from __future__ import annotations
 
@@ -52,64 +49,48 @@ def expected_phases(levels: Strategy, overlap: bool, num_axes: int) -> set[tuple
     return found
 
 
-def count_wrapped(inner: str, outer: str, shape: tuple[int, ...]) -> list[tuple[str, Any, Any]]:
-    """(what, found, expected) for each thing to compare."""
-    pairs: list[tuple[str, Any, Any]] = []
+def count_wrapped(inner: str, outer: str, shape: tuple[int, ...]) -> None:
     levels, num_axes = Strategy.from_names(inner, outer), len(shape)
     for overlap, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         torch.manual_seed(0)
-        model = Stack()
-        timeline = Timeline()
-        ddp = fe.DistributedDataParallel(
-            model.to(dtype),
-            config_of(inner, outer, overlap=overlap, **CUT_MODEL),
-            mesh_of(*shape),
-        )
-        engine = ddp.engine
+        config = config_of(inner, outer, overlap=overlap, **CUT_MODEL)
+        ddp = fe.DistributedDataParallel(Stack().to(dtype), config, mesh_of(*shape))
+        engine, timeline, mesh = ddp.engine, Timeline(), ddp.engine.mesh
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        mesh = engine.mesh
         timed_step(ddp, optimizer, timeline, batch_of(dtype, 0))
+        control = mesh.control_group
+        assert control is not None
+        usage = 2 * (len(list(ddp.parameters())) + 16) * (control.size() - 1) // control.size()
         for num_micro in (3, 1):
             messages = Messages()
             with messages.counting():
-                batches = (batch_of(dtype, 1 + each) for each in range(num_micro))
-                timed_step(ddp, optimizer, timeline, *list(batches))
-                again = messages.operations.copy(), messages.calls.copy()
+                batches = [batch_of(dtype, 1 + each) for each in range(num_micro)]
+                timed_step(ddp, optimizer, timeline, *batches)
+                before = messages.operations.copy(), messages.calls.copy()
                 ddp.finish_grad_sync()  # final already
-            case = f"overlap={overlap}, {dtype}, {num_micro} microbatches"
+            assert (messages.operations, messages.calls) == before
             counts, sent = expected_collectives(engine, levels, num_micro)
             counts, sent = on_axes(counts, num_axes), on_axes(sent, num_axes)
-            pairs.append((f"{case}: again", (messages.operations, messages.calls), again))
-            found = {
-                label: count
-                for label, count in messages.operations.items()
-                if label.startswith(("all-gather", "reduce-scatter", "all-reduce"))
-            }
-            pairs.append((f"{case}: collectives", found, dict(counts)))
-            control = mesh.control_group
-            assert control is not None
-            size = control.size()
-            usage = 2 * (len(list(model.parameters())) + 16) * (size - 1) // size
+            kinds = ("all-gather", "reduce-scatter", "all-reduce")
+            found = {k: v for k, v in messages.operations.items() if k.startswith(kinds)}
+            assert found == counts, (overlap, num_micro)
             expected_sent = Counter({control.group_name: usage})
             for (axis, kind), num_bytes in sent.items():
                 ends = mesh.axis(axis)
                 group = ends.gather_group if kind == "gather" else ends.reduce_group
                 assert group is not None
                 expected_sent[group.group_name] += num_bytes
-            pairs.append((f"{case}: bytes", messages.sent, expected_sent))
-            # On one axis an all-reduce of gradients goes the same way.
-            calls = messages.calls[control.group_name, "allreduce_"]
+            assert messages.sent == expected_sent, (overlap, num_micro)
+            # One message about usage. On one axis an all-reduce of gradients goes the same way.
             native = sum("all-reduce" in label for label in counts) if num_axes == 1 else 0
-            pairs.append((f"{case}: messages about usage", calls - native, 1))
+            assert messages.calls[control.group_name, "allreduce_"] == native + 1
             phases = {
                 (phase, what.partition(" ")[0] + ("+outer" if what.endswith("+outer") else ""))
                 for phase, what in timeline.events
             }
-            if num_micro == 3:
-                expected = expected_phases(levels, overlap, num_axes)
-                pairs.append((f"{case}: phases", phases, expected))
             assert {phase for phase, _ in phases} <= set(PHASES)
-    return pairs
+            if num_micro == 3:
+                assert phases == expected_phases(levels, overlap, num_axes), overlap
 
 
 def batch_of(dtype: torch.dtype, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,9 +109,7 @@ ONE_AXIS = [pytest.param((level, "no_shard"), (2,), id=level) for level in LEVEL
 def test_collectives_of_a_wrapped_step_follow_from_the_levels(
     ranks: Ranks, levels: tuple[str, str], shape: tuple[int, ...]
 ) -> None:
-    for pairs in ranks.run(count_wrapped, *levels, shape, world_size=math.prod(shape)):
-        for what, found, expected in pairs:
-            assert found == expected, what
+    ranks.run(count_wrapped, *levels, shape, world_size=math.prod(shape))
 
 
 @on_ranks(world_size=2)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from tests.megatron.configs import LEVEL_NAMES, config_of
 from tests.messages import Messages
-from tests.models import Regression, Stack, Transformer, token_batch, vector_batch
+from tests.models import Stack, Transformer, token_batch, vector_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
-from tests.reference import full, full_weights, held, relative_error
+from tests.reference import full, full_weights, held, relative_error, sgd, slice_like
 from tests.training import mesh_of
 
 WHOLE_GRADS = LEVEL_NAMES[:2]
@@ -31,8 +31,10 @@ def wrapped(level: str, overlap: bool = False, **fields: Any) -> fe.DistributedD
     return fe.DistributedDataParallel(make(), config_of(level, overlap=overlap, **fields))
 
 
-def backward(ddp: fe.DistributedDataParallel, seed: int = 0) -> None:
+def backward(ddp: fe.DistributedDataParallel, seed: int = 0, finish: bool = False) -> None:
     ddp(*token_batch(2, 10 * seed + dist.get_rank())).backward()
+    if finish:
+        ddp.finish_grad_sync()
 
 
 def mean_gradients(*seeds: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Tensor]:
@@ -44,9 +46,7 @@ def mean_gradients(*seeds: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Te
     return {name: param.grad for name, param in alone.named_parameters()}
 
 
-def assert_gradients(
-    ddp: fe.DistributedDataParallel, expected: dict[str, Tensor], factor: float = 1.0
-) -> None:
+def assert_gradients(ddp: Any, expected: dict[str, Tensor], factor: float = 1.0) -> None:
     for name, param in ddp.module.named_parameters():
         assert param.grad is not None, name
         assert relative_error(full(param.grad), factor * expected[name]) < 2e-5, name
@@ -103,9 +103,8 @@ def test_loaded_values_are_used_by_the_very_next_forward(level: str) -> None:
     for overlap in (False, True):
         for given, gathers_first in ((values, overlap), (other.state_dict(), not overlap)):
             ddp = wrapped(level, overlap)
-            backward(ddp)
-            ddp.finish_grad_sync()
-            torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+            backward(ddp, finish=True)
+            sgd(ddp.parameters()).step()
             if gathers_first:
                 ddp.start_param_sync()  # of values that are to be replaced
             ddp.load_state_dict(given)
@@ -135,13 +134,11 @@ def test_start_grad_sync_issues_the_remaining_reductions_and_finish_waits_once(l
         ddp = wrapped(level, overlap)
         with ddp.no_sync():
             backward(ddp)
-        messages = Messages()
+        messages, again = Messages(), Messages()
         with messages.counting():
             ddp.start_grad_sync()
-        issued = sum(count for label, count in messages.operations.items() if "reduc" in label)
         # Where gradients are sharded backward has reduced them.
-        assert bool(issued) is (level in WHOLE_GRADS)
-        again = Messages()
+        assert any("reduc" in label for label in messages.operations) is (level in WHOLE_GRADS)
         with again.counting():
             ddp.start_grad_sync()
             ddp.finish_grad_sync()
@@ -173,30 +170,23 @@ def test_scale_gradients_scales_all_gradients(level: str) -> None:
 def test_zero_grad_buffer_begins_an_iteration(level: str, overlap: bool, zero: bool) -> None:
     ddp = wrapped(level, overlap)
     for _ in range(2):
-        backward(ddp, 1)
-        ddp.finish_grad_sync()
+        backward(ddp, 1, finish=True)
         ddp.zero_grad_buffer(zero)
         assert all(param.grad is None for param in ddp.parameters())
         grads = [b.grads.optim_grads for b in ddp.engine.buffers if b.grads is not None]
-        if zero:
-            assert [flat is not None and not flat.any() for flat in grads] == [True] * len(grads)
-        else:
-            assert grads == [None] * len(grads)
+        assert all(flat is not None and not flat.any() if zero else flat is None for flat in grads)
         params = [param for buffer in ddp.engine.buffers for param in buffer.full_params]
         mains = [param.main_grad for param in params if hasattr(param, "main_grad")]
         assert bool(mains) == (level in WHOLE_GRADS)
         assert zero != any(bool(main.any()) for main in mains) or not mains
-    backward(ddp)
-    ddp.finish_grad_sync()
+    backward(ddp, finish=True)
     assert_gradients(ddp, mean_gradients())
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_full_parameters_have_no_grad_and_main_grad_if_it_is_full(
-    level: str, overlap: bool
-) -> None:
+def test_full_parameters_have_main_grad_if_it_is_full(level: str, overlap: bool) -> None:
     ddp = wrapped(level, overlap)
     own = mean_gradients(ranks=(dist.get_rank(),))
     with ddp.no_sync():
@@ -213,15 +203,13 @@ def test_full_parameters_have_no_grad_and_main_grad_if_it_is_full(
                 found = sharded.main_grad
                 assert found.flat_placement == sharded.flat_placement
                 if level in WHOLE_GRADS:
-                    start, stop = found.flat_placement.start, found.flat_placement.stop
-                    part = own[record.name].flatten()[start:stop]
-                    assert torch.allclose(found.to_local(), part, rtol=1e-6, atol=1e-9)
+                    part = slice_like(own[record.name], sharded)
+                    assert torch.allclose(held(found), part, rtol=1e-6, atol=1e-9)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_main_grad_of_sharded_parameters_is_their_gradient(level: str) -> None:
-    """As Megatron-Core's optimizers take it: ``param.grad = param.main_grad``."""
     for dtype in (torch.float32, torch.bfloat16):
         model = nn.ModuleDict({"used": nn.Linear(6, 5), "unused": nn.Linear(3, 3)}).to(dtype)
         model.forward = lambda x, model=model: model["used"](x).sum()
@@ -246,39 +234,26 @@ def test_main_grad_of_sharded_parameters_is_their_gradient(level: str) -> None:
     assert not hasattr(values, "main_grad")
 
 
-class Failing(Regression):
-    """Backward fails at the second of four units, if ``fails``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = Stack()
-        self.fails = True
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.stack.blocks[1](self.stack.blocks[0](self.stack.first(x)))
-        if self.fails and x.requires_grad:
-            x.register_hook(self.fail)
-        return self.stack.last(self.stack.blocks[3](self.stack.blocks[2](x)))
-
-    def fail(self, grad: Tensor) -> None:
-        raise KeyError("on the way back")
+def fail(module: nn.Module, grads: Any) -> None:
+    raise KeyError("on the way back")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_finishing_after_a_failed_backward_names_the_missing_parameters(level: str) -> None:
     for overlap in (False, True):
-        model = Failing()
+        model = Stack()
         ddp = fe.DistributedDataParallel(model, config_of(level, overlap=overlap))
         batch = vector_batch(2, dist.get_rank())
+        hook = model.blocks[2].register_full_backward_pre_hook(fail)
         with pytest.raises(KeyError, match="on the way back"):
             ddp(*batch).backward()
-        with pytest.raises(RuntimeError, match=r"finish_grad_sync: expected .* stack\.blocks\.1"):
+        hook.remove()
+        with pytest.raises(RuntimeError, match=r"finish_grad_sync: expected .* blocks\.1"):
             ddp.finish_grad_sync()
         with pytest.raises(RuntimeError, match=r"zero_grad_buffer: .* engine\.reset\(\)"):
             ddp.zero_grad_buffer()
         ddp.engine.reset()
-        model.fails = False
         ddp(*batch).backward()
         ddp.finish_grad_sync()
         assert all(param.grad is not None for param in ddp.parameters())
@@ -318,8 +293,7 @@ def test_start_param_sync_within_a_forward_or_a_backward_sends_nothing(level: st
         messages = Messages()
         ddp.zero_grad_buffer()
         with messages.counting():
-            backward(ddp, seed)
-            ddp.finish_grad_sync()
+            backward(ddp, seed, finish=True)
         counts.append(messages.operations)
         assert len(called) == calls
         assert_gradients(ddp, mean_gradients(seed))
@@ -331,8 +305,7 @@ def test_start_param_sync_within_a_forward_or_a_backward_sends_nothing(level: st
 def test_start_param_sync_gathers_before_the_forward(overlap: bool) -> None:
     for level in LEVEL_NAMES:
         ddp = wrapped(level, overlap, align_param_gather=overlap)
-        backward(ddp)
-        ddp.finish_grad_sync()
+        backward(ddp, finish=True)
         with torch.no_grad():
             for param in ddp.parameters():
                 param.add_(0.1)
