@@ -160,11 +160,6 @@ def wrap_layers(model: Any) -> None:
     apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, Layer))
 
 
-def compile_layers(model: Any) -> None:
-    for layer in model.layers.values():
-        layer.compile(backend="eager")
-
-
 # Calls after which results are the same: none undoes another's effect.
 SETTINGS: list[Callable[[Any], object]] = [
     lambda model: [layer.unshard() for layer in model.layers.values()],
@@ -237,12 +232,6 @@ PROGRAMS: dict[str, Program] = {
 @on_ranks(2)
 def test_results_are_those_of_fsdp2(name: str) -> None:
     PROGRAMS[name].check()
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_compiled_layers_train_as_with_fsdp2() -> None:
-    Program(prepare=compile_layers).check()
 
 
 @pytest.mark.thorough

@@ -113,42 +113,6 @@ def test_loaded_values_are_used_by_the_very_next_forward(level: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_no_sync_nests_and_is_restored_after_an_exception(level: str) -> None:
-    ddp = wrapped(level, overlap=True)
-    with ddp.no_sync():
-        with suppress(KeyError), ddp.no_sync():
-            raise KeyError
-        backward(ddp)
-    assert all(param.grad is None for param in ddp.parameters())
-    backward(ddp, 1)
-    with pytest.raises(RuntimeError, match="expected finish_grad_sync"):
-        backward(ddp)
-    ddp.finish_grad_sync()
-    assert_gradients(ddp, mean_gradients(0, 1))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_start_grad_sync_issues_the_remaining_reductions_and_finish_waits_once(level: str) -> None:
-    for overlap in (False, True):
-        ddp = wrapped(level, overlap)
-        with ddp.no_sync():
-            backward(ddp)
-        messages, again = Messages(), Messages()
-        with messages.counting():
-            ddp.start_grad_sync()
-        # Where gradients are sharded backward has reduced them.
-        assert any("reduc" in label for label in messages.operations) is (level in WHOLE_GRADS)
-        with again.counting():
-            ddp.start_grad_sync()
-            ddp.finish_grad_sync()
-            ddp.finish_grad_sync()
-        assert not again.operations
-        assert_gradients(ddp, mean_gradients())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_scale_gradients_scales_all_gradients(level: str) -> None:
     expected = mean_gradients()
     for overlap, factor in ((False, 0.5), (True, 0.5), (True, torch.tensor(0.5))):
@@ -186,10 +150,14 @@ def test_zero_grad_buffer_begins_an_iteration(level: str, overlap: bool, zero: b
 @on_ranks(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_full_parameters_have_main_grad_if_it_is_full(level: str, overlap: bool) -> None:
+def test_gradients_of_no_sync_stay_in_main_grad_until_they_are_reduced(
+    level: str, overlap: bool
+) -> None:
     ddp = wrapped(level, overlap)
     own = mean_gradients(ranks=(dist.get_rank(),))
     with ddp.no_sync():
+        with suppress(KeyError), ddp.no_sync():  # nests, and is restored after an exception
+            raise KeyError
         backward(ddp)
     for buffer in ddp.engine.buffers:
         for record, param, sharded in zip(
@@ -205,6 +173,24 @@ def test_full_parameters_have_main_grad_if_it_is_full(level: str, overlap: bool)
                 if level in WHOLE_GRADS:
                     part = slice_like(own[record.name], sharded)
                     assert torch.allclose(held(found), part, rtol=1e-6, atol=1e-9)
+    messages, again = Messages(), Messages()
+    with messages.counting():
+        ddp.start_grad_sync()
+    # Where gradients are sharded backward has reduced them.
+    assert any("reduc" in label for label in messages.operations) is (level in WHOLE_GRADS)
+    with again.counting():
+        ddp.start_grad_sync()
+        ddp.finish_grad_sync()
+        ddp.finish_grad_sync()
+    assert not again.operations
+    assert_gradients(ddp, mean_gradients())
+    if overlap:
+        ddp.zero_grad_buffer()
+        backward(ddp, 1)
+        with pytest.raises(RuntimeError, match="expected finish_grad_sync"):
+            backward(ddp)
+        ddp.finish_grad_sync()
+        assert_gradients(ddp, mean_gradients(1))
 
 
 @on_ranks(2)
