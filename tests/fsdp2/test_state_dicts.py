@@ -29,7 +29,6 @@ from tests.fsdp2.programs import (
     on_meta,
     parallelize,
     seeded,
-    sgd,
     train,
     whole,
 )
@@ -127,26 +126,8 @@ def test_conversions() -> None:
     assert model.head.weight.grad is not None
     assert model.float() is model
     assert model.double().head.weight.grad.dtype == torch.float64
+    loss_of(model, TOKENS, TARGETS).backward()
     torch.testing.assert_close(whole(weight.detach()).bfloat16(), values.bfloat16())
-
-
-@on_ranks(2)
-def test_training_continues_in_another_dtype() -> None:
-    """Also where it was begun: FSDP2's own gathers fail then, so plain torch has the reference."""
-
-    def script(model: Any) -> list[float]:
-        losses, optimizer = [], sgd(model.parameters())
-        for step, dtype in enumerate([torch.float64, torch.float32, torch.float64]):
-            model.to(dtype)
-            loss = loss_of(model, *batch(step, 0, 0))  # the same on all ranks
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    found = script(parallelize(fsdp2, seeded()))
-    torch.testing.assert_close(found, script(seeded()), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)

@@ -125,6 +125,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dataclasses.asdict(Config()) == DEFAULTS
+    assert Config(nccl_ub=True).fsdp_double_buffer
 
 
 @on_ranks(1)
@@ -139,15 +140,6 @@ def test_a_config_may_be_changed_until_an_engine_has_it() -> None:
     config.overlap_param_gather = True
     with pytest.raises(ValueError, match="overlap_param_gather: expected overlap_grad_reduce"):
         fe.DistributedDataParallel(nn.Linear(2, 2), config)
-
-
-def test_combinations_that_fields_need_are_accepted() -> None:
-    Config(overlap_grad_reduce=True, overlap_param_gather=True, align_param_gather=True)
-    Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
-    Config(suggested_communication_unit_size=0)
-    for inner, outer in itertools.product(LEVELS, LEVELS):
-        if LEVELS[outer].value <= LEVELS[inner].value:
-            assert config_of(inner, outer).level_names == (inner, outer)
 
 
 def test_use_custom_fsdp_warns_and_means_use_megatron_fsdp() -> None:
@@ -172,24 +164,6 @@ def test_levels_are_those_that_the_fields_name() -> None:
     ):
         config = Config(**fields)  # type: ignore[arg-type]
         assert (config.level_names, config.names_strategy) == (names, named)
-
-
-def test_fields_are_translated_to_extensions() -> None:
-    registered, plain = {"nccl_ub": True}, {"disable_symmetric_registration": True}
-    fp8 = {"fp8_param_gather": True}
-    rows: list[tuple[dict[str, Any], list[Any]]] = [
-        ({}, []),
-        (fp8 | {"check_for_large_grads": True}, [fe.Float8(), fe.GradientChecks(False, True)]),
-        (fp8 | {"keep_fp8_transpose_cache": True}, [fe.Float8(), fe.TransformerEngine(True)]),
-        ({"delay_wgrad_compute": True}, [fe.LateGradients()]),
-        ({"fsdp_double_buffer": True}, [fe.Arenas()]),
-        (registered, [fe.Arenas(registered=True)]),
-        (registered | plain, [fe.Arenas(registered=True, symmetric=False)]),
-    ]
-    for fields, expected in rows:
-        config = Config(**fields)
-        assert config.to_extensions() == expected
-        assert config.fsdp_double_buffer is any(isinstance(each, fe.Arenas) for each in expected)
 
 
 def test_the_class_has_its_old_places() -> None:

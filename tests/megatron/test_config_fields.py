@@ -253,44 +253,22 @@ def test_reduce_scatter_with_fp32_accumulation_rounds_the_sum_once(level: str) -
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_average_in_collective_sends_gradients_as_they_are(level: str) -> None:
     x = torch.arange(128.0) + 1000.0 * dist.get_rank()
-    mean = torch.arange(128.0) + 500.0
-    for divisor in (1, 4):
-        for average in (False, True):
-            model = Dot(128)
-            model.weight.gradient_divisor = divisor  # type: ignore[attr-defined]
-            ddp = fe.DistributedDataParallel(model, config_of(level, average_in_collective=average))
-            ddp.zero_grad_buffer()
-            loss = ddp(x)
-            with sending() as messages:
-                loss.backward()
-                ddp.finish_grad_sync()
-            ((what, message),) = messages
-            if level == "no_shard":
-                assert what == ("average" if average else "sum")
-                own = x
-            else:
-                assert what == "send"
-                other = 1 - dist.get_rank()
-                own = x[64 * other : 64 * other + 64]
-            assert torch.equal(message, own / divisor / (1 if average else 2))
-            assert torch.equal(gradient(ddp), mean / divisor)
-
-
-@on_ranks(world_size=4)
-@pytest.mark.parametrize(("inner", "outer"), [("no_shard",) * 2, ("optim_grads_params", "optim")])
-def test_average_in_collective_gives_the_same_on_two_axes_and_over_microbatches(
-    inner: str, outer: str
-) -> None:
-    rank = dist.get_rank()
     for average in (False, True):
-        config = config_of(inner, outer, average_in_collective=average, overlap=True)
-        ddp = fe.DistributedDataParallel(Dot(256), config, mesh_of(2, 2))
+        ddp = fe.DistributedDataParallel(Dot(128), config_of(level, average_in_collective=average))
         ddp.zero_grad_buffer()
-        with ddp.no_sync():
-            ddp(torch.full((256,), 4.0 * rank)).backward()
-        ddp(torch.full((256,), 4.0)).backward()
-        ddp.finish_grad_sync()
-        assert torch.equal(gradient(ddp), torch.full((256,), 6.0 + 4.0))
+        loss = ddp(x)
+        with sending() as messages:
+            loss.backward()
+            ddp.finish_grad_sync()
+        ((what, message),) = messages
+        if level == "no_shard":
+            assert what == ("average" if average else "sum")
+            own = x
+        else:
+            assert what == "send"
+            own = x.chunk(2)[1 - dist.get_rank()]
+        assert torch.equal(message, own / (1 if average else 2))
+        assert torch.equal(gradient(ddp), torch.arange(128.0) + 500.0)
 
 
 @on_ranks(world_size=2)
@@ -318,7 +296,7 @@ def test_gradient_reduce_div_fusion_saves_a_pass_over_gradients(level: str) -> N
 
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_preserve_fp32_weights_decides_what_the_optimizer_changes(level: str) -> None:
+def test_preserve_fp32_weights_decides_which_weights_are_held(level: str) -> None:
     for preserve in (True, False):
         config = config_of(level, preserve_fp32_weights=preserve)
         ddp = fe.DistributedDataParallel(layers(torch.bfloat16), config)
@@ -332,18 +310,6 @@ def test_preserve_fp32_weights_decides_what_the_optimizer_changes(level: str) ->
             expected["model"] = NUMEL * 2 // (2 if cut else 1)
         assert {role: held.get(role, 0) for role in expected} == expected
         assert held.keys() - {"grad"} == expected.keys()
-        # An update of 2^-12 is lost in a bf16 weight of 1.
-        with torch.no_grad():
-            for param in ddp.parameters():
-                param.fill_(1.0)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=2**-12)
-        backward(ddp, batch(torch.bfloat16))
-        for param in ddp.parameters():
-            assert param.grad is not None
-            param.grad.fill_(1.0)
-        optimizer.step()
-        for value in ddp.engine.full_state_dict().values():
-            assert torch.all(value == (1.0 - 2**-12 if preserve else 1.0))
 
 
 def assert_bytes_at_rest(inner: str, outer: str, *shape: int) -> None:

@@ -1,6 +1,4 @@
-"""The wrapper trains as one process does: every level, with and without overlap, one and several
-microbatches, on one axis and two. SGD, because Adam hides a gradient that is wrong by a factor.
-Many chunks do, too, and layers that cache weights for a step."""
+"""The wrapper trains as one process does, by SGD, because Adam hides a wrong factor."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ import fsdp_engine as fe
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES, config_of, train_wrapped
 from tests.models import Transformer, token_batch
-from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.training import mesh_of
 
 STEPS = 2
 # Overlap, microbatches, elements of a bucket.
@@ -34,23 +30,15 @@ def trained_alone(world: int, num_micro: int) -> tuple[Transformer, list[referen
     return model, reference.train(copy.deepcopy(model), data)
 
 
-def compare(inner: str, outer: str, shape: tuple[int, ...]) -> None:
-    mesh = mesh_of(*shape)
+def compare(level: str, world_size: int) -> None:
     for overlap, num_micro, bucket_size in WAYS:
-        start, expected = trained_alone(mesh.size(), num_micro)
-        data = reference.make_data(token_batch, STEPS, num_micro, mesh.size())
-        config = config_of(inner, outer, overlap=overlap, bucket_size=bucket_size)
-        ddp = fe.DistributedDataParallel(copy.deepcopy(start), config, mesh)
+        start, expected = trained_alone(world_size, num_micro)
+        data = reference.make_data(token_batch, STEPS, num_micro, world_size)
+        config = config_of(level, overlap=overlap, bucket_size=bucket_size)
+        ddp = fe.DistributedDataParallel(copy.deepcopy(start), config)
         steps = train_wrapped(ddp, data, zero_buffer=num_micro == 1)
         lines = reference.differences(steps, expected, 2e-5)
         assert not lines, (overlap, num_micro, bucket_size, *lines[:8])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS)
-@on_ranks(4)
-def test_a_wrapped_model_on_two_axes_trains_as_one_process(inner: str, outer: str) -> None:
-    compare(inner, outer, (2, 2))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
@@ -58,7 +46,7 @@ def test_a_wrapped_model_on_two_axes_trains_as_one_process(inner: str, outer: st
 def test_a_wrapped_model_on_one_axis_trains_as_one_process(
     ranks: Ranks, level: str, world_size: int
 ) -> None:
-    ranks.run(compare, level, "no_shard", (world_size,), world_size=world_size)
+    ranks.run(compare, level, world_size, world_size=world_size)
 
 
 NUM_CHUNKS, DIM = 24, 6

@@ -125,9 +125,8 @@ def test_tokens_are_those_of_the_last_stage_summed_over_data_and_context(
     data_mesh = mesh[same_weights[0]] if len(same_weights) == 1 else init_device_mesh("cpu", (4,))
     model = Bag("weight")
     chunk = filled(model, 3.0, data_mesh, strategy)
-    counted = mesh.mesh
-    if "pipeline" in axes:
-        counted = counted.select(axes.index("pipeline"), 1)
+    has_stages = "pipeline" in axes
+    counted = mesh.mesh.select(axes.index("pipeline"), 1) if has_stages else mesh.mesh
     factor = torch.tensor(data_mesh.size() / sum(2.0**each for each in counted.flatten().tolist()))
     power = 2 ** dist.get_rank()
     for tokens in (power, float(power), torch.tensor(power), torch.tensor([float(power)])):
@@ -135,9 +134,8 @@ def test_tokens_are_those_of_the_last_stage_summed_over_data_and_context(
         finalize([chunk], tokens, groups=groups_of(mesh))
         assert_values(model, weight=(3.0 * factor).item())
         assert bool(tokens == power)
-    # No tokens at all count as one.
     fill(model, 3.0)
-    finalize([chunk], 0, groups=groups_of(mesh))
+    finalize([chunk], 0, groups=groups_of(mesh))  # no tokens at all count as one
     assert_values(model, weight=3.0 * data_mesh.size())
 
 
@@ -347,21 +345,6 @@ def test_without_marks_routers_and_tokens_nothing_is_sent() -> None:
     assert not messages.calls
     assert chunk.num_finished == 2
     assert model.frozen.grad is None
-
-
-@on_ranks()
-def test_the_spanned_group_is_created_once_and_only_if_it_is_new() -> None:
-    mesh = grid(pipeline=2, data=2)
-    cpu = torch.device("cpu")
-    pipeline, data = mesh.get_group("pipeline"), mesh.get_group("data")
-    assert spanned_group(cpu, None) is None
-    assert spanned_group(cpu, None, data) is data
-    both = spanned_group(cpu, pipeline, data)
-    assert both is not None
-    assert dist.get_process_group_ranks(both) == [0, 1, 2, 3]
-    assert spanned_group(cpu, pipeline, None, data) is both
-    assert spanned_group(cpu, data, pipeline) is both
-    assert spanned_group(cpu, data, dist.group.WORLD) is dist.group.WORLD
 
 
 class QuantileGate(nn.Module):
