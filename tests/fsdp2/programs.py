@@ -1,7 +1,5 @@
-"""Training scripts of torchtitan's pattern, which run with FSDP2 and with this package's ``fsdp2``.
-
-They get a module with FSDP2's names as an argument, and are independent of the implementation.
-"""
+"""Training scripts of torchtitan's pattern. They get a module with FSDP2's names as an argument:
+FSDP2's own, or this package's ``fsdp2``."""
 
 from __future__ import annotations
 
@@ -18,34 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp_engine import fsdp2
+from tests.models import Block
 from tests.reference import nothing, sgd
 
 APIS = {"fsdp2": fsdp, "fsdp_engine": fsdp2}
 VOCABULARY, DIM, LENGTH = 37, 24, 6
 
 
-class Layer(nn.Module):
-    """Attention with rotated positions, and an MLP with a gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(DIM)
-        self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
-        self.out = nn.Linear(DIM, DIM, bias=False)
-        self.mlp_norm = nn.RMSNorm(DIM)
-        self.gate, self.up = nn.Linear(DIM, 50, bias=False), nn.Linear(DIM, 50, bias=False)
-        self.down = nn.Linear(50, DIM)
+class Layer(Block):
+    """Takes a buffer of the model beside its input."""
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        q, k = q * angles.cos().to(q), k * angles.cos().to(k)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return super().forward(x + angles.cos().to(x))
 
 
 class Model(nn.Module):
-    """Embeddings, layers in a dict, norm and head; a buffer that no state dict has."""
+    """Layers in a dict; a buffer that no state dict has."""
 
     angles: Tensor
 
@@ -53,7 +39,7 @@ class Model(nn.Module):
         super().__init__()
         self.embeddings = nn.Embedding(VOCABULARY, DIM)
         self.register_buffer("angles", self._angles(), persistent=False)
-        self.layers = nn.ModuleDict({str(index): Layer() for index in range(num_layers)})
+        self.layers = nn.ModuleDict({str(index): Layer(DIM) for index in range(num_layers)})
         self.norm = nn.RMSNorm(DIM)
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
 
@@ -61,7 +47,6 @@ class Model(nn.Module):
         return torch.arange(LENGTH * DIM, dtype=torch.float32).view(LENGTH, DIM) / 100
 
     def init_weights(self) -> None:
-        """Initialize all parameters, sharded or not."""
         with torch.device(self.angles.device):
             self.angles = self._angles()
         for module in self.modules():
@@ -69,14 +54,17 @@ class Model(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.1)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding | nn.RMSNorm):
+            elif isinstance(module, nn.Embedding | nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         x = self.embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, self.angles)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(tokens))
 
 
 def seeded(make: Callable[[], Model] = Model) -> Any:
@@ -117,7 +105,6 @@ def parallelize(api: Any, model: Any, mesh: DeviceMesh | None = None, **options:
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a tensor that may be a DTensor, as a plain one."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -156,11 +143,7 @@ def train(
     max_norm: float = 0.5,
     loss_of: Callable[..., Tensor] = loss_of,
 ) -> Log:
-    """Steps of training.
-
-    Args:
-        before: called with the model, a microbatch's number and whether it is the step's last.
-    """
+    """``before`` is called with the model, a microbatch's number and whether it is the last."""
     log, rank, size = Log(), dist.get_rank(), dist.get_world_size()
     for step in steps:
         total = torch.zeros(())
@@ -190,12 +173,10 @@ class Program:
 
     Attributes:
         prepare: Changes the model before it is sharded.
-        options: Makes options of ``parallelize`` from the module with FSDP2's names.
-        shard: ``parallelize``, or another way to shard the model.
+        options: Makes options of ``parallelize``.
         set_up: Called with the sharded model, after its optimizer is built.
         loss_of, before, max_norm: Arguments of :func:`train`.
-        rounds: Results are rounded to bf16: losses and norms are compared more loosely, weights
-            are not.
+        rounds: Results are rounded to bf16: losses and norms are compared more loosely.
         theirs: The program of FSDP2 that has the same results; None: this one.
     """
 

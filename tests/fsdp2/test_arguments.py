@@ -18,42 +18,32 @@ from fsdp_engine import fsdp2
 from tests.fsdp2.programs import assert_alike, batch, loss_of, parallelize, seeded
 from tests.pool import on_ranks
 
-BAD: dict[type[Exception], dict[str, dict[str, Any]]] = {
-    ValueError: {
-        "reshard_after_forward: expected a divisor of the 2": {"reshard_after_forward": 3},
-        "reshard_after_forward: expected a bool": {"reshard_after_forward": "no"},
-        "reshard_after_forward: expected None or False": {
-            "reshard_after_forward": True,
-            "strategy": "optim",
-        },
-        "strategy: expected one of": {"strategy": "zero3"},
-        "shard_placement_fn: expected a dim": {"shard_placement_fn": lambda p: Shard(7)},
-        "at least one; found an empty list": {"module": []},
-        "fully_shard does not support containers": {"module": nn.ModuleList([nn.Linear(3, 4)])},
-    },
-    TypeError: {
-        "offload_policy: expected a torch": {"offload_policy": "cpu"},
-        "mp_policy: expected a torch": {"mp_policy": fe.MixedPrecisionPolicy()},
-        "module: expected a torch.nn.Module": {"module": 3},
-    },
-    NotImplementedError: {
-        "shard_placement_fn: expected dim 1 of weight.* multiple of 2 ranks": {
-            "shard_placement_fn": lambda p: Shard(p.ndim - 1)
-        },
-        "shard_placement_fn: expected Shard": {"shard_placement_fn": lambda p: "rows"},
-        "dp_mesh_dims: expected None": {"dp_mesh_dims": "dp"},
-    },
-}
+RESHARD, PLACEMENTS, STRATEGY = "reshard_after_forward", "shard_placement_fn", "strategy"
+NOT_THERE = NotImplementedError
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, f"{RESHARD}: expected a divisor of the 2", {RESHARD: 3}),
+    (ValueError, f"{RESHARD}: expected a bool", {RESHARD: "no"}),
+    (ValueError, f"{RESHARD}: expected None or False", {RESHARD: True, STRATEGY: "optim"}),
+    (ValueError, f"{STRATEGY}: expected one of", {STRATEGY: "zero3"}),
+    (ValueError, f"{PLACEMENTS}: expected a dim", {PLACEMENTS: lambda p: Shard(7)}),
+    (ValueError, "at least one; found an empty list", {"module": []}),
+    (ValueError, "does not support containers", {"module": nn.ModuleList([nn.Linear(3, 4)])}),
+    (TypeError, "offload_policy: expected a torch", {"offload_policy": "cpu"}),
+    (TypeError, "mp_policy: expected a torch", {"mp_policy": fe.MixedPrecisionPolicy()}),
+    (TypeError, "module: expected a torch.nn.Module", {"module": 3}),
+    (NOT_THERE, "dim 1 of weight.* multiple of 2 ranks", {PLACEMENTS: lambda p: Shard(p.ndim - 1)}),
+    (NOT_THERE, f"{PLACEMENTS}: expected Shard", {PLACEMENTS: lambda p: "rows"}),
+    (NOT_THERE, "dp_mesh_dims: expected None", {"dp_mesh_dims": "dp"}),
+]
 
 
 @on_ranks(2)
 def test_bad_arguments_raise_on_all_ranks_and_change_nothing() -> None:
     torch.manual_seed(1)
     linear = nn.Linear(3, 4)
-    for kind, rows in BAD.items():
-        for message, arguments in rows.items():
-            with pytest.raises(kind, match=message):
-                fsdp2.fully_shard(**{"module": linear, **arguments})
+    for kind, message, arguments in BAD:
+        with pytest.raises(kind, match=message):
+            fsdp2.fully_shard(**{"module": linear, **arguments})
     # The same if the ranks differ.
     is_second = dist.get_rank() == 1
     with pytest.raises(ValueError, match="divisor"):

@@ -13,7 +13,7 @@ import fsdp_engine as fe
 from fsdp_engine.fsdp2 import engine_of, fully_shard
 from tests import reference
 from tests.checkpoint.scene import Ema
-from tests.models import Mlp
+from tests.models import Mlp, vector_batch
 from tests.pool import Ranks, on_ranks
 
 
@@ -21,50 +21,46 @@ def make(seed: int, level: str = "optim_grads_params", device: str = "cpu") -> n
     torch.manual_seed(seed)
     with torch.device(device):
         model = nn.Sequential(Mlp(), Mlp())
-    for block in model:
-        fully_shard(block, strategy=level)
-    fully_shard(model, strategy=level)
-    if device == "meta":
-        model.to_empty(device="cpu")
-    return model
+    for module in (*model, model):
+        fully_shard(module, strategy=level)
+    return model if device == "cpu" else model.to_empty(device="cpu")
 
 
-def step(model: nn.Sequential, optimizer: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    model(torch.randn(4, model[0].up.in_features)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+class Training:
+    """A model, its optimizer, the average of its weights, and checkpoints of all."""
 
+    def __init__(self, folder: str, *made: Any) -> None:
+        self.model = make(*made)
+        self.engine = engine_of(self.model)
+        assert engine_of(self.model) is self.engine
+        self.optimizer, self.ema = reference.adamw(self.model.parameters()), Ema(self.model)
+        extra = {"ema": self.ema}
+        self.checkpointer = fe.Checkpointer(folder, self.engine, self.optimizer, extra=extra)
 
-def begin(folder: str, model: nn.Sequential) -> tuple[Any, Ema, fe.Checkpointer]:
-    engine = engine_of(model)
-    assert engine_of(model) is engine
-    optimizer, ema = torch.optim.AdamW(model.parameters(), lr=1e-2), Ema(model)
-    return optimizer, ema, fe.Checkpointer(folder, engine, optimizer, extra={"ema": ema})
+    def step(self, seed: int) -> None:
+        self.model(vector_batch(4, seed)[0]).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def after_a_step(self) -> list[Tensor]:
+        averages = [reference.full(each) for each in self.ema.shadow.values()]
+        self.step(2)
+        return [*averages, *reference.full_weights(self.model).values()]
 
 
 def save(folder: str, level: str) -> list[Tensor]:
-    model = make(0, level)
-    optimizer, ema, checkpointer = begin(folder, model)
+    training = Training(folder, 0, level)
     for seed in range(2):
-        step(model, optimizer, seed)
-        ema.update()
-    checkpointer.save(2)
-    return after_a_step(model, optimizer, ema)
-
-
-def after_a_step(model: nn.Sequential, optimizer: Any, ema: Ema) -> list[Tensor]:
-    averages = [reference.full(each) for each in ema.shadow.values()]
-    step(model, optimizer, 2)
-    return [*averages, *reference.full_weights(model).values()]
+        training.step(seed)
+        training.ema.update()
+    training.checkpointer.save(2)
+    return training.after_a_step()
 
 
 def load(folder: str, level: str, device: str, expected: list[Tensor]) -> None:
-    model = make(1, level, device)
-    optimizer, ema, checkpointer = begin(folder, model)
-    checkpointer.load()
-    found = after_a_step(model, optimizer, ema)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    training = Training(folder, 1, level, device)
+    training.checkpointer.load()
+    torch.testing.assert_close(training.after_a_step(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_of_fully_shard_is_saved_and_loaded_by_any_ranks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -54,7 +54,7 @@ def test_full_parameters_are_kept_as_long_as_requested() -> None:
     assert isinstance(handle, fsdp.UnshardHandle)
     handle.wait()
     assert type(layer.up.weight) is nn.Parameter
-    assert layer.up.weight.shape == (50, 24)
+    assert layer.up.weight.shape == (49, 24)
     assert unit.state is not State.SHARDED
     layer.reshard()
     assert isinstance(layer.up.weight, DTensor)
@@ -65,18 +65,13 @@ def test_full_parameters_are_kept_as_long_as_requested() -> None:
 
 class Headless(Model):
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embeddings(tokens)
-        for layer in self.layers.values():
-            x = layer(x, self.angles)
-        return self.norm(x)
+        return self.hidden(tokens)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 @on_ranks(2)
-def test_heads_are_called_in_chunks(keeps: bool) -> None:
-    """The model without its head, which is called with parts of the output."""
-
-    def set_reshard(model: Any, value: bool) -> None:
+def test_heads_are_called_with_parts_of_the_models_output(keeps: bool) -> None:
+    def reshards(model: Any, value: bool) -> None:
         if keeps and isinstance(model, fsdp2.FSDPModule):
             model.head.set_reshard_after_forward(value)
             model.head.set_reshard_after_backward(value)
@@ -84,18 +79,15 @@ def test_heads_are_called_in_chunks(keeps: bool) -> None:
                 model.head.reshard()
 
     def script(model: Any) -> Any:
-        optimizer = sgd(model.parameters())
-        found = []
+        optimizer, found = sgd(model.parameters()), []
         for _ in range(2):
             hidden = model(TOKENS)
-            set_reshard(model, False)
-            parts = []
-            for part in hidden.detach().chunk(3, 1):
-                part.requires_grad_()
+            reshards(model, False)
+            parts = [part.requires_grad_() for part in hidden.detach().chunk(3, 1)]
+            for part in parts:
                 model.head(part).pow(2).mean().backward()
-                parts.append(part.grad)
-            set_reshard(model, True)
-            hidden.backward(torch.cat(parts, 1))
+            reshards(model, True)
+            hidden.backward(torch.cat([part.grad for part in parts], 1))
             found.append(gradients(model))
             optimizer.step()
             optimizer.zero_grad()
@@ -107,8 +99,7 @@ def test_heads_are_called_in_chunks(keeps: bool) -> None:
 
 
 @on_ranks(2)
-def test_one_module_may_hold_back_its_gradients() -> None:
-    """Per module: gradients that are not reduced in the first backward are in the second."""
+def test_one_module_may_hold_back_its_gradients_until_the_second_backward() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 
     def script(api: Any) -> Any:
@@ -123,24 +114,17 @@ def test_one_module_may_hold_back_its_gradients() -> None:
     assert_alike(script)
 
 
-class Raising(nn.Module):
-    armed = True
-
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        if self.armed:
-            raise ValueError("boom")
-        return x
-
-
 @on_ranks(2)
 def test_reset_after_an_exception() -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("boom")
+
     def script(api: Any) -> Any:
-        model = seeded()
-        model.layers["2"] = raising = Raising()
-        parallelize(api, model)
+        model = parallelize(api, seeded())
+        hook = model.layers["2"].norm2.register_forward_pre_hook(fail)
         with pytest.raises(ValueError, match="boom"):
             model(TOKENS)
-        raising.armed = False
+        hook.remove()
         model.reset_iter_state()
         loss_of(model, TOKENS, TARGETS).backward()
         return gradients(model)
@@ -191,8 +175,6 @@ def test_policies_differ_between_modules() -> None:
 
 @on_ranks(2)
 def test_units_of_two_models_share_lanes_but_no_collective() -> None:
-    """Teacher and student in one loss, with other units in between."""
-
     def script(api: Any) -> Any:
         teacher, student = seeded(), seeded()
         api.fully_shard(teacher.head)
@@ -245,25 +227,20 @@ def test_each_rank_keeps_slices_of_its_own_values(api: str) -> None:
     linear: Any = torch.nn.Linear(64, 64, bias=False)
     with torch.no_grad():
         linear.weight.fill_(dist.get_rank())
-    if api == "fsdp2":
+    warns = pytest.warns(UserWarning, match="weight: expected the same initial values")
+    with nullcontext() if api == "fsdp2" else warns:  # FSDP2 does not warn
         APIS[api].fully_shard(linear)
-    else:  # FSDP2 does not warn
-        with pytest.warns(UserWarning, match="weight: expected the same initial values"):
-            APIS[api].fully_shard(linear)
     assert linear.weight.to_local().unique().tolist() == [dist.get_rank()]
 
 
 class Sum(nn.Module):
-    """Has no parameters."""
-
-    def forward(self, x: torch.Tensor, ys: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(self, x: Tensor, ys: tuple[Tensor, Tensor]) -> Tensor:
         return x + ys[0] + ys[1] + 1
 
 
 @on_ranks(2)
 def test_inputs_of_a_module_without_parameters_are_kept_and_others_moved() -> None:
-    model = fsdp2.fully_shard(Sum())
-    x = torch.ones(3)
+    model, x = fsdp2.fully_shard(Sum()), torch.ones(3)
     torch.testing.assert_close(model(x, (x, x)), torch.full((3,), 4.0))
     args, kwargs = inputs_on(((x, [x]), {"y": (x, 2)}), torch.device("meta"))
     assert [args[0].is_meta, args[1][0].is_meta, kwargs["y"][0].is_meta] == [True] * 3
@@ -273,10 +250,13 @@ def test_inputs_of_a_module_without_parameters_are_kept_and_others_moved() -> No
 
 @on_ranks(2)
 def test_calls_within_a_meta_device_context() -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
     torch.manual_seed(3)
-    expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = make()
     with torch.device("meta"):
-        model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        model, other = make(), make()
         for module in (model[0], model):
             fsdp2.fully_shard(module)
         fe.shard(other)
@@ -312,44 +292,48 @@ def test_classes() -> None:
     assert all(isinstance(each, DTensor) for each in model.parameters())
 
 
-UNSUPPORTED: dict[str, Callable[[Any], object]] = {
-    "Arenas": lambda model: model.set_allocate_memory_from_process_group_for_comm(True),
-    "set_symm_mem_for_comm.*Arenas": lambda model: model.set_symm_mem_for_comm(),
-    "prefetch_window": lambda model: model.set_reduce_scatter_max_input_buffers(2),
-    "implements all-gathers itself": lambda model: model.set_custom_all_gather(None),
-    "implements reductions itself": lambda model: model.set_custom_reduce_scatter(None),
-    "2-D mesh": lambda model: model.set_all_reduce_hook(print),
-    "separate process group": lambda model: model.set_separate_reduce_scatter_group(False),
-}
-WITHOUT_AN_EFFECT: list[Callable[[Any], object]] = [
-    lambda model: model.set_allocate_memory_from_process_group_for_comm(False),
-    lambda model: model.set_separate_reduce_scatter_group(True),
-    lambda model: model.set_reduce_scatter_unused_params(True),
-    lambda model: model.set_is_last_backward(False),
-    lambda model: model._set_unshard_async_op(True),
-    lambda model: fsdp2.share_comm_ctx([model]),
+# Method, argument, words of the error.
+UNSUPPORTED: list[tuple[str, list[Any], str]] = [
+    ("set_allocate_memory_from_process_group_for_comm", [True], "Arenas"),
+    ("set_symm_mem_for_comm", [], "set_symm_mem_for_comm.*Arenas"),
+    ("set_reduce_scatter_max_input_buffers", [2], "prefetch_window"),
+    ("set_custom_all_gather", [None], "implements all-gathers itself"),
+    ("set_custom_reduce_scatter", [None], "implements reductions itself"),
+    ("set_all_reduce_hook", [print], "2-D mesh"),
+    ("set_separate_reduce_scatter_group", [False], "separate process group"),
 ]
-WRONG: list[Callable[[Any], object]] = [
-    lambda model: model.set_reshard_after_forward(2),
-    lambda model: model.set_gradient_divide_factor(0),
-    lambda model: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)]),
-    lambda model: model.set_force_sum_reduction_for_comms(None),
-    lambda model: fsdp2.share_comm_ctx([nn.Linear(1, 1)]),
-    lambda model: fsdp2.register_fsdp_forward_method(model, "none"),
+WITHOUT_AN_EFFECT = [
+    ("set_allocate_memory_from_process_group_for_comm", False),
+    ("set_separate_reduce_scatter_group", True),
+    ("set_reduce_scatter_unused_params", True),
+    ("set_is_last_backward", False),
+    ("_set_unshard_async_op", True),
+]
+WRONG: list[tuple[str, Any]] = [
+    ("set_reshard_after_forward", 2),
+    ("set_gradient_divide_factor", 0),
+    ("set_modules_to_forward_prefetch", [nn.Linear(1, 1)]),
+    ("set_force_sum_reduction_for_comms", None),
 ]
 
 
 @on_ranks(2)
 def test_unsupported_methods_raise_and_name_an_alternative() -> None:
     model = parallelize(fsdp2, seeded())
-    for message, call in UNSUPPORTED.items():
+    for name, given, message in UNSUPPORTED:
         with pytest.raises(NotImplementedError, match=message):
-            call(model)
-    for call in WITHOUT_AN_EFFECT:
-        call(model)
-    for call in WRONG:
-        with pytest.raises(ValueError, match=r"expected .*; found"):
-            call(model)
+            getattr(model, name)(*given)
+    for name, value in WITHOUT_AN_EFFECT:
+        getattr(model, name)(value)
+    fsdp2.share_comm_ctx([model])
+    words = r"expected .*; found"
+    for name, value in WRONG:
+        with pytest.raises(ValueError, match=words):
+            getattr(model, name)(value)
+    with pytest.raises(ValueError, match=words):
+        fsdp2.share_comm_ctx([nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match=words):
+        fsdp2.register_fsdp_forward_method(model, "none")
     stranger = parallelize(fsdp2, seeded())
     model.layers["0"].set_modules_to_forward_prefetch([stranger.layers["1"]])
     with pytest.raises(ValueError, match="within the root module; found another"):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from tests import reference
-from tests.models import Chain
+from tests.models import Chain, vector_batch
 from tests.pool import on_ranks
 from tests.training import mesh_of
 
@@ -23,10 +23,8 @@ def make() -> Chain:
     return Chain(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))).double()
 
 
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    dice = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(2, 3, WIDTH, generator=dice, dtype=torch.float64)
-    return x, y
+def batch(seed: int) -> list[Tensor]:
+    return [each.double() for each in vector_batch(3, seed, WIDTH)]
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -62,9 +60,8 @@ def test_ranks_unshard_different_modules(
             model(*batch(10 * step + rank)).backward()
             losses = [alone(*batch(10 * step + each)) for each in range(4)]
             torch.stack(losses).mean().backward()
-            found = reference.full_gradients(model)
-            for name, param in alone.named_parameters():
-                torch.testing.assert_close(found[name], param.grad)
+            expected = {name: param.grad for name, param in alone.named_parameters()}
+            torch.testing.assert_close(reference.full_gradients(model), expected)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

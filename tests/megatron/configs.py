@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,61 +22,38 @@ def config_of(
     inner: str, outer: str = "no_shard", *, overlap: bool = False, **fields: Any
 ) -> Config:
     """A config that names levels as Megatron-FSDP does, with both overlaps or none."""
-    return Config(
-        use_megatron_fsdp=True,
-        data_parallel_sharding_strategy=inner,
-        outer_dp_sharding_strategy=outer,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-        **fields,
-    )
-
-
-def run_step(
-    ddp: fe.DistributedDataParallel,
-    microbatches: list[Any],
-    finish: Callable[[fe.DistributedDataParallel], None] | None = None,
-    zero_buffer: bool = True,
-) -> torch.Tensor:
-    """Forward and backward of a step on this rank's parts, up to final gradients; the loss."""
-    rank = dist.get_rank()
-    ddp.zero_grad_buffer(zero_buffer)
-    total = torch.zeros(())
-    for index, parts in enumerate(microbatches):
-        last = index == len(microbatches) - 1
-        # Without overlap no reduction is issued before finish_grad_sync.
-        needs_no_sync = ddp.ddp_config.overlap_grad_reduce and not last
-        with ddp.no_sync() if needs_no_sync else nullcontext():
-            loss = ddp(*parts[rank]) / len(microbatches)
-            loss.backward()
-        total = total + loss.detach()
-    (finish or fe.DistributedDataParallel.finish_grad_sync)(ddp)
-    return total
+    names = {"data_parallel_sharding_strategy": inner, "outer_dp_sharding_strategy": outer}
+    overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    return Config(use_megatron_fsdp=True, **{**names, **overlaps, **fields})
 
 
 def train_wrapped(
     ddp: fe.DistributedDataParallel,
     data: Data,
     make_optimizer: OptimizerMaker = sgd,
-    **options: Any,
+    zero_buffer: bool = True,
 ) -> list[Step]:
-    """Trains a wrapped module; options are those of :func:`run_step`."""
+    """Trains a wrapped module on this rank's parts."""
     optimizer = make_optimizer(ddp.parameters())
     steps = []
     for microbatches in data:
-        loss = run_step(ddp, microbatches, **options)
+        ddp.zero_grad_buffer(zero_buffer)
+        loss = torch.zeros(())
+        for index, parts in enumerate(microbatches):
+            last = index == len(microbatches) - 1
+            # Without overlap no reduction is issued before finish_grad_sync.
+            needs_no_sync = ddp.ddp_config.overlap_grad_reduce and not last
+            with ddp.no_sync() if needs_no_sync else nullcontext():
+                part_loss = ddp(*parts[dist.get_rank()]) / len(microbatches)
+                part_loss.backward()
+            loss += part_loss.detach()
+        ddp.finish_grad_sync()
         gradients = full_gradients(ddp.module)
-        norm = ddp.engine.clip_grad_norm_(float("inf"))
+        norm = ddp.engine.clip_grad_norm_(float("inf")).item()
         optimizer.step()
-        weights = ddp.engine.full_state_dict()
-        steps.append(
-            Step(
-                mean_over_ranks(loss),
-                gradients,
-                norm.item(),
-                {name: weights[name] for name in gradients},
-            )
-        )
+        state = ddp.engine.full_state_dict()
+        weights = {name: state[name] for name in gradients}
+        steps.append(Step(mean_over_ranks(loss), gradients, norm, weights))
     return steps
 
 

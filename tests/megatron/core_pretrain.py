@@ -1,8 +1,6 @@
-"""The calls that Megatron-LM's ``pretrain`` makes, on the client of the registry.
-
-``setup_model_and_optimizer``, ``train_step``, ``save_checkpoint`` and ``load_checkpoint`` of
-Megatron-LM need a GPU. Their calls of megatron-core are here, in their order, with three
-names to swap: ``DistributedDataParallel``, ``finalize_model_grads`` and ``get_megatron_optimizer``.
+"""The calls of megatron-core that Megatron-LM's ``setup_model_and_optimizer``, ``train_step``,
+``save_checkpoint`` and ``load_checkpoint`` make, which need a GPU themselves. Three names are
+swapped: ``DistributedDataParallel``, ``finalize_model_grads`` and ``get_megatron_optimizer``.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import multiprocessing
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -38,28 +36,19 @@ class Job:
         level: of our wrapper; None: as ``--use-distributed-optimizer`` says.
         ours, their_finalize, their_optimizer: our names; else Megatron-Core's, all or one of them.
         dtype: one of DTYPES; "fp16" has a dynamic loss scale.
-        optimizer: "adam" or "sgd".
-        distributed_optimizer: ``--use-distributed-optimizer``, for wrapper and optimizer.
         tensor, pipeline, experts, expert_tensor: model-parallel ranks. Layers have four experts and
             biased routers, or are dense (0).
-        sequence: sequence parallel, beside tensor parallel.
         virtual: chunks of each pipeline rank, for the interleaved schedule.
-        overlap: ``--overlap-grad-reduce --overlap-param-gather``.
-        bucket_size, microbatches: elements, and number on each data-parallel rank.
-        grads_in_fp32: reduce in fp32.
         sync_funcs: the schedule says when to reduce and to gather.
-        layers: Number of layers of the model. None: 2 for each chunk.
+        layers: None: 2 for each chunk.
         recompute: None, "selective", or the method of full recomputation, "uniform" or "block".
         gated: SwiGLU, whose first weight is saved in two parts.
         per_token: losses are sums over tokens, and ranks have different numbers of them.
-        clip: largest norm.
-        lr_of_embeddings: ``--decoupled-lr``.
         inf_on: (step, rank) at which the loss is infinite.
         tied: the output layer has the embedding's weight. Otherwise gradients have many zeros.
-        instances: ``--num-distributed-optimizer-instances``.
         fully_parallel: ``--ckpt-fully-parallel-save`` and ``-load``.
-        own_norm: gradients of some layers are clipped by a norm of their own, as those of detached
-            heads that predict several tokens. Without effect in megatron-core 0.16.
+        own_norm: gradients of some layers are clipped by a norm of their own. Without effect in
+            megatron-core 0.16.
     """
 
     level: str | None = None
@@ -111,10 +100,9 @@ class Job:
 
     @property
     def limit(self) -> float:
-        """Largest relative error. Norms are summed in another order, so the clipping coefficient
-        differs in its last bit, and now and then a 16-bit weight rounds the other way: one such
-        weight moves the next norm by 2.5e-6. Adam divides by what may be no more than rounding, and
-        gradients in bf16 are summed in another order, too."""
+        """Largest relative error. The clipping coefficient differs in its last bit: now and then a
+        16-bit weight rounds the other way. Adam divides by what may be no more than rounding, and
+        gradients in bf16 are summed in another order."""
         if not self.grads_in_fp32:
             return 2e-2
         if self.optimizer == "sgd":
@@ -122,10 +110,8 @@ class Job:
         return 2e-5 if self.dtype == "fp32" or self.their_optimizer else 2e-4
 
 
-@dataclass
-class Report:
-    """Results of a job by step: the loss, whether weights were updated, the gradients' norm and
-    zeros, the loss scale."""
+class Report(NamedTuple):
+    """Results of a job by step; ``updated``: whether weights were."""
 
     losses: list[float]
     updated: list[bool]
@@ -142,7 +128,13 @@ def make_models(job: Job) -> tuple[Any, list[Any]]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = DTYPES[job.dtype]
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"hidden_size": HIDDEN, "ffn_hidden_size": 2 * HIDDEN}
+    fields |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
+    # Fused kernels are compiled, for a minute.
+    fields |= {"bias_activation_fusion": False, "bias_dropout_fusion": False}
+    fields |= {"masked_softmax_fusion": False, "params_dtype": dtype, "pipeline_dtype": dtype}
+    activation = torch.nn.functional.silu if job.gated else torch.nn.functional.gelu
+    fields |= {"gated_linear_unit": job.gated, "activation_func": activation}
     if job.experts:
         fields |= {
             "num_moe_experts": 4,
@@ -153,41 +145,27 @@ def make_models(job: Job) -> tuple[Any, list[Any]]:
             "moe_router_enable_expert_bias": True,
             "add_bias_linear": False,
         }
-    if job.recompute == "selective":
+    if job.recompute is not None:
         fields |= {"recompute_granularity": "selective"}
-    elif job.recompute is not None:
+    if job.recompute in ("uniform", "block"):
         fields |= {"recompute_granularity": "full", "recompute_num_layers": 1}
         fields |= {"recompute_method": job.recompute}
     config = TransformerConfig(
         num_layers=job.layers or 2 * (job.virtual or 1),
-        hidden_size=HIDDEN,
-        ffn_hidden_size=2 * HIDDEN,
         num_attention_heads=max(2, job.tensor),
         tensor_model_parallel_size=job.tensor,
         pipeline_model_parallel_size=job.pipeline,
         virtual_pipeline_model_parallel_size=job.virtual,
         sequence_parallel=job.sequence,
         calculate_per_token_loss=job.per_token,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
         bf16=job.dtype == "bf16",
         fp16=job.dtype == "fp16",
-        gated_linear_unit=job.gated,
-        activation_func=torch.nn.functional.silu if job.gated else torch.nn.functional.gelu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        # Fused kernels are compiled, for a minute.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
         **fields,
     )
     torch.manual_seed(3)
     models = []
     for chunk in range(job.virtual or 1):
-        vp_stage = chunk if job.virtual else None
-        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        where = {"ignore_virtual": False, "vp_stage": chunk if job.virtual else None}
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(num_experts=4 if job.experts else None),
@@ -196,24 +174,22 @@ def make_models(job: Job) -> tuple[Any, list[Any]]:
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=job.tied,
-            vp_stage=vp_stage,
+            vp_stage=where["vp_stage"],
         )
         models.append(model.to(dtype))
     return config, models
 
 
 def wrap(job: Job, config: Any, model: Any) -> Any:
-    """The model in Megatron-Core's wrapper, or in ours, called as it calls its own."""
     from megatron.core import distributed
 
     theirs: Any = distributed
-    is_distributed = job.distributed_optimizer and not job.their_optimizer
     fields: dict[str, Any] = {
         "grad_reduce_in_fp32": job.grads_in_fp32,
         "overlap_grad_reduce": job.overlap,
         "overlap_param_gather": job.overlap,
         "bucket_size": job.bucket_size,
-        "use_distributed_optimizer": is_distributed,
+        "use_distributed_optimizer": job.distributed_optimizer and not job.their_optimizer,
         "num_distributed_optimizer_instances": job.instances,
     }
     if job.level is not None:
@@ -239,11 +215,8 @@ class Training:
         self.ddp = self.model[0]
         self.optimizer, self.scheduler = self._make_optimizer()
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = (
-            fe.finalize_model_grads
-            if job.ours and not job.their_finalize
-            else theirs.finalize_model_grads
-        )
+        names = fe if job.ours and not job.their_finalize else theirs
+        self.config.finalize_model_grads_func = names.finalize_model_grads
         if job.overlap:
             self.config.no_sync_func = self._each("no_sync")
         if job.sync_funcs:
@@ -260,41 +233,28 @@ class Training:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         job = self.job
-        make = optimizer.get_megatron_optimizer
-        if job.ours and not job.their_optimizer:
-            make = get_megatron_optimizer
+        make = get_megatron_optimizer
+        if job.their_optimizer or not job.ours:
+            make = optimizer.get_megatron_optimizer
+        fields: dict[str, Any] = {"lr": 0.05, "min_lr": 0.01, "weight_decay": 0.1}
+        fields |= {"initial_loss_scale": 2.0**10, "loss_scale_window": 2, "hysteresis": 1}
         options = optimizer.OptimizerConfig(
             optimizer=job.optimizer,
-            lr=0.05,
-            min_lr=0.01,
             decoupled_lr=job.lr_of_embeddings,
-            weight_decay=0.1,
             clip_grad=job.clip,
             bf16=job.dtype == "bf16",
             fp16=job.dtype == "fp16",
             params_dtype=DTYPES[job.dtype],
-            initial_loss_scale=2.0**10,
-            loss_scale_window=2,
-            hysteresis=1,
             log_num_zeros_in_grad=not job.their_optimizer,
             use_distributed_optimizer=job.distributed_optimizer and not job.their_optimizer,
             overlap_param_gather=job.overlap and not job.their_optimizer,
+            **fields,
         )
         made: Any = make(options, self.model, use_gloo_process_groups=True)
-        scheduler = OptimizerParamScheduler(
-            made,
-            init_lr=0.0,
-            max_lr=0.05,
-            min_lr=0.01,
-            lr_warmup_steps=1,
-            lr_decay_steps=8,
-            lr_decay_style="linear",
-            start_wd=0.1,
-            end_wd=0.1,
-            wd_incr_steps=8,
-            wd_incr_style="constant",
-        )
-        return made, scheduler
+        rates: dict[str, Any] = {"init_lr": 0.0, "max_lr": 0.05, "min_lr": 0.01}
+        rates |= {"lr_warmup_steps": 1, "lr_decay_steps": 8, "lr_decay_style": "linear"}
+        rates |= {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 8, "wd_incr_style": "constant"}
+        return made, OptimizerParamScheduler(made, **rates)
 
     def train_step(self) -> tuple[float, bool, float | None, float | None, float]:
         """One step: loss, whether weights were updated, norm, zeros, loss scale before it."""
@@ -344,12 +304,10 @@ class Training:
         return model(tokens, positions, mask, labels=labels), mean
 
     def train(self, steps: int) -> Report:
-        """Several steps."""
         rows = [self.train_step() for _ in range(steps)]
         return Report(*([row[column] for row in rows] for column in range(5)))
 
     def generate_state_dict(self, *, is_loading: bool) -> dict[str, Any]:
-        """The state dict to save or to load."""
         metadata: dict[str, Any] = {"chained_optim_avoid_prefix": True}
         if self.job.distributed_optimizer:
             metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -370,14 +328,14 @@ class Training:
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        for chunk in self.model if self.job.overlap else ():
+        chunks = self.model if self.job.overlap else []
+        for chunk in chunks:
             chunk.disable_forward_pre_hook()
         yield
-        for chunk in self.model if self.job.overlap else ():
+        for chunk in chunks:
             chunk.enable_forward_pre_hook()
 
     def _strategy(self, what: str, *folder: str) -> Any:
-        """Strategy to ``Save`` or to ``Load``."""
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing import serialization
         from megatron.core.dist_checkpointing.strategies import fully_parallel
@@ -389,7 +347,6 @@ class Training:
         return getattr(fully_parallel, f"FullyParallel{what}StrategyWrapper")(get(*folder), group)
 
     def save(self, folder: str) -> None:
-        """``save_checkpoint``."""
         from megatron.core import dist_checkpointing
 
         with self._without_hooks():
@@ -397,7 +354,6 @@ class Training:
             dist_checkpointing.save(state, folder, self._strategy("Save"))
 
     def load(self, folder: str) -> None:
-        """``load_checkpoint``."""
         from megatron.core import dist_checkpointing
 
         with self._without_hooks():
@@ -414,18 +370,15 @@ class Training:
         self.scheduler.load_state_dict(state)
 
     def save_by_checkpointer(self, folder: str) -> None:
-        """By our own checkpoints: the optimizer as it is."""
         self._checkpointer(folder).save(self.steps)
 
     def load_by_checkpointer(self, folder: str) -> None:
-        """Load a checkpoint of :meth:`save_by_checkpointer`."""
         self.scheduler.num_steps = 0
-        report = self._checkpointer(folder).load()
-        assert report.step is not None
-        self.steps = report.step
+        step = self._checkpointer(folder).load().step
+        assert step is not None
+        self.steps = step
 
     def save_per_rank(self, folder: str) -> None:
-        """Each rank saves its slices."""
         state = {
             "model": [chunk.state_dict() for chunk in self.model],
             "optimizer": self.optimizer.state_dict(),
@@ -435,7 +388,6 @@ class Training:
         torch.save(state, f"{folder}/{dist.get_rank()}.pt")
 
     def load_per_rank(self, folder: str) -> None:
-        """And takes them."""
         state = torch.load(f"{folder}/{dist.get_rank()}.pt", weights_only=False)
         for chunk, values in zip(self.model, state["model"], strict=True):
             chunk.load_state_dict(values)
@@ -467,7 +419,6 @@ def _batches(step: int, rank: int, count: int) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def groups_of(job: Job) -> Iterator[None]:
-    """Within it Megatron-Core runs, on a CPU, with the job's groups."""
     with on_cpu():
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -494,9 +445,8 @@ def differences(mine: Report, theirs: Report, limit: float) -> list[str]:
         pairs = zip(getattr(mine, name), getattr(theirs, name), strict=True)
         for step, (x, y) in enumerate(pairs):
             both_there = x is not None and y is not None
-            # The gradient of a key's bias is 0 in exact arithmetic: softmax does not change if all
-            # scores of a query do by the same number. In fp32 the order of the sums decides which
-            # of these elements are 0.
+            # The gradient of a key's bias is 0 in exact arithmetic. In fp32 the order of the sums
+            # decides which of these elements are 0.
             slack = 3 if name == "zeros" else 0
             near = math.isclose(x, y, rel_tol=limit, abs_tol=slack) if both_there else x is y
             if not near:
@@ -504,23 +454,22 @@ def differences(mine: Report, theirs: Report, limit: float) -> list[str]:
     return found
 
 
-def compare(jobs: list[Job]) -> list[str]:
-    """On one rank: where jobs differ from those by Megatron-Core's own names."""
+def compare(jobs: list[Job]) -> None:
+    """Jobs have the results of those by Megatron-Core's own names."""
     known: dict[Job, Report] = {}
-    found = []
     for job in jobs:
         theirs = job.as_theirs()
         for each in (job,) if theirs in known else (theirs, job):
             with groups_of(each):
                 known[each] = Training(each).train(STEPS)
-        found += [f"{job}: {each}" for each in differences(known[job], known[theirs], job.limit)]
-    return found
+        lines = differences(known[job], known[theirs], job.limit)
+        assert not lines, (job, *lines)
 
 
 @contextlib.contextmanager
 def may_have_children() -> Iterator[None]:
-    """Context in which this process of the pool may start others, as Megatron-Core's writer does.
-    Results are passed by a queue, since a manager would need a process that imports everything."""
+    """Within it this process of the pool may start others, as Megatron-Core's writer does. Results
+    are passed by a queue, since a manager would need a process that imports everything."""
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     name = "get_write_results_queue"
     name = name if hasattr(writer, name) else f"_{name}"  # megatron-core 0.16
@@ -542,7 +491,6 @@ WAYS: dict[str, tuple[Way, Way]] = {
 
 
 def save_half_way(job: Job, way: str, folder: str, before: int, after: int) -> Report:
-    """Trains, saves, and trains on; returns the steps after."""
     with groups_of(job), may_have_children():
         training = Training(job)
         training.train(before)
@@ -551,7 +499,6 @@ def save_half_way(job: Job, way: str, folder: str, before: int, after: int) -> R
 
 
 def resume(job: Job, way: str, folder: str, steps: int, before: int = 0) -> Report:
-    """Loads into a new job, that has made ``before`` steps, and trains on."""
     with groups_of(job), may_have_children():
         training = Training(job)
         training.train(before)

@@ -1,14 +1,12 @@
-"""Fields of the config for memory, collectives and rounding.
-
-A test for each, named after it, in which changing the field changes the observation. Those that
-say when are in ``test_config_fields_timing.py``, checks in ``test_config_fields_checks.py``, and
-buckets in ``test_buckets.py``.
-"""
+"""Fields of the config for memory, collectives and rounding: a test for each, named after it, in
+which changing the field changes the observation. Those that say when are in
+``test_config_fields_timing.py``."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +21,7 @@ from fsdp_engine.strategies import LEVELS
 from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of
 from tests.messages import Messages, watched
 from tests.pool import on_ranks
+from tests.reference import full, sgd
 from tests.training import mesh_of
 
 ROOT = "the root module"
@@ -43,14 +42,11 @@ class Dot(nn.Module):
 
 @contextmanager
 def sending() -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Within it, copies of the gradients that go into collectives, each with its operation.
-
-    Small messages about the step are told by their dtype, bytes.
-    """
+    """Within it, copies of the gradients that go into collectives, each with its operation."""
     found: list[tuple[str, torch.Tensor]] = []
 
     def reduced(group: Any, tensor: torch.Tensor, options: Any) -> None:
-        if tensor.dtype != torch.uint8:
+        if tensor.dtype != torch.uint8:  # else a small message about the step
             is_sum = options.reduceOp == dist.ReduceOp.SUM
             found.append(("sum" if is_sum else "average", tensor.clone()))
 
@@ -93,25 +89,26 @@ def backward(ddp: fe.DistributedDataParallel, x: torch.Tensor) -> None:
     ddp.finish_grad_sync()
 
 
-def train(ddp: fe.DistributedDataParallel, num_steps: int = 3) -> dict[str, torch.Tensor]:
+def trained(ddp: fe.DistributedDataParallel) -> dict[str, torch.Tensor]:
     """Weights after some steps on :func:`batch`."""
-    dtype = ddp.module.layers[0].weight.dtype
-    compute = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    for number in range(num_steps):
-        backward(ddp, batch(compute, number))
+    optimizer = sgd(ddp.parameters())
+    for number in range(3):
+        backward(ddp, batch(number=number))
         optimizer.step()
     return ddp.engine.full_state_dict()
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+def assert_close(weights: Iterable[dict[str, torch.Tensor]]) -> None:
+    first, *others = weights
+    for each in others:
+        torch.testing.assert_close(each, first, rtol=1e-6, atol=1e-6)
 
 
-def full(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def gradient(ddp: fe.DistributedDataParallel) -> torch.Tensor:
+    """The whole gradient of the only parameter."""
+    (param,) = ddp.parameters()
+    assert param.grad is not None
+    return full(param.grad)
 
 
 def sent_by(ddp: fe.DistributedDataParallel, x: torch.Tensor) -> int:
@@ -123,13 +120,11 @@ def sent_by(ddp: fe.DistributedDataParallel, x: torch.Tensor) -> int:
         loss.backward()
         ddp.finish_grad_sync()
     axis = ddp.engine.mesh.inner
-    group = axis.reduce_group
-    assert group is not None
+    assert axis.reduce_group is not None
     # On one axis the small message about the step goes the same way: a byte for each parameter
     # and 16 about the order, there and back.
-    size = axis.size
-    usage = 2 * (len(list(ddp.parameters())) + 16) * (size - 1) // size
-    return messages.sent[group.group_name] - usage
+    usage = 2 * (len(list(ddp.parameters())) + 16) * (axis.size - 1) // axis.size
+    return messages.sent[axis.reduce_group.group_name] - usage
 
 
 @on_ranks(world_size=2)
@@ -147,47 +142,27 @@ def test_grad_reduce_in_fp32_widens_what_is_kept_and_what_travels(level: str) ->
             assert buffer.kind.dtypes.main_grad == dtype
             assert buffer.grads is not None
             assert buffer.grads.main_grads().tensor.dtype == dtype
-            for full, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True):
+            for param, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True):
                 if level in ("no_shard", "optim"):
-                    assert full.main_grad.dtype == dtype
+                    assert param.main_grad.dtype == dtype
                 assert sharded.main_grad.dtype == torch.float32  # the optimizer's
         # The optimizer gets them in its weights' dtype, whatever they were summed in.
         assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
 
 
 @on_ranks(world_size=2)
-def test_grad_reduce_in_fp32_keeps_what_bf16_rounds_away() -> None:
-    # 256 + 1 is 256 in bf16.
-    for in_fp32, expected in ((False, 256.0), (True, 257.0)):
-        ddp = fe.DistributedDataParallel(
-            Dot().to(torch.bfloat16), Config(grad_reduce_in_fp32=in_fp32)
-        )
-        ddp.zero_grad_buffer()
-        for value in (512.0, 2.0):  # halved: two ranks, of which the other adds nothing
-            x = torch.full((64,), value if dist.get_rank() == 0 else 0.0, dtype=torch.bfloat16)
-            ddp(x).backward()
-        ddp.finish_grad_sync()
-        (param,) = ddp.parameters()
-        assert torch.equal(full(param.grad), torch.full((64,), expected))
-
-
-@on_ranks(world_size=2)
 def test_use_distributed_optimizer_halves_optimizer_state_on_two_ranks() -> None:
-    weights = []
-    for distributed, numel in ((False, NUM_LAYERS * 72), (True, NUMEL // 2)):
+    for distributed, most in ((False, NUM_LAYERS * 72), (True, NUMEL // 2)):
         ddp = fe.DistributedDataParallel(layers(), Config(use_distributed_optimizer=distributed))
-        assert ddp.engine.strategy.inner.name == ("optim" if distributed else "no_shard")
         optimizer = torch.optim.AdamW(ddp.parameters())
         backward(ddp, batch())
         optimizer.step()
         states = [state["exp_avg"] for state in optimizer.state.values()]
         held = sum((s.to_local() if distributed else s).numel() for s in states)
-        assert held <= numel
+        assert held <= most
         total = torch.tensor(held)
         dist.all_reduce(total)
         assert total.item() == NUM_LAYERS * 72 * (1 if distributed else 2)
-        weights.append(ddp.engine.full_state_dict())
-    assert_close(weights[1], weights[0])
 
 
 @on_ranks(world_size=4)
@@ -201,18 +176,16 @@ def test_num_distributed_optimizer_instances_cuts_the_state_within_each_instance
         )
         ddp = fe.DistributedDataParallel(layers(), config)
         mesh = ddp.engine.mesh
-        assert (mesh.outer.size, mesh.inner.size) == (instances, inner)
         first = rank // inner * inner
-        expected = {
-            "inner": list(range(first, first + inner)),
-            "outer": list(range(rank % inner, 4, inner)),
-        }
-        for axis in (mesh.inner, mesh.outer):
+        rows = list(range(first, first + inner))
+        for axis, expected in (
+            (mesh.inner, rows),
+            (mesh.outer, list(range(rank % inner, 4, inner))),
+        ):
+            assert axis.size == len(expected)
             for group in (axis.gather_group, axis.reduce_group):
-                if axis.size == 1:
-                    assert group is None
-                else:
-                    assert dist.get_process_group_ranks(group) == expected[axis.axis.value]
+                found = None if group is None else dist.get_process_group_ranks(group)
+                assert found == (expected if len(expected) > 1 else None)
         (buffer,) = ddp.engine.buffers
         whole = buffer.layout.numel
         assert whole == 512 if inner == 4 else NUMEL  # shards are multiples of 64
@@ -220,16 +193,12 @@ def test_num_distributed_optimizer_instances_cuts_the_state_within_each_instance
         messages = Messages()
         with messages.counting():
             backward(ddp, batch())
-        found = Counter({k: v for k, v in messages.operations.items() if "all-gather" not in k})
-        labels = []
-        if inner > 1:
-            labels.append(f"reduce-scatter of {ROOT} over the inner axis")
-        if instances > 1:
-            labels.append(f"all-reduce of {ROOT} over the outer axis")
-        assert found == Counter(labels)
-        weights.append(train(ddp))
-    assert_close(weights[1], weights[0])
-    assert_close(weights[2], weights[0])
+        labels = [f"reduce-scatter of {ROOT} over the inner axis"] * (inner > 1)
+        labels += [f"all-reduce of {ROOT} over the outer axis"] * (instances > 1)
+        operations = messages.operations.items()
+        assert {k: v for k, v in operations if "all-gather" not in k} == Counter(labels)
+        weights.append(trained(ddp))
+    assert_close(weights)
 
 
 @on_ranks(world_size=2)
@@ -248,9 +217,8 @@ def test_pad_buckets_for_high_nccl_busbw_makes_every_ranks_part_a_multiple_of_65
             each = 2**16 if padded else NUMEL // 2 // num_buffers
             times = 2 if level == "no_shard" else 1
             assert sent_by(ddp, batch()) == times * num_buffers * each * 4
-            weights.append(train(ddp))
-    for other in weights[1:]:
-        assert_close(other, weights[0])
+            weights.append(trained(ddp))
+    assert_close(weights)
 
 
 @on_ranks(world_size=4)
@@ -263,86 +231,49 @@ def test_reduce_scatter_with_fp32_accumulation_rounds_the_sum_once(level: str) -
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(4, 64, generator=generator).to(torch.bfloat16)
     wide = (random * 0.25).float().sum(0).to(torch.bfloat16)
-    expected: dict[str, tuple[float | None, torch.dtype]] = {
-        "bf16": (None, torch.bfloat16),
-        "fp32 sum": (65.0, torch.bfloat16),
-        "fp32": (64.75, torch.float32),
-    }
-    fields: dict[str, dict[str, Any]] = {
-        "bf16": {},
-        "fp32 sum": {"reduce_scatter_with_fp32_accumulation": True},
-        "fp32": {"grad_reduce_in_fp32": True},
-    }
-    for case, (mean, dtype) in expected.items():
-        ddp = fe.DistributedDataParallel(
-            Dot(1024).to(torch.bfloat16), config_of(level, **fields[case])
-        )
+    rows: list[tuple[float | None, torch.dtype, dict[str, Any]]] = [
+        (None, torch.bfloat16, {}),
+        (65.0, torch.bfloat16, {"reduce_scatter_with_fp32_accumulation": True}),
+        (64.75, torch.float32, {"grad_reduce_in_fp32": True}),
+    ]
+    for mean, dtype, fields in rows:
+        ddp = fe.DistributedDataParallel(Dot(1024).to(torch.bfloat16), config_of(level, **fields))
         backward(ddp, torch.full((1024,), value, dtype=torch.bfloat16))
-        (param,) = ddp.parameters()
-        assert param.grad is not None
         if mean is not None:
-            assert torch.equal(full(param.grad), torch.full((1024,), mean)), case
-        x = random[dist.get_rank()].repeat(16)
-        num_bytes = sent_by(ddp, x)
+            assert torch.equal(gradient(ddp), torch.full((1024,), mean)), fields
         times = 2 if level == "no_shard" else 1
-        assert num_bytes == times * 1024 * 3 // 4 * dtype.itemsize, case
-        found = full(param.grad)[:64]
-        if case == "fp32 sum":
-            assert torch.equal(found, wide.float())
-        elif case == "bf16":
-            assert not torch.equal(found, wide.float())
+        found = sent_by(ddp, random[dist.get_rank()].repeat(16))
+        assert found == times * 1024 * 3 // 4 * dtype.itemsize, fields
+        if dtype == torch.bfloat16:
+            is_right = torch.equal(gradient(ddp)[:64], wide.float())
+            assert is_right == bool(fields), fields
 
 
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_average_in_collective_sends_gradients_as_they_are(level: str) -> None:
     x = torch.arange(128.0) + 1000.0 * dist.get_rank()
-    mean = torch.arange(128.0) + 500.0
-    for divisor in (1, 4):
-        for average in (False, True):
-            model = Dot(128)
-            model.weight.gradient_divisor = divisor  # type: ignore[attr-defined]
-            ddp = fe.DistributedDataParallel(model, config_of(level, average_in_collective=average))
-            ddp.zero_grad_buffer()
-            loss = ddp(x)
-            with sending() as messages:
-                loss.backward()
-                ddp.finish_grad_sync()
-            ((what, message),) = messages
-            if level == "no_shard":
-                assert what == ("average" if average else "sum")
-                own = x
-            else:
-                assert what == "send"
-                other = 1 - dist.get_rank()
-                own = x[64 * other : 64 * other + 64]
-            assert torch.equal(message, own / divisor / (1 if average else 2))
-            (param,) = ddp.parameters()
-            assert torch.equal(full(param.grad), mean / divisor)
-
-
-@on_ranks(world_size=4)
-@pytest.mark.parametrize(("inner", "outer"), [("no_shard",) * 2, ("optim_grads_params", "optim")])
-def test_average_in_collective_gives_the_same_on_two_axes_and_over_microbatches(
-    inner: str, outer: str
-) -> None:
-    rank = dist.get_rank()
     for average in (False, True):
-        config = config_of(inner, outer, average_in_collective=average, overlap=True)
-        ddp = fe.DistributedDataParallel(Dot(256), config, mesh_of(2, 2))
+        ddp = fe.DistributedDataParallel(Dot(128), config_of(level, average_in_collective=average))
         ddp.zero_grad_buffer()
-        with ddp.no_sync():
-            ddp(torch.full((256,), 4.0 * rank)).backward()
-        ddp(torch.full((256,), 4.0)).backward()
-        ddp.finish_grad_sync()
-        (param,) = ddp.parameters()
-        assert torch.equal(full(param.grad), torch.full((256,), 6.0 + 4.0))
+        loss = ddp(x)
+        with sending() as messages:
+            loss.backward()
+            ddp.finish_grad_sync()
+        ((what, message),) = messages
+        if level == "no_shard":
+            assert what == ("average" if average else "sum")
+            own = x
+        else:
+            assert what == "send"
+            own = x.chunk(2)[1 - dist.get_rank()]
+        assert torch.equal(message, own / (1 if average else 2))
+        assert torch.equal(gradient(ddp), torch.arange(128.0) + 500.0)
 
 
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_gradient_reduce_div_fusion_saves_a_pass_over_gradients(level: str) -> None:
-    weights = []
     for fused in (True, False):
         config = config_of(level, gradient_reduce_div_fusion=fused)
         ddp = fe.DistributedDataParallel(layers(), config)
@@ -361,13 +292,11 @@ def test_gradient_reduce_div_fusion_saves_a_pass_over_gradients(level: str) -> N
             times = num_micro if cut else 1
             expected = 0 if fused else times * len(ddp.engine.buffers)
             assert passes.count == expected, (fused, num_micro)
-        weights.append(train(ddp))
-    assert_close(weights[1], weights[0])
 
 
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_preserve_fp32_weights_decides_what_the_optimizer_changes(level: str) -> None:
+def test_preserve_fp32_weights_decides_which_weights_are_held(level: str) -> None:
     for preserve in (True, False):
         config = config_of(level, preserve_fp32_weights=preserve)
         ddp = fe.DistributedDataParallel(layers(torch.bfloat16), config)
@@ -381,65 +310,30 @@ def test_preserve_fp32_weights_decides_what_the_optimizer_changes(level: str) ->
             expected["model"] = NUMEL * 2 // (2 if cut else 1)
         assert {role: held.get(role, 0) for role in expected} == expected
         assert held.keys() - {"grad"} == expected.keys()
-        # An update of 2^-12 is lost in a bf16 weight of 1.
-        with torch.no_grad():
-            for param in ddp.parameters():
-                param.fill_(1.0)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=2**-12)
-        backward(ddp, batch(torch.bfloat16))
-        for param in ddp.parameters():
-            assert param.grad is not None
-            param.grad.fill_(1.0)
-        optimizer.step()
-        for value in ddp.engine.full_state_dict().values():
-            assert torch.all(value == (1.0 - 2**-12 if preserve else 1.0))
 
 
-def bytes_at_rest(inner: str, outer: str, inner_size: int, outer_size: int) -> dict[str, int]:
-    """What a rank holds of fp32 weights and gradients after a step, by role."""
+def assert_bytes_at_rest(inner: str, outer: str, *shape: int) -> None:
+    """Main weights are a part of the compute weights, except where those are cut less."""
+    ddp = fe.DistributedDataParallel(layers(), config_of(inner, outer), mesh_of(*shape))
+    trained(ddp)
 
     def share(level: int) -> int:
-        parts = inner_size if LEVELS[inner].value >= level else 1
-        return parts * (outer_size if LEVELS[outer].value >= level else 1)
+        axes = zip((inner, outer), reversed(shape), strict=False)
+        return math.prod(size for name, size in axes if LEVELS[name].value >= level)
 
-    # Main weights are a part of the compute weights, except where those are cut less.
-    return {"model": NUMEL * 4 // share(3), "grad": NUMEL * 4 // share(2)}
+    numel = sum(buffer.layout.numel for buffer in ddp.engine.buffers)
+    expected = {"model": numel * 4 // share(3), "grad": numel * 4 // share(2)}
+    assert ddp.engine.memory_bytes() == expected
+    assert sum(b.weights.main.tensor.numel() for b in ddp.engine.buffers) == numel // share(1)
 
 
 @on_ranks(world_size=2)
 def test_data_parallel_sharding_strategy_says_what_is_cut() -> None:
-    weights = []
     for level in LEVEL_NAMES:
-        ddp = fe.DistributedDataParallel(layers(), config_of(level))
-        weights.append(train(ddp))
-        assert ddp.engine.memory_bytes() == bytes_at_rest(level, "no_shard", 2, 1)
-        local = sum(buffer.weights.main.tensor.numel() for buffer in ddp.engine.buffers)
-        assert local == NUMEL // (1 if level == "no_shard" else 2)
-    for other in weights[1:]:
-        assert_close(other, weights[0])
+        assert_bytes_at_rest(level, "no_shard", 2)
 
 
 @on_ranks(world_size=4)
 def test_outer_dp_sharding_strategy_says_what_is_cut_along_the_outer_axis() -> None:
-    weights = []
     for outer in LEVEL_NAMES:
-        torch.manual_seed(0)
-        ddp = fe.DistributedDataParallel(
-            Layers(16, 3), config_of("optim_grads_params", outer), mesh_of(2, 2)
-        )
-        numel = sum(buffer.layout.numel for buffer in ddp.engine.buffers)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for number in range(2):
-            generator = torch.Generator().manual_seed(4 * number + dist.get_rank())
-            backward(ddp, torch.randn(2, 16, generator=generator))
-            optimizer.step()
-        level = LEVELS[outer].value
-        main = numel // (4 if level >= 1 else 2)
-        assert sum(b.weights.main.tensor.numel() for b in ddp.engine.buffers) == main
-        held = ddp.engine.memory_bytes()
-        assert held["grad"] == numel * 4 // (4 if level >= 2 else 2)
-        assert held["model"] == numel * 4 // (4 if level >= 3 else 2)
-        assert held.keys() == {"grad", "model"}
-        weights.append(ddp.engine.full_state_dict())
-    for other in weights[1:]:
-        assert_close(other, weights[0])
+        assert_bytes_at_rest("optim_grads_params", outer, 2, 2)

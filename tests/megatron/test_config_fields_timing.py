@@ -1,194 +1,238 @@
-"""Fields of the config that say when: each changes the order in which a step's events come."""
+"""Fields of the config that say when: each changes the order in which a step's events come, and
+no number of collectives or bytes."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from tests.comm.timeline import Timeline, timed_step
-from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of
-from tests.pool import on_ranks
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
+from tests.comm.timeline import PHASES, Timeline, timed_step
+from tests.megatron.configs import LEVEL_NAMES, Layers, config_of
+from tests.messages import Messages, expected_collectives
+from tests.models import Stack, vector_batch
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS, SPARED_PAIRS
+from tests.pool import Ranks, on_ranks
+from tests.training import mesh_of
 
 DIM, NUM_LAYERS = 8, 3
-# Each layer's weight (64 elements) and bias (8) close a bucket of at least 65.
-BUCKETED = {"bucket_size": 65}
-LABELS = {  # by whether parameters are cut: buckets in forward order
-    False: [f"(bucket {number})" for number in (2, 1, 0)],
-    True: [f"layers.{number}" for number in range(NUM_LAYERS)],
-}
+SIZE = 128  # of each layer: its weight, and its bias at a multiple of 64
 CALLS = [f"call layers.{number}" for number in range(NUM_LAYERS)]
 
 
-def make(
-    config: Config, *, gradients: bool = False
-) -> tuple[fe.DistributedDataParallel, torch.optim.Optimizer, Timeline]:
-    """A wrapped model, its optimizer and a timeline, after a step that has shown the order."""
-    torch.manual_seed(0)
-    model = Layers(DIM, NUM_LAYERS)
-    timeline = Timeline(model, gradients=gradients)
-    ddp = fe.DistributedDataParallel(model, config)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    timed_step(ddp, optimizer, timeline, batch(0))
-    return ddp, optimizer, timeline
+class Run:
+    """Steps of a wrapped model, the first of which has shown the order. A layer is a bucket."""
 
+    def __init__(self, level: str, **fields: Any) -> None:
+        torch.manual_seed(0)
+        model = Layers(DIM, NUM_LAYERS)
+        self.timeline = Timeline(model)
+        fields = {"overlap": True, "bucket_size": 65, **fields}
+        self.ddp = fe.DistributedDataParallel(model, config_of(level, **fields))
+        self.engine = self.ddp.engine
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+        self.step(0)
 
-def batch(number: int) -> tuple[torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-    return (torch.randn(2, DIM, generator=generator),)
-
-
-def labels_of(level: str) -> list[str]:
-    return LABELS[level == "optim_grads_params"]
-
-
-def reductions(level: str) -> list[str]:
-    what = "all-reduce" if level == "no_shard" else "reduce-scatter"
-    return [f"{what} of {label}" for label in reversed(labels_of(level))]
+    def step(self, number: int, **options: Any) -> None:
+        batch = vector_batch(2, 10 * number + dist.get_rank(), DIM)[:1]
+        timed_step(self.ddp, self.optimizer, self.timeline, batch, **options)
 
 
 def gathers(level: str) -> list[str]:
-    return [f"all-gather of {label}" for label in labels_of(level)]
+    """Of units where parameters are cut, else of buckets, in forward order."""
+    cut = level == "optim_grads_params"
+    labels = [f"layers.{n}" if cut else f"(bucket {2 - n})" for n in range(NUM_LAYERS)]
+    return [f"all-gather of {label}" for label in labels]
 
 
-def weights_of(ddp: fe.DistributedDataParallel) -> list[torch.Tensor]:
-    return list(ddp.engine.full_state_dict().values())
-
-
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_overlap_grad_reduce_reduces_in_backward_instead_of_finish_grad_sync(level: str) -> None:
-    results = {}
-    for overlap in (False, True):
-        config = dataclasses.replace(config_of(level, **BUCKETED), overlap_grad_reduce=overlap)
-        ddp, optimizer, timeline = make(config)
-        timed_step(ddp, optimizer, timeline, batch(1))
-        expected = reductions(level)
-        cut = level in ("optim_grads", "optim_grads_params")
-        where, elsewhere = ("backward", "finish") if overlap or cut else ("finish", "backward")
-        found = [what for what in timeline.in_phase(where) if what in expected]
-        assert found == expected, (overlap, timeline.events)
-        assert not set(timeline.in_phase(elsewhere)) & set(expected), (overlap, timeline.events)
-        # Of two microbatches, only gradients that are cut are reduced in both.
-        timed_step(ddp, optimizer, timeline, batch(2), batch(3))
-        num_times = sum(what in expected for _, what in timeline.events)
-        assert num_times == len(expected) * (2 if cut else 1), timeline.events
-        results[overlap] = weights_of(ddp)
-    for one, other in zip(results[False], results[True], strict=True):
-        assert torch.equal(one, other)
+def one_by_one(everything: list[str]) -> list[str]:
+    return [each for pair in zip(everything, CALLS, strict=True) for each in pair]
 
 
 @on_ranks(world_size=2)
-def test_overlap_grad_reduce_starts_each_reduction_as_its_bucket_is_full() -> None:
-    ddp, optimizer, timeline = make(config_of("optim", overlap=True, **BUCKETED), gradients=True)
-    timed_step(ddp, optimizer, timeline, batch(1))
-    backward = [what for what in timeline.in_phase("backward") if "gather" not in what]
-    expected: list[str] = []
-    for label in reversed(labels_of("optim")):
-        expected += [f"gradient of {label}"] * 2 + [f"reduce-scatter of {label}"]
-    assert backward == expected
-
-
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_overlap_param_gather_gathers_in_the_next_forward_instead_of_the_step(level: str) -> None:
-    results = {}
-    for overlap in (False, True):
-        config = dataclasses.replace(
-            config_of(level, overlap=True, **BUCKETED), overlap_param_gather=overlap
-        )
-        ddp, optimizer, timeline = make(config)
-        timed_step(ddp, optimizer, timeline, batch(1))
-        timed_step(ddp, optimizer, timeline, batch(2))
-        expected = [] if level == "no_shard" else gathers(level)
-        cut = level == "optim_grads_params"
-        where, elsewhere = ("forward", "optimizer")
-        if not (overlap or cut):
-            where, elsewhere = elsewhere, where
-        found = [what for what in timeline.in_phase(where) if "gather" in what]
-        assert found == expected, (overlap, timeline.events)
-        assert not [what for what in timeline.in_phase(elsewhere) if "gather" in what], (
-            overlap,
-            timeline.events,
-        )
-        results[overlap] = weights_of(ddp)
-    for one, other in zip(results[False], results[True], strict=True):
-        assert torch.equal(one, other)
-
-
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("level", ["optim", "optim_grads"])
+@pytest.mark.parametrize("level", LEVEL_NAMES[1:])
 def test_align_param_gather_leaves_gathers_to_start_param_sync(level: str) -> None:
-    by_align: dict[bool, list[list[str]]] = {}
-    for align in (False, True):
-        config = config_of(level, overlap=True, align_param_gather=align, **BUCKETED)
-        ddp, optimizer, timeline = make(config)
-        seen = []
-        for number, param_sync in enumerate((False, True)):
-            timed_step(ddp, optimizer, timeline, batch(number), param_sync=param_sync)
-            seen += [timeline.in_phase("sync"), timeline.in_phase("forward")]
-        by_align[align] = seen
     everything = gathers(level)
-    assert by_align[False] == [[], [*everything, *CALLS], everything, CALLS]
-    # Without start_param_sync one by one, each when the first module needs it.
-    one_by_one = [each for pair in zip(everything, CALLS, strict=True) for each in pair]
-    assert by_align[True] == [[], one_by_one, everything, CALLS]
-
-
-@on_ranks(world_size=2)
-def test_align_param_gather_leaves_cut_parameters_to_forward() -> None:
-    everything = gathers("optim_grads_params")
-    ahead = [*everything, *CALLS]
     for align in (False, True):
-        config = config_of(
-            "optim_grads_params",
-            overlap=True,
-            align_param_gather=align,
-            suggested_communication_unit_size=10_000,
-        )
-        ddp, optimizer, timeline = make(config)
-        timed_step(ddp, optimizer, timeline, batch(1))
-        assert timeline.in_phase("forward") == ahead
-        timed_step(ddp, optimizer, timeline, batch(2), param_sync=True)
-        # The first unit, and what the budget lets forward gather ahead of it.
-        assert timeline.in_phase("sync") == everything
-        assert timeline.in_phase("forward") == CALLS
+        run = Run(level, align_param_gather=align, suggested_communication_unit_size=10_000)
+        run.step(1)
+        # One by one, each when the first module needs it; cut parameters as always.
+        aligned = align and level != "optim_grads_params"
+        expected = one_by_one(everything) if aligned else [*everything, *CALLS]
+        assert run.timeline.in_phase("forward") == expected
+        run.step(2, param_sync=True)
+        assert run.timeline.in_phase("sync") == everything
+        assert run.timeline.in_phase("forward") == CALLS
 
 
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("level", LEVEL_NAMES[1:])
 def test_suggested_communication_unit_size_says_how_much_is_gathered_ahead(level: str) -> None:
-    size = 128  # of each layer: its weight, and its bias at a multiple of 64
     everything = gathers(level)
-    one_by_one = [each for pair in zip(everything, CALLS, strict=True) for each in pair]
     ahead = [*everything, *CALLS]
-    one_ahead = [everything[0], everything[1], CALLS[0], everything[2], *CALLS[1:]]
+    one_ahead = [*everything[:2], CALLS[0], everything[2], *CALLS[1:]]
     # Weights that stay whole are brought up to date in memory that is held anyway: all at once.
     cut = level == "optim_grads_params"
-    expected = {0: one_by_one, 1: one_ahead if cut else ahead, 100 * size: ahead}
+    expected = {0: one_by_one(everything), 1: one_ahead if cut else ahead, 100 * SIZE: ahead}
     for budget, events in expected.items():
-        config = config_of(
-            level, overlap=True, suggested_communication_unit_size=budget, **BUCKETED
-        )
-        ddp, optimizer, timeline = make(config)
-        assert ddp.engine.budget == budget
-        timed_step(ddp, optimizer, timeline, batch(1))
-        assert timeline.in_phase("forward") == events, budget
-    ddp, _, _ = make(config_of(level, **BUCKETED))
+        run = Run(level, suggested_communication_unit_size=budget)
+        run.step(1)
+        assert run.engine.budget == budget
+        assert run.timeline.in_phase("forward") == events, budget
+    engine = Run(level).engine
     # The mean unit, and twice it for gradients; the root, which has no parameters, is none.
-    assert (ddp.engine.budget, ddp.engine.staging_budget) == (size, (2 * size, 1))
+    assert (engine.budget, engine.staging_budget) == (SIZE, (2 * SIZE, 1))
 
 
 @on_ranks(world_size=2)
 def test_suggested_communication_unit_size_bounds_gradient_buffers_in_use() -> None:
-    peaks: dict[int, int] = {}
-    for budget in (0, 256, 10_000):
-        config = config_of("optim_grads", suggested_communication_unit_size=budget, **BUCKETED)
-        ddp, optimizer, timeline = make(config)
-        ddp.engine.peak_memory_bytes(reset=True)
-        timed_step(ddp, optimizer, timeline, batch(1))
-        peaks[budget] = ddp.engine.peak_memory_bytes()["staging"]
-    assert peaks == {0: 128 * 4, 256: 2 * 128 * 4, 10_000: 3 * 128 * 4}
+    for budget, most in ((0, 1), (2 * SIZE, 2), (10_000, 3)):
+        run = Run("optim_grads", overlap=False, suggested_communication_unit_size=budget)
+        run.engine.peak_memory_bytes(reset=True)
+        run.step(1)
+        assert run.engine.peak_memory_bytes()["staging"] == most * SIZE * 4
+
+
+CUT_MODEL = {"bucket_size": 300}  # three buckets where parameters are whole
+
+
+def on_axes(counts: Counter[Any], num_axes: int) -> Counter[Any]:
+    """Counts without those along an outer axis of one rank, which are zero."""
+    if num_axes == 2:
+        return counts
+    return Counter({k: v for k, v in counts.items() if "outer" not in str(k).lower()})
+
+
+def expected_phases(
+    levels: Strategy, reduces: bool, is_ahead: bool, num_axes: int
+) -> set[tuple[str, str]]:
+    """(phase, collective) of a step of several microbatches after others."""
+    optim, grad, param = (levels.depth(role) for role in (Role.OPTIM, Role.GRAD, Role.PARAM))
+    found: set[tuple[str, str]] = set()
+    for depth, axis in enumerate(AXIS_BELOW_DEPTH[:num_axes]):
+        suffix = "+outer" if axis is Axis.OUTER else ""
+        gather, reduction = f"all-gather{suffix}", f"reduce-scatter{suffix}"
+        if depth >= optim:
+            reduction = f"all-reduce{suffix}"
+        found.add(("backward" if reduces or depth < grad else "finish", reduction))
+        if depth < param:
+            found |= {("forward", gather), ("backward", gather)}
+        elif depth < optim:
+            # Weights that stay whole along all axes are gathered right after the step.
+            found.add(("forward" if is_ahead or param else "optimizer", gather))
+    return found
+
+
+def count_wrapped(inner: str, outer: str, shape: tuple[int, ...]) -> None:
+    levels, num_axes = Strategy.from_names(inner, outer), len(shape)
+    weights = []
+    for reduces, is_ahead, dtype in (
+        (False, False, torch.float32),
+        (True, False, torch.bfloat16),
+        (True, True, torch.float32),
+    ):
+        torch.manual_seed(0)
+        fields = {"overlap_grad_reduce": reduces, "overlap_param_gather": is_ahead, **CUT_MODEL}
+        config = config_of(inner, outer, **fields)
+        ddp = fe.DistributedDataParallel(Stack().to(dtype), config, mesh_of(*shape))
+        engine, timeline, mesh = ddp.engine, Timeline(), ddp.engine.mesh
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        timed_step(ddp, optimizer, timeline, batch_of(dtype, 0))
+        control = mesh.control_group
+        assert control is not None
+        usage = 2 * (len(list(ddp.parameters())) + 16) * (control.size() - 1) // control.size()
+        for num_micro in (3, 1):
+            messages = Messages()
+            with messages.counting():
+                batches = [batch_of(dtype, 1 + each) for each in range(num_micro)]
+                timed_step(ddp, optimizer, timeline, *batches)
+                before = messages.operations.copy(), messages.calls.copy()
+                ddp.finish_grad_sync()  # final already
+            assert (messages.operations, messages.calls) == before
+            counts, sent = expected_collectives(engine, levels, num_micro)
+            counts, sent = on_axes(counts, num_axes), on_axes(sent, num_axes)
+            kinds = ("all-gather", "reduce-scatter", "all-reduce")
+            found = {k: v for k, v in messages.operations.items() if k.startswith(kinds)}
+            assert found == counts, (reduces, num_micro)
+            expected_sent = Counter({control.group_name: usage})
+            for (axis, kind), num_bytes in sent.items():
+                ends = mesh.axis(axis)
+                group = ends.gather_group if kind == "gather" else ends.reduce_group
+                assert group is not None
+                expected_sent[group.group_name] += num_bytes
+            assert messages.sent == expected_sent, (reduces, num_micro)
+            # One message about usage. On one axis an all-reduce of gradients goes the same way.
+            native = sum("all-reduce" in label for label in counts) if num_axes == 1 else 0
+            assert messages.calls[control.group_name, "allreduce_"] == native + 1
+            phases = {
+                (phase, what.partition(" ")[0] + ("+outer" if what.endswith("+outer") else ""))
+                for phase, what in timeline.events
+            }
+            assert {phase for phase, _ in phases} <= set(PHASES)
+            if num_micro == 3:
+                assert phases == expected_phases(levels, reduces, is_ahead, num_axes), reduces
+        if dtype == torch.float32:
+            state = engine.full_state_dict()
+            weights.append(torch.cat([state[name].flatten() for name in sorted(state)]))
+    assert torch.equal(*weights)
+
+
+def batch_of(dtype: torch.dtype, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = vector_batch(2, 10 * number + dist.get_rank())
+    return x.to(dtype), y
+
+
+TWO_AXES = [
+    pytest.param(pair, (2, 2), id=name, marks=pytest.mark.thorough if pair in SPARED_PAIRS else ())
+    for pair, name in zip(FEW_PAIRS, FEW_PAIR_NAMES, strict=True)
+]
+ONE_AXIS = [pytest.param((level, "no_shard"), (2,), id=level) for level in LEVEL_NAMES]
+
+
+@pytest.mark.parametrize(("levels", "shape"), TWO_AXES + ONE_AXIS)
+def test_overlap_grad_reduce_and_overlap_param_gather_change_the_phases_of_collectives(
+    ranks: Ranks, levels: tuple[str, str], shape: tuple[int, ...]
+) -> None:
+    ranks.run(count_wrapped, *levels, shape, world_size=math.prod(shape))
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_calls_that_have_nothing_to_do_send_nothing(level: str) -> None:
+    for overlap in (False, True):
+        ddp = fe.DistributedDataParallel(Stack(), config_of(level, overlap=overlap, **CUT_MODEL))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        timed_step(ddp, optimizer, Timeline(), batch_of(torch.float32, 0))
+        messages = Messages()
+        with messages.counting():
+            ddp.start_grad_sync()
+            ddp.finish_grad_sync()
+            ddp.scale_gradients(0.5)
+            ddp.zero_grad_buffer()
+            ddp.zero_grad_buffer()
+        assert not messages.calls
+        assert not messages.operations
+        # Gathered weights are not gathered again until they change.
+        ddp.start_param_sync(force_sync=True)
+        with messages.counting():
+            ddp.start_param_sync()
+            ddp.start_param_sync(force_sync=True)
+        assert not messages.operations
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_step_without_a_backward_on_any_rank_reduces_zeros(level: str) -> None:
+    ddp = fe.DistributedDataParallel(Stack(), config_of(level, **CUT_MODEL))
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp.finish_grad_sync()
+        ddp.finish_grad_sync()  # nothing is left to do
+        assert ddp.engine.clip_grad_norm_(float("inf")).item() == 0.0
+        assert all(param.grad is None for param in ddp.parameters())

@@ -1,10 +1,11 @@
-"""finalize_model_grads: each part compared with one process, its collectives, and its errors."""
+"""finalize_model_grads: whose gradients it sums, its collectives, and its errors.
+
+``test_megatron_core.py`` trains with it beside Megatron-Core's own.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,178 +13,53 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.megatron.finalize_model_grads import MARKS, finalize_model_grads
+from fsdp_engine.megatron.finalize_model_grads import AVERAGE_MARK, FIELDS, MARKS
+from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads as finalize
 from fsdp_engine.megatron.process_groups import ModelParallelGroups, spanned_group
 from fsdp_engine.strategies import LEVELS
-from tests.megatron.model_parallel import (
-    DIM,
-    TOKENS,
-    VOCAB,
-    Chunk,
-    Expert,
-    Gate,
-    StagedModel,
-    TensorModel,
-    grid,
-    groups_of,
-    mark,
-    mixture_loss,
-    run_stage,
-)
+from tests.megatron.model_parallel import Chunk
 from tests.messages import Messages
 from tests.pool import on_ranks
-from tests.reference import assert_same_weights, full_weights, held
+from tests.reference import full_weights, held
 
+DIM = 6
 QK = SimpleNamespace(qk_layernorm=True)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    # Weight decay detects gradients that should be None; SGD detects factors that Adam would hide.
-    return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+def grid(**sizes: int) -> DeviceMesh:
+    """All ranks, by axis: the last axis is the fastest."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def assert_trains_alike(
-    chunks: Sequence[Chunk],
-    alone: Sequence[nn.Module],
-    parts: Callable[[], Sequence[nn.Module]],
-    backward: Callable[[int], None],
-    num_steps: int = 3,
-) -> None:
-    """Chunks have the weights of the ``parts`` of the models of one process after every step.
-
-    Args:
-        backward: Called with the step; computes gradients of ``alone``, and final ones of chunks.
-    """
-    optimizers = [sgd(model) for model in (*(chunk.module for chunk in chunks), *alone)]
-    for step in range(num_steps):
-        backward(step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for chunk, part in zip(chunks, parts(), strict=True):
-            assert_same_weights(chunk.module, part, rtol=1e-5, atol=1e-5)
-    assert [chunk.num_finished for chunk in chunks] == [num_steps] * len(chunks)
+def groups_of(mesh: DeviceMesh, **more: Any) -> ModelParallelGroups:
+    """Each axis of the mesh as the group of its name."""
+    axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    return ModelParallelGroups(**axes, **more)
 
 
-def token_batches(num_ranks: int, seed: int) -> list[list[Tensor]]:
-    """(input, target, weight) by rank, with uneven numbers of tokens that count."""
-    generator = torch.Generator().manual_seed(seed)
-    batches = []
-    for rank in range(num_ranks):
-        x, target = torch.randn(2, TOKENS, DIM, generator=generator)
-        batches.append([x, target, (torch.arange(TOKENS) < 7 - 4 * rank - seed % 2).float()])
-    return batches
+def mark(module: nn.Module, *marks: str) -> None:
+    for param in module.parameters():
+        vars(param).update(dict.fromkeys(marks, True))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("axes", [("tensor", "data"), ("data", "tensor")])
-@pytest.mark.parametrize("strategy", LEVELS)
-@on_ranks()
-def test_tensor_2_x_data_2_trains_as_one_process(
-    strategy: str, axes: tuple[str, str], frozen: bool
-) -> None:
-    mesh = grid(**dict.fromkeys(axes, 2))
-    alone = TensorModel()
-    if frozen:
-        alone.blocks[0].norm.requires_grad_(False)
-        alone.blocks[1].up.requires_grad_(False)
-        alone.blocks[1].q_layernorm.weight.requires_grad_(False)
-    chunk = Chunk(alone.part(mesh.get_group("tensor")), mesh["data"], strategy)
-    place = mesh.get_local_rank("data")
+class Gate(nn.Module):
+    """A router with a bias that only steers, and counts of tokens."""
 
-    def backward(step: int) -> None:
-        micros = [token_batches(2, 2 * step + micro) for micro in range(2)]
-        total = sum(batch[2].sum() for micro in micros for batch in micro)
-        (sum(alone(*batch) for micro in micros for batch in micro) / total).backward()
-        with chunk.no_sync():
-            chunk(*micros[0][place]).backward()
-        chunk(*micros[1][place]).backward()
-        tokens = sum(micro[place][2].sum() for micro in micros)
-        finalize_model_grads([chunk], tokens, groups=groups_of(mesh), config=QK)
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.score = nn.Linear(DIM, num_experts)
+        self.register_buffer("expert_bias", torch.zeros(num_experts))
+        self.register_buffer("local_tokens_per_expert", torch.zeros(num_experts))
 
-    assert_trains_alike([chunk], [alone], lambda: [alone.part(mesh.get_group("tensor"))], backward)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("strategy", LEVELS)
-@on_ranks()
-def test_pipeline_stages_with_replicated_weights_train_as_one_process(
-    strategy: str, frozen: bool
-) -> None:
-    for num_stages in (2, 4):
-        mesh = grid(pipeline=num_stages, data=4 // num_stages)
-        place, stage = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
-        columns = mesh.mesh.T.tolist()
-        ends, ends_too = ([dist.new_group([c[0], c[-1]]) for c in columns] for _ in range(2))
-        groups = groups_of(mesh, embedding=ends[place], position_embedding=ends_too[place])
-        alone = StagedModel(num_stages)
-        if frozen:
-            alone.stages[0].word.requires_grad_(False)
-            alone.stages[0].embedder.weight.requires_grad_(False)
-        part = alone.part(stage)
-        units = {"units": ["word", "position"]} if part.has_embeddings else {}
-        chunk = Chunk(part, mesh["data"], strategy, **units)
-
-        def backward(step: int, mesh=mesh, groups=groups, alone=alone, chunk=chunk) -> None:
-            lengths = (TOKENS, 3 + step)[: mesh["data"].size()]
-            batches = [torch.arange(n * 7, n * 8) * (step + 3) % VOCAB for n in lengths]
-            (sum(alone(batch) for batch in batches) / sum(lengths)).backward()
-            place = mesh.get_local_rank("data")
-            run_stage(chunk, mesh.get_group("pipeline"), batches[place])
-            # The values of stages other than the last are ignored.
-            tokens = lengths[place] if chunk.module.is_last else 10**6
-            finalize_model_grads([chunk], tokens, groups=groups)
-
-        assert_trains_alike(
-            [chunk], [alone], lambda alone=alone, stage=stage: [alone.part(stage)], backward, 2
-        )
-
-
-@pytest.mark.parametrize("strategy", LEVELS)
-@on_ranks()
-def test_experts_2_x_expert_data_2_train_as_one_process(strategy: str) -> None:
-    mesh = grid(copies=2, expert=2)
-    rank, expert_group = dist.get_rank(), mesh.get_group("expert")
-    groups = ModelParallelGroups(data=dist.group.WORLD, expert=expert_group)
-    gate, experts = Gate(2), {0: Expert(), 1: Expert()}
-    number = expert_group.rank()
-    gate_part, expert_part = copy.deepcopy(gate), copy.deepcopy(experts[number])
-    for param in expert_part.parameters():
-        param.allreduce = False  # two experts see the tokens of four ranks on two
-    everybody = init_device_mesh("cpu", (4,))
-    chunks = [
-        Chunk(gate_part, everybody, strategy),
-        Chunk(expert_part, everybody, strategy, expert_mesh=mesh["copies"]),
-    ]
-    config = SimpleNamespace(moe_router_bias_update_rate=0.05)
-    moved = []
-
-    def backward(step: int) -> None:
-        # One shift for all tokens: without the bias, most would go to one expert.
-        lengths = [2 + (rank + step) % 2 * 2 for rank in range(0, 4, 2)]
-        batches = [torch.randn(lengths[rank // 2], DIM) + 0.5 for rank in range(4)]
-        total = sum(map(len, batches))
-        (sum(mixture_loss(gate, experts, x, None) for x in batches) / total).backward()
-        counts = gate.local_tokens_per_expert
-        gate.expert_bias += 0.05 * torch.sign(counts.mean() - counts)
-        moved.append(bool(counts[0] != counts[1]))
-        counts.zero_()
-        mixture_loss(gate_part, {number: expert_part}, batches[rank], expert_group).backward()
-        finalize_model_grads(chunks, len(batches[rank]), groups=groups, config=config)
-        assert torch.equal(gate_part.expert_bias, gate.expert_bias)
-        assert not gate_part.local_tokens_per_expert.any()
-
-    assert_trains_alike(
-        chunks, [gate, *experts.values()], lambda: [gate, experts[number]], backward
-    )
-    assert any(moved)
-
-
-# --- by values: whose gradients were summed ---
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.score(x)
+        chosen = (scores + self.expert_bias).argmax(1)
+        self.local_tokens_per_expert += torch.bincount(chosen, minlength=len(self.expert_bias))
+        return scores.gather(1, chosen[:, None]).sigmoid()
 
 
 class Bag(nn.Module):
@@ -209,7 +85,7 @@ class BagWithRouters(nn.Module):
 
     def forward(self) -> Tensor:
         x = torch.ones(3, DIM)
-        return self.bag() + sum(gate(x)[1].sum() for gate in self.gates)
+        return self.bag() + sum(gate(x).sum() for gate in self.gates)
 
 
 def fill(model: nn.Module, value: float) -> None:
@@ -245,24 +121,21 @@ def test_tokens_are_those_of_the_last_stage_summed_over_data_and_context(
     strategy: str, axes: tuple[str, str]
 ) -> None:
     mesh = grid(**dict.fromkeys(axes, 2))
-    rank = dist.get_rank()
     same_weights = [axis for axis in axes if axis != "pipeline"]
     data_mesh = mesh[same_weights[0]] if len(same_weights) == 1 else init_device_mesh("cpu", (4,))
     model = Bag("weight")
     chunk = filled(model, 3.0, data_mesh, strategy)
-    counted = mesh.mesh
-    if "pipeline" in axes:
-        counted = counted.select(axes.index("pipeline"), 1)
-    total = sum(2.0**each for each in counted.flatten().tolist())
-    factor = torch.tensor(data_mesh.size() / total)
-    for tokens in (2**rank, 2.0**rank, torch.tensor(2**rank), torch.tensor([2.0**rank])):
+    has_stages = "pipeline" in axes
+    counted = mesh.mesh.select(axes.index("pipeline"), 1) if has_stages else mesh.mesh
+    factor = torch.tensor(data_mesh.size() / sum(2.0**each for each in counted.flatten().tolist()))
+    power = 2 ** dist.get_rank()
+    for tokens in (power, float(power), torch.tensor(power), torch.tensor([float(power)])):
         fill(model, 3.0)
-        finalize_model_grads([chunk], tokens, groups=groups_of(mesh))
+        finalize([chunk], tokens, groups=groups_of(mesh))
         assert_values(model, weight=(3.0 * factor).item())
-        assert bool(tokens == 2**rank)
-    # No tokens at all count as one.
+        assert bool(tokens == power)
     fill(model, 3.0)
-    finalize_model_grads([chunk], 0, groups=groups_of(mesh))
+    finalize([chunk], 0, groups=groups_of(mesh))  # no tokens at all count as one
     assert_values(model, weight=3.0 * data_mesh.size())
 
 
@@ -285,7 +158,7 @@ def test_token_counts_of_routers_are_summed_over_all_these_groups(axes: tuple[st
         groups = groups_of(mesh, data=mesh.get_group("expert"))
     for each in gates:
         each.local_tokens_per_expert[dist.get_rank()] = 2.0 ** dist.get_rank()
-    finalize_model_grads(chunks, groups=groups)
+    finalize(chunks, groups=groups)
     # 1, 2, 4, 8 against 3.75; every smaller set of ranks would move some other way.
     moved = 1e-3 * torch.tensor([1.0, 1.0, -1.0, -1.0])
     assert torch.equal(gate.expert_bias, moved)
@@ -297,18 +170,29 @@ def test_token_counts_of_routers_are_summed_over_all_these_groups(axes: tuple[st
     gate.local_tokens_per_expert[3] += dist.get_rank() == 2
     config = SimpleNamespace(moe_router_bias_update_rate=0.5)
     for _ in range(2):
-        finalize_model_grads(chunks, groups=groups, config=config)
+        finalize(chunks, groups=groups, config=config)
         assert torch.equal(gate.expert_bias, moved + torch.tensor([0.5, 0.5, 0.5, -0.5]))
 
 
-@on_ranks(world_size=2)
-def test_norms_of_queries_and_keys_are_summed_if_the_config_has_them() -> None:
-    model = Bag("q_layernorm", "k_layernorm_bias", "own")
-    mesh = grid(tensor=2, data=1)
-    chunk = filled(model, 1.0, mesh["data"], "optim")
-    for config, norm in ((None, 1.0), (QK, 2.0)):
-        finalize_model_grads([chunk], groups=groups_of(mesh), config=config)
-        assert_values(model, q_layernorm=norm, k_layernorm_bias=norm, own=1.0)
+@pytest.mark.parametrize("strategy", LEVELS)
+@on_ranks()
+def test_marks_say_whether_gradients_of_a_group_are_summed_or_averaged(strategy: str) -> None:
+    mesh = grid(model=2, data=2)
+    groups = ModelParallelGroups(**dict.fromkeys(FIELDS, mesh.get_group("model")))
+    norms = ["q_layernorm", "k_layernorm_bias"]
+    model = Bag("own", *MARKS, *norms)
+    for name in MARKS:
+        setattr(model.get_parameter(name), name, True)
+    own = 2.0 ** mesh.get_local_rank("model")
+    chunk = filled(model, own, mesh["data"], strategy)
+    names = [name for name, _ in model.named_parameters()]
+    for config in (None, QK):
+        for number, param in enumerate(model.parameters(), start=1):
+            held(param.grad).fill_(number * own)
+        finalize([chunk], groups=groups, config=config)
+        sums = {*MARKS, *(norms if config is QK else ())}
+        totals = {name: 3.0 if name in sums else own for name in names} | {AVERAGE_MARK: 1.5}
+        assert_values(model, **{name: totals[name] * (names.index(name) + 1) for name in names})
 
 
 @on_ranks(world_size=2)
@@ -316,13 +200,13 @@ def test_parameters_meet_in_the_order_of_registration_whatever_the_units() -> No
     mesh = grid(pipeline=2, data=1)
     model = nn.ModuleDict({"first": Bag("weight"), "second": Bag("weight")})
     model.forward = lambda: model.first() + model.second()
-    mark(model, pipeline_parallel=True)
+    mark(model, "pipeline_parallel")
     unit = ("first", "second")[dist.get_rank()]
     chunk = filled(model, 1.0, mesh["data"], "no_shard", units=unit)
     # Buffers are in another order on the other rank: the root's come first.
     assert chunk.engine.units[1].name == unit
     fill(model.second, 10.0)
-    finalize_model_grads([chunk], groups=groups_of(mesh))
+    finalize([chunk], groups=groups_of(mesh))
     assert_values(model, **{"first.weight": 2.0, "second.weight": 20.0})
 
 
@@ -337,7 +221,7 @@ def test_replicas_in_the_chunks_of_a_virtual_pipeline_are_one_parameter(strategy
     chunks = [
         filled(model, own, mesh["data"], strategy) for model, own in zip(models, owns, strict=True)
     ]
-    finalize_model_grads(chunks, groups=groups_of(mesh))
+    finalize(chunks, groups=groups_of(mesh))
     for model, own in zip(models, owns, strict=True):
         assert_values(model, embedder=15.0, own=own, word=own)
 
@@ -353,15 +237,15 @@ def test_the_all_reduce_has_the_widest_gradient_dtype_and_at_least_fp32() -> Non
         model = Bag("first", "second")
         for param, dtype in zip(model.parameters(), dtypes, strict=True):
             param.data = param.data.to(dtype)
-        mark(model, sequence_parallel=True)
+        mark(model, "sequence_parallel")
         policy = fe.MixedPrecisionPolicy(preserve_fp32_weights=False)
         chunk = filled(model, 2.0 ** dist.get_rank(), mesh["data"], "optim", mp_policy=policy)
         assert tuple(param.grad.dtype for param in model.parameters()) == dtypes
-        finalize_model_grads([chunk], groups=groups_of(mesh))
+        finalize([chunk], groups=groups_of(mesh))
         assert_values(model, first=3.0, second=3.0)
         messages = Messages()
         with messages.counting():
-            finalize_model_grads([chunk], groups=groups_of(mesh))
+            finalize([chunk], groups=groups_of(mesh))
         assert list(messages.calls.values()) == [1]
         assert list(messages.sent.values()) == [(2 * 15 + 2) * itemsize]
 
@@ -372,16 +256,17 @@ def test_a_gradient_that_one_rank_of_a_group_has_all_of_them_get(strategy: str) 
     mesh = grid(tensor=2, data=2)
     names = ("everywhere", "here", "nowhere")
     model = Bag(*names)
-    mark(model, sequence_parallel=True)
+    mark(model, "sequence_parallel")
     chunk = Chunk(model, mesh["data"], strategy)
-    optimizer = sgd(model)
+    # Weight decay shows gradients that should be None.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
     place = mesh.get_local_rank("tensor")
     expected = dict.fromkeys(names, torch.ones(3, 5))
     for step in range(3):
         # Ranks use it alternately; in the second step no rank uses it.
         used = ["everywhere", "here"] if step != 1 and place == step // 2 else ["everywhere"]
         model(*used, factor=2.0**place).backward()
-        finalize_model_grads([chunk], groups=groups_of(mesh))
+        finalize([chunk], groups=groups_of(mesh))
         found = {name for name, param in model.named_parameters() if param.grad is not None}
         assert found == ({"everywhere", "here"} if step != 1 else {"everywhere"}), step
         grads = {"everywhere": 3.0, "here": 2.0 ** (step // 2)}
@@ -395,9 +280,6 @@ def test_a_gradient_that_one_rank_of_a_group_has_all_of_them_get(strategy: str) 
         chunk.finish_grad_sync()
         assert_values(model, everywhere=4.0, here=1.0 + (step != 1) * grads["here"])
         optimizer.zero_grad()
-
-
-# --- collectives ---
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
@@ -418,24 +300,18 @@ def test_each_part_is_one_all_reduce_after_the_first_call(strategy: str) -> None
     model.bag.q_layernorm = nn.LayerNorm(3)
     chunk = Chunk(model, mesh["data"], strategy)
     model().backward()
-    finalize_model_grads([chunk], 3, groups=groups, config=QK)
+    finalize([chunk], 3, groups=groups, config=QK)
     messages, waits = Messages(), Waits()
     tokens = torch.tensor(3)
     with waits, messages.counting():
-        finalize_model_grads([chunk], tokens, groups=groups, config=QK)
+        finalize([chunk], tokens, groups=groups, config=QK)
     spanned = spanned_group(torch.device("cpu"), groups.pipeline, groups.data, groups.context)
     assert spanned is not None
     assert spanned.size() == 4
-    expected = [
-        groups.pipeline,  # part 2
-        groups.tensor,  # part 3: sums, averages and norms of queries
-        groups.embedding,  # part 4
-        groups.position_embedding,
-        spanned,  # part 5, and part 6: here the same ranks
-        spanned,
-    ]
-    names = Counter((group.group_name, "allreduce_") for group in expected)
-    assert messages.calls == names
+    # Part 3 has sums, averages and norms of queries; parts 5 and 6 have the same ranks here.
+    both_ends = (groups.embedding, groups.position_embedding)
+    expected = (groups.pipeline, groups.tensor, *both_ends, spanned, spanned)
+    assert messages.calls == Counter((group.group_name, "allreduce_") for group in expected)
     assert not messages.operations
     assert waits.names == []
 
@@ -461,32 +337,14 @@ def test_without_marks_routers_and_tokens_nothing_is_sent() -> None:
     model.frozen.requires_grad_(False)
     chunk = Chunk(model, mesh["data"], "optim")
     model().backward()
-    finalize_model_grads([chunk], groups=groups_of(mesh))
+    finalize([chunk], groups=groups_of(mesh))
     messages = Messages()
     with messages.counting():
-        finalize_model_grads([chunk], groups=groups_of(mesh))
-        finalize_model_grads([], groups=groups_of(mesh))
+        finalize([chunk], groups=groups_of(mesh))
+        finalize([], groups=groups_of(mesh))
     assert not messages.calls
     assert chunk.num_finished == 2
     assert model.frozen.grad is None
-
-
-@on_ranks()
-def test_the_spanned_group_is_created_once_and_only_if_it_is_new() -> None:
-    mesh = grid(pipeline=2, data=2)
-    cpu = torch.device("cpu")
-    pipeline, data = mesh.get_group("pipeline"), mesh.get_group("data")
-    assert spanned_group(cpu, None) is None
-    assert spanned_group(cpu, None, data) is data
-    both = spanned_group(cpu, pipeline, data)
-    assert both is not None
-    assert dist.get_process_group_ranks(both) == [0, 1, 2, 3]
-    assert spanned_group(cpu, pipeline, None, data) is both
-    assert spanned_group(cpu, data, pipeline) is both
-    assert spanned_group(cpu, data, dist.group.WORLD) is dist.group.WORLD
-
-
-# --- routers ---
 
 
 class QuantileGate(nn.Module):
@@ -509,12 +367,12 @@ def test_biases_of_quantile_balancing_are_averaged_over_microbatches_and_ranks()
         gate.qb_beta_accum += torch.tensor([4.0, 0.0, 2.0]) if dist.get_rank() else 0.0
         gate.qb_beta_count += 2 * dist.get_rank()
     groups = ModelParallelGroups(data=dist.group.WORLD)
-    finalize_model_grads([chunk], groups=groups, config=SimpleNamespace())
+    finalize([chunk], groups=groups, config=SimpleNamespace())
     assert model.gate.qb_beta_count.item() == 2 * dist.get_rank()  # another balancing
     config = SimpleNamespace(
         moe_router_load_balancing_type="quantile_balancing", moe_router_quantile_balancing_ema=0.5
     )
-    finalize_model_grads([chunk], groups=groups, config=config)
+    finalize([chunk], groups=groups, config=config)
     # 0.5 * [3, 0, -3] + 0.5 * [1, 0, 0.5], minus its mean
     expected = torch.tensor([2.0, 0.0, -1.25]) - 0.25
     assert torch.equal(model.gate.qb_beta, expected)
@@ -523,7 +381,7 @@ def test_biases_of_quantile_balancing_are_averaged_over_microbatches_and_ranks()
         assert not gate.qb_beta_accum.any()
         assert not gate.qb_beta_count
     with pytest.raises(ValueError, match="qb_beta of chunk 0: gate"):
-        finalize_model_grads([chunk], groups=ModelParallelGroups(), config=config)
+        finalize([chunk], groups=ModelParallelGroups(), config=config)
 
 
 @on_ranks(world_size=1)
@@ -531,19 +389,16 @@ def test_one_rank_alone_needs_no_groups() -> None:
     model = BagWithRouters("q_layernorm")
     chunk = Chunk(model, None, "optim_grads_params")
     model().backward()
-    finalize_model_grads(chunk, 4, groups=ModelParallelGroups(), config=QK)  # one chunk will do
+    finalize(chunk, 4, groups=ModelParallelGroups(), config=QK)  # one chunk will do
     assert held(model.bag.q_layernorm.grad).unique().tolist() == [0.25]
     assert model.gates[1].expert_bias.abs().tolist() == [pytest.approx(1e-3)] * 2
-
-
-# --- errors ---
 
 
 def refused(words: str, kind: type[Exception], chunk: Any, *args: Any, **kwargs: Any) -> None:
     """An error on all ranks, before anything is sent or changed."""
     messages = Messages()
     with messages.counting(), pytest.raises(kind, match=words):
-        finalize_model_grads([chunk], *args, **kwargs)
+        finalize([chunk], *args, **kwargs)
     assert not messages.calls
 
 
@@ -556,22 +411,17 @@ def test_wrong_arguments_raise_before_any_communication() -> None:
     some, none = ModelParallelGroups(tensor=world), ModelParallelGroups()
     gate, weight = gated.module.gate, chunk.module.weight
     data = ModelParallelGroups(data=alone)
+    pair = torch.ones(2)
     rows: list[tuple[str, type[Exception], Any, Any, Any]] = [
         ("groups: expected ModelParallelGroups; found dict", TypeError, chunk, None, {}),
         (r"model_chunks: expected .*; found Bag", TypeError, chunk.module, None, none),
         ("num_tokens: expected a number or a tensor; found True", TypeError, chunk, True, none),
-        (
-            r"num_tokens: expected one element; found shape \(2,\)",
-            ValueError,
-            chunk,
-            torch.ones(2),
-            none,
-        ),
+        (r"num_tokens: expected one element; found shape \(2,\)", ValueError, chunk, pair, none),
         (r"groups\.data, groups\.context: .* num_tokens", ValueError, chunk, 5, some),
         (r"all ranks of the chunk's mesh, \[0, 1\]; found", ValueError, chunk, 5, data),
         ("expert_bias of gate", ValueError, gated, None, some),
     ]
-    for words, kind, *(given, tokens, groups) in rows:
+    for words, kind, given, tokens, groups in rows:
         refused(words, kind, given, tokens, groups=groups)
     for wrong in (torch.zeros(3), torch.zeros(2, 1), None):
         gate.local_tokens_per_expert = wrong
@@ -601,10 +451,10 @@ def test_a_missing_group_raises_before_any_communication() -> None:
         # One that is frozen, before or after, needs none; nor does a mark that says False.
         model.other.requires_grad_(False)
         model.zero_grad()
-        finalize_model_grads([chunk], groups=groups)
+        finalize([chunk], groups=groups)
         model.other.requires_grad_(True)
         setattr(model.other, each, False)
-        finalize_model_grads([chunk], groups=groups)
+        finalize([chunk], groups=groups)
 
 
 DIFFERENCES = {  # on rank 0 of the group, on rank 1
@@ -622,13 +472,13 @@ def test_unequal_slices_raise_on_every_rank_of_the_group() -> None:
         differs = what if mesh.get_local_rank("tensor") == 1 else None
         model = Bag("weight", shape=(50, 4) if differs == "shape" else (50, 5))
         if differs != "marks":
-            mark(model, **{list(MARKS)[2 if differs == "average" else 1]: True})
+            mark(model, list(MARKS)[2 if differs == "average" else 1])
         strategy = "optim" if differs == "slices" else "no_shard"
         chunk = filled(model, 1.0, mesh["data"], strategy)
         words = (
             rf"groups\.tensor: .*\[weight: {first}\] on its rank 0 and \[{other}\] on its rank 1"
         )
         with pytest.raises(ValueError, match=words):
-            finalize_model_grads([chunk], groups=groups_of(mesh))
+            finalize([chunk], groups=groups_of(mesh))
         assert not chunk.num_finished
         assert_values(model, weight=1.0)

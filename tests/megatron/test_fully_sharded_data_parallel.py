@@ -18,6 +18,7 @@ import fsdp_engine as fe
 from fsdp_engine.megatron import FullyShardedDataParallel, TorchFullyShardedDataParallel
 from tests.megatron import core_on_cpu
 from tests.megatron.configs import LEVEL_NAMES, Layers
+from tests.models import vector_batch
 from tests.pool import on_few_ranks, on_ranks
 
 DIM, NUM_LAYERS = 16, 3
@@ -51,7 +52,6 @@ NUM_ELEMENTS = (1 + NUM_LAYERS) * DIM * DIM  # without padding on two ranks
 
 
 def their_config(name: str = "DistributedDataParallelConfig", **fields: Any) -> Any:
-    """One of Megatron-Core's config classes."""
     core_on_cpu.load()
     from megatron.core import distributed
 
@@ -61,20 +61,13 @@ def their_config(name: str = "DistributedDataParallelConfig", **fields: Any) -> 
 torchs_config = functools.partial(their_config, "TorchFullyShardedDataParallelConfig")
 
 
-@on_ranks(1)
-def test_pickles_are_read_by_processes_without_megatron_core() -> None:
-    their_config()
-    assert b"megatron" not in pickle.dumps(torch.ones(2))
-
-
 def wrapped(cls: type[fe.DistributedDataParallel], config: Any, **more: Any) -> Any:
     torch.manual_seed(0)
     return cls(**{"config": SimpleNamespace(), "ddp_config": config, "module": Model(), **more})
 
 
 def batch(step: int) -> Tensor:
-    dice = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(4, DIM, generator=dice)
+    return vector_batch(4, 10 * step + dist.get_rank(), DIM)[0]
 
 
 def train(ddp: Any, microbatches: int = 2, stops: bool = False) -> list[Tensor]:
@@ -112,13 +105,16 @@ def held(ddp: Any) -> dict[str, int]:
 
 @on_few_ranks
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_the_strategy_is_the_level(level: str) -> None:
-    config = their_config(use_megatron_fsdp=True, data_parallel_sharding_strategy=level)
-    before = dataclasses.replace(config)
-    ddp = same_weights(FullyShardedDataParallel, config)
-    assert ddp.engine.strategy.inner.name == level
-    assert config == before
-    assert set(ddp.fsdp_unit_modules) == ({nn.Linear, Layer} if level == SHARDS else set())
+def test_the_strategy_is_the_level_whatever_the_flags(level: str) -> None:
+    for flags in ({}, {"use_custom_fsdp": True}, {"use_megatron_fsdp": True}):
+        config = their_config(data_parallel_sharding_strategy=level, **flags)
+        before = dataclasses.replace(config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ddp = wrapped(FullyShardedDataParallel, config)
+        assert ddp.engine.strategy.inner.name == level
+        assert config == before
+        assert set(ddp.fsdp_unit_modules) == ({nn.Linear, Layer} if level == SHARDS else set())
     ddp = wrapped(FullyShardedDataParallel, their_config(), fsdp_unit_modules=[])
     assert ddp.engine.strategy.inner.name == "no_shard"
 
@@ -129,6 +125,8 @@ def test_it_is_taken_for_the_class_that_it_replaces(cls: Any) -> None:
     ddp = wrapped(cls, their_config())
     from megatron.core import distributed, utils
 
+    # Processes without it read pickles of this one.
+    assert b"megatron" not in pickle.dumps(torch.ones(2))
     assert isinstance(ddp, getattr(distributed, cls.__name__))
     assert not isinstance(ddp, distributed.DistributedDataParallel)
     assert utils.unwrap_model([ddp]) == [ddp.module]
@@ -147,16 +145,6 @@ def test_it_is_taken_for_the_class_that_it_replaces(cls: Any) -> None:
     with pytest.raises((TypeError, RuntimeError), match="no_such"):
         wrapped(cls, their_config(), module=model, **given)
     assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
-@on_ranks(2)
-def test_flags_do_not_change_the_level_and_warn_of_nothing() -> None:
-    for flags in ({}, {"use_custom_fsdp": True}, {"use_megatron_fsdp": True}):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            config = their_config(data_parallel_sharding_strategy="optim_grads", **flags)
-            ddp = wrapped(FullyShardedDataParallel, config)
-        assert ddp.engine.strategy.inner.name == "optim_grads"
 
 
 @on_ranks(2)
@@ -272,57 +260,63 @@ def test_reshard_after_forward() -> None:
 
 
 UNITS = "fsdp_unit_modules: expected "
-DEFAULT = "expected its default, since"
-# Words of the error, fields of the config, and other arguments, by class.
-Rows = list[tuple[str, dict[str, Any], dict[str, Any]]]
-REFUSED: dict[Any, Rows] = {
-    FullyShardedDataParallel: [
-        ("fsdp_manual_registration: expected nccl_ub=True", {"fsdp_manual_registration": True}, {}),
-        ("align_param_gather: expected overlap_param_gather", {"align_param_gather": True}, {}),
-        ("outer_dp_sharding_strategy: expected a lev", {"outer_dp_sharding_strategy": "optim"}, {}),
-        ("nccl_ub: expected", {"nccl_ub": True, "fsdp_manual_registration": True}, {}),
-        ("device: expected this rank's cpu or None; found cuda", {}, {"device": "cuda:3"}),
-        (f"{UNITS}classes of modules with parameters", {}, {"fsdp_unit_modules": [nn.Conv2d]}),
-        (f"{UNITS}classes of modules, or their", {}, {"fsdp_unit_modules": ["no.such.Class"]}),
-        (f"{UNITS}classes of modules, or their", {}, {"fsdp_unit_modules": [nn.Linear(1, 1)]}),
-        (f"{UNITS}module classes in a list", {}, {"fsdp_unit_modules": Layer}),
+RESHARD, PATHS = "reshard_after_forward: expected a", f"{UNITS}classes of modules, or their"
+# Kind and words of the error, fields of the config, by the class of wrapper and of the config.
+WRONG_FIELDS: dict[Any, list[tuple[str, dict[str, Any]]]] = {
+    (FullyShardedDataParallel, their_config): [
+        ("fsdp_manual_registration: expected nccl_ub=True", {"fsdp_manual_registration": True}),
+        ("align_param_gather: expected overlap_param_gather", {"align_param_gather": True}),
+        ("outer_dp_sharding_strategy: expected a lev", {"outer_dp_sharding_strategy": "optim"}),
+        ("nccl_ub: expected", {"nccl_ub": True, "fsdp_manual_registration": True}),
     ],
-    TorchFullyShardedDataParallel: [
-        *(
-            (rf"ddp_config\.{name}: {DEFAULT}", {name: value}, {})
-            for name, value in [
-                ("use_distributed_optimizer", True),
-                ("use_megatron_fsdp", True),
-                ("use_custom_fsdp", True),
-                ("data_parallel_sharding_strategy", "optim"),
-            ]
-        ),
-        ("reshard_after_forward: expected a", {"reshard_after_forward": 3}, {}),
-        ("reshard_after_forward: expected a", {"reshard_after_forward": "yes"}, {}),
-        ("sub_modules_to_wrap: expected classes", {}, {"sub_modules_to_wrap": {nn.Conv2d}}),
-        ("process_group: expected a ProcessGroup; found 3", {}, {"process_group": 3}),
+    (TorchFullyShardedDataParallel, their_config): [
+        (rf"ddp_config\.{name}: expected its default, since", {name: value})
+        for name, value in [
+            ("use_distributed_optimizer", True),
+            ("use_megatron_fsdp", True),
+            ("use_custom_fsdp", True),
+            ("data_parallel_sharding_strategy", "optim"),
+        ]
+    ],
+    (TorchFullyShardedDataParallel, torchs_config): [
+        (RESHARD, {"reshard_after_forward": 3}),
+        (RESHARD, {"reshard_after_forward": "yes"}),
     ],
 }
-TYPE_ERRORS = (f"{UNITS}module classes in a list", "process_group: expected a ProcessGroup")
+# By the class of wrapper, other arguments.
+WRONG_ARGUMENTS: dict[Any, list[tuple[type[Exception], str, dict[str, Any]]]] = {
+    FullyShardedDataParallel: [
+        (ValueError, "device: expected this rank's cpu or None; found cuda", {"device": "cuda:3"}),
+        (ValueError, f"{UNITS}classes of modules with param", {"fsdp_unit_modules": [nn.Conv2d]}),
+        (ValueError, PATHS, {"fsdp_unit_modules": ["no.such.Class"]}),
+        (ValueError, PATHS, {"fsdp_unit_modules": [nn.Linear(1, 1)]}),
+        (TypeError, f"{UNITS}module classes in a list", {"fsdp_unit_modules": Layer}),
+    ],
+    TorchFullyShardedDataParallel: [
+        (ValueError, "sub_modules_to_wrap: expected classes", {"sub_modules_to_wrap": {nn.Conv2d}}),
+        (TypeError, "process_group: expected a ProcessGroup; found 3", {"process_group": 3}),
+    ],
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("cls", CLASSES)
-def test_wrong_arguments_are_refused_and_change_nothing(cls: Any) -> None:
+def test_wrong_arguments_are_refused_and_change_nothing() -> None:
     model = Model()
-    for words, fields, given in REFUSED[cls]:
-        is_torchs = cls is CLASSES[1] and fields.keys() <= {"reshard_after_forward"}
-        level = {} if fields or is_torchs else {"data_parallel_sharding_strategy": SHARDS}
-        config = torchs_config(**fields) if is_torchs else their_config(**fields, **level)
-        kind = TypeError if words.startswith(TYPE_ERRORS) else ValueError
-        with pytest.raises(kind, match=words):
-            wrapped(cls, config, module=model, **given)
-    if cls is TorchFullyShardedDataParallel:
-        groups = {"process_group": dist.group.WORLD}
-        groups["pg_collection"] = SimpleNamespace(dp_cp=dist.group.WORLD)
-        with pytest.raises(ValueError, match="process_group, mesh, pg_collection: expected one"):
-            wrapped(cls, torchs_config(), module=model, **groups)
-        for other in (fe.DistributedDataParallel, FullyShardedDataParallel):
-            with pytest.raises(ValueError, match=r"Wrap by fsdp_engine\.megatron\.TorchFullySh"):
-                wrapped(other, torchs_config(), module=model)
+    for (cls, make), fields_of in WRONG_FIELDS.items():
+        for words, fields in fields_of:
+            with pytest.raises(ValueError, match=words):
+                wrapped(cls, make(**fields), module=model)
+    level = {"data_parallel_sharding_strategy": SHARDS}
+    for cls, rows in WRONG_ARGUMENTS.items():
+        config = torchs_config() if cls is TorchFullyShardedDataParallel else their_config(**level)
+        for kind, words, given in rows:
+            with pytest.raises(kind, match=words):
+                wrapped(cls, config, module=model, **given)
+    group = dist.group.WORLD
+    groups = {"process_group": group, "pg_collection": SimpleNamespace(dp_cp=group)}
+    with pytest.raises(ValueError, match="process_group, mesh, pg_collection: expected one"):
+        wrapped(TorchFullyShardedDataParallel, torchs_config(), module=model, **groups)
+    for other in (fe.DistributedDataParallel, FullyShardedDataParallel):
+        with pytest.raises(ValueError, match=r"Wrap by fsdp_engine\.megatron\.TorchFullySh"):
+            wrapped(other, torchs_config(), module=model)
     assert all(type(param) is nn.Parameter for param in model.parameters())

@@ -26,14 +26,14 @@ CUTS = {"qkv.weight": 0, "qkv.bias": 0, "up.weight": 0, "up.bias": 0}
 CUTS |= {"out.weight": 1, "down.weight": 1}
 
 
-def own_part(name: str, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+def own_part(name: str, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A tensor rank's shard of a parameter or of its gradient."""
     layer = name.split(".", 3)[-1] if name.startswith("blocks") else name
     if layer not in CUTS:
         return whole
     # Of query, key and value each rank has its heads.
     stacked = whole.chunk(3 if layer.startswith("qkv") else 1)
-    return torch.cat([each.chunk(size, CUTS[layer])[rank] for each in stacked])
+    return torch.cat([each.chunk(group.size(), CUTS[layer])[group.rank()] for each in stacked])
 
 
 @on_ranks(4)
@@ -63,12 +63,12 @@ def test_loss_and_gradients_are_those_of_the_plain_model() -> None:
         assert dict(model.named_parameters()).keys() == wholes.keys()
         for name, param in model.named_parameters():
             whole, grad = wholes[name], param.grad
-            part = own_part(name, whole.detach(), group.rank(), size)
+            part = own_part(name, whole.detach(), group)
             torch.testing.assert_close(param.detach(), part, rtol=0, atol=0, msg=name)
             if getattr(param, "sequence_parallel", False):
                 assert part.shape == whole.shape
                 dist.all_reduce(grad, group=group)
-            part = own_part(name, whole.grad, group.rank(), size)
+            part = own_part(name, whole.grad, group)
             # Keys' biases have none but rounding.
             torch.testing.assert_close(grad, part, rtol=1e-4, atol=1e-4, msg=name)
 
@@ -87,22 +87,21 @@ def test_tokens_after_the_last_newline_of_a_sequence_are_not_counted() -> None:
     assert torch.equal(kept[0, :3], targets[0, :3])
 
 
-SIZES = ("--layers", "2", "--width", "32", "--sequence-length", "32", "--steps", "8")
-SIZES += ("--batch-size", "4", "--microbatches", "3")
-ADAMW = ("--optimizer", "adamw", "--lr", "0.01")
+SIZES = "--layers 2 --width 32 --sequence-length 32 --steps 8 --batch-size 4 --microbatches 3"
+ADAMW = "--optimizer adamw --lr 0.01"
 # SGD shows factors that AdamW would hide.
-WEIGHTED = ("--optimizer", "sgd", "--lr", "0.1", "--token-weighted")
+WEIGHTED = "--optimizer sgd --lr 0.1 --token-weighted"
 
 
-def train(folder: Path, out: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+def train(folder: Path, out: str, arguments: str, launcher: tuple[str, ...] = ()) -> str:
     """Runs the job on the texts in ``folder`` to its end; returns what it printed."""
     script = str(ROOT / "examples" / "megatron_style_loop.py")
     paths = ("--data", str(folder / "texts"), "--out", str(folder / out))
-    return printed(*launcher, script, *paths, *SIZES, *arguments)
+    return printed(*launcher, script, *paths, *f"{SIZES} {arguments}".split())
 
 
-def train_on_four(folder: Path, out: str, *arguments: str) -> str:
-    return train(folder, out, "--tensor-parallel", "2", *arguments, launcher=torchrun(4))
+def train_on_four(folder: Path, out: str, arguments: str) -> str:
+    return train(folder, out, f"--tensor-parallel 2 {arguments}", torchrun(4))
 
 
 def losses(folder: Path, out: str) -> list[float]:
@@ -115,15 +114,14 @@ def losses(folder: Path, out: str) -> list[float]:
 def test_a_stopped_and_resumed_run_on_four_ranks_has_the_losses_of_one_process(
     texts: Path,
 ) -> None:
-    train(texts, "one", *ADAMW, "--strategy", "no_shard")
-    overlapped = (*ADAMW, "--strategy", "optim", "--overlap", "--bucket-size", "4000")
-    train_on_four(texts, "four", *overlapped, "--save-every", "2", "--stop-at", "5")
+    train(texts, "one", f"{ADAMW} --strategy no_shard")
+    overlapped = f"{ADAMW} --strategy optim --overlap --bucket-size 4000"
+    train_on_four(texts, "four", f"{overlapped} --save-every 2 --stop-at 5")
     stopped = losses(texts, "four")
     # As if the run had been killed after one group of tensor ranks had saved step 4.
     checkpoints = texts / "four" / "checkpoints"
     shutil.rmtree(checkpoints / "tp1" / "step-00000004")
-    text = train_on_four(texts, "four", *overlapped)
-
+    text = train_on_four(texts, "four", overlapped)
     assert "resumed after step 2 from" in text
     assert len(stopped) == 5
     assert losses(texts, "four")[:5] == stopped
@@ -145,8 +143,8 @@ def test_token_weighted_losses_with_sharded_parameters_are_those_of_one_process(
         for rank in range(2)
     }
     assert len(counts) > 2, "token counts must differ between ranks and microbatches"
-    train(texts, "one", *WEIGHTED)
-    shown = train_on_four(texts, "four", *WEIGHTED, "--strategy", "optim_grads_params")
+    train(texts, "one", WEIGHTED)
+    shown = train_on_four(texts, "four", f"{WEIGHTED} --strategy optim_grads_params")
     assert "ranks: 2 data x 2 tensor" in shown
     assert losses(texts, "four") == pytest.approx(losses(texts, "one"), rel=1e-5)
     assert len(losses(texts, "one")) == 8

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from tests.megatron.configs import LEVEL_NAMES, config_of
 from tests.messages import Messages
-from tests.models import Regression, Stack, Transformer, token_batch, vector_batch
+from tests.models import Stack, Transformer, token_batch, vector_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
-from tests.reference import full, full_weights, held, relative_error
+from tests.reference import full, full_weights, held, relative_error, sgd, slice_like
 from tests.training import mesh_of
 
 WHOLE_GRADS = LEVEL_NAMES[:2]
@@ -31,8 +31,10 @@ def wrapped(level: str, overlap: bool = False, **fields: Any) -> fe.DistributedD
     return fe.DistributedDataParallel(make(), config_of(level, overlap=overlap, **fields))
 
 
-def backward(ddp: fe.DistributedDataParallel, seed: int = 0) -> None:
+def backward(ddp: fe.DistributedDataParallel, seed: int = 0, finish: bool = False) -> None:
     ddp(*token_batch(2, 10 * seed + dist.get_rank())).backward()
+    if finish:
+        ddp.finish_grad_sync()
 
 
 def mean_gradients(*seeds: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Tensor]:
@@ -44,9 +46,7 @@ def mean_gradients(*seeds: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Te
     return {name: param.grad for name, param in alone.named_parameters()}
 
 
-def assert_gradients(
-    ddp: fe.DistributedDataParallel, expected: dict[str, Tensor], factor: float = 1.0
-) -> None:
+def assert_gradients(ddp: Any, expected: dict[str, Tensor], factor: float = 1.0) -> None:
     for name, param in ddp.module.named_parameters():
         assert param.grad is not None, name
         assert relative_error(full(param.grad), factor * expected[name]) < 2e-5, name
@@ -76,7 +76,7 @@ def test_a_wrapped_model_starts_from_the_values_of_rank_0(inner: str, outer: str
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_keys_are_the_modules_own_and_values_sharded_where_the_strategy_shards(level: str) -> None:
-    ddp = wrapped(level)
+    ddp, batch = wrapped(level, overlap=True), token_batch(2, 3)
     keys = list(make().state_dict())
     state = ddp.state_dict()
     assert list(state) == list(ddp.state_dict_for_save_checkpoint()) == keys
@@ -88,66 +88,15 @@ def test_keys_are_the_modules_own_and_values_sharded_where_the_strategy_shards(l
     with pytest.raises(RuntimeError, match=r"Missing key.*norm\.bias"):
         ddp.load_state_dict(state)
     ddp.load_state_dict(state, strict=False)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_loaded_values_are_used_by_the_very_next_forward(level: str) -> None:
-    other = wrapped("optim_grads_params")
-    with torch.no_grad():
-        for param in other.module.parameters():
-            param.mul_(1.5)
-    batch = token_batch(2, 3)
-    expected = other(*batch)
-    values = {name: value.clone() for name, value in other.engine.full_state_dict().items()}
-    for overlap in (False, True):
-        for given, gathers_first in ((values, overlap), (other.state_dict(), not overlap)):
-            ddp = wrapped(level, overlap)
-            backward(ddp)
-            ddp.finish_grad_sync()
-            torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-            if gathers_first:
-                ddp.start_param_sync()  # of values that are to be replaced
-            ddp.load_state_dict(given)
-            assert torch.allclose(ddp(*batch), expected, rtol=1e-6), (overlap, gathers_first)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_no_sync_nests_and_is_restored_after_an_exception(level: str) -> None:
-    ddp = wrapped(level, overlap=True)
-    with ddp.no_sync():
-        with suppress(KeyError), ddp.no_sync():
-            raise KeyError
-        backward(ddp)
-    assert all(param.grad is None for param in ddp.parameters())
-    backward(ddp, 1)
-    with pytest.raises(RuntimeError, match="expected finish_grad_sync"):
-        backward(ddp)
+    # The next forward uses loaded values.
+    values = {name: value.clone() for name, value in ddp.engine.full_state_dict().items()}
+    expected = ddp(*batch)
+    expected.backward()
     ddp.finish_grad_sync()
-    assert_gradients(ddp, mean_gradients(0, 1))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_start_grad_sync_issues_the_remaining_reductions_and_finish_waits_once(level: str) -> None:
-    for overlap in (False, True):
-        ddp = wrapped(level, overlap)
-        with ddp.no_sync():
-            backward(ddp)
-        messages = Messages()
-        with messages.counting():
-            ddp.start_grad_sync()
-        issued = sum(count for label, count in messages.operations.items() if "reduc" in label)
-        # Where gradients are sharded backward has reduced them.
-        assert bool(issued) is (level in WHOLE_GRADS)
-        again = Messages()
-        with again.counting():
-            ddp.start_grad_sync()
-            ddp.finish_grad_sync()
-            ddp.finish_grad_sync()
-        assert not again.operations
-        assert_gradients(ddp, mean_gradients())
+    sgd(ddp.parameters()).step()
+    ddp.start_param_sync()  # of values that are to be replaced
+    ddp.load_state_dict(values)
+    assert torch.allclose(ddp(*batch), expected, rtol=1e-6)
 
 
 @on_ranks(2)
@@ -173,33 +122,30 @@ def test_scale_gradients_scales_all_gradients(level: str) -> None:
 def test_zero_grad_buffer_begins_an_iteration(level: str, overlap: bool, zero: bool) -> None:
     ddp = wrapped(level, overlap)
     for _ in range(2):
-        backward(ddp, 1)
-        ddp.finish_grad_sync()
+        backward(ddp, 1, finish=True)
         ddp.zero_grad_buffer(zero)
         assert all(param.grad is None for param in ddp.parameters())
         grads = [b.grads.optim_grads for b in ddp.engine.buffers if b.grads is not None]
-        if zero:
-            assert [flat is not None and not flat.any() for flat in grads] == [True] * len(grads)
-        else:
-            assert grads == [None] * len(grads)
+        assert all(flat is not None and not flat.any() if zero else flat is None for flat in grads)
         params = [param for buffer in ddp.engine.buffers for param in buffer.full_params]
         mains = [param.main_grad for param in params if hasattr(param, "main_grad")]
         assert bool(mains) == (level in WHOLE_GRADS)
         assert zero != any(bool(main.any()) for main in mains) or not mains
-    backward(ddp)
-    ddp.finish_grad_sync()
+    backward(ddp, finish=True)
     assert_gradients(ddp, mean_gradients())
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_full_parameters_have_no_grad_and_main_grad_if_it_is_full(
+def test_gradients_of_no_sync_stay_in_main_grad_until_they_are_reduced(
     level: str, overlap: bool
 ) -> None:
     ddp = wrapped(level, overlap)
     own = mean_gradients(ranks=(dist.get_rank(),))
     with ddp.no_sync():
+        with suppress(KeyError), ddp.no_sync():  # nests, and is restored after an exception
+            raise KeyError
         backward(ddp)
     for buffer in ddp.engine.buffers:
         for record, param, sharded in zip(
@@ -213,15 +159,31 @@ def test_full_parameters_have_no_grad_and_main_grad_if_it_is_full(
                 found = sharded.main_grad
                 assert found.flat_placement == sharded.flat_placement
                 if level in WHOLE_GRADS:
-                    start, stop = found.flat_placement.start, found.flat_placement.stop
-                    part = own[record.name].flatten()[start:stop]
-                    assert torch.allclose(found.to_local(), part, rtol=1e-6, atol=1e-9)
+                    part = slice_like(own[record.name], sharded)
+                    assert torch.allclose(held(found), part, rtol=1e-6, atol=1e-9)
+    messages, again = Messages(), Messages()
+    with messages.counting():
+        ddp.start_grad_sync()
+    # Where gradients are sharded backward has reduced them.
+    assert any("reduc" in label for label in messages.operations) is (level in WHOLE_GRADS)
+    with again.counting():
+        ddp.start_grad_sync()
+        ddp.finish_grad_sync()
+        ddp.finish_grad_sync()
+    assert not again.operations
+    assert_gradients(ddp, mean_gradients())
+    if overlap:
+        ddp.zero_grad_buffer()
+        backward(ddp, 1)
+        with pytest.raises(RuntimeError, match="expected finish_grad_sync"):
+            backward(ddp)
+        ddp.finish_grad_sync()
+        assert_gradients(ddp, mean_gradients(1))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_main_grad_of_sharded_parameters_is_their_gradient(level: str) -> None:
-    """As Megatron-Core's optimizers take it: ``param.grad = param.main_grad``."""
     for dtype in (torch.float32, torch.bfloat16):
         model = nn.ModuleDict({"used": nn.Linear(6, 5), "unused": nn.Linear(3, 3)}).to(dtype)
         model.forward = lambda x, model=model: model["used"](x).sum()
@@ -246,39 +208,26 @@ def test_main_grad_of_sharded_parameters_is_their_gradient(level: str) -> None:
     assert not hasattr(values, "main_grad")
 
 
-class Failing(Regression):
-    """Backward fails at the second of four units, if ``fails``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = Stack()
-        self.fails = True
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.stack.blocks[1](self.stack.blocks[0](self.stack.first(x)))
-        if self.fails and x.requires_grad:
-            x.register_hook(self.fail)
-        return self.stack.last(self.stack.blocks[3](self.stack.blocks[2](x)))
-
-    def fail(self, grad: Tensor) -> None:
-        raise KeyError("on the way back")
+def fail(module: nn.Module, grads: Any) -> None:
+    raise KeyError("on the way back")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_finishing_after_a_failed_backward_names_the_missing_parameters(level: str) -> None:
     for overlap in (False, True):
-        model = Failing()
+        model = Stack()
         ddp = fe.DistributedDataParallel(model, config_of(level, overlap=overlap))
         batch = vector_batch(2, dist.get_rank())
+        hook = model.blocks[2].register_full_backward_pre_hook(fail)
         with pytest.raises(KeyError, match="on the way back"):
             ddp(*batch).backward()
-        with pytest.raises(RuntimeError, match=r"finish_grad_sync: expected .* stack\.blocks\.1"):
+        hook.remove()
+        with pytest.raises(RuntimeError, match=r"finish_grad_sync: expected .* blocks\.1"):
             ddp.finish_grad_sync()
         with pytest.raises(RuntimeError, match=r"zero_grad_buffer: .* engine\.reset\(\)"):
             ddp.zero_grad_buffer()
         ddp.engine.reset()
-        model.fails = False
         ddp(*batch).backward()
         ddp.finish_grad_sync()
         assert all(param.grad is not None for param in ddp.parameters())
@@ -318,8 +267,7 @@ def test_start_param_sync_within_a_forward_or_a_backward_sends_nothing(level: st
         messages = Messages()
         ddp.zero_grad_buffer()
         with messages.counting():
-            backward(ddp, seed)
-            ddp.finish_grad_sync()
+            backward(ddp, seed, finish=True)
         counts.append(messages.operations)
         assert len(called) == calls
         assert_gradients(ddp, mean_gradients(seed))
@@ -331,8 +279,7 @@ def test_start_param_sync_within_a_forward_or_a_backward_sends_nothing(level: st
 def test_start_param_sync_gathers_before_the_forward(overlap: bool) -> None:
     for level in LEVEL_NAMES:
         ddp = wrapped(level, overlap, align_param_gather=overlap)
-        backward(ddp)
-        ddp.finish_grad_sync()
+        backward(ddp, finish=True)
         with torch.no_grad():
             for param in ddp.parameters():
                 param.add_(0.1)
