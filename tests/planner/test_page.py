@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
-from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import fsdp_engine as fe
@@ -19,7 +17,7 @@ from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS
 from fsdp_engine.planner.planner_tables import plan_columns
 from fsdp_engine.planner.strategy_plan import advice
 from tests.browser import needs_chromium, seen
-from tests.planner.made_plans import made_plan
+from tests.planner.made_plans import Words, made_plan, words
 
 VOID = {"meta", "input", "line", "rect", "br"}
 
@@ -64,17 +62,8 @@ class Document(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-class Small(nn.Module):
-    """Blocks that are units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x).relu()
-        return x.sum()
+def build() -> nn.Module:
+    return Words(3, 256)
 
 
 @cache
@@ -82,8 +71,9 @@ def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
     """A simulated plan, and the step of its choice."""
     machine = replace(fe.H100, between_nodes=replace(fe.H100.between_nodes, bandwidth=1e8))
     planning = fe.plan(
-        *(Small, torch.zeros(64, 256)),
+        *(build, words()),
         world_size=16,
+        checkpointing=(False,),
         machine=machine,
         options=fe.Options(min_unit_size=0),
     )
@@ -164,12 +154,11 @@ def test_names_are_escaped() -> None:
     assert len(page.all("script")) == 1
     assert page.all("img") == []
     assert HOSTILE not in text
-    assert unescape(escape(HOSTILE)) == HOSTILE
     assert any(HOSTILE in each for each in page.texts)
 
 
-def test_a_plan_without_times_or_a_simulation_has_a_page(tmp_path: Path) -> None:
-    planning = fe.plan(Small, torch.zeros(4, 256), world_size=2, formulas=True)
+def test_a_plan_without_times_or_a_simulation_has_a_page() -> None:
+    planning = fe.plan(build, words(), world_size=2, formulas=True)
     page = Document(page_of(planning))
     assert page.all("svg") == []
     nothing = planned()[0].within(2.0**10)

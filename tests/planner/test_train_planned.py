@@ -42,13 +42,6 @@ def test_one_rank_trains_without_torchrun() -> None:
 
 
 @pytest.mark.thorough
-def test_nothing_fits() -> None:
-    done = run("--machine", "h100", "--memory", "1", ranks=1)
-    assert done.returncode == 3
-    assert "trained" not in done.stdout
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_less_memory_takes_another_level_and_has_the_same_losses(ranks: int) -> None:
     much = trained(run("--machine", "h100", ranks=ranks))

@@ -20,14 +20,7 @@ import fsdp_engine as fe
 from fsdp_engine.planner.simulation.memory_tracker import as_returned, lstm_workspace
 from fsdp_engine.strategies import LEVELS
 from tests.planner.simulation.live_storages import LiveStorages
-from tests.planner.simulation.memory_runs import (
-    HOST,
-    MODELS,
-    NUM_RANKS,
-    Run,
-    measured_all,
-    planned,
-)
+from tests.planner.simulation.memory_runs import HOST, MODELS, NUM_RANKS, Run, measured_all, planned
 from tests.pool import Ranks
 
 # The documented limits are 3 % above and 0 below, but for tensors of single elements.

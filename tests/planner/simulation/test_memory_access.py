@@ -62,20 +62,12 @@ class Dropping(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-def test_functions_within_functions_and_recomputations(checkpointing: bool | str) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_functions_within_functions_and_recomputations(checkpointing: bool) -> None:
+    options: dict[str, Any] = {"batch": torch.zeros(LENGTH, SIZE), "checkpointing": checkpointing}
+    found = [fe.simulate(Dropping, 2, machine=each, **options) for each in (fe.H100, CPU)]
     scores = HEADS * LENGTH * LENGTH * 4
-    found = [
-        fe.simulate(
-            Dropping,
-            2,
-            batch=torch.zeros(LENGTH, SIZE),
-            machine=machine,
-            checkpointing=checkpointing,
-        ).peak_bytes
-        for machine in (fe.H100, CPU)
-    ]
-    assert found[0] + scores < found[1]
+    assert found[0].peak_bytes + scores < found[1].peak_bytes
 
 
 def test_real_tensors_are_computed_as_ever_and_nothing_is_left() -> None:
@@ -96,20 +88,6 @@ def test_rms_norm_keeps_its_input_on_a_device() -> None:
     # of each row.
     assert kept(norm, fe.H100) == 2 * 2 * ELEMENTS + 4 * LENGTH
     assert kept(norm, CPU) > 3 * 2 * ELEMENTS
-
-
-def test_rms_norm_of_two_dtypes_has_no_kernel() -> None:
-    def norm(x: Tensor) -> Tensor:
-        return F.rms_norm(x, [SIZE], torch.ones(SIZE))
-
-    assert kept(norm, fe.H100) == kept(norm, CPU)
-
-
-@pytest.mark.parametrize("p", [0.0, 1.0])
-def test_dropout_of_nothing_and_of_all(p: float) -> None:
-    assert kept(lambda x: F.dropout(F.gelu(x), p), fe.H100) == kept(
-        lambda x: F.dropout(F.gelu(x), p), CPU
-    )
 
 
 ROWS, WIDTH = 8, 16
@@ -133,19 +111,15 @@ class Counted(TorchDispatchMode):
     ("function", "expected"),
     [
         (lambda: X * X, 0),
-        (lambda: X * 2.0, 0),
-        (lambda: X.add_(X), 0),
         (lambda: X.t() + X.t(), 0),
         (lambda: X @ X.t(), 0),
         (lambda: X.sum(0), COUNT / 2),
-        (lambda: X.view(-1), 0),
         (lambda: torch.zeros_like(X).copy_(X), 0),
         (lambda: X.to(torch.bfloat16), 0),
         (lambda: X.bfloat16().float(), COUNT),
         (lambda: X + X.bfloat16(), COUNT),
         (lambda: X * X[0], COUNT),
         (lambda: X * X[:, :1], COUNT),
-        (lambda: X * X[0, 0], COUNT),
         (lambda: BY_HEAD.transpose(1, 2).contiguous(), COUNT),
         (lambda: X.t().contiguous(), 4 * COUNT),
         (lambda: X.t().bfloat16().contiguous(), 4 * COUNT),
@@ -185,21 +159,18 @@ def test_attention_s_backward_sums_gradients_of_queries_in_fp32_on_devices() -> 
     assert peak(fe.H100) - peak(CPU) == pytest.approx(4 * torch.zeros(shape).numel(), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "expected"),
-    [
+def test_sums_over_rows_have_partial_sums() -> None:
+    total = torch.ops.aten.sum.dim_IntList
+    for rows, columns, expected in (
         (128, 4096, 0),  # too few rows for several thread blocks
         (512, 64, 8 * 512 * 64),
         (8192, 4096, 148 * 2**20),
         (2**16, 2**14, 2**29),
-    ],
-)
-def test_sums_over_rows_have_partial_sums(rows: int, columns: int, expected: int) -> None:
-    total = torch.ops.aten.sum.dim_IntList
-    x = torch.empty(rows, columns, device="meta", dtype=torch.bfloat16)
-    assert scratch_bytes(total, (x, [0]), total(x, [0])) == expected
-    assert scratch_bytes(total, (x, [1]), total(x, [1])) == 0
-    assert scratch_bytes(total, (x, [0, 1]), total(x, [0, 1])) == 0
+    ):
+        x = torch.empty(rows, columns, device="meta", dtype=torch.bfloat16)
+        assert scratch_bytes(total, (x, [0]), total(x, [0])) == expected
+        assert scratch_bytes(total, (x, [1]), total(x, [1])) == 0
+        assert scratch_bytes(total, (x, [0, 1]), total(x, [0, 1])) == 0
 
 
 def test_a_bias_gradient_s_partial_sums_are_in_the_peak_of_a_device() -> None:

@@ -25,13 +25,9 @@ from tests.models import (
     DIM,
     Chain,
     EncoderDecoder,
-    Mlp,
-    NestedModel,
-    Normalised,
     Recurrent,
     Transformer,
     lora_model,
-    odd_model,
     token_batch,
     vector_batch,
 )
@@ -83,15 +79,11 @@ def regression() -> Any:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "GPT": (lambda: Transformer(3), lambda: token_batch(4, 0)),
-    "tied": (lambda: Transformer(2, tied=True), lambda: token_batch(4, 0)),
     "encoder-decoder": (EncoderDecoder, regression),
     "experts": (lambda: Chain(Experts(DIM), Experts(DIM)), regression),
     "LSTM": (lambda: Chain(Recurrent(), Recurrent()), regression),
     "convolution": (lambda: ConvolutionNet(batch=True, width=8), lambda: images(2, 16)),
     "LoRA": (lora_model, regression),
-    "buffers": (lambda: Chain(Normalised(), Normalised(), Mlp()), regression),
-    "odd sizes": (odd_model, lambda: vector_batch(8, 0, 7)),
-    "containers": (NestedModel, regression),
     "own function": (
         lambda: TokenModel(8, (CustomBlock(8) for _ in range(2))),
         lambda: tokens(2, 8),
@@ -135,25 +127,13 @@ def compare(
     assert found == must
 
 
-def _cases() -> list[Any]:
-    """Each model at level 3; at all levels one model, and the others as they take turns."""
-    quick = [("optim_grads_params", True)]
-    return [
-        pytest.param(
-            name,
-            level,
-            again,
-            id=f"{name}-{level}{'-checkpointed' if again else ''}",
-            marks=() if (level, again) in quick else pytest.mark.thorough,
-        )
-        for number, name in enumerate(MODELS)
-        for place, level in enumerate(LEVELS)
-        for again in (False, True)
-        if name == "GPT" or (level, again) in quick or (number + place) % len(LEVELS) == 0
-    ]
+CASES = [
+    *((name, "optim_grads_params", True) for name in MODELS),
+    *(pytest.param("GPT", each, False, marks=pytest.mark.thorough) for each in LEVELS),
+]
 
 
-@pytest.mark.parametrize(("name", "level", "again"), _cases())
+@pytest.mark.parametrize(("name", "level", "again"), CASES)
 def test_simulations_are_identical_with_and_without_the_cache(
     name: str, level: str, again: bool
 ) -> None:
@@ -163,22 +143,18 @@ def test_simulations_are_identical_with_and_without_the_cache(
     assert known.num_hits > known.num_misses
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "microbatches": {"microbatches": 3, "outer_strategy": "optim"},
-    "bf16": {"mp_policy": fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)},
-    "double buffer": {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
-    "fp8": {"codec_rules": [fe.Float8()]},
-    "SGD": {"optimizer": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)},
-    "one by one": {"optimizer": lambda params: torch.optim.AdamW(params, foreach=False)},
-}
+BF16 = fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
+DOUBLE_BUFFER = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(each, id=name, marks=() if name == "bf16" else pytest.mark.thorough)
-        for name, each in OPTIONS.items()
+        {"mp_policy": BF16, "config": DOUBLE_BUFFER},
+        {"codec_rules": [fe.Float8()], "microbatches": 3, "outer_strategy": "optim"},
+        {"optimizer": lambda params: torch.optim.AdamW(params, foreach=False)},
     ],
+    ids=["bf16, double buffer", "fp8, microbatches", "one by one"],
 )
 def test_options_do_not_affect_the_cache(options: dict[str, Any]) -> None:
     build, batch = MODELS["GPT"]
@@ -275,21 +251,17 @@ def twice(compared: Compared, function: Callable[..., Any], *shapes: tuple[int, 
     ("name", "function", "shapes"),
     [
         ("add_.Tensor", lambda x: (x * 1).add_(x), [(3, 4)]),
-        ("t.default", lambda x: x.t() @ x, [(3, 4)]),
         ("split.Tensor", lambda x: sum(x.split(2, 1)), [(3, 4)]),
         ("expand.default", lambda x: x[:, None].expand(3, 5, 4), [(3, 4)]),
         ("slice.Tensor", lambda x: x[1:, ::2] * 1, [(3, 4)]),
-        ("unbind.int", lambda x: sum(x.unbind(1)), [(3, 4)]),
         ("cat.default", lambda x, y: torch.cat([x, y], 1), [(3, 4), (3, 2)]),
         ("index.Tensor", lambda x: x[torch.zeros(2, dtype=torch.long)], [(3, 4)]),
         ("topk.default", lambda x: x.topk(2).values, [(3, 4)]),
         ("native_layer_norm.default", lambda x: F.layer_norm(x, (4,)), [(3, 4)]),
-        ("convolution.default", F.conv1d, [(2, 3, 8), (4, 3, 3)]),
         ("convolution_backward.default", F.conv1d, [(2, 3, 8), (4, 3, 3)]),
         ("bernoulli_.float", lambda x: F.dropout(x, 0.5, True), [(3, 4)]),
         ("zeros_like.default", lambda x: x + torch.zeros_like(x), [(3, 4)]),
         ("mul.out", lambda x: torch.mul(x.detach(), 2, out=torch.empty(3, 4)), [(3, 4)]),
-        ("_to_copy.default", lambda x: x.to(torch.bfloat16), [(3, 4)]),
         (
             "_scaled_dot_product_flash_attention_for_cpu.default",
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),

@@ -45,15 +45,11 @@ UNSPLIT = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
 SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 FEW: list[tuple[str, str, dict[str, Any]]] = [
     ("1F1B", "optim", {"machine": HOST}),
-    ("1F1B", LEVEL_3, ON_GPUS),
-    ("1F1B", "optim", {**ON_GPUS, "offload": HOST_STATE}),
-    ("Interleaved1F1B", LEVEL_3, ON_GPUS),
-    ("DualPipeV", LEVEL_3, ON_GPUS),
+    ("Interleaved1F1B", LEVEL_3, {**ON_GPUS, "offload": HOST_STATE}),
     ("ZBVZeroBubble", "optim", {**ON_GPUS, "checkpointing": True}),
 ]
 EVERY = [
     *itertools.product([*UNSPLIT, *SPLIT], LEVELS, [ON_GPUS, {"machine": HOST}]),
-    ("ZBVZeroBubble", "optim", {**ON_GPUS, "checkpointing": "offload"}),
     # A turn of a V between other stages, and as many microbatches again as a stage runs alone.
     *itertools.product(SPLIT, LEVELS[1:], [{**ON_GPUS, "pipeline": 4, "microbatches": 12}]),
 ]
@@ -94,13 +90,10 @@ def test_stages_that_are_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatc
         return stage_costs(job, index, *args)
 
     monkeypatch.setattr(pipelines, "stage_costs", noted)
-    simulated(True, "Interleaved1F1B", pipeline=4, microbatches=8, **ON_GPUS)
-    # The first returns no gradient of its inputs; the last has a head.
-    assert tried == [0, 1, 7]
-    tried.clear()
+    # The first returns no gradient of its inputs, and receives nothing; the last has a head.
     x = torch.zeros(ROWS, WIDTH, requires_grad=True)
     simulated(True, "1F1B", pipeline=4, microbatches=8, batch=x, **ON_GPUS)
-    assert tried == [0, 1, 3]  # the first receives nothing
+    assert tried == [0, 1, 3]
     tried.clear()
     simulated(True, "1F1B", pipeline=4, stages=_with_a_wide_block(2), **ON_GPUS)
     assert tried == [0, 1, 2, 3]
@@ -129,11 +122,6 @@ def test_blocks_of_stages_are_compiled() -> None:
     assert found.seconds == by_hand.seconds
     assert found.peak_bytes == by_hand.peak_bytes
     assert found.seconds < simulated(True, "1F1B", **options).seconds
-
-
-def test_a_step_of_few_microbatches_is_simulated_in_full() -> None:
-    quick, full = (simulated(each, "1F1B", microbatches=2, **ON_GPUS) for each in (True, False))
-    assert quick.ranks == full.ranks
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -12,7 +12,6 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
 from tests.models import CalledTwice, EncoderDecoder, vector_batch
-from tests.pairs import PAIRS
 
 LEVEL_3 = ("optim_grads_params", "no_shard")
 NARROW, BLOCKING = [
@@ -37,23 +36,8 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("levels", "on", "build"),
-    [
-        pytest.param(
-            pair,
-            on,
-            build,
-            id=f"{'-'.join(pair)}-{on.name}-{build.__name__}",
-            marks=() if (pair, on) in QUICK else pytest.mark.thorough,
-        )
-        for number, pair in enumerate(PAIRS)
-        for place, on in enumerate((fe.H100, NARROW, BLOCKING))
-        # Both models where it is quick; else they take turns.
-        for build in (EncoderDecoder, CalledTwice)
-        if (pair, on) in QUICK or build is (EncoderDecoder, CalledTwice)[(number + place) % 2]
-    ],
-)
+@pytest.mark.parametrize(("levels", "on"), QUICK)
+@pytest.mark.parametrize("build", [EncoderDecoder, CalledTwice])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_more_first_steps_add_nothing(
     levels: tuple[str, str],
