@@ -21,7 +21,6 @@ from tests.planner.simulation import memory_models, memory_runs
 from tests.planner.simulation.memory_models import (
     WORDS,
     Convolutions,
-    Experts,
     MemoryModel,
     TokenModel,
     decoder,
@@ -67,6 +66,33 @@ def lora() -> nn.Module:
             if hasattr(module, name):
                 setattr(module, name, Adapted(getattr(module, name)))
     return model
+
+
+class Experts(nn.Module):
+    """A mixture of experts of which each takes a fixed number of tokens: nothing depends on values
+    (GShard's dispatch by a one-hot tensor)."""
+
+    def __init__(self, width: int, num_experts: int = 6, capacity: float = 1.25) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, width, 2 * width) * 0.02)
+        self.down = nn.Parameter(torch.randn(num_experts, 2 * width, width) * 0.02)
+        self.capacity = capacity
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        num_experts = self.up.shape[0]
+        room = int(self.capacity * flat.shape[0] / num_experts)
+        weight, chosen = self.router(flat).softmax(-1).max(-1)
+        mask = F.one_hot(chosen, num_experts)
+        place = (mask.cumsum(0) * mask).sum(-1) - 1
+        slot = F.one_hot(place.clamp(max=room), room + 1)[:, :room]
+        dispatch = (mask.unsqueeze(-1) * slot.unsqueeze(1)).to(x.dtype)
+        given = torch.einsum("tec,tw->ecw", dispatch, flat)
+        hidden = F.gelu(torch.bmm(given, self.up))
+        made = torch.bmm(hidden, self.down)
+        combined = torch.einsum("tec,ecw->tw", dispatch * weight[:, None, None], made)
+        return x + combined.view_as(x)
 
 
 class UNet(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,9 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm.copy_lanes import names_of_copies
-from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.state_places import offloads_to_host
 from tests.planner.made_plans import simulated
 from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, computing
 
-_, EVERYTHING = offloads_to_host()
 ACTIVATION_LANES = names_of_copies("activations")
 BLOCKS = 5
 PLENTY = 2.0**40
@@ -95,23 +91,3 @@ def test_blocks_are_recomputed_where_copies_take_longer() -> None:
     assert times.shares()["activation copies"] == pytest.approx(waited / found.seconds)
     alone = planned(PLENTY, SLOW, checkpointing=("offload",))
     assert "Bottleneck: copies of activations; " in str(alone)
-
-
-@pytest.mark.thorough
-def test_state_follows_if_that_is_not_enough(tmp_path: Path) -> None:
-    without = min(least(False), least(True), least("offload"))
-    planning = planned(without - 1)
-    chosen = planning.chosen
-    assert chosen is not None
-    assert chosen.candidate.offload in (fe.Offload("host"), EVERYTHING)
-    both = [each for each in planning.outcomes if each.candidate.offload is not None]
-    assert "offload" in {each.candidate.checkpointing for each in both}
-    path = tmp_path / "plan.json"
-    planning.save(path)
-    assert fe.StrategyPlan.load(path).outcomes == planning.outcomes
-    save_figure(planning, tmp_path / "plan.png")
-    path.write_text(
-        path.read_text().replace('"checkpointing": "offload"', '"checkpointing": "host"')
-    )
-    with pytest.raises(ValueError, match="checkpointing: expected True, False, 'selective', 'offl"):
-        fe.StrategyPlan.load(path)

@@ -131,41 +131,18 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         BATCH + r"batch\(sequence=length\), .* unexpected",
     ),
     # Degrees of other parallelism.
-    (
-        {**LLAMA, "tensor_parallel": 3},
-        "tensor_parallel: expected a divisor of the 4 ranks; found 3",
-    ),
-    ({**LLAMA, "tensor_parallel": (1, 4)}, "expected a divisor of the 2 num_key_value"),
+    ({**LLAMA, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of the 4 ranks; fou"),
     ({**LLAMA, "tensor_parallel": ()}, "tensor_parallel: expected a divisor of the 4 ranks"),
     ({**LLAMA, "tensor_parallel": "all"}, "tensor_parallel: expected numbers of ranks, such as"),
-    (
-        {**LLAMA, "tensor_parallel": 2, "formulas": True},
-        "tensor_parallel: expected 1 with formulas",
-    ),
-    (
-        {**LLAMA, "tensor_parallel": "auto", "parallelize": cut},
-        "tensor_parallel: expected numbers of ranks with parallelize",
-    ),
+    ({**LLAMA, "tensor_parallel": 2, "formulas": True}, "tensor_parallel: expected 1 with form"),
+    ({**LLAMA, "tensor_parallel": "auto", "parallelize": cut}, "numbers of ranks with parallelize"),
     ({**LLAMA, "tensor_parallel": (1, 2), "meshes": ((3,),)}, "sizes of 4 or 2 ranks each"),
     ({**LLAMA, "context_parallel": 3}, "context_parallel: expected a divisor of the 4 ranks; fou"),
-    (
-        {**LLAMA, "context_parallel": 4, "meshes": [(2, 2)]},
-        "context_parallel: expected a divisor of the inner axis .* 2 ranks; found 4",
-    ),
+    ({**LLAMA, "context_parallel": 4, "meshes": [(2, 2)]}, "of the inner axis .* 2 ranks; found 4"),
     ({**LLAMA, "context_parallel": 2, "formulas": True}, "context_parallel: expected 1 with form"),
     ({**LLAMA, "context_parallel": 2, "machine": HOST}, "no ring attention for CPUs; found 2"),
-    (
-        {**LLAMA, "context_parallel": 2, "batch": torch.zeros(2, 30, dtype=torch.long)},
-        "context_parallel: expected sequences divisible by 4, .* found 30 tokens and 2 ranks",
-    ),
     ({**PIPELINE, "pipeline": 3}, "pipeline: expected a divisor of the 4 ranks; found 3"),
-    ({**PIPELINE, "pipeline": 4}, "stages: expected at most 2, the layers of LlamaForCausalLM; fo"),
-    ({**PIPELINE, "schedules": "2F2B"}, "schedule: expected the name or class of a sched"),
-    (
-        {**PIPELINE, "batch": TOKENS},
-        "batch: expected for pipelines a dict with input_ids and labels, or a tuple",
-    ),
-    ({**PIPELINE, "microbatches": 1}, "microbatches: expected a number that Schedule1F1B"),
+    ({**PIPELINE, "batch": TOKENS}, "batch: expected for pipelines a dict with input_ids and labe"),
     ({**PIPELINE, "formulas": True, "quick": False}, "pipeline: expected 1 with formulas"),
 ]
 

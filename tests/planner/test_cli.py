@@ -38,9 +38,6 @@ from torch import nn
 
 from tests.planner.made_plans import Words, words
 
-not_callable = 3
-
-
 def build():
     assert torch.empty(0).is_meta
     return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
@@ -284,15 +281,6 @@ def test_too_little_memory_prints_the_table_and_sets_the_status(simulated: list[
     assert "Training" not in output
 
 
-def test_compiled_blocks_and_offloads_are_shown(simulated: list[Any]) -> None:
-    one_axis = f"{OF_WORDS} --quick-only --outer 1"
-    output = run(f"{one_axis} --recompute off --offload host --compile")
-    assert {row[2] for row in cells(output)} == {"optimizer state on the host"}
-    assert "call block.compile() on each of them" in joined(output)
-    output = run(f"{one_axis} --recompute offload")
-    assert {tuple(row[1:3]) for row in cells(output)} == {("no", "activations on the host")}
-
-
 def test_quick_prints_a_quick_plan_and_then_the_full_one(simulated: list[Any]) -> None:
     quick, full = run(f"{OF_WORDS} --quick").split("Full plan:")
     assert "This is a quick plan" in joined(quick)
@@ -364,7 +352,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "": [
         ("--elements 1e9", "Missing option '--world'"),
         ("--world 8", "expected one of --elements and --model; found both or neither"),
-        ("--world 0 --elements 1e9", "world_size: expected a number of ranks, 1 or more; found 0"),
         ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
         ("--world 8 --model nowhere.json --batch 2x16", "config.json of transformers; found no"),
         ("--world 8 --model binary.json --batch 2x16", "binary.json: expected a config.json of"),
@@ -372,28 +359,21 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "--world 8 --elements": [
         ("1 --model a:b", "found both or neither"),
         ("1e9 --dtype int8", "--dtype: expected one of fp32, fp16, bf16, fp64"),
-        ("1e9 --outer 3", "outer_size: expected a divisor of the 8 ranks"),
         ("many", "Invalid value for '--elements'"),
         ("1 --figure a.png --save b", "--figure, --save: expected with --batch"),
-        ("1 --machine a100", "--machine: expected with --batch; found without"),
         ("1 --compile --fp8", "--compile, --fp8: expected with --batch; found without"),
         ("1 --units x", "--units: expected with --model; found with --elements"),
     ],
     "--world 8 --model": [
-        ("planned_models:f", "expected a function 'f' in planned_models; found None"),
-        ("planned_models:not_callable", "found 3"),
         ("planned_models:number", "that returns a torch.nn.Module; found int"),
         ("planned_models:fails", "found KeyError: 'config.json'"),
         ("planned_models:needs", "without arguments; found TypeError"),
         ("planned_models:build --num-units 2", "--num-units: expected with"),
-        ("planned_models:build --min-unit-size -1", "min_unit_size: expected 0 or more"),
         ("planned_models:build --batch 2x1024", "not of transformers; found the"),
-        ("planned_models:build --batch a", "--batch: expected module:function"),
     ],
     OF_WORDS: [
         ("--outer 3", "--outer: expected a divisor of the 16 ranks; found 3"),
         ("--tensor-parallel auto --outer 2", "--outer: expected numbers for --tensor-parallel"),
-        ("--machine abacus", "machine: expected one of a100, h100, h200, b200, or a file of `cali"),
         ("--machine wrong.json", "line 3, processor: expected memory_bandwidth: a number"),
         ("--machine binary.json", "binary.json: expected a machine as"),
         ("--microbatch-sizes 1,x", "--microbatch-sizes: expected such as 1,2,4; found '1,x'"),
@@ -406,14 +386,11 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--formulas --trace a.json", "--trace: expected without --formulas"),
         ("--formulas --scaling", "--scaling: expected without --formulas; found with it"),
         ("--offload disk", "--offload-folder: expected with --offload disk; found"),
-        ("--offload-folder .", "expected with --offload disk; found --offload auto with it"),
         ("--offload tape", "Invalid value for '--offload'"),
-        ("--price 2", "--price: expected with --tokens; found without"),
         ("--tokens -1", "--tokens: expected a number, more than 0; found -1.0"),
         ("--tokens 1e9 --price 2,3,4 --compare h100,h200", "one price, or 2 for --compare"),
         ("--quick --quick-only", "expected one of them; found both"),
         ("--global-batch 4M --microbatches 2", "--microbatches: expected without --global-batch"),
-        ("--global-batch 100", "global_batch: expected a multiple of 256 tokens"),
         ("--scaling-figure a.png", "--scaling-figure: expected with --scaling; found without"),
         ("--scaling --scaling-figure a.txt", "--scaling-figure: expected a file that ends with"),
         ("--fp8", "expected torchao installed"),

@@ -118,14 +118,6 @@ def test_the_fastest_degrees_have_all_levels(simulated: list[Any]) -> None:
     assert set(quick) == set(filter(is_quick, found))
 
 
-def test_ranks_of_a_node_share_matrices_first(simulated: list[Any]) -> None:
-    """Four ranks a node: two places of two ranks, so HSDP has nodes x 2."""
-    machine = replace(MACHINE, ranks_per_node=4)
-    planning = plan(tensor_parallel=2, world_size=8, machine=machine)
-    assert {each.candidate.mesh for each in planning.outcomes} == {(4,), (2, 2)}
-    assert {each.candidate.ranks for each in planning.outcomes} == {"4, TP 2", "2 x 2, TP 2"}
-
-
 TENSOR = ["sent tensor", "of 2 tensor-parallel ranks each", "the tensor-parallel link (within a"]
 CONTEXT = ["sent context", "4, CP 2", "on 4 ranks in context-parallel groups of 2"]
 CONTEXT += ["the context-parallel link (within a node)"]

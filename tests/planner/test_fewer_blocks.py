@@ -159,20 +159,18 @@ def test_blocks_that_are_alike_are_found(blocks: list[nn.Module], expected: Repe
     assert find_repeated(model) is None  # of two lists
 
 
-@pytest.mark.parametrize("kind", ["list", "sequence", "dictionary"])
-def test_blocks_that_are_left_are_numbered_without_gaps(kind: str) -> None:
-    blocks = [Numbered(number) for number in range(30)]
-    kinds = {
-        "list": nn.ModuleList(blocks),
-        "sequence": nn.Sequential(*blocks),
-        "dictionary": nn.ModuleDict({str(number): each for number, each in enumerate(blocks)}),
-    }
-    model = nn.Module()
-    model.layers = kinds[kind]
-    found = find_repeated(model)
-    assert found == Repeated("layers", 0, 30, 1)
-    found.shorten(model, 7)
-    left = [(name, each.number) for name, each in model.layers.named_children()]
-    assert left == list(zip("0123456", [0, 1, 2, 26, 27, 28, 29], strict=True))
-    names = [found.place_of(f"layers.{name}.linear", 7) for name in "236"]
-    assert names == ["layers.2.linear", "layers.-4.linear", "layers.-1.linear"]
+def test_blocks_that_are_left_are_numbered_without_gaps() -> None:
+    for kind in (
+        nn.ModuleList,
+        lambda blocks: nn.Sequential(*blocks),
+        lambda blocks: nn.ModuleDict({str(number): each for number, each in enumerate(blocks)}),
+    ):
+        model = nn.Module()
+        model.layers = kind([Numbered(number) for number in range(30)])
+        found = find_repeated(model)
+        assert found == Repeated("layers", 0, 30, 1)
+        found.shorten(model, 7)
+        left = [(name, each.number) for name, each in model.layers.named_children()]
+        assert left == list(zip("0123456", [0, 1, 2, 26, 27, 28, 29], strict=True))
+        names = [found.place_of(f"layers.{name}.linear", 7) for name in "236"]
+        assert names == ["layers.2.linear", "layers.-4.linear", "layers.-1.linear"]

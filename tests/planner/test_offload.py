@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,20 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.comm.copy_lanes import names_of_copies
-from fsdp_engine.comm.lanes import COPY_IN
-from fsdp_engine.extensions.offload import disk_staging
-from fsdp_engine.extensions.offload.places import ROLES
-from fsdp_engine.planner.estimates import Estimate, compare, estimate
+from fsdp_engine.planner.estimates import compare, estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.state_places import offloads_to_host
-from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.terminal import format_bytes
-from tests.models import Transformer, token_batch
 from tests.planner.made_plans import simulated
 from tests.pool import Ranks
 
@@ -169,28 +160,6 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
     assert "waits for the state copies" in drawn
 
 
-@pytest.mark.thorough
-def test_a_given_offload_is_that_of_all_candidates_and_of_shard(tmp_path: Path) -> None:
-    planning = planned(HOST)
-    assert {each.candidate.offload for each in planning.outcomes} == {HOST}
-    assert planning.best["extensions"] == [HOST]
-    own = planning.arguments(given={"extensions": [fe.Offload()]})
-    assert own["extensions"] == [fe.Offload()]
-    disk = fe.Offload(optimizer_state="disk", folder=tmp_path)
-    planning = plan(disk, machine=replace(MACHINE, host_runs_ahead=False))
-    assert planning.best["extensions"] == [disk]
-    planning.save(tmp_path / "plan.json")
-    loaded = fe.StrategyPlan.load(tmp_path / "plan.json").best["extensions"][0]
-    assert (loaded.optimizer_state, loaded.folder) == ("disk", str(tmp_path))
-    on_device = plan(disk, machine=replace(MACHINE, disk=MACHINE.host_link))
-    assert on_device.best["extensions"] == [disk]
-    assert on_device.outcomes[0].elsewhere["host"] == disk_staging.NUM_BYTES
-    everything = fe.Offload(folder=tmp_path, **dict.fromkeys(ROLES, "disk"))
-    on_device = planned(everything)
-    assert {each.candidate.strategy for each in on_device.outcomes} == {LEVELS[-1]}
-    assert on_device.best["extensions"] == [everything]
-
-
 def shard_by_plan(path: str) -> str:
     with_plan = {"strategy": fe.StrategyPlan.load(path), "options": fe.Options(min_unit_size=0)}
     engine = fe.shard(build(), initial_values="rank0", **with_plan)
@@ -217,7 +186,7 @@ def test_formulas_try_it_too() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_estimate_holds_two_units_of_state_on_the_device(level: str) -> None:
     options: dict[str, Any] = {"world_size": 8, "num_units": 32, "strategy": level}
-    kept, found = estimate(8e9, **options), estimate(8e9, offload=HOST, **options)
+    kept, found = estimate(8e9, **options), estimate(8e9, extensions=[HOST], **options)
     assert found.elsewhere == {"host": kept.optimizer_bytes}
     assert found.optimizer_bytes == kept.optimizer_bytes / 16
     assert kept.peak_bytes - found.peak_bytes == kept.optimizer_bytes * 15 / 16
@@ -240,87 +209,6 @@ class Linears(nn.Sequential):
     def __init__(self) -> None:
         blocks = [nn.Sequential(nn.Linear(32, 32, bias=False)) for _ in range(3)]
         super().__init__(*blocks)
-
-
-def compare_with_ledgers(roles: tuple[str, ...]) -> list[str]:
-    """Every difference between an estimate and the ledger of an engine with these on a disk."""
-    size = dist.get_world_size()
-    meshes = [(1, 1)] if size == 1 else [(1, size), (size, 1)]
-    levels = [each for each in LEVELS if "gradients" not in roles or shards_gradients(each)]
-    # A model with padding and an optimizer without state, and the other way round.
-    kinds = zip(POLICIES, (0, 8), strict=True)
-    lines = []
-    for mesh, (policy, num_bytes), level in itertools.product(meshes, kinds, levels):
-        if mesh[0] == 1 or level != "no_shard":
-            found = differences(mesh, policy, level, roles, num_bytes)
-            lines += [f"{mesh}, {policy}, {level}: {each}" for each in found]
-    return lines
-
-
-def differences(
-    mesh: tuple[int, int], policy: str, level: str, roles: tuple[str, ...], bytes_per_element: int
-) -> list[str]:
-    has_state, levels = bytes_per_element > 0, (level, "no_shard" if mesh[0] == 1 else "optim")
-    with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {
-            "mp_policy": POLICIES[policy],
-            "offload": fe.Offload(**dict.fromkeys(roles, "disk"), folder=folder),
-            "min_unit_size": 0,
-        }
-        model: nn.Module = Linears() if has_state else Transformer(2, tied=True)
-        inputs = (torch.ones(2, 32),) if has_state else token_batch(2, 1)
-        planned = estimate(
-            model,
-            world_size=math.prod(mesh),
-            outer_size=mesh[0],
-            strategy=levels[0],
-            outer_strategy=levels[1],
-            optimizer_bytes_per_element=bytes_per_element,
-            on_cpu=True,
-            **options,
-        )
-        axes = init_device_mesh("cpu", mesh, mesh_dim_names=("outer", "inner"))
-        engine = fe.shard(model, axes, *levels, **options)
-        kind = torch.optim.AdamW if has_state else torch.optim.SGD
-        optimizer = fe.shard_optimizer(kind(model.parameters(), lr=0.1))
-        for _ in range(2):
-            engine.peak_memory_bytes(reset=True)
-            model(*inputs).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        held, peak = engine.memory_bytes(), engine.peak_memory_bytes()
-        there = sum(engine.memory_bytes("disk").values())
-    on_device = 0 if "optimizer_state" in roles else bytes_per_element * held_elements(planned)
-    found = {
-        "weight_bytes": held.get("main", 0) + held.get("model", 0),
-        "grad_bytes": peak.get("grad", 0),
-        "full_bytes": peak.get("full", 0),
-        "staging_bytes": peak.get("staging", 0),
-        "optimizer_bytes": peak.get("optimizer", 0) + on_device,  # torch makes that on the device
-        "elsewhere": {"disk": there} if there else {},
-    }
-    expected = {key: getattr(planned, key) for key in found}
-    return [
-        f"{key} is {found[key]}, planned {expected[key]}"
-        for key in found
-        if found[key] != expected[key]
-    ]
-
-
-def held_elements(planned: Estimate) -> int:
-    share = 1.0
-    for axis, size in ((Axis.INNER, planned.inner_size), (Axis.OUTER, planned.outer_size)):
-        share *= planned.strategy.level(axis).fraction(Role.OPTIM, size)
-    return round(planned.num_elements * share)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("roles", [ROLES[1:2], ROLES[2:], ROLES], ids="+".join)
-def test_an_estimate_is_the_ledger_of_an_engine_with_state_on_a_disk(
-    ranks: Ranks, roles: tuple[str, ...], size: int
-) -> None:
-    results = ranks.run(compare_with_ledgers, roles, world_size=size)
-    assert not any(results), "\n".join(results[0][:10])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -384,16 +272,3 @@ def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     kept = planned(None).within(least(EVERYTHING))
     assert "Main weights, gradients and optimizer state on the host may be enough." in str(kept)
     assert "Everything on the host is not enough." in str(planned(EVERYTHING).within(1024.0))
-
-
-def test_waits_for_brought_weights_are_copies_of_state() -> None:
-    slow = replace(MACHINE, host_link=fe.TwoWayLink(1e8, 1e8, 1e8))
-    options: dict[str, Any] = {"mp_policy": POLICIES["bf16"]}
-    planning = plan(EVERYTHING, machine=slow, **options)
-    assert {each.candidate.strategy for each in planning.outcomes} == set(LEVELS[2:])
-    chosen = chosen_of(planning)
-    found = simulated(build, chosen.candidate, batch(), machine=slow, min_unit_size=0, **options)
-    waits = sum(found.exposed_by_lane.get(lane, 0.0) for lane in (COPY_IN, *STATE_LANES))
-    assert found.exposed_by_lane[COPY_IN] > 0
-    assert chosen.times is not None
-    assert chosen.times.exposed["state"] == pytest.approx(waits)

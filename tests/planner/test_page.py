@@ -131,14 +131,7 @@ def test_the_timeline_has_lanes_units_and_waits_in_their_colours() -> None:
     assert {*colours} <= {*TIME_COLOURS.values()}
     waits = [each for each in step.exposed if each.lane.startswith("outer")]
     assert colours.count(TIME_COLOURS["outer link"]) == len(waits) > 0
-    ends = [float(each["x"]) + float(each["width"]) for each in page.all("rect")]
-    assert 990 < max(ends) < 1000.2
-    areas = {each["fill"]: each["points"] for each in page.all("polygon")}
-    assert [*areas] == [*KIND_COLOURS.values()]
-    # The uppermost corner of the last area is the peak.
-    upper = min(float(corner.partition(",")[2]) for corner in areas["#E69F00"].split())
-    top = 1.1 * step.peak_bytes
-    assert upper == pytest.approx(180 * (1 - step.peak_bytes / top), abs=0.1)
+    assert [each["fill"] for each in page.all("polygon")] == [*KIND_COLOURS.values()]
 
 
 HOSTILE = """<script>document.body.dataset.bad = "1"</script><img src=x onerror=alert(1)>"'&amp;"""
@@ -183,14 +176,13 @@ for (const name of ["at most", "strategy", "free"]) {
   click(name);
   seen[name + " down"] = cells(name);
 }
-if (document.getElementById("zoom") !== null) {
-  const zoom = document.getElementById("zoom");
+const zoom = document.getElementById("zoom");
+if (zoom !== null) {
   zoom.value = 4;
   const before = document.querySelector(".plot").getBoundingClientRect().width;
   zoom.dispatchEvent(new Event("input"));
   seen.zoomed = document.querySelector(".plot").getBoundingClientRect().width / before;
 }
-seen.hidden = Array.from(document.querySelectorAll(".zoom")).filter((e) => e.hidden).length;
 seen.bad = document.body.dataset.bad || "";
 seen.styled = getComputedStyle(document.querySelector("tr.chosen")).backgroundColor;
 seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
@@ -198,10 +190,9 @@ seen.wide = document.documentElement.scrollWidth - document.documentElement.clie
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [1280, 400])
-def test_the_table_sorts_in_a_browser(tmp_path: Path, width: int) -> None:
+def test_the_table_sorts_and_the_timeline_is_zoomed_in_a_browser(tmp_path: Path) -> None:
     planning = hostile_plan()
-    found = seen(page_of(planning), PROBE, tmp_path, f"--window-size={width},800")
+    found = seen(page_of(planning), PROBE, tmp_path, "--window-size=400,800")
     assert found["bad"] == ""
     assert found["wide"] == 0
     assert found["before"] == [*range(len(planning.outcomes))]
@@ -214,10 +205,4 @@ def test_the_table_sorts_in_a_browser(tmp_path: Path, width: int) -> None:
     assert found["strategy up"] == sorted(found["strategy up"])
     assert found["strategy down"] == sorted(found["strategy up"], reverse=True)
     assert found["styled"] == "rgb(232, 241, 228)"
-
-
-@needs_chromium
-def test_the_timeline_is_zoomed_in_a_browser(tmp_path: Path) -> None:
-    found = seen(page_of(*planned()), PROBE, tmp_path)
-    assert found["zoomed"] == pytest.approx(4)
-    assert found["hidden"] == 0
+    assert seen(page_of(*planned()), PROBE, tmp_path)["zoomed"] == pytest.approx(4)

@@ -166,19 +166,6 @@ def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
         plan_linears(schedules="DualPipeV", microbatches=1, global_batch=4)
 
 
-def test_a_global_batch_takes_the_fastest_microbatch() -> None:
-    """A step of a rank has four rows."""
-    options = {"machine": fe.H100, "memory": 80e9, "seconds": 0}
-    (found,) = plan_linears(global_batch=8, microbatches=1, **options).outcomes
-    rates = {}
-    for size, count in ((1, 4), (2, 2)):
-        (each,) = plan_linears(microbatch_sizes=(size,), microbatches=count, **options).outcomes
-        assert each.items == found.items
-        rates[size, count] = each.rate
-    chosen = (found.candidate.microbatch_size, found.candidate.microbatches)
-    assert found.rate == rates[chosen] == max(rates.values())
-
-
 def test_waits_for_other_stages_are_a_part_of_the_step() -> None:
     planning = only(2)
     first = planning.outcomes[0]

@@ -198,7 +198,7 @@ def test_the_oldest_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, simulated:
 
 
 SCRIPT = """
-    import sys, torch
+    import torch
     from torch import nn
     import fsdp_engine as fe
     from fsdp_engine.planner import job
@@ -215,16 +215,13 @@ SCRIPT = """
         return simulate(*args, **options)
 
     job.simulate = counted
-    found = fe.plan(
-        build, torch.zeros(2, 8), world_size=2, quick=True, cache=True, compile=len(sys.argv) > 1
-    )
+    found = fe.plan(build, torch.zeros(2, 8), world_size=2, quick=True, cache=True)
     print(number, *(each.peak_bytes for each in found.outcomes))
 """
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_processes_share_rows_until_a_helper_changes(tmp_path: Path, is_compiled: bool) -> None:
+def test_processes_share_rows_until_a_helper_changes(tmp_path: Path) -> None:
     """A file that the model imports, with the same size as before."""
     helper = tmp_path / "helper.py"
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
@@ -234,7 +231,7 @@ def test_processes_share_rows_until_a_helper_changes(tmp_path: Path, is_compiled
         os.utime(helper, ns=(0, width * 10**9))  # before the process starts
         os.utime(tmp_path / "script.py", ns=(0, 0))
         done = subprocess.run(
-            [sys.executable, "-B", "script.py", *["compile"] * is_compiled],
+            [sys.executable, "-B", "script.py"],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(Path(fe.__file__).parent.parent)},
             capture_output=True,

@@ -157,13 +157,3 @@ def test_numbers_of_ranks_have_a_row_each() -> None:
     assert found.efficiency(found.rows[0]) == 1.0
     expected = found.rows[1].chosen.rate / found.rows[0].chosen.rate / 8
     assert found.efficiency(found.rows[1]) == pytest.approx(expected)
-
-
-@pytest.mark.thorough
-def test_a_global_batch_is_that_of_all_numbers_of_ranks() -> None:
-    planning = small_plan(global_batch=WORLD * 2 * TOKENS)
-    found = planning.scaling((2, 3, 8))
-    assert [row.label for row in found.rows] == ["2", "8"]  # 3 does not divide 32 rows
-    assert {row.chosen.items for row in found.rows} == {WORLD * 2 * TOKENS}
-    with pytest.raises(ValueError, match=r"expected numbers that divide the 32 rows"):
-        planning.scaling((3,))

@@ -13,7 +13,6 @@ import torch
 import fsdp_engine as fe
 from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.planner.simulation.machine import TwoWayLink
-from fsdp_engine.planner.simulation.memory_tracker import MemoryTracker
 from tests.planner.simulation.copying import (
     ALONE,
     BLOCKS,
@@ -102,17 +101,6 @@ def test_copies_of_activations_share_the_link_with_those_of_state() -> None:
     assert found.seconds >= sum(found.copied_bytes.values()) / ALONE
     assert found.seconds <= sum(each.seconds for each in alone) * (1 + 1e-9)
     assert {*ACTIVATION_LANES, *STATE_LANES, "copy in"} <= set(found.message_seconds)
-
-
-def test_host_memory_is_no_memory_of_the_device_when_it_is_made() -> None:
-    tracker = MemoryTracker()
-    kept, moved = torch.zeros(100), torch.zeros(1000)
-    tracker.made([kept])
-    tracker.made([moved])
-    tracker.moved(moved, "host")
-    tracker.sample()
-    assert (tracker.peak["activations"], tracker.elsewhere) == (400, {"host": 4000})
-    assert tracker.by_place == {("", ""): tuple(tracker.peak.values())}
 
 
 def test_nothing_is_copied_where_the_host_computes() -> None:

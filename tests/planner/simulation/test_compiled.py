@@ -286,13 +286,3 @@ def test_kernels_of_functions(
     for kernel, (name, _) in zip(found, expected, strict=True):
         assert kernel.is_fused == (name != "mm")
         assert name in kernel.label.replace(",", "").split()
-
-
-def test_a_result_replaces_memory_that_it_alone_is_computed_from() -> None:
-    square = (32, 32)
-    for function, count in (
-        (lambda x, w: (x @ w).relu(), 1),
-        (lambda x, w: ((product := x @ w) + 1, product * 2), 0),
-    ):
-        kernel = _kernels(function, square, square)[-1]
-        assert sum(map(len, kernel.replaced.values())) == count

@@ -228,38 +228,6 @@ def test_torchs_own_ring_attention_has_these_messages() -> None:
     assert messages.found == [gather, gather, *[gradients] * size]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"checkpointing": True, "mesh": (2, 4)},
-        {"checkpointing": "selective", "offload": fe.Offload(optimizer_state="host")},
-        {"checkpointing": "offload", "microbatches": 2},
-    ],
-)
-def test_with_other_options(options: dict[str, Any]) -> None:
-    whole, part = simulated(1, **options), simulated(4, **options)
-    assert part.model_flops * 4 == whole.model_flops
-    messages = options.get("microbatches", 1) * simulated_once(4).sent_bytes["context"]
-    if options["checkpointing"] is True:  # the gather of forward again
-        messages += NUM_BLOCKS * 3 * kv_bytes(4, 2)
-    assert part.sent_bytes["context"] == messages
-
-
-def test_dynamo_traces_checkpointed_blocks_in_one_graph() -> None:
-    """Side effects within a checkpoint would break it, and its operations would run one by one."""
-    from torch._dynamo.utils import counters
-
-    counters.clear()
-    found = simulated(4, compile=True, checkpointing=True)
-    # The first block's input requires no grad.
-    assert counters["stats"]["unique_graphs"] == NUM_BLOCKS
-    assert not counters["graph_break"]
-    assert attention_seconds(found) == pytest.approx(
-        attention_seconds(simulated(4, checkpointing=True))
-    )
-
-
 def test_labels_positions_and_heads_are_sharded() -> None:
     """transformers' own position ids, in the batch, give what a model without them has.
     Tensor-parallel ranks have a part of the heads, so that messages are smaller."""

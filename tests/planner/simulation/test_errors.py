@@ -186,8 +186,8 @@ def row_that_was_written_to() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("where", [lambda build: build, on_meta], ids=["cpu", "meta"])
 @pytest.mark.parametrize("build", [width_from_drawn_values, row_that_was_written_to])
-def test_a_model_that_reads_drawn_values_while_it_is_built(build: Any, where: Any) -> None:
-    with pytest.raises(fe.SimulationError, match=r"building the model failed at .*# here`"):
-        fe.simulate(where(build), 2, batch=torch.zeros(2, 2))
+def test_a_model_that_reads_drawn_values_while_it_is_built(build: Any) -> None:
+    for where in (build, on_meta(build)):
+        with pytest.raises(fe.SimulationError, match=r"building the model failed at .*# here`"):
+            fe.simulate(where, 2, batch=torch.zeros(2, 2))

@@ -62,14 +62,8 @@ def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def within(size: int) -> Mask:
-    def mask(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < size)
-
-    return mask
-
-
-window = within(256)
+def window(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (query >= key) & (query - key < 256)
 
 
 def in_documents(documents: Tensor) -> Mask:
@@ -139,7 +133,6 @@ def flex(
 
 
 grouped = partial(flex, enable_gqa=True)
-eager = partial(flex, call=flex_attention)
 in_region = partial(flex, call=visible)
 
 
@@ -193,17 +186,11 @@ def share(mask: Mask, *buffers: Tensor, length: int = LENGTH, heads: int = 1) ->
     return computed_share(block_mask, buffers, length, length)
 
 
-def sinks(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return (query >= key) & ((query - key < 64) | (key < 4))
-
-
 def by_head(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return (query >= key) & (query - key < 128 * (head + 1))
 
 
-@pytest.mark.parametrize(
-    ("mask", "heads"), [(causal, None), (window, None), (sinks, None), (by_head, 8)]
-)
+@pytest.mark.parametrize(("mask", "heads"), [(causal, None), (window, None), (by_head, 8)])
 @pytest.mark.parametrize("length", [500, 5120])
 def test_blocks_of_a_mask_are_those_of_torch(mask: Mask, heads: int | None, length: int) -> None:
     """Those of heads are averaged."""
@@ -213,41 +200,6 @@ def test_blocks_of_a_mask_are_those_of_torch(mask: Mask, heads: int | None, leng
     part = computed / (heads or 1) / (-(-length // BLOCK)) ** 2
     found = share(mask, length=length, heads=heads or 1)
     assert found == (part if heads is None else pytest.approx(part))
-
-
-def test_long_masks_are_sampled() -> None:
-    blocks = 131_072 // BLOCK
-    assert share(causal, length=131_072) == (blocks + 1) / (2 * blocks)
-    before, every = 1024 // BLOCK, blocks * (blocks + 1) / 2
-    skipped = (blocks - before) * (blocks - before - 1) / 2
-    assert share(within(1024), length=131_072) == (every - skipped) / blocks**2
-
-
-def at(documents: Tensor, index: Tensor) -> Tensor:
-    return torch.ops.aten.index(documents, [index])
-
-
-@pytest.mark.parametrize(
-    ("mask", "bound"),
-    [
-        (lambda r, h, q, k, of: (q >= k) & (at(of, q) == at(of, k)), causal),
-        (lambda r, h, q, k, of: (q >= k) | (at(of, q) == 0), None),
-        (lambda r, h, q, k, of: (q >= k) & ~(at(of, k) == 0), causal),
-    ],
-    ids=["documents", "prefix", "no padding"],
-)
-def test_conditions_of_unknown_tensors_count_as_true(mask: Mask, bound: Mask | None) -> None:
-    documents = DOCUMENTS[0]
-    with FakeTensorMode() as mode:
-        counted = share(mask, mode.from_tensor(documents))
-    assert counted == (1.0 if bound is None else share(bound))
-
-    def with_values(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask(row, head, query, key, documents)
-
-    known = share(mask, documents)
-    assert known == pytest.approx(1 - made(with_values).sparsity() / 100)
-    assert known <= counted
 
 
 # Time.
@@ -359,20 +311,6 @@ def test_selective_checkpoints_keep_the_output(
     assert len(kernels(found, FLEX, "backward")) == recomputed
     assert len(kernels(found, f"{FLEX}_backward", "backward")) == 2
     assert found.model_flops == pytest.approx(model_flops())
-
-
-def test_an_eager_call_holds_all_scores_and_selective_checkpoints_keep_its_output() -> None:
-    found, again = simulate(eager), simulate(eager, **SELECTIVE)
-    assert not kernels(found, FLEX, "forward")
-    assert len(kernels(found, "logsumexp", "forward")) == 2
-    scores = ROWS * HEADS * LENGTH * LENGTH * F32.itemsize
-    assert 3 * scores < found.peak_bytes < 8 * scores
-    assert found.model_flops == pytest.approx(model_flops())
-    # All keys are computed.
-    products = kernels(found, "bmm", "forward")
-    assert products == pytest.approx([2 * ROWS * HEADS * LENGTH * LENGTH * SIZE / RATE] * 4)
-    assert len(kernels(again, "logsumexp", "forward")) == 2
-    assert not kernels(again, "logsumexp", "backward")
 
 
 # Models.

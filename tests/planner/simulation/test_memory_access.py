@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,28 +46,6 @@ def test_dropout_keeps_a_mask_of_bytes_on_a_device() -> None:
     assert kept(dropping, fe.H100) == without + ELEMENTS
     assert kept(dropping, CPU) == without + 2 * ELEMENTS
     assert kept(partial(dropping, training=False), fe.H100) == without
-
-
-class Dropping(nn.Module):
-    """Functions that call those that are replaced, in a forward that backward runs again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = partial(nn.TransformerEncoderLayer, SIZE, HEADS, 2 * SIZE, 0.1, batch_first=True)
-        self.blocks = nn.ModuleList(layer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x[None])[0]
-        return x.sum()
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_functions_within_functions_and_recomputations(checkpointing: bool) -> None:
-    options: dict[str, Any] = {"batch": torch.zeros(LENGTH, SIZE), "checkpointing": checkpointing}
-    found = [fe.simulate(Dropping, 2, machine=each, **options) for each in (fe.H100, CPU)]
-    scores = HEADS * LENGTH * LENGTH * 4
-    assert found[0].peak_bytes + scores < found[1].peak_bytes
 
 
 def test_real_tensors_are_computed_as_ever_and_nothing_is_left() -> None:

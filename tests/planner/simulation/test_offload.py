@@ -225,7 +225,10 @@ def peak_of_a_real_run(level: str, roles: Sequence[str]) -> tuple[int, int]:
     """Bytes of chunks, and on the disk."""
     with tempfile.TemporaryDirectory() as folder:
         model = Blocks()
-        engine = fe.shard(model, strategy=level, min_unit_size=0, offload=on_disk(roles, folder))
+        options = fe.Options(min_unit_size=0)
+        engine = fe.shard(
+            model, strategy=level, options=options, extensions=[on_disk(roles, folder)]
+        )
         optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
         for _ in range(2):
             engine.peak_memory_bytes(reset=True)

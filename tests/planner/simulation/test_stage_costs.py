@@ -4,7 +4,6 @@ backwards."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation import pipeline as pipelines
-from fsdp_engine.planner.simulation import stage_costs as stage_costs_module
-from fsdp_engine.planner.simulation.pipeline_job import FORWARD, LETTERS, PipelineJob
+from fsdp_engine.planner.simulation.pipeline_job import PipelineJob
 from fsdp_engine.planner.simulation.stage_costs import StageCosts, stage_costs
 from tests.models import Mlp
 from tests.planner.simulation.memory_runs import HOST
@@ -94,19 +92,6 @@ def test_stages_that_are_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatc
     x = torch.zeros(ROWS, WIDTH, requires_grad=True)
     simulated(True, "1F1B", pipeline=4, microbatches=8, batch=x, **ON_GPUS)
     assert tried == [0, 1, 3]
-    tried.clear()
-    simulated(True, "1F1B", pipeline=4, stages=_with_a_wide_block(2), **ON_GPUS)
-    assert tried == [0, 1, 2, 3]
-
-
-def _with_a_wide_block(wide: int) -> Callable[[int, int], nn.Module]:
-    def made(index: int, num_stages: int) -> nn.Module:
-        stage = blocks(index, num_stages)
-        if index == wide:
-            stage.append(nn.Linear(WIDTH, WIDTH))
-        return stage
-
-    return made
 
 
 def test_blocks_of_stages_are_compiled() -> None:
@@ -122,25 +107,3 @@ def test_blocks_of_stages_are_compiled() -> None:
     assert found.seconds == by_hand.seconds
     assert found.peak_bytes == by_hand.peak_bytes
     assert found.seconds < simulated(True, "1F1B", **options).seconds
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("letters", stage_costs_module._ORDERS)
-def test_stages_alone_run_all_cases(letters: str, stage: int) -> None:
-    """In particular those that torch's schedules have."""
-    kinds = {letter: kind for kind, letter in LETTERS.items()}
-    found = set()
-    for order in stage_costs_module._ORDERS[letters]:
-        letters_of_order = [each[0] for each in order.split()]
-        assert set(letters_of_order) == set(letters)
-        cases = stage_costs_module._Cases(stage)
-        last = len(letters_of_order) - 1
-        found |= {
-            cases.of(kinds[each], is_last=number == last)
-            for number, each in enumerate(letters_of_order)
-        }
-    before = {kinds[each] for each in letters if stage > 0 or each != "I"}
-    whole = {kinds[each] for each in letters if each in "BW"}
-    assert found >= {(kinds[each], other) for each in letters for other in before}
-    assert found >= {(kind, end) for kind in whole for end in ("first", "last")}
-    assert (FORWARD, "first") in found

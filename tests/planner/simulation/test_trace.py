@@ -15,7 +15,6 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COMPUTE
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
-from fsdp_engine.planner.simulation.module_names import parents_of
 from tests.models import Mlp
 from tests.planner.simulation.memory_runs import HOST
 
@@ -50,50 +49,25 @@ def simulated(checkpointing: bool | str = False, *, on_host: bool = False) -> fe
     )
 
 
-def products(checkpointing: bool | str, phase: str) -> list[str]:
+def products(phase: str) -> list[str]:
     """Modules of the matrix products of a phase."""
-    spans = simulated(checkpointing).spans
-    return [
-        s.module for s in spans if s.label in PRODUCTS and (s.lane, s.phase) == (COMPUTE, phase)
-    ]
+    spans = (s for s in simulated().spans if (s.lane, s.phase) == (COMPUTE, phase))
+    return [s.module for s in spans if s.label in PRODUCTS]
 
 
 FORWARD = [*(f"blocks.{n}.{part}" for n in range(3) for part in ("up", "down")), "head"]
 
 
 def test_operations_have_their_modules_in_forward_and_in_backward() -> None:
-    assert products(False, "forward") == FORWARD
+    assert products("forward") == FORWARD
     # A product for the input and one for the weight, but the first has no input to train.
     backward = [name for name in reversed(FORWARD) for _ in range(2)][:-1]
-    assert products(False, "backward") == backward
+    assert products("backward") == backward
     spans = simulated(False).spans
     by_label = {(s.label, s.phase): s.module for s in spans if s.module.startswith("blocks.1")}
     assert by_label["tanh", "forward"] == by_label["tanh_backward", "backward"] == "blocks.1"
     assert {s.module for s in spans if s.phase == "step"} == {""}
     assert {s.module for s in spans if s.lane != COMPUTE} == {""}
-
-
-def test_recomputed_operations_have_the_modules_of_forward() -> None:
-    assert products(True, "forward") == FORWARD
-    found = products(True, "backward")
-    # Each block's products are recomputed as far as backward needs them, before their backward.
-    expected = ["head", "head"]
-    for number in (2, 1, 0):
-        up, down = f"blocks.{number}.up", f"blocks.{number}.down"
-        expected += [up, down, down, up, up] if number else [up, down, down, up]
-    assert found == expected
-    spans = simulated(True).spans
-    again = [s.module for s in spans if (s.label, s.phase) == ("tanh", "backward")]
-    assert again == ["blocks.2", "blocks.1", "blocks.0"]
-
-
-def test_modules_around_a_module() -> None:
-    assert parents_of("") == []
-    assert parents_of("head") == ["head"]
-    assert parents_of("model.layers.3.mlp.up") == [
-        *("model", "model.layers.3", "model.layers.3.mlp", "model.layers.3.mlp.up")
-    ]
-    assert parents_of("h.1.2.x") == ["h.1.2", "h.1.2.x"]
 
 
 @pytest.mark.parametrize(
