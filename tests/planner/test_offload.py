@@ -84,6 +84,11 @@ def test_state_on_the_host_is_tried_only_if_nothing_fits() -> None:
     chosen = chosen_of(planned_tightly())
     assert chosen.candidate.offload == HOST
     assert all(each.lacking for each in planned_tightly().outcomes if not each.candidate.offload)
+    tried = [each for each in planned_tightly().outcomes if each.candidate.offload]
+    without = [each for each in planned_tightly().outcomes if not each.candidate.offload]
+    # Candidates that cannot fit with it are not tried.
+    might = [each for each in without if each.lacking <= each.memory["optimizer"]]
+    assert len(without) > len(might) == len(tried)
     without = planned(None).within(limit())
     assert without.chosen is None
     assert "Optimizer state on the host (`offload`) may be enough." in str(without)
@@ -99,20 +104,6 @@ def test_state_on_the_host_is_tried_only_if_nothing_fits() -> None:
     assert "offloaded" in header
     assert "elsewhere" in header
     assert "offloaded" not in str(planned(None))
-
-
-@pytest.mark.thorough
-def test_candidates_that_cannot_fit_with_it_are_not_tried() -> None:
-    tried = [each.candidate for each in planned_tightly().outcomes if each.candidate.offload]
-    without = [each for each in planned_tightly().outcomes if not each.candidate.offload]
-    might = [each for each in without if each.lacking <= each.memory["optimizer"]]
-    assert len(without) > len(might) == len(tried)
-    assert not any(each.candidate.offload for each in planned("auto", 1024.0).outcomes)
-    # A host that computes has no other memory.
-    on_host = replace(MACHINE, host_runs_ahead=False)
-    assert plan("auto", limit(), machine=on_host).chosen is None
-    unknown = replace(MACHINE, host_link=None)
-    assert plan("auto", limit(), machine=unknown).chosen is None
 
 
 def test_an_offloaded_outcome_equals_its_simulation() -> None:

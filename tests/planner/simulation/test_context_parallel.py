@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,22 +160,6 @@ def test_stages_of_a_pipeline_have_a_part_of_each_sequence() -> None:
 def kv_bytes(size: int, itemsize: int) -> int:
     """Of a rank's keys and values, with two sequences."""
     return 2 * 2 * KEY_HEADS * (LENGTH // size) * SIZE * itemsize
-
-
-def test_rotation_by_all_to_all_over_nodes() -> None:
-    """A ring over nodes has the link between them."""
-    size, link = 16, fe.H100.between_nodes
-    set_rotate_method("alltoall")
-    try:
-        found = simulated(size, one_block, world_size=size)
-    finally:
-        set_rotate_method("allgather")
-    spans = on_context_lane(found)
-    assert len(spans) == 2 * (size - 1) + size
-    gathered, gradients = (size - 1) * kv_bytes(size, 2), size * kv_bytes(size, 4)
-    assert found.sent_bytes["context"] == 2 * gathered + gradients
-    expected = link.seconds(kv_bytes(size, 2), 1)
-    assert spans[0].end - spans[0].start == pytest.approx(expected)
 
 
 class Messages(TorchDispatchMode):

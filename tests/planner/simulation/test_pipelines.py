@@ -1,8 +1,10 @@
-"""Simulated steps of pipelines: times by hand, memory and order of real ranks, messages."""
+"""Simulated steps of pipelines: times by hand, memory and order of real ranks, messages, quick
+simulations from the costs of stages."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 from functools import partial
 from typing import Any
 
@@ -12,16 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_engine as fe
 from fsdp_engine import extension_list
 from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.planner.simulation import pipeline as pipelines
 from fsdp_engine.planner.simulation import pipeline_job
 from fsdp_engine.planner.simulation import simulate as simulations
 from fsdp_engine.planner.simulation.machine import Link
-from fsdp_engine.planner.simulation.pipeline_job import Action
+from fsdp_engine.planner.simulation.pipeline_job import Action, PipelineJob
+from fsdp_engine.planner.simulation.stage_costs import StageCosts, stage_costs
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
 from tests.extensions.pipelines import scene
@@ -110,19 +113,6 @@ def test_the_bubble_is_that_of_the_formula(
     assert computing == pytest.approx([seconds - each * TURN for each in bubble])
     assert found.mfu == pytest.approx(sum(computing) / num_ranks / seconds)
     assert found.num_targets == 2 * options.get("microbatches", 4) * ROWS * WIDTH
-
-
-def test_a_third_step_is_like_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link(1e9, 1e-5)
-    options = {"strategy": "optim_grads_params", "machine": plain_machine(link, link)}
-    second = simulated(stages=wider, **options)
-    monkeypatch.setattr(pipeline_job, "STEPS", pipeline_job.STEPS + 1)
-    third = simulated(stages=wider, **options)
-    assert third.seconds == pytest.approx(second.seconds)
-    assert third.bubble_seconds == pytest.approx(second.bubble_seconds)
-    for one, other in zip(second.ranks, third.ranks, strict=True):
-        assert one.seconds == pytest.approx(second.seconds)
-        assert other.memory == one.memory
 
 
 def stage_messages(found: fe.PipelineSimulation, rank: int) -> list[float]:
@@ -351,14 +341,6 @@ def test_a_stage_that_reads_values_is_an_error_with_its_line() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_trace_has_a_process_for_each_rank() -> None:
-    found = simulated(machine=plain_machine(Link(1e9, 0.0)))
-    events = found.trace()["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
-    names = {each["args"]["name"] for each in events if each["name"] == "thread_name"}
-    assert {"compute", "send to stages of rank 1", "receive from stages of rank 0"} <= names
-
-
 causal_lm = partial(llama, depth=3, head_dim=16, tie_word_embeddings=False)
 
 
@@ -421,8 +403,7 @@ def test_a_llama_is_simulated_in_stages_of_tensor_parallel_ranks() -> None:
         assert rank.memory["weights"] < 0.6 * alone.memory["weights"]
 
 
-@pytest.mark.parametrize("is_local", [True, False])
-def test_tensor_parallelism_of_a_function(is_local: bool) -> None:
+def test_tensor_parallelism_of_a_function() -> None:
     """The last stage may return a DTensor, as logits for ``loss_parallel``."""
 
     def stages(index: int, num_stages: int) -> nn.Module:
@@ -431,12 +412,11 @@ def test_tensor_parallelism_of_a_function(is_local: bool) -> None:
         return module
 
     def cut(module: Any, mesh: DeviceMesh) -> None:
-        rowwise = RowwiseParallel(use_local_output=is_local or not module.is_last)
+        rowwise = RowwiseParallel(use_local_output=not module.is_last)
         parallelize_module(module, mesh, {"0": ColwiseParallel(), "1": rowwise})
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        assert isinstance(output, DTensor) != is_local
-        return product_loss(output if is_local else output.to_local(), target)
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return product_loss(output.to_local(), target)
 
     found = simulated(tensor_parallel=2, parallelize=cut, stages=stages, loss=loss)
     assert found.seconds == pytest.approx(5 * TURN / 2)
@@ -451,3 +431,94 @@ def test_a_package_without_the_extension_names_it(monkeypatch: pytest.MonkeyPatc
         fe.plan(lambda: nn.Linear(2, 2), torch.zeros(1, 2), world_size=2, pipeline=2)
     with pytest.raises(ValueError, match=message):
         simulated()
+
+
+WIDE, MANY = 1024, 512
+ON_GPUS = {"machine": fe.H100, "mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+
+
+def wide_blocks(index: int, num_stages: int) -> nn.Module:
+    """A stage of two wide_blocks; the last one has a head."""
+    made: list[Any] = [Mlp(WIDE, 4 * WIDE) for _ in range(2)]
+    for number, block in enumerate(made):
+        block.block_number = 2 * index + number
+    head = [nn.Linear(WIDE, WIDE)] * (index == num_stages - 1)
+    return nn.Sequential(*made, *head)
+
+
+def of_blocks(quick: bool, schedule: str, **options: Any) -> fe.PipelineSimulation:
+    options = {"stages": wide_blocks, "microbatches": 6, "pipeline": 2, **options}
+    options |= {"world_size": 4 * options["pipeline"], "quick": quick}
+    return pipelined(options.pop("stages"), torch.zeros(MANY, WIDE), schedule, **options)
+
+
+LEVELS_TRIED = ["no_shard", "optim", "optim_grads_params"]
+LEVEL_3, HOST_STATE = "optim_grads_params", fe.Offload(optimizer_state="host")
+UNSPLIT = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
+SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+FEW: list[tuple[str, str, dict[str, Any]]] = [
+    ("1F1B", "optim", {"machine": HOST}),
+    ("Interleaved1F1B", LEVEL_3, {**ON_GPUS, "offload": HOST_STATE}),
+    ("ZBVZeroBubble", "optim", {**ON_GPUS, "checkpointing": True}),
+]
+EVERY = [
+    *itertools.product([*UNSPLIT, *SPLIT], LEVELS_TRIED, [ON_GPUS, {"machine": HOST}]),
+    # A turn of a V between other stages, and as many microbatches again as a stage runs alone.
+    *itertools.product(SPLIT, LEVELS_TRIED[1:], [{**ON_GPUS, "pipeline": 4, "microbatches": 12}]),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "level", "options"),
+    [*FEW, *(pytest.param(*each, marks=pytest.mark.thorough) for each in EVERY if each not in FEW)],
+)
+def test_a_quick_simulation_is_like_a_full_one(
+    schedule: str, level: str, options: dict[str, Any]
+) -> None:
+    """Steps, memory, bytes and flops."""
+    within = 0.02 if "pipeline" in options else 0.03 if "checkpointing" in options else 0.04
+    quick, full = (of_blocks(each, schedule, strategy=level, **options) for each in (True, False))
+    assert quick.actions == full.actions
+    assert quick.stages == full.stages
+    assert quick.seconds == pytest.approx(full.seconds, rel=within)
+    assert quick.mfu * quick.seconds == pytest.approx(full.mfu * full.seconds)
+    assert quick.tokens_per_second * quick.seconds == pytest.approx(
+        full.tokens_per_second * full.seconds
+    )
+    for one, other in zip(quick.ranks, full.ranks, strict=True):
+        assert 0.99 * other.peak_bytes <= one.peak_bytes <= 1.02 * other.peak_bytes
+        assert one.sent_bytes == pytest.approx(other.sent_bytes, rel=0.01)
+        assert one.compute_seconds == pytest.approx(other.compute_seconds, rel=0.02)
+        assert one.copied_bytes == pytest.approx(other.copied_bytes)
+        assert one.elsewhere == other.elsewhere
+        assert one.checkpoint_bytes == other.checkpoint_bytes
+        assert one.title == other.title
+
+
+def test_stages_that_are_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def noted(job: PipelineJob, index: int, *args: Any) -> StageCosts:
+        tried.append(index)
+        return stage_costs(job, index, *args)
+
+    monkeypatch.setattr(pipelines, "stage_costs", noted)
+    # The first returns no gradient of its inputs, and receives nothing; the last has a head.
+    x = torch.zeros(MANY, WIDE, requires_grad=True)
+    of_blocks(True, "1F1B", pipeline=4, microbatches=8, batch=x, **ON_GPUS)
+    assert tried == [0, 1, 3]
+
+
+def test_blocks_of_stages_are_compiled() -> None:
+    def compiled(index: int, num_stages: int) -> nn.Module:
+        stage = wide_blocks(index, num_stages)
+        for block in stage.children():
+            block.compile()
+        return stage
+
+    options = {"strategy": "optim", "microbatches": 4, **ON_GPUS}
+    by_hand = of_blocks(True, "1F1B", stages=compiled, **options)
+    found = of_blocks(True, "1F1B", compile=True, **options)
+    assert found.seconds == by_hand.seconds
+    assert found.peak_bytes == by_hand.peak_bytes
+    assert found.seconds < of_blocks(True, "1F1B", **options).seconds

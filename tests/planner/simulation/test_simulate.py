@@ -1,12 +1,15 @@
-"""The clock, the machine's figures, and results of simulations."""
+"""The clock, the machine's figures, results of simulations, and their traces."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
+import json
 import math
 import weakref
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import Operation
+from fsdp_engine.comm.lanes import COMPUTE, Operation
 from fsdp_engine.planner.simulation.clock import Clock
 from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.operations import all_to_all_seconds, message_seconds
-from tests.models import Transformer, token_batch
+from tests.models import CalledTwice, EncoderDecoder, Mlp, Transformer, token_batch, vector_batch
+from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.scene import ROWS, WIDTH, LinearBlock, Tower, plain_machine
 
 
@@ -346,3 +351,164 @@ def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
         assert not layer.linear1.bias.requires_grad
         assert layer.linear1.weight.mark == ["a user's"]
     assert len({id(layer.linear1.weight.mark) for layer in layers}) == 3
+
+
+LEVEL_3 = ("optim_grads_params", "no_shard")
+NARROW, BLOCKING = [
+    Machine(
+        "narrow", Processor({torch.float32: 1e9}, 1e9, 1e12), Link(1e6, 1e-6), Link(3e5, 2e-6), 4
+    ),
+    Machine(
+        "the host computes",
+        Processor({torch.float32: 1e9}, 1e9, 1e12),
+        Link(1e7, 1e-6, processor_share=0.5),
+        Link(3e6, 2e-6, processor_share=0.5),
+        ranks_per_node=4,
+        host_seconds=1e-6,
+        host_runs_ahead=False,
+    ),
+]
+QUICK = [
+    (LEVEL_3, fe.H100),
+    (("optim_grads", "no_shard"), NARROW),
+    (("optim", "optim"), BLOCKING),
+    (("no_shard", "no_shard"), fe.H100),
+]
+
+
+@pytest.mark.parametrize(("levels", "on"), QUICK)
+@pytest.mark.parametrize("build", [EncoderDecoder, CalledTwice])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_more_first_steps_add_nothing(
+    levels: tuple[str, str],
+    on: Machine,
+    build: type[nn.Module],
+    microbatches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    simulation = importlib.import_module("fsdp_engine.planner.simulation.simulate")
+    for steps in (simulation.FIRST_STEPS, (microbatches, microbatches)):
+        monkeypatch.setattr(simulation, "FIRST_STEPS", steps)
+        found.append(
+            fe.simulate(
+                build,
+                8,
+                batch=vector_batch(8, 0),
+                mesh=(2, 4),
+                machine=on,
+                microbatches=microbatches,
+                strategy=levels[0],
+                outer_strategy=levels[1],
+                options=fe.Options(min_unit_size=0),
+            )
+        )
+    second, third = found
+    assert second.seconds == pytest.approx(third.seconds, rel=1e-9)
+    assert second.exposed_seconds == pytest.approx(third.exposed_seconds, abs=1e-9 * third.seconds)
+    assert second.memory == third.memory
+    assert [(s.lane, s.label) for s in second.spans] == [(s.lane, s.label) for s in third.spans]
+
+
+TRACED_WIDTH = 256
+PRODUCTS = ("mm", "addmm")
+
+
+class Traced(nn.Module):
+    """Blocks in a list, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp(TRACED_WIDTH, 3 * TRACED_WIDTH) for _ in range(3))
+        self.head = nn.Linear(TRACED_WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).exp().sum()
+
+
+@cache
+def traced(checkpointing: bool | str = False, *, on_host: bool = False) -> fe.Simulation:
+    return fe.simulate(
+        Traced,
+        2,
+        batch=torch.zeros(64, TRACED_WIDTH),
+        machine=HOST if on_host else fe.H100,
+        strategy="optim_grads_params",
+        checkpointing=checkpointing,
+        options=fe.Options(min_unit_size=0),
+    )
+
+
+def products(phase: str) -> list[str]:
+    """Modules of the matrix products of a phase."""
+    spans = (s for s in traced().spans if (s.lane, s.phase) == (COMPUTE, phase))
+    return [s.module for s in spans if s.label in PRODUCTS]
+
+
+FORWARD = [*(f"blocks.{n}.{part}" for n in range(3) for part in ("up", "down")), "head"]
+
+
+def test_operations_have_their_modules_in_forward_and_in_backward() -> None:
+    assert products("forward") == FORWARD
+    # A product for the input and one for the weight, but the first has no input to train.
+    backward = [name for name in reversed(FORWARD) for _ in range(2)][:-1]
+    assert products("backward") == backward
+    spans = traced(False).spans
+    by_label = {(s.label, s.phase): s.module for s in spans if s.module.startswith("blocks.1")}
+    assert by_label["tanh", "forward"] == by_label["tanh_backward", "backward"] == "blocks.1"
+    assert {s.module for s in spans if s.phase == "step"} == {""}
+    assert {s.module for s in spans if s.lane != COMPUTE} == {""}
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "on_host"), [(False, False), (True, True), ("offload", False)]
+)
+def test_memory_over_time_has_the_peak(checkpointing: bool | str, on_host: bool) -> None:
+    found = traced(checkpointing, on_host=on_host)
+    series = found.memory_series
+    assert all(a[0] <= b[0] for a, b in pairwise(series))
+    assert 0 <= series[0][0] <= series[-1][0] == found.seconds
+    sums = [sum(sizes) for _, sizes in series]
+    assert max(sums) == found.peak_bytes
+    assert dict(zip(KINDS, series[sums.index(max(sums))][1], strict=True)) == found.memory
+    # Between steps there are neither activations, but for the batch, nor full weights.
+    last = dict(zip(KINDS, series[-1][1], strict=True))
+    assert last["transient"] == 0
+    assert last["activations"] < 0.5 * found.memory["activations"]
+
+
+def test_the_trace_has_a_counter_and_rows_of_lanes_and_modules(tmp_path: Path) -> None:
+    found = traced(False)
+    found.save_trace(tmp_path / "trace.json")
+    events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    counters = [event for event in events if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {"memory (bytes)"}
+    assert [[*event["args"]] for event in counters] == [[*KINDS]] * len(counters)
+    assert max(sum(event["args"].values()) for event in counters) == found.peak_bytes
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans: dict[str, list[dict[str, Any]]] = {name: [] for name in rows.values()}
+    for event in events:
+        if event["ph"] == "X":
+            spans[rows[event["tid"]]].append(event)
+            assert 0 <= event["ts"] <= found.seconds * 1e6
+    assert spans.keys() >= {"compute", "compute waits for", "inner gather", "inner reduce"}
+    busy = sum(event["dur"] for event in spans["compute"])
+    assert busy == pytest.approx(found.compute_seconds * 1e6)
+    modules = spans["modules"]
+    assert {e["name"] for e in modules} == {*FORWARD, "blocks.0", "blocks.1", "blocks.2"}
+    for name in ("blocks.1", "blocks.1.up"):
+        phases = [e["args"]["phase"] for e in modules if e["name"] == name]
+        assert phases == ["forward", "backward"]
+    for row, slices in spans.items():
+        open_until: list[float] = []
+        for event in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
+            start, end = event["ts"], event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= start + 1e-6:
+                open_until.pop()
+            # Slices are one after the other. Those of modules may be within each other.
+            assert not open_until or (row == "modules" and end <= open_until[-1] + 1e-6), row
+            open_until.append(end)
+    named = [e["args"].get("module") for e in spans["compute"] if e["name"] in PRODUCTS]
+    assert named[: len(FORWARD)] == FORWARD

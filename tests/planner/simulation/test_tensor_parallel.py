@@ -79,16 +79,6 @@ def test_compute_waits_for_collectives_of_the_model() -> None:
     assert busy > 1e-3
 
 
-def test_data_parallel_ranks_are_apart() -> None:
-    """Two data-parallel ranks of eight tensor-parallel ranks each are in two nodes."""
-    found = simulated_pair(16, 8)
-    gathers = [span for span in found.spans if span.lane == "inner gather"]
-    assert gathers
-    for span in gathers:
-        assert span.end - span.start > fe.H100.between_nodes.latency
-    assert fe.H100.between_nodes.latency > fe.H100.within_node.latency
-
-
 def test_a_mesh_of_the_users_model_gives_the_same() -> None:
     def build(device: str = "cuda") -> nn.Module:
         mesh = init_device_mesh(device, (2, TP), mesh_dim_names=("dp", "tp"))

@@ -72,25 +72,17 @@ def test_machines_have_families() -> None:
     assert family_of(dataclasses.replace(fe.A100, name="other")) == ""
 
 
-def test_each_answer_of_time_has_it() -> None:
-    planning = planned(fe.A100)
-    accuracy, text = accuracy_of(family_of(fe.A100)), str(planning)
-    assert planning.chosen is not None
-    assert planning.chosen.times is not None
-    assert f" ms {accuracy.mark} per step, " in text
-    assert accuracy.sentence(planning.chosen.times.step) in text
-    assert f"ms: step time {accuracy.mark}, and" in " ".join(text.split())
-    assert planning.simulate is not None
-    step = planning.simulate(planning.chosen.candidate)
-    assert str(step).endswith(accuracy.sentence(planning.chosen.times.step))
-
-
-def test_the_memory_limit_says_what_is_kept_free() -> None:
+def test_a_plan_says_how_accurate_it_is_and_what_is_kept_free() -> None:
     """Sizes of data sheets: A100 80GB, H100 SXM 80GB, H200 141GB, DGX B200 1,440GB for eight."""
     machines = (fe.A100, fe.H100, fe.H200, fe.B200)
     assert [each.processor.memory_bytes / 1e9 for each in machines] == [80, 80, 141, 180]
-    planning = planned(fe.H200, formulas=True)
+    planning = planned(fe.H200)
     text = str(planning)
+    accuracy = accuracy_of(family_of(fe.H200))
+    assert f" ms {accuracy.mark} per step, " in text
+    assert planning.chosen is not None
+    assert planning.chosen.times is not None
+    assert accuracy.sentence(planning.chosen.times.step) in text
     assert "Memory limit: 118.2 GiB, 0.9 of the machine's 131.3 GiB (141 GB); " in text
     assert "are kept free for the driver's context" in text
     given = str(planning.within(2.0**30))
