@@ -30,7 +30,6 @@ from tests.planner.made_plans import simulated as one_step
 from tests.pool import Ranks
 
 WORLD = 4
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MACHINE = replace(fe.H100, ranks_per_node=2)
 TOKENS = torch.arange(4 * 32).view(4, 32) % 64
 
@@ -109,15 +108,6 @@ def test_a_degree_is_simulated_as_by_itself(name: str) -> None:
     assert {each.items for each in only(1).outcomes} == {TOKENS.numel() * WORLD}
 
 
-def test_the_fastest_degrees_have_all_levels(simulated: list[Any]) -> None:
-    """Without data parallelism alone, two tensor-parallel ranks are the fastest that fit."""
-    found = [each.candidate for each in plan(make=fe.plan, tensor_parallel=2).outcomes]
-    assert {each.strategy for each in found} == set(LEVELS)
-    assert len(found) == len(set(found))
-    quick = [each.candidate for each in plan(tensor_parallel=2).outcomes]
-    assert set(quick) == set(filter(is_quick, found))
-
-
 TENSOR = ["sent tensor", "of 2 tensor-parallel ranks each", "the tensor-parallel link (within a"]
 CONTEXT = ["sent context", "4, CP 2", "on 4 ranks in context-parallel groups of 2"]
 CONTEXT += ["the context-parallel link (within a node)"]
@@ -193,15 +183,6 @@ def test_a_global_batch_too_small_for_data_parallel_ranks_alone(
     assert planning.setting.global_batch == 64
     with pytest.raises(ValueError, match="global_batch: expected a multiple of 64 tokens"):
         plan(tensor_parallel=2, global_batch=32)
-
-
-def test_a_plan_where_nothing_fits_names_degrees_that_were_not_tried() -> None:
-    tensor = 'Tensor parallelism (`tensor_parallel="auto"`) may be enough.'
-    context = "Context parallelism (`context_parallel=`) may be enough."
-    assert tensor in str(plan(make=fe.plan, formulas=True).within(1000.0))
-    assert tensor not in str(both().within(1000.0))
-    assert context in str(only(1).within(1000.0))
-    assert context not in str(shared().within(1000.0))
 
 
 # What a plan says is then trained.

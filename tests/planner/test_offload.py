@@ -120,21 +120,6 @@ def test_an_offloaded_outcome_equals_its_simulation() -> None:
     assert sum(chosen.times.shares().values()) == pytest.approx(1.0)
 
 
-@pytest.mark.thorough
-def test_steps_beside_forward_are_a_trial() -> None:
-    planning = planned_tightly()
-    chosen = chosen_of(planning)
-    (trial,) = (each for each in planning.trials if "overlap_forward" in each.change)
-    assert trial.speedup > 1.05
-    beside = planned(replace(HOST, overlap_forward=True), limit())
-    found = {each.candidate: each.rate for each in beside.outcomes}
-    rate = found[replace(chosen.candidate, offload=replace(HOST, overlap_forward=True))]
-    assert trial.speedup == pytest.approx(rate / chosen.rate)
-    assert "With steps beside forward (`overlap_forward=True`): " in str(planning)
-    assert "optimizer state on the host, stepped beside forward: " in str(beside)
-    assert not any("overlap_forward" in each.change for each in beside.trials)
-
-
 def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.simulation import pipeline
-from fsdp_engine.planner.simulation.machine import Link
 from tests.extensions.pipelines.scene import passes_on_to_itself
 from tests.planner.made_plans import llama_batch, quick_plan, small_llama
 from tests.pool import Ranks
@@ -123,24 +121,6 @@ def test_a_row_is_a_quick_simulation_of_the_pipeline(context: int) -> None:
     assert each.peak_bytes == max(found.peak_bytes)
     assert each.times.exposed["pipeline"] == pytest.approx(sum(found.bubble_seconds) / 2)
     assert each.times.mfu == pytest.approx(found.mfu)
-
-
-@pytest.mark.thorough
-def test_schedules_that_split_backwards_have_no_bubble() -> None:
-    """Of linears of equal stages on a machine whose messages and host take no time."""
-    free = Link(math.inf, 0.0)
-    machine = replace(fe.H100, host_seconds=0.0, within_node=free, between_nodes=free)
-    options: dict[str, Any] = {"world_size": 2, "meshes": None, "microbatches": 8, "seconds": 0}
-    x = torch.zeros(512, 1024)
-    make = functools.partial(stage, width=1024)
-    interleaved, zero_bubble = (
-        plan_linears((x, x), make, machine=machine, schedules=each, **options).outcomes[0]
-        for each in ("Interleaved1F1B", "ZBVZeroBubble")
-    )
-    assert interleaved.times.shares()["other stages"] > 0.05
-    # The first stage has no gradient of its input.
-    assert zero_bubble.times.shares()["other stages"] < 0.02
-    assert zero_bubble.rate > interleaved.rate
 
 
 def job(**changes: Any) -> Job:

@@ -10,7 +10,7 @@ from rich.table import Table
 from fsdp_engine.planner.planner_tables import plan_table
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.strategies import LEVELS
-from fsdp_engine.terminal import Column, fitted, table_text, terminal_width
+from fsdp_engine.terminal import table_text, terminal_width
 from tests.planner.made_plans import SETTING, rows
 
 
@@ -67,18 +67,3 @@ def test_without_a_terminal_no_column_is_left_out(monkeypatch: pytest.MonkeyPatc
     table = plan_table(SETTING, rows(), None)
     assert {*KINDS, "strategy", "exposed", "sent inner", "sent outer"} <= {*headings(table)}
     assert "Not shown" not in table_text(table)
-
-
-def test_a_column_that_need_not_go_stays() -> None:
-    columns = [
-        Column("a", ["1" * 10], drop=1),
-        Column("b", ["1" * 40], drop=2),
-        Column("c", ["1" * 20], fold=3, folded=("d", ["1"])),
-    ]
-    assert fitted(columns, None).left_out == ()
-    assert fitted(columns, 200).left_out == ()
-    # `a` alone does not suffice, and without `b` it fits again.
-    assert fitted(columns, 40).left_out == ("b",)
-    found = fitted(columns, 20)
-    assert (found.left_out, found.folded) == (("b",), ("c",))
-    assert [each.name for each in found.columns] == ["a", "d"]

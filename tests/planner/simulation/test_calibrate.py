@@ -21,18 +21,13 @@ from fsdp_engine.planner.simulation import kernels as kernels_module
 from fsdp_engine.planner.simulation import state_links
 from fsdp_engine.planner.simulation.copies import CopyQueues, Direction
 from fsdp_engine.planner.simulation.kernels import Kernels
-from fsdp_engine.planner.simulation.machine import Attention, Link, Machine, Processor, TwoWayLink
+from fsdp_engine.planner.simulation.machine import Attention, Machine, Processor, TwoWayLink
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks, on_ranks
 
 ROOT = Path(__file__).parents[3]
 F32 = torch.float32
 HOST = Processor({F32: 1e9}, 1e8, 1e9, overlap=0.0)
-
-
-def machine_of(processor: Processor) -> Machine:
-    link = Link(1e9, 0.0)
-    return Machine("a host", processor, link, link, 8, host_runs_ahead=False)
 
 
 def heads_of(size: int | None) -> dict[str, Any]:
@@ -161,18 +156,6 @@ def test_nodes_of_different_numbers_of_ranks_are_refused() -> None:
         pytest.raises(ValueError, match="same number of ranks on each node; found 4 ranks, 3"),
     ):
         fe.planner.simulation.calibrate.calibrate(seconds=0.02)
-
-
-def test_two_ranks_that_are_started_measure_the_given_folder(tmp_path: Path) -> None:
-    given: list[Any] = []
-
-    def spawn(function: Any, arguments: tuple[Any, ...], num_ranks: int) -> None:
-        given.append(arguments)
-        machine_of(HOST).save(Path(arguments[-1]))
-
-    with patch.object(calibrate_module.mp, "spawn", spawn):
-        calibrate_module.calibrate(folder=tmp_path)
-    assert given[0][-3:-1] == (tmp_path, False)
 
 
 def test_both_directions_are_measured_as_they_are_simulated() -> None:

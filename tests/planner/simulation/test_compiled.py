@@ -185,23 +185,6 @@ def test_checkpoints_of_compiled_blocks_recompute_them(how: str, options: dict[s
     assert found.model_flops == kept.model_flops
 
 
-def test_a_compiled_function_is_simulated() -> None:
-    @torch.compile
-    def gated(x: Tensor) -> Tensor:
-        return F.gelu(x) * torch.sigmoid(x)
-
-    class Gated(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return gated(super().forward(x)).sum()
-
-    x = torch.zeros(64, 32)
-    found = fe.simulate(lambda: Gated(32, 32), 2, batch=x)
-    forward = [span.label for span in found.spans if span.phase == "forward"]
-    assert [label for label in forward if label.startswith("fused")] == [
-        next(label for label in forward if "erf" in label)
-    ]
-
-
 def test_blocks_are_traced_once_for_all_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     make = compiled._make_graph

@@ -6,7 +6,6 @@ The table of many models is that of ``benchmarks/planner_memory.py``.
 from __future__ import annotations
 
 import functools
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_engine as fe
-from fsdp_engine.planner.simulation.memory_tracker import as_returned, lstm_workspace
+from fsdp_engine.planner.simulation.memory_tracker import as_returned
 from fsdp_engine.strategies import LEVELS
 from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_runs import HOST, MODELS, NUM_RANKS, Run, measured_all, planned
@@ -158,20 +157,6 @@ def test_a_host_holds_memory_that_a_device_frees() -> None:
     # Before torch 2.13 nothing is kept idle.
     for run in CUSTOM[: 1 + hasattr(torch.UntypedStorage, "_swap_data_ptr_")]:
         assert planned_once(run).peak_bytes > 1.02 * on_device(run).peak_bytes
-
-
-def test_the_workspace_of_the_lstm_of_onednn() -> None:
-    choose = random.Random(0)
-    sizes = [1, 3, 16, 33, 64, 100, 128, 250, 256]
-    for _ in range(20):
-        steps, rows, width, hidden = (choose.choice(sizes) for _ in range(4))
-        x = torch.zeros(steps, rows, width)
-        weights = [torch.zeros(4 * hidden, n, requires_grad=True) for n in (width, hidden)]
-        biases = [torch.zeros(4 * hidden, requires_grad=True) for _ in range(2)]
-        states = [torch.zeros(rows, hidden) for _ in range(2)]
-        options = (False, [], 2, hidden, 1, True, False, False, True)
-        out = torch.ops.aten.mkldnn_rnn_layer(x, *weights, *biases, *states, *options)
-        assert lstm_workspace(x, hidden) == out[3].nbytes
 
 
 def returned_alike(func: Any, given: tuple[Any, ...]) -> None:

@@ -115,28 +115,6 @@ def test_elements_that_are_not_streamed(function: Callable[[], Tensor], expected
     assert counted.found == expected
 
 
-class _Attention(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.scale
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
-
-
-def test_attention_s_backward_sums_gradients_of_queries_in_fp32_on_devices() -> None:
-    shape = (2, 4, 256, 64)
-
-    def peak(machine: fe.Machine) -> int:
-        options = {"strategy": "no_shard", "machine": machine}
-        found = fe.simulate(_Attention, 1, batch=torch.zeros(shape), **options)
-        return found.peak_bytes
-
-    # At that moment are the query, which is key and value, output, its gradient, and three results.
-    assert peak(fe.H100) - peak(CPU) == pytest.approx(4 * torch.zeros(shape).numel(), rel=0.01)
-
-
 def test_sums_over_rows_have_partial_sums() -> None:
     total = torch.ops.aten.sum.dim_IntList
     for rows, columns, expected in (

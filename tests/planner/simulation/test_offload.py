@@ -297,6 +297,8 @@ def test_a_machine_without_figures_of_a_link_or_of_memory_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=rf"machine: expected {missing}"):
         simulated(machine(**fields), place)
+    with pytest.raises(ValueError, match=r"expected host_link, since state or activations.*None"):
+        stepped(machine(host_link=None))
 
 
 def test_two_directions_share_what_both_reach_together() -> None:
@@ -314,19 +316,6 @@ def test_two_directions_share_what_both_reach_together() -> None:
     assert behind.end == pytest.approx(into.end + 2.0)
     queues.forget(20.0)
     assert queues.add(Direction.INTO, 20.0, 10.0).end == pytest.approx(22.0)
-
-
-def test_work_of_the_host_shares_its_memory_with_copies() -> None:
-    queues = CopyQueues(TwoWayLink(10.0, 10.0, 15.0), host_rate=20.0)
-    into = queues.add(Direction.INTO, 0.0, 100.0)
-    work = queues.add(Direction.WORK, 4.0, 40.0)  # 2/3 of both rates
-    assert work.end == pytest.approx(7.0)
-    assert into.end == pytest.approx(11.0)
-    out = queues.add(Direction.OUT, 5.0, 30.0)  # with 7.5 and 7.5 beside 20: 4/7 of each
-    assert work.end == pytest.approx(5.0 + (40.0 - 40.0 / 3) / (20.0 * 4 / 7))
-    done = (work.end - 5.0) * 7.5 * 4 / 7
-    assert out.end == pytest.approx(work.end + (30.0 - done) / 7.5)
-    assert into.end == pytest.approx(out.end + (100.0 - 40.0 - 20.0 / 3 - 30.0) / 10.0)
 
 
 BYTES_OF_STATE = {"Adam": 8, "SGD": 4, "Adagrad": 4, "RMSprop": 4}
@@ -431,10 +420,3 @@ def test_copies_of_activations_share_the_link_with_those_of_state() -> None:
 def test_nothing_is_copied_where_the_host_computes() -> None:
     found = stepped(machine(host_runs_ahead=False, host_link=None))
     assert (found.copied_bytes, found.elsewhere) == ({}, {})
-
-
-def test_activations_need_figures_of_the_link() -> None:
-    with pytest.raises(ValueError, match=r"expected host_link, since state or activations.*None"):
-        stepped(machine(host_link=None))
-    with pytest.raises(ValueError, match="checkpointing: expected True, False"):
-        stepped(machine(), checkpointing="host")

@@ -21,12 +21,10 @@ from fsdp_engine import extension_list
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.planner.simulation import pipeline as pipelines
 from fsdp_engine.planner.simulation import pipeline_job
-from fsdp_engine.planner.simulation import simulate as simulations
 from fsdp_engine.planner.simulation.machine import Link
 from fsdp_engine.planner.simulation.pipeline_job import Action, PipelineJob
 from fsdp_engine.planner.simulation.stage_costs import StageCosts, stage_costs
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
-from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
 from tests.extensions.pipelines import scene
 from tests.models import Mlp
 from tests.planner.simulation.live_storages import LiveStorages
@@ -159,36 +157,6 @@ def test_collectives_run_beside_the_wait_for_another_stage() -> None:
     # The first gather of a step starts when the activations arrive.
     by_lane = [each.exposed_by_lane["inner gather"] for each in found.ranks]
     assert by_lane[1] == pytest.approx(by_lane[0])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"extensions": [fe.Offload(optimizer_state="host", overlap_forward=True)]},
-        {"extensions": [fe.OffloadActivations()], "units": [nn.Linear]},
-        {"machine": HOST, "strategy": "optim_grads_params"},
-    ],
-    ids=["state", "activations", "host"],
-)
-def test_a_replay_has_the_times_of_its_tape(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tapes: list[RecordingClock] = []
-
-    def recording(*args: Any) -> RecordingClock:
-        tapes.append(RecordingClock(*args))
-        return tapes[-1]
-
-    monkeypatch.setattr(simulations, "Clock", recording)
-    options = {"batch": torch.zeros(ROWS, WIDTH), "loss": Tensor.sum, "microbatches": 2, **options}
-    found = fe.simulate(partial(Linears, 3), 2, options=fe.Options(min_unit_size=0), **options)
-    replay = Replay(tapes[0], 2, lambda message, time: None)
-    replay.run()
-    start, end = replay.finishes[-2:]
-    assert end - start == pytest.approx(found.seconds)
-    assert replay.clock.spans == tapes[0].spans
-    assert replay.clock.exposed == tapes[0].exposed
-    assert replay.clock.sent_bytes == found.sent_bytes
 
 
 def blocks(index: int, num_stages: int) -> nn.Module:
