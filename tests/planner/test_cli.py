@@ -38,6 +38,7 @@ from torch import nn
 
 from tests.planner.made_plans import Words, words
 
+
 def build():
     assert torch.empty(0).is_meta
     return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
@@ -71,7 +72,6 @@ class Narrow(Words):
 class Branching(Words):
     def forward(self, tokens):
         return super().forward(tokens) if tokens.sum() > 0 else self.embedding(tokens).sum()
-
 """
 OF_WORDS = "--world 16 --model planned_models:Words --batch planned_models:words"
 

@@ -20,7 +20,7 @@ from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS, Axis
 from tests import models
 from tests.messages import watched
 from tests.models import Transformer, token_batch, vector_batch
-from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS, PAIRS_AND_WAYS
+from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks
 
 GIB = 2**30
@@ -134,16 +134,17 @@ def described(engine: fe.Engine) -> dict[str, int]:
 
 
 def compare_with_engines(strategy: str, outer: str, all_ways: bool) -> list[str]:
-    """Over meshes, dtypes and budgets."""
+    """Over meshes, dtypes and budgets; and with default units that are joined."""
+    pair = {"strategy": strategy, "outer_strategy": outer}
     lines = []
     for shape, name, budget in CASES if all_ways else FEW_CASES:
-        options = {
-            "strategy": strategy,
-            "outer_strategy": outer,
-            "mp_policy": POLICIES[name],
-            "config": fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget),
-        }
+        config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget)
+        options = {"mp_policy": POLICIES[name], "config": config, **pair}
         lines += compared(lambda: Transformer(4, tied=True), token_batch(2, 1), shape, **options)
+    block = sum(parameter.numel() for parameter in models.Block().parameters())
+    for tied, least in ((False, block), (True, 2 * block), (False, 10**6)):
+        make = functools.partial(Transformer, 4, tied)
+        lines += compared(make, token_batch(2, 1), min_unit_size=least, **pair)
     return lines
 
 
@@ -176,25 +177,6 @@ def compare_odd_models() -> list[str]:
 
 def test_models_with_habits_are_planned_as_they_are_sharded(ranks: Ranks) -> None:
     results = ranks.run(compare_odd_models)
-    assert not any(results), "\n".join(results[0][:10])
-
-
-def compare_joined(strategy: str, outer: str) -> list[str]:
-    """Default units are joined."""
-    options = {"strategy": strategy, "outer_strategy": outer}
-    block = sum(parameter.numel() for parameter in models.Block().parameters())
-    lines = []
-    for tied, least in ((False, block), (True, 2 * block), (False, 10**6)):
-        make = functools.partial(Transformer, 4, tied)
-        lines += compared(make, token_batch(2, 1), min_unit_size=least, **options)
-    return lines
-
-
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
-def test_joined_units_are_planned_as_they_are_built(
-    ranks: Ranks, strategy: str, outer: str
-) -> None:
-    results = ranks.run(compare_joined, strategy, outer)
     assert not any(results), "\n".join(results[0][:10])
 
 

@@ -1,4 +1,4 @@
-"""Plans with offloaded state: when it is tried, its bytes and seconds, and what users see of it."""
+"""Plans with offloaded state and activations: when they are tried, and what users see of it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.state_places import offloads_to_host
 from fsdp_engine.terminal import format_bytes
 from tests.planner.made_plans import simulated
+from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, computing
 from tests.pool import Ranks
 
 _, EVERYTHING = offloads_to_host()
@@ -248,3 +249,71 @@ def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     kept = planned(None).within(least(EVERYTHING))
     assert "Main weights, gradients and optimizer state on the host may be enough." in str(kept)
     assert "Everything on the host is not enough." in str(planned(EVERYTHING).within(1024.0))
+
+
+ACTIVATION_LANES = names_of_copies("activations")
+PAIRS_OF_LINEARS = 5
+KEPT_OR_NOT = {False, "selective", True}
+# Copies of a block are hidden behind its forward, which has two products.
+FAST = computing(1.1)
+SLOW = replace(FAST, host_link=fe.TwoWayLink(ALONE / 10, ALONE / 10, ALONE / 5))
+
+
+def build_pairs() -> nn.Module:
+    def linear() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH, bias=False)
+
+    return nn.Sequential(*(nn.Sequential(linear(), linear()) for _ in range(PAIRS_OF_LINEARS)))
+
+
+def planned_of(memory: float, machine: fe.Machine = FAST, **options: Any) -> fe.StrategyPlan:
+    given = {"batch": torch.zeros(ROWS, WIDTH), "world_size": RANKS, "min_unit_size": 0, **options}
+    return fe.plan(build_pairs, machine=machine, memory=memory, **given)
+
+
+@functools.cache
+def least_of(checkpointing: bool | str) -> int:
+    """Bytes that some candidate needs at most."""
+    outcomes = planned_of(PLENTY, checkpointing=(checkpointing,)).outcomes
+    return min(each.peak_bytes for each in outcomes)
+
+
+def ways_of(planning: fe.StrategyPlan) -> set[bool | str]:
+    return {each.candidate.checkpointing for each in planning.outcomes}
+
+
+def test_activations_on_the_host_are_chosen_where_they_do_not_fit_and_copies_are_hidden() -> None:
+    limit = least_of(False) - 1
+    planning = planned_of(limit)
+    chosen = planning.chosen
+    assert chosen is not None
+    assert chosen.candidate.checkpointing == "offload"
+    assert chosen.elsewhere == {"host": 2 * PAIRS_OF_LINEARS * SAVED}
+    assert chosen.peak_bytes <= limit
+    recomputed = [each.rate for each in planning.outcomes if each.candidate.checkpointing is True]
+    assert max(recomputed) < 0.95 * chosen.rate
+    assert planning.best["extensions"] == [fe.OffloadActivations()]
+    text = str(planning)
+    assert "ranks, no checkpointing, activations on the host: " in text
+    assert "Each node keeps 40.0 MiB on the host, 10.0 MiB of each rank." in text
+
+
+@pytest.mark.thorough
+def test_blocks_are_recomputed_where_copies_take_longer() -> None:
+    assert ways_of(planned_of(PLENTY)) == KEPT_OR_NOT
+    planning = planned_of(least_of(False) - 1, SLOW)
+    assert ways_of(planning) == {*KEPT_OR_NOT, "offload"}
+    assert planning.chosen is not None
+    assert planning.chosen.candidate.checkpointing is True
+    (slow, *_) = (each for each in planning.outcomes if each.candidate.checkpointing == "offload")
+    candidate, times = slow.candidate, slow.times
+    assert times is not None
+    found = simulated(
+        build_pairs, candidate, torch.zeros(ROWS, WIDTH), machine=SLOW, min_unit_size=0
+    )
+    waited = sum(found.exposed_by_lane[lane] for lane in ACTIVATION_LANES)
+    assert (times.step, slow.memory) == (found.seconds, found.memory)
+    assert times.exposed["activations"] == pytest.approx(waited)
+    assert times.shares()["activation copies"] == pytest.approx(waited / found.seconds)
+    alone = planned_of(PLENTY, SLOW, checkpointing=("offload",))
+    assert "Bottleneck: copies of activations; " in str(alone)
