@@ -84,7 +84,7 @@ MACHINE = replace(
 
 
 def build_deep() -> nn.Module:
-    return Transformer(num_blocks=2, dim=64)
+    return Transformer(num_blocks=4, dim=64)
 
 
 def planned_deep(**options: Any) -> fe.StrategyPlan:
@@ -191,5 +191,5 @@ def test_what_is_planned_can_be_run(ranks: Ranks, tmp_path: Path) -> None:
     limited().save(paths[0])
     every_second().save(paths[1])
     checkpointed = "CheckpointedForward"
-    expected = [2 * [checkpointed], ["method", checkpointed]]
+    expected = [4 * [checkpointed], 2 * ["method", checkpointed]]
     assert ranks.run(_shard_by_plans, paths, world_size=WORLD) == WORLD * [expected]

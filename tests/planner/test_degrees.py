@@ -121,7 +121,7 @@ def test_waits_for_a_link_are_a_part_of_the_step(
     name: str, mesh: tuple[int], least: float, texts: list[str]
 ) -> None:
     slow = replace(MACHINE, within_node=replace(fe.H100.within_node, bandwidth=1e7))
-    planning = plan(machine=slow, **{f"{name}_parallel": 2}, meshes=[mesh], seconds=0)
+    planning = plan(machine=slow, **{f"{name}_parallel": 2}, meshes=[mesh])
     times = planning.outcomes[0].times
     assert times is not None
     assert times.shares()[f"{name} link"] > least

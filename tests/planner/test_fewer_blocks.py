@@ -142,8 +142,13 @@ def test_blocks_that_are_alike_are_found(blocks: list[nn.Module], expected: Repe
         assert (found.count - depth) % found.period == 0
         found.shorten(model, depth)
         assert len(model.layers) == found.before + depth
+
+
+def test_blocks_of_two_lists_are_not_shortened() -> None:
+    model = blocks_of(*(Numbered(n) for n in range(30)))
     model.others = nn.ModuleList(nn.Linear(4, 4) for _ in range(30))
-    assert find_repeated(model) is None  # of two lists
+    assert find_repeated(model) is None
+    assert find_repeated(nn.Linear(4, 4)) is None
 
 
 def test_blocks_that_are_left_are_numbered_without_gaps() -> None:

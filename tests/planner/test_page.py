@@ -73,6 +73,7 @@ def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
     planning = fe.plan(
         *(build, words()),
         world_size=16,
+        meshes=[(2, 8)],
         checkpointing=(False,),
         machine=machine,
         options=fe.Options(min_unit_size=0),
