@@ -455,7 +455,7 @@ def test_operations_have_their_modules_in_forward_and_in_backward() -> None:
     # A product for the input and one for the weight, but the first has no input to train.
     backward = [name for name in reversed(FORWARD) for _ in range(2)][:-1]
     assert products("backward") == backward
-    spans = traced(False).spans
+    spans = traced().spans
     by_label = {(s.label, s.phase): s.module for s in spans if s.module.startswith("blocks.1")}
     assert by_label["tanh", "forward"] == by_label["tanh_backward", "backward"] == "blocks.1"
     assert {s.module for s in spans if s.phase == "step"} == {""}
