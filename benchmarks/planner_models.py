@@ -6,6 +6,9 @@ at the end of backward. There reductions are in flight, which ranks over gloo re
 of their own; peaks of other models are mostly where forward ends, and have none of it.
 """
 
+# mypy: disable-error-code="no-any-return"
+# What a tensor may be besides is not worth a model's while.
+
 from __future__ import annotations
 
 import itertools
