@@ -27,7 +27,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from planner_models import MODELS
+from _planner_models import MODELS
 
 from fsdp_engine.strategies import LEVELS
 from tests.planner.simulation.memory_runs import NUM_RANKS, Run, measured, planned

@@ -1,6 +1,6 @@
 """Five small models of different kinds whose memory is planned and measured, and parts of them.
 
-Those of benchmarks alone are in ``benchmarks/planner_models.py``. Everything they do can be done
+Those of benchmarks alone are in ``benchmarks/_planner_models.py``. Everything they do can be done
 with fake tensors.
 """
 
