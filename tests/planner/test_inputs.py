@@ -12,11 +12,7 @@ import transformers
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner.command_inputs import (
-    default_loss,
-    example_inputs,
-    model_builder,
-)
+from fsdp_engine.planner.command_inputs import default_loss, example_inputs, model_builder
 from tests.planner.made_plans import LLAMA
 
 _TEXT = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}

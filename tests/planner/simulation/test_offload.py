@@ -243,8 +243,7 @@ def peak_of_a_real_run(level: str, roles: Sequence[str]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("level", "size", "roles"),
-    [("no_shard", 2, ROLES[:1]), ("optim_grads_params", 1, ROLES)],
+    ("level", "size", "roles"), [("no_shard", 2, ROLES[:1]), ("optim_grads_params", 1, ROLES)]
 )
 def test_simulated_memory_of_chunks_is_the_ledger_of_a_real_run(
     ranks: Ranks, level: str, size: int, roles: Sequence[str]
