@@ -17,7 +17,7 @@ from fsdp_engine.planner.outcome import Outcome, Setting, Times
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from tests.models import LENGTH, Transformer, token_batch
 from tests.planner.made_plans import LENGTH as TOKENS
-from tests.planner.made_plans import Words, words
+from tests.planner.made_plans import Words, quick_plan, words
 
 WORLD, ROWS, DIM = 16, 4, 32
 
@@ -41,7 +41,7 @@ def planned_by_hand() -> fe.StrategyPlan:
 
 def small_plan(machine: fe.Machine = fe.H100, **options: Any) -> fe.StrategyPlan:
     given = {"world_size": WORLD, "checkpointing": (False,), "min_unit_size": 0, **options}
-    return fe.plan(Words, words, machine=machine, **given)
+    return quick_plan(Words, words, machine=machine, **given)
 
 
 def test_a_run_of_tokens_has_days_gpu_hours_cost_and_mfu(tmp_path: Path) -> None:
