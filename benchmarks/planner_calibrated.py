@@ -4,7 +4,7 @@
     python benchmarks/planner_calibrated.py --machine machine.json    # of `calibrate`; not anew
 
 ``planner_memory.py`` plans for a machine with round figures. Here the figures are those of this
-machine, and the models (``weight_bound_models.py``) have their peak at the end of
+machine, and the models (``_planner_models.py``) have their peak at the end of
 backward, where reductions are in flight: a U-Net, a mixture of experts, a vision transformer. The
 measured value is that of every live storage in the third step (``live_storages.py``). The same rows
 for ``fe.H100`` show what a device does not hold.
@@ -21,12 +21,12 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from _planner_models import WEIGHT_BOUND
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.calibrate import calibrate
 from fsdp_engine.strategies import LEVELS
 from tests.planner.simulation.memory_runs import NUM_RANKS, Run, measured, planned
-from tests.planner.simulation.weight_bound_models import WEIGHT_BOUND
 
 NUM_STEPS = 3
 

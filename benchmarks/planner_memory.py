@@ -27,9 +27,9 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from _planner_models import MODELS
 
 from fsdp_engine.strategies import LEVELS
-from tests.planner.simulation.memory_models import MODELS
 from tests.planner.simulation.memory_runs import NUM_RANKS, Run, measured, planned
 
 TOO_MUCH, TOO_LITTLE = 3.0, -0.01  # per cent

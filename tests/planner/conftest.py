@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 import fsdp_engine as fe
-from fsdp_engine.planner import job, strategy_search
+from fsdp_engine.planner import job
 from fsdp_engine.planner.simulation.step_options import StepOptions
 from tests.planner.made_plans import Words, words
 
@@ -21,12 +20,6 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     return home
-
-
-@pytest.fixture
-def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quick plans try all of their candidates, however long these take."""
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", math.inf)
 
 
 @cache

@@ -67,7 +67,7 @@ SIMULATE: dict[str, tuple[object, ...]] = {
     "outer_strategy": (3, "zero"),
 }
 ESTIMATE: dict[str, tuple[object, ...]] = {
-    "model": (None, "8B", 0, -1.0, float("nan"), True, []),
+    "model": (None, "8B", 0, -1.0, float("nan"), float("inf"), True, [], nn.ReLU()),
     "world_size": NO_COUNT,
     "outer_size": (*NO_COUNT, 3),
     "strategy": (3, None, "zero", []),
@@ -91,19 +91,14 @@ CALLS: dict[str, tuple[Any, dict[str, Any], dict[str, tuple[object, ...]]]] = {
 
 
 @pytest.mark.parametrize(
-    ("call", "name", "value"),
-    [
-        pytest.param(call, name, value, id=f"{call}: {name}={value!r}")
-        for call, (_, _, table) in CALLS.items()
-        for name, values in table.items()
-        for value in values
-    ],
+    ("call", "name"), [(call, name) for call, (*_, table) in CALLS.items() for name in table]
 )
-def test_an_argument_that_is_not_taken_is_named(call: str, name: str, value: object) -> None:
-    function, given, _ = CALLS[call]
-    with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected(?s:.*)found"):
-        function(**{**given, name: value})
-    assert not dist.is_initialized()
+def test_an_argument_that_is_not_taken_is_named(call: str, name: str) -> None:
+    function, given, table = CALLS[call]
+    for value in table[name]:
+        with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected(?s:.*)found"):
+            function(**{**given, name: value})
+        assert not dist.is_initialized()
 
 
 LLAMA: dict[str, Any] = {
@@ -116,17 +111,10 @@ TOKENS = torch.zeros(4, 32, dtype=torch.long)
 GLOBAL = {"batch": lambda size, sequence=4: torch.zeros(size, 4), "global_batch": 24}
 BATCH = "batch: expected a function that .* as "
 MESSAGES: list[tuple[dict[str, Any], str]] = [
-    ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
-    ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
     ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
     ({"meshes": []}, "expected at least one candidate; found none"),
     ({"microbatch_sizes": (1,)}, "batch: expected a function of the microbatch size"),
-    ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
     ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
-    ({"build": "tests.models"}, "build: expected module:function"),
-    ({"batch": 3}, "batch: expected tensors; found none"),
-    ({"units": "missing.*"}, "units: expected pattern"),
-    ({"checkpointing": ("select",)}, "checkpointing: expected True, False, 'selective'"),
     ({"compile": "blocks"}, "compile: expected True or False; found 'blocks'"),
     ({"offload": "host"}, r"offload: expected an fe\.Offload, 'auto' or None"),
     # Searches.
@@ -137,112 +125,54 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({**GLOBAL, "microbatch_sizes": (4,)}, "expected a divisor of a rank's 6 rows in a step"),
     ({"sequences": (0,)}, "sequences: expected lengths of 1 or more"),
     ({"batch": lambda size: TOKENS}, BATCH + r"batch\(\), .* missing a required argument: 'size'"),
-    (
-        {"batch": lambda: TOKENS, "microbatch_sizes": (1, 2)},
-        BATCH + r"batch\(size\), .* too many",
-    ),
+    ({"batch": lambda: TOKENS, "microbatch_sizes": (1, 2)}, BATCH + r"batch\(size\), .* too many"),
     (
         {"batch": lambda: TOKENS, "sequences": (8,)},
         BATCH + r"batch\(sequence=length\), .* unexpected",
     ),
-    (
-        {"batch": lambda size: TOKENS, "global_batch": 8, "sequences": (8,)},
-        BATCH + r"batch\(size, sequence=length\), .* unexpected keyword argument 'sequence'",
-    ),
     # Degrees of other parallelism.
-    (
-        {**LLAMA, "tensor_parallel": 3},
-        "tensor_parallel: expected a divisor of the 4 ranks; found 3",
-    ),
-    ({**LLAMA, "tensor_parallel": (1, 4)}, "expected a divisor of the 2 num_key_value"),
-    ({**LLAMA, "tensor_parallel": 0}, "tensor_parallel: expected 1 rank or more; found 0"),
+    ({**LLAMA, "tensor_parallel": 3}, "tensor_parallel: expected a divisor of the 4 ranks; fou"),
     ({**LLAMA, "tensor_parallel": ()}, "tensor_parallel: expected a divisor of the 4 ranks"),
     ({**LLAMA, "tensor_parallel": "all"}, "tensor_parallel: expected numbers of ranks, such as"),
-    (
-        {**LLAMA, "tensor_parallel": 2, "formulas": True},
-        "tensor_parallel: expected 1 with formulas",
-    ),
-    ({**LLAMA, "tensor_parallel": "auto", "formulas": True}, "tensor_parallel: expected 1 with"),
-    (
-        {**LLAMA, "tensor_parallel": "auto", "parallelize": cut},
-        "tensor_parallel: expected numbers of ranks with parallelize",
-    ),
+    ({**LLAMA, "tensor_parallel": 2, "formulas": True}, "tensor_parallel: expected 1 with form"),
+    ({**LLAMA, "tensor_parallel": "auto", "parallelize": cut}, "numbers of ranks with parallelize"),
     ({**LLAMA, "tensor_parallel": (1, 2), "meshes": ((3,),)}, "sizes of 4 or 2 ranks each"),
     ({**LLAMA, "context_parallel": 3}, "context_parallel: expected a divisor of the 4 ranks; fou"),
-    (
-        {**LLAMA, "context_parallel": 4, "meshes": [(2, 2)]},
-        "context_parallel: expected a divisor of the inner axis .* 2 ranks; found 4",
-    ),
-    ({**LLAMA, "context_parallel": 0}, "context_parallel: expected 1 rank or more; found 0"),
-    ({**LLAMA, "context_parallel": "all"}, "context_parallel: expected numbers of ranks, such as"),
+    ({**LLAMA, "context_parallel": 4, "meshes": [(2, 2)]}, "of the inner axis .* 2 ranks; found 4"),
     ({**LLAMA, "context_parallel": 2, "formulas": True}, "context_parallel: expected 1 with form"),
     ({**LLAMA, "context_parallel": 2, "machine": HOST}, "no ring attention for CPUs; found 2"),
-    (
-        {**LLAMA, "context_parallel": 2, "batch": torch.zeros(2, 30, dtype=torch.long)},
-        "context_parallel: expected sequences divisible by 4, .* found 30 tokens and 2 ranks",
-    ),
     ({**PIPELINE, "pipeline": 3}, "pipeline: expected a divisor of the 4 ranks; found 3"),
-    ({**PIPELINE, "pipeline": 4}, "stages: expected at most 2, the layers of LlamaForCausalLM; fo"),
-    ({**PIPELINE, "schedules": "2F2B"}, "schedule: expected the name or class of a sched"),
-    (
-        {**PIPELINE, "batch": TOKENS},
-        "batch: expected for pipelines a dict with input_ids and labels, or a tuple",
-    ),
-    ({**PIPELINE, "microbatches": 1}, "microbatches: expected a number that Schedule1F1B"),
+    ({**PIPELINE, "batch": TOKENS}, "batch: expected for pipelines a dict with input_ids and labe"),
     ({**PIPELINE, "formulas": True, "quick": False}, "pipeline: expected 1 with formulas"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), MESSAGES, ids=[each for _, each in MESSAGES])
+@pytest.mark.parametrize(("changes", "message"), MESSAGES)
 def test_an_error_of_a_plan_says_what_was_expected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         fe.plan(**{**SMALL, **changes})
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (1e9, {"outer_size": 3}, "outer_size: expected a divisor of"),
-        (1e9, {"strategy": "zero3"}, "strategy: expected one of"),
-        (1e9, {"strategy": "optim", "outer_strategy": "optim_grads"}, "outer_strategy"),
-        (0, {}, "model: expected 1 or more; found 0"),
-        (float("inf"), {}, "model: expected"),
-        ("8B", {}, "model: expected a module or a number of elements"),
-        (nn.ReLU(), {}, "expected parameters; found none in ReLU"),
-        (nn.Linear(2, 2), {"units": "x"}, "units: expected pattern 'x'"),
-    ],
-)
-def test_an_error_of_an_estimate_says_what_was_expected(
-    model: Any, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        estimate(model, world_size=8, **options)
-
-
-@pytest.mark.parametrize("value", NO_BYTES)
-def test_a_limit_that_is_no_number_of_bytes(value: Any) -> None:
+def test_a_limit_that_is_no_number_of_bytes() -> None:
     planning = fe.plan(Small, torch.zeros(2, 4), world_size=1, formulas=True)
-    with pytest.raises((TypeError, ValueError), match=r"memory: expected(?s:.*)found"):
-        planning.within(value)
+    for value in NO_BYTES:
+        with pytest.raises((TypeError, ValueError), match=r"memory: expected(?s:.*)found"):
+            planning.within(value)  # type: ignore[arg-type]
 
 
-FILES = {
-    "binary": b"\x80\xff\x00PK",
-    "empty": b"",
-    "no object": b"[1, 2]",
-    "nested": b"[" * 100_000,
-    "other": b'{"setting": 3, "outcomes": "x", "trials": {}, "processor": 7}',
-}
+OTHER_PLAN = b'{"setting": 3, "outcomes": "x", "trials": {}, "processor": 7}'
+# Binary, empty, no object, nested too deep.
+FILES = (b"\x80\xff\x00PK", b"", b"[1, 2]", b"[" * 100_000, OTHER_PLAN)
 
 
-@pytest.mark.parametrize("content", FILES.values(), ids=list(FILES))
-def test_a_file_that_is_something_else_is_named(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_something_else_is_named(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
-    path.write_bytes(content)
-    for load, expected in ((fe.StrategyPlan.load, "a plan"), (fe.Machine.load, "a machine")):
-        with pytest.raises(ValueError, match=rf"file\.json: expected {expected}.*found"):
-            load(path)
+    for content in FILES:
+        path.write_bytes(content)
+        for load, expected in ((fe.StrategyPlan.load, "a plan"), (fe.Machine.load, "a machine")):
+            with pytest.raises(ValueError, match=rf"file\.json: expected {expected}.*found"):
+                load(path)
     for wrong in (3, None, [], b"x"):
         with pytest.raises(TypeError, match="path: expected the path of"):
             fe.StrategyPlan.load(wrong)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -42,7 +41,6 @@ def planned(make: Any = fe.plan, **options: Any) -> tuple[fe.StrategyPlan, list[
 
 JOBS: dict[str, dict[str, Any]] = {
     "quick": {"meshes": [(4,)], "checkpointing": (True,), "make": quick_plan, "seconds": 0},
-    "recomputed": {"meshes": [(4,)], "checkpointing": (True,)},
     "slow nodes": {
         "meshes": [(2, 2)],
         "checkpointing": (False,),
@@ -99,29 +97,13 @@ class Uneven(nn.Module):
         return x.sum()
 
 
-class Indexed(nn.Module):
-    """Needs all of its blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in range(DEPTH):
-            x = self.blocks[number](x)
-        return x.sum()
-
-
-@pytest.mark.parametrize("build", [Uneven, Indexed])
-def test_a_model_whose_blocks_are_not_on_a_line_is_simulated_in_full(
-    build: Callable[[], nn.Module],
-) -> None:
+def test_a_model_whose_blocks_are_not_on_a_line_is_simulated_in_full() -> None:
     options: Any = {"world_size": 2, "machine": DEVICE, "min_unit_size": 0}
     once = {"meshes": [(2,)], "checkpointing": (False,), "offload": None, "seconds": 0}
-    plan = quick_plan(build, torch.zeros(4, 8), **once, **options)
+    plan = quick_plan(Uneven, torch.zeros(4, 8), **once, **options)
     (level_3,) = plan.outcomes
     assert level_3.candidate.strategy == "optim_grads_params"
-    assert level_3.memory == fe.simulate(build, batch=torch.zeros(4, 8), **options).memory
+    assert level_3.memory == fe.simulate(Uneven, batch=torch.zeros(4, 8), **options).memory
 
 
 def blocks_of(*kinds: Any) -> nn.Module:
@@ -152,12 +134,12 @@ class Numbered(nn.Module):
     ids=["alike", "after others", "every third", "another at the end"],
 )
 def test_blocks_that_are_alike_are_found(blocks: list[nn.Module], expected: Repeated) -> None:
-    found = find_repeated(blocks_of(*blocks))
+    model = blocks_of(*blocks)
+    found = find_repeated(model)
     assert found == expected
     if found.is_deep:
         depth = found.depths[0]
         assert (found.count - depth) % found.period == 0
-        model = blocks_of(*blocks)
         found.shorten(model, depth)
         assert len(model.layers) == found.before + depth
 
@@ -169,20 +151,18 @@ def test_blocks_of_two_lists_are_not_shortened() -> None:
     assert find_repeated(nn.Linear(4, 4)) is None
 
 
-@pytest.mark.parametrize("kind", ["list", "sequence", "dictionary"])
-def test_blocks_that_are_left_are_numbered_without_gaps(kind: str) -> None:
-    blocks = [Numbered(number) for number in range(30)]
-    kinds = {
-        "list": nn.ModuleList(blocks),
-        "sequence": nn.Sequential(*blocks),
-        "dictionary": nn.ModuleDict({str(number): each for number, each in enumerate(blocks)}),
-    }
-    model = nn.Module()
-    model.layers = kinds[kind]
-    found = find_repeated(model)
-    assert found == Repeated("layers", 0, 30, 1)
-    found.shorten(model, 7)
-    left = [(name, each.number) for name, each in model.layers.named_children()]
-    assert left == list(zip("0123456", [0, 1, 2, 26, 27, 28, 29], strict=True))
-    names = [found.place_of(f"layers.{name}.linear", 7) for name in "236"]
-    assert names == ["layers.2.linear", "layers.-4.linear", "layers.-1.linear"]
+def test_blocks_that_are_left_are_numbered_without_gaps() -> None:
+    for kind in (
+        nn.ModuleList,
+        lambda blocks: nn.Sequential(*blocks),
+        lambda blocks: nn.ModuleDict({str(number): each for number, each in enumerate(blocks)}),
+    ):
+        model = nn.Module()
+        model.layers = kind([Numbered(number) for number in range(30)])
+        found = find_repeated(model)
+        assert found == Repeated("layers", 0, 30, 1)
+        found.shorten(model, 7)
+        left = [(name, each.number) for name, each in model.layers.named_children()]
+        assert left == list(zip("0123456", [0, 1, 2, 26, 27, 28, 29], strict=True))
+        names = [found.place_of(f"layers.{name}.linear", 7) for name in "236"]
+        assert names == ["layers.2.linear", "layers.-4.linear", "layers.-1.linear"]

@@ -12,12 +12,7 @@ import transformers
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner.command_inputs import (
-    batch_shape,
-    default_loss,
-    example_inputs,
-    model_builder,
-)
+from fsdp_engine.planner.command_inputs import default_loss, example_inputs, model_builder
 from tests.planner.made_plans import LLAMA
 
 _TEXT = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -40,7 +35,6 @@ FAMILIES: dict[str, tuple[str, Any, tuple[int, ...], dict[str, tuple[int, ...]]]
         (2, 8),
         {"input_ids": (2, 8), "labels": (2,)},
     ),
-    "base model": ("BertModel", transformers.BertConfig(**_TEXT), (2, 8), {"input_ids": (2, 8)}),
     "encoder-decoder": (
         "T5ForConditionalGeneration",
         transformers.T5Config(**_T5),
@@ -91,22 +85,13 @@ def test_example_inputs_match_the_forward_of_a_model(family: str) -> None:
     assert found.seconds > 0
 
 
-def test_sizes_are_read() -> None:
-    assert batch_shape("4x4096") == (4, 4096)
-    assert batch_shape("32") == (32,)
-    assert batch_shape("models:batch") is None
-
-
 def test_other_models_need_a_function() -> None:
     with pytest.raises(ValueError, match=r"batch: .* not of transformers; found the sizes 2x8"):
         example_inputs(nn.Linear(2, 2), (2, 8))
-    with pytest.raises(ValueError, match="batch: expected rows x length, such as 4x4096; found 4"):
-        example_inputs(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)), (4,))
-
-
-def test_an_output_without_numbers_has_no_loss() -> None:
     with pytest.raises(ValueError, match="loss: expected a tensor in the output; found dict"):
         default_loss({"tokens": torch.zeros(2, dtype=torch.long)})
+    with pytest.raises(ValueError, match="batch: expected rows x length, such as 4x4096; found 4"):
+        example_inputs(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)), (4,))
 
 
 def test_a_config_may_have_any_name_beside_another(tmp_path: Path) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import re
-import subprocess
 import sys
 
 import pytest
 from rich.table import Table
 
-import fsdp_engine as fe
-from fsdp_engine.planner.estimates import compare
-from fsdp_engine.planner.planner_tables import estimates_table, plan_table
+from fsdp_engine.planner.planner_tables import plan_table
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.strategies import LEVELS
-from fsdp_engine.terminal import Column, fitted, table_text, terminal_width
+from fsdp_engine.terminal import table_text, terminal_width
 from tests.planner.made_plans import SETTING, rows
 
 
@@ -31,15 +25,13 @@ def grid(table: Table) -> list[str]:
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
-@pytest.mark.parametrize("width", [80, 100, 120, 160, 250])
+@pytest.mark.parametrize("width", [80, 120, 250])
 def test_a_plan_fits_the_terminal(width: int, is_offloaded: bool) -> None:
     table = plan_table(SETTING, rows(is_offloaded=is_offloaded), width)
     assert all(len(line) <= width for line in grid(table))
     text = " ".join(table_text(table).split())
-    names, everything = (
-        headings(table),
-        headings(plan_table(SETTING, rows(is_offloaded=is_offloaded))),
-    )
+    names = headings(table)
+    everything = headings(plan_table(SETTING, rows(is_offloaded=is_offloaded)))
     _, _, rest = text.partition("Not shown in")
     left_out = rest.partition(": ")[2].partition(". ")[0].split(", ")
     # Every column is there, folded, or named as left out.
@@ -55,19 +47,10 @@ def test_the_most_important_columns_are_the_last_to_go() -> None:
     def names(width: int) -> list[str]:
         return headings(plan_table(SETTING, rows(), width))
 
-    assert names(80) == [
-        "level",
-        "outer",
-        "ranks",
-        "recompute",
-        "at most",
-        "free",
-        "step",
-        "tokens/s",
-    ]
-    wide = names(120)
-    assert wide[:2] == ["strategy", "outer"]
-    assert len(names(160)) > len(names(140)) > len(wide)
+    most = ["level", "outer", "ranks", "recompute", "at most", "free", "step", "tokens/s"]
+    assert names(80) == most
+    assert names(120)[:2] == ["strategy", "outer"]
+    assert len(names(160)) > len(names(140)) > len(names(120))
     table = plan_table(SETTING, rows(), 80)
     levels = [list(table.columns[column].cells) for column in (0, 1)]
     names_of = [(each.candidate.strategy, each.candidate.outer_strategy) for each in rows()]
@@ -84,56 +67,3 @@ def test_without_a_terminal_no_column_is_left_out(monkeypatch: pytest.MonkeyPatc
     table = plan_table(SETTING, rows(), None)
     assert {*KINDS, "strategy", "exposed", "sent inner", "sent outer"} <= {*headings(table)}
     assert "Not shown" not in table_text(table)
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_formulas_fit_the_terminal(width: int) -> None:
-    estimates = compare(
-        8e9, world_size=64, outer_size=8, offload=fe.Offload(optimizer_state="host")
-    )
-    table = estimates_table(estimates, 80.0, width)
-    assert all(len(line) <= width for line in grid(table))
-    assert {"strategy", "outer", "at most", "left"} <= {*headings(table)}
-    assert "Not shown in" in table_text(table)
-
-
-def test_a_column_that_need_not_go_stays() -> None:
-    columns = [
-        Column("a", ["1" * 10], drop=1),
-        Column("b", ["1" * 40], drop=2),
-        Column("c", ["1" * 20], fold=3, folded=("d", ["1"])),
-    ]
-    assert fitted(columns, None).left_out == ()
-    assert fitted(columns, 200).left_out == ()
-    # `a` alone does not suffice, and without `b` it fits again.
-    assert fitted(columns, 40).left_out == ("b",)
-    found = fitted(columns, 20)
-    assert (found.left_out, found.folded) == (("b",), ("c",))
-    assert [each.name for each in found.columns] == ["a", "d"]
-
-
-@pytest.mark.thorough
-def test_in_a_terminal_of_eighty_columns_no_line_is_longer() -> None:
-    command = [sys.executable, "-m", "fsdp_engine", "plan", "--elements", "8e9", "--world", "64"]
-    ours, theirs = pty.openpty()
-    run = subprocess.Popen(
-        [*command, "--outer", "8"], stdout=theirs, env={**os.environ, "COLUMNS": "80"}
-    )
-    os.close(theirs)
-    parts = []
-    try:
-        while part := os.read(ours, 4096):
-            parts.append(part)
-    except OSError:  # the other end was closed
-        pass
-    assert run.wait(timeout=120) == 0
-    os.close(ours)
-    shown = re.sub(r"\x1b\[[\d;]*m", "", b"".join(parts).decode())
-    lines = shown.splitlines()
-    assert len(lines) > 10
-    assert max(map(len, lines)) <= 80
-    piped = subprocess.run(
-        [*command, "--outer", "8"], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert "sent inner" in piped.stdout
-    assert "Not shown in 80 columns" in " ".join(shown.split())

@@ -1,14 +1,17 @@
-"""The example plans, and trains with what the planner takes."""
+"""The example that trains by a plan, and those of docs/planner.md, print what they say."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tools.planner_example import WIDTH, printed_by_command, printed_in_page
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_planned.py"
@@ -42,13 +45,6 @@ def test_one_rank_trains_without_torchrun() -> None:
 
 
 @pytest.mark.thorough
-def test_nothing_fits() -> None:
-    done = run("--machine", "h100", "--memory", "1", ranks=1)
-    assert done.returncode == 3
-    assert "trained" not in done.stdout
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_less_memory_takes_another_level_and_has_the_same_losses(ranks: int) -> None:
     much = trained(run("--machine", "h100", ranks=ranks))
@@ -57,3 +53,32 @@ def test_less_memory_takes_another_level_and_has_the_same_losses(ranks: int) -> 
     assert little[0] != "no_shard"
     assert little[1:] == pytest.approx(much[1:], abs=2e-3)
     assert much[2] < much[1]
+
+
+@pytest.mark.thorough
+def test_the_first_example_prints_what_the_page_has() -> None:
+    found = printed_by_command().splitlines()
+    assert max(map(len, found)) <= WIDTH
+    assert any(line.startswith("Use ") for line in found)
+    # After a change of the planner: python tools/planner_example.py --write
+    assert found == printed_in_page().splitlines()
+
+
+@pytest.mark.thorough
+def test_the_example_of_questions_prints_what_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    section = page.split("## Global batch, quick plans, and questions")[1]
+    (script,) = re.findall(r"```bash\n(.*?)```", section, re.S)[:1]
+    (expected,) = re.findall(r"```text\n(.*?)```", section, re.S)[:1]
+    command = f"{shlex.quote(sys.executable)} -m fsdp_engine"
+    done = subprocess.run(
+        ["bash", "-euc", script.replace("fsdp-engine", command)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(expected)

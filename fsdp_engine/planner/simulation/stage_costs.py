@@ -15,7 +15,7 @@ without a message, have memory as long as their microbatch is in flight (``pipel
 depends on the schedule: stages alone are measured without them.
 
 Compared with a simulation of all forwards and backwards, communication of a stage that could run
-beside its waits for other stages counts as exposed. ``test_stage_costs.py``
+beside its waits for other stages counts as exposed. ``test_pipelines.py``
 compares both.
 """
 

@@ -1,7 +1,7 @@
-"""Ten small models whose memory is planned and measured, and the parts that other models share.
+"""Five small models of different kinds whose memory is planned and measured, and parts of them.
 
-Weights, optimizer state and activations of each are of one order, some megabytes, and each has a
-habit that matters to memory: see ``MODELS``. Everything they do can be done with fake tensors.
+Those of benchmarks alone are in ``benchmarks/_planner_models.py``. Everything they do can be done
+with fake tensors.
 """
 
 from __future__ import annotations
@@ -54,18 +54,6 @@ def llama(heads: int, kv_heads: int) -> nn.Module:
     return decoder("Llama", 256, 704, 4, heads, kv_heads)
 
 
-def t5(width: int, inner: int, size: int, depth: int, heads: int, **options: Any) -> nn.Module:
-    sizes = {"d_model": width, "d_ff": inner, "d_kv": size, "num_layers": depth}
-    options = {"vocab_size": WORDS, "decoder_start_token_id": 0, "num_heads": heads, **options}
-    return of_transformers("T5", "ForConditionalGeneration", **sizes, **options)
-
-
-def vit() -> nn.Module:
-    sizes = {"hidden_size": 192, "num_hidden_layers": 5, "intermediate_size": 768}
-    sizes |= {"num_attention_heads": 6, "image_size": 64, "patch_size": 8, "num_labels": 10}
-    return of_transformers("ViT", "ForImageClassification", hidden_dropout_prob=0.1, **sizes)
-
-
 def mlp(width: int, times: int, activation: nn.Module) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(width, times * width), activation, nn.Linear(times * width, width)
@@ -93,33 +81,6 @@ class TokenModel(nn.Module):
             x = y[0] + x if isinstance(y, tuple) else y
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class Experts(nn.Module):
-    """A mixture of experts of which each takes a fixed number of tokens: nothing depends on values
-    (GShard's dispatch by a one-hot tensor)."""
-
-    def __init__(self, width: int, num_experts: int = 6, capacity: float = 1.25) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, num_experts, bias=False)
-        self.up = nn.Parameter(torch.randn(num_experts, width, 2 * width) * 0.02)
-        self.down = nn.Parameter(torch.randn(num_experts, 2 * width, width) * 0.02)
-        self.capacity = capacity
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
-        num_experts = self.up.shape[0]
-        room = int(self.capacity * flat.shape[0] / num_experts)
-        weight, chosen = self.router(flat).softmax(-1).max(-1)
-        mask = F.one_hot(chosen, num_experts)
-        place = (mask.cumsum(0) * mask).sum(-1) - 1
-        slot = F.one_hot(place.clamp(max=room), room + 1)[:, :room]
-        dispatch = (mask.unsqueeze(-1) * slot.unsqueeze(1)).to(x.dtype)
-        given = torch.einsum("tec,tw->ecw", dispatch, flat)
-        hidden = F.gelu(torch.bmm(given, self.up))
-        made = torch.bmm(hidden, self.down)
-        combined = torch.einsum("tec,ecw->tw", dispatch * weight[:, None, None], made)
-        return x + combined.view_as(x)
 
 
 class Convolutions(nn.Module):
@@ -162,30 +123,6 @@ class ConvolutionNet(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
-class Adapted(nn.Module):
-    """A frozen linear plus a trained product of two thin ones."""
-
-    def __init__(self, linear: nn.Linear, rank: int = 8) -> None:
-        super().__init__()
-        self.linear = linear
-        self.down = nn.Linear(linear.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, linear.out_features, bias=False)
-        self.dropout = nn.Dropout(0.05)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.up(self.down(self.dropout(x)))
-
-
-def lora() -> nn.Module:
-    model = llama(8, 8)
-    model.requires_grad_(False)
-    for module in list(model.modules()):
-        for name in ("q_proj", "v_proj"):
-            if hasattr(module, name):
-                setattr(module, name, Adapted(getattr(module, name)))
-    return model
-
-
 class Squashed(torch.autograd.Function):
     """Keeps its input and a mask of bytes, and makes something in backward that goes at once."""
 
@@ -215,26 +152,36 @@ class CustomBlock(nn.Module):
         return x + F.dropout(self.down(hidden), 0.1, self.training)
 
 
+class WeightedExperts(nn.Module):
+    """Every expert computes every token; gates weight their outputs."""
+
+    def __init__(self, width: int, num_experts: int = 6) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(mlp(width, 3, nn.GELU()) for _ in range(num_experts))
+        self.gate = nn.Linear(width, num_experts)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        gates = self.gate(normed).softmax(-1)
+        made = torch.stack([expert(normed) for expert in self.experts], -1)
+        return x + (made * gates[..., None, :]).sum(-1)
+
+
 MODELS = {
     "decoder": MemoryModel(lambda: llama(8, 8), lambda: tokens(2, 128)),
-    "grouped heads": MemoryModel(lambda: llama(8, 2), lambda: tokens(2, 128)),
-    "encoder-decoder": MemoryModel(
-        lambda: t5(192, 512, 32, 3, 6, tie_word_embeddings=True), lambda: tokens(4, 64)
-    ),
-    "mixture of experts": MemoryModel(
-        lambda: TokenModel(160, (Experts(160) for _ in range(3))), lambda: tokens(4, 128)
-    ),
-    "ViT": MemoryModel(vit, lambda: images(8, 64)),
-    "convolution net": MemoryModel(lambda: ConvolutionNet(batch=False), lambda: images(4, 128)),
     "LSTM": MemoryModel(
         lambda: TokenModel(224, (nn.LSTM(224, 224, batch_first=True) for _ in range(2))),
         lambda: tokens(4, 64),
     ),
-    "LoRA": MemoryModel(lora, lambda: tokens(2, 128)),
     # Batch norms, and a large buffer.
     "buffers": MemoryModel(lambda: ConvolutionNet(batch=True), lambda: images(4, 128)),
     # An autograd.Function and dropout.
     "custom function": MemoryModel(
         lambda: TokenModel(192, (CustomBlock(192) for _ in range(4))), lambda: tokens(4, 128)
+    ),
+    # Its peak is at the end of backward.
+    "weighted experts": MemoryModel(
+        lambda: TokenModel(128, (WeightedExperts(128) for _ in range(4))), lambda: tokens(2, 16)
     ),
 }

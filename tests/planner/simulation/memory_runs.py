@@ -13,12 +13,9 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
-from tests.planner.simulation.heldout_models import HELD_OUT
 from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_models import MODELS
-from tests.planner.simulation.weight_bound_models import WEIGHT_BOUND
 
-ALL_MODELS = MODELS | HELD_OUT | WEIGHT_BOUND
 NUM_RANKS = 2
 # One whose host computes, as two gloo ranks do.
 _LINK = Link(1e9, 1e-4, processor_share=0.5)
@@ -46,7 +43,7 @@ class Run:
 
     def build(self) -> nn.Module:
         """The model."""
-        model = ALL_MODELS[self.name].build()
+        model = MODELS[self.name].build()
         if self.checkpointing:
             fe.checkpoint_units(model, None, self.checkpointing)
         return model
@@ -65,7 +62,7 @@ def planned(run: Run, machine: Machine = HOST) -> fe.Simulation:
     return fe.simulate(
         run.build,
         NUM_RANKS,
-        batch=ALL_MODELS[run.name].batch,
+        batch=MODELS[run.name].batch,
         machine=machine,
         microbatches=run.microbatches,
         **run.options,
@@ -80,7 +77,7 @@ def measured(run: Run, num_steps: int = 2) -> int:
         model = run.build()
         engine = fe.shard(model, **run.options)
         optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        batch = ALL_MODELS[run.name].batch()
+        batch = MODELS[run.name].batch()
         for step in range(num_steps):
             if step == num_steps - 1:
                 watch.restart()

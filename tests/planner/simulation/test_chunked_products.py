@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -61,14 +60,8 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> None:
     symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def cut_alone(model: nn.Module, mesh: DeviceMesh) -> None:
-    """The same without symmetric memory."""
-    with patch.object(symmetric_memory, "enable_symm_mem_for_group"):
-        cut(model, mesh)
-
-
 @functools.cache
-def simulated(is_async: bool, parallelize: Any = cut, **options: Any) -> fe.Simulation:
+def simulated(is_async: bool, **options: Any) -> fe.Simulation:
     before = dict(symmetric_memory._group_name_to_store)
     with inductor.patch(_micro_pipeline_tp=is_async):
         found = fe.simulate(
@@ -76,7 +69,7 @@ def simulated(is_async: bool, parallelize: Any = cut, **options: Any) -> fe.Simu
             2 * TP,
             batch=torch.zeros(BATCH, LENGTH, WIDTH),
             tensor_parallel=TP,
-            parallelize=parallelize,
+            parallelize=cut,
             compile=True,
             mp_policy=BF16,
             **options,
@@ -113,16 +106,8 @@ def test_times_by_hand(inner: int, is_waiting: bool) -> None:
         assert end - start == pytest.approx(max(message + chunk, TP * chunk))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_flops_and_bytes_are_those_of_separate_operations(checkpointing: bool) -> None:
-    options = {"checkpointing": True} if checkpointing else {}
-    found, alone = (simulated(each, **options) for each in (True, False))
+def test_flops_and_bytes_are_those_of_separate_operations() -> None:
+    found, alone = (simulated(each, checkpointing=True) for each in (True, False))
     assert found.sent_bytes["tensor"] == pytest.approx(alone.sent_bytes["tensor"])
     assert found.model_flops == alone.model_flops
     assert found.seconds < 0.97 * alone.seconds
-
-
-def test_groups_without_symmetric_memory_have_separate_operations() -> None:
-    found, alone = simulated(True, cut_alone), simulated(False)
-    assert found.seconds == pytest.approx(alone.seconds)
-    assert not named(found, "fused_all_gather", MODEL_LANE)

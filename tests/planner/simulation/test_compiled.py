@@ -14,14 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
@@ -29,9 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation import compiled
 from fsdp_engine.planner.simulation.fusion import Kernel, kernels_of
-from fsdp_engine.planner.simulation.ranks import simulated_ranks
 from tests.planner.simulation.memory_runs import HOST
-from tests.planner.simulation.small_llama import llama
 from tests.pool import on_ranks
 
 WIDTH, WORDS, HEADS = 128, 512, 4
@@ -195,63 +185,6 @@ def test_checkpoints_of_compiled_blocks_recompute_them(how: str, options: dict[s
     assert found.model_flops == kept.model_flops
 
 
-def _sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    by_columns = ColwiseParallel(input_layouts=Shard(1))
-    by_rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    embedding = RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-    )
-    plan: dict[str, Any] = {
-        "model.embed_tokens": embedding,
-        "model.layers.*.*_layernorm": SequenceParallel(),
-        "model.layers.*.self_attn.[qkv]_proj": by_columns,
-        "model.layers.*.self_attn.o_proj": by_rows,
-        "model.layers.*.mlp.[gu]*_proj": by_columns,  # gate and up
-        "model.layers.*.mlp.down_proj": by_rows,
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, plan)
-
-
-def test_checkpoints_of_compiled_blocks_of_sequence_parallel_ranks() -> None:
-    """Attention is an operation with a random state. Recomputing it in a backward that also needs
-    a mesh of DTensors is an error of torch 2.13 on CPUs, not on devices."""
-    tokens = torch.zeros(2, 32, dtype=torch.long)
-    eager, found = (
-        fe.simulate(
-            llama,
-            4,
-            batch={"input_ids": tokens, "labels": tokens},
-            tensor_parallel=2,
-            parallelize=_sequence_parallel,
-            extensions=[fe.Recompute()],
-            compile=is_compiled,
-        )
-        for is_compiled in (False, True)
-    )
-    assert found.compute_seconds < eager.compute_seconds
-    assert found.model_flops == eager.model_flops
-    assert 0 < found.sent_bytes["tensor"] <= eager.sent_bytes["tensor"]
-
-
-def test_a_compiled_function_is_simulated() -> None:
-    @torch.compile
-    def gated(x: Tensor) -> Tensor:
-        return F.gelu(x) * torch.sigmoid(x)
-
-    class Gated(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return gated(super().forward(x)).sum()
-
-    x = torch.zeros(64, 32)
-    found = fe.simulate(lambda: Gated(32, 32), 2, batch=x)
-    forward = [span.label for span in found.spans if span.phase == "forward"]
-    assert [label for label in forward if label.startswith("fused")] == [
-        next(label for label in forward if "erf" in label)
-    ]
-
-
 def test_blocks_are_traced_once_for_all_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     make = compiled._make_graph
@@ -285,17 +218,6 @@ def test_training_after_a_simulation_compiles_anew() -> None:
     block.compile(backend=backend)
     assert block(torch.ones(2, 8, WIDTH)).isfinite().all()
     assert len(graphs) == 1
-
-
-def test_rules_of_torchs_functions_are_made_once() -> None:
-    _simulate("in place", depth=1)
-    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
-    made = rules.cache_info().misses
-    for how in ("", "in place"):
-        _simulate(how, depth=1)
-    assert rules.cache_info().misses == made
-    with simulated_ranks((2,)):  # as in training, without a simulation
-        assert not rules.cache_info().currsize
 
 
 def test_dynamic_shapes_are_refused() -> None:
@@ -347,21 +269,3 @@ def test_kernels_of_functions(
     for kernel, (name, _) in zip(found, expected, strict=True):
         assert kernel.is_fused == (name != "mm")
         assert name in kernel.label.replace(",", "").split()
-
-
-def test_inputs_may_have_names_of_operations() -> None:
-    graph = make_fx(lambda x, y: x.relu() + y, tracing_mode="fake")(*torch.empty(2, 8)).graph
-    for node, name in zip(graph.nodes, ("getitem", "sum"), strict=False):
-        node.target = node.name = name
-    (kernel,) = kernels_of(graph)
-    assert kernel.num_bytes == 3 * 4 * 8
-
-
-def test_a_result_replaces_memory_that_it_alone_is_computed_from() -> None:
-    square = (32, 32)
-    for function, count in (
-        (lambda x, w: (x @ w).relu(), 1),
-        (lambda x, w: ((product := x @ w) + 1, product * 2), 0),
-    ):
-        kernel = _kernels(function, square, square)[-1]
-        assert sum(map(len, kernel.replaced.values())) == count

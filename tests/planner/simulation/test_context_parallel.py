@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,13 +78,13 @@ def on_context_lane(found: fe.Simulation) -> list[Any]:
     return [span for span in found.spans if span.lane == CONTEXT_LANE]
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_flops_activations_and_messages(size: int) -> None:
+def test_flops_activations_and_messages() -> None:
     """Activations are those that a second block adds. Ring attention returns contiguous heads,
     which are copied when they are transposed for the next matrix: that is kept besides. Keys and
     values are gathered in forward and in backward, and their gradients, in fp32, go around the ring
     once."""
-    whole, part = ([simulated_once(each, one_block), simulated_once(each)] for each in (1, size))
+    size = 4
+    whole, part = ([simulated(each, one_block), simulated_once(each)] for each in (1, size))
     for one, all_of_it in zip(part, whole, strict=True):
         assert one.model_flops * size == all_of_it.model_flops
     kept, all_kept = (
@@ -105,12 +104,11 @@ def attention_seconds(found: fe.Simulation) -> float:
     return sum(span.end - span.start for span in found.spans if "scaled_dot_product" in span.label)
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_attention_takes_its_part_of_the_time(size: int) -> None:
+def test_attention_takes_its_part_of_the_time() -> None:
     """The blocks of load-balanced causal attention are half of all, as those of one rank. Messages
     run beside attention, of which a block takes longer than the message of the next one."""
-    whole, part = (simulated_once(each, batch=LONG) for each in (1, size))
-    assert attention_seconds(part) * size == pytest.approx(attention_seconds(whole), rel=0.05)
+    whole, part = (simulated(each, one_block, batch=LONG) for each in (1, 8))
+    assert attention_seconds(part) * 8 == pytest.approx(attention_seconds(whole), rel=0.05)
     exposed = part.exposed_by_lane.get(CONTEXT_LANE, 0.0)
     assert exposed < 0.25 * part.message_seconds[CONTEXT_LANE]
 
@@ -123,8 +121,7 @@ def test_attention_that_is_not_causal_has_no_load_balancing(monkeypatch: Any) ->
         simulated(4)
 
 
-@functools.cache
-def of_stages(size: int, schedule: str, *, quick: bool) -> fe.PipelineSimulation:
+def of_stages(size: int, quick: bool) -> fe.PipelineSimulation:
     """4 data-parallel ranks of each stage in groups of ``size``, messages without latency."""
     link = Link(1e11, 0.0)
 
@@ -134,7 +131,7 @@ def of_stages(size: int, schedule: str, *, quick: bool) -> fe.PipelineSimulation
     options = {"world_size": 8, "microbatches": MICROBATCHES, "quick": quick, "mp_policy": BF16}
     options |= {"machine": replace(fe.H100, within_node=link, between_nodes=link), "loss": None}
     tokens = torch.zeros(1, LENGTH, dtype=torch.long)
-    return pipelined(stage, tokens, schedule, context_parallel=size, **options)
+    return pipelined(stage, tokens, "1F1B", context_parallel=size, **options)
 
 
 def stage_messages(found: fe.PipelineSimulation) -> list[float]:
@@ -142,54 +139,27 @@ def stage_messages(found: fe.PipelineSimulation) -> list[float]:
     return [span.end - span.start for span in spans]
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_stages_of_a_pipeline_have_a_part_of_each_sequence(quick: bool) -> None:
-    """Flops, messages between stages and those of ring attention."""
-    whole, part = (of_stages(size, "1F1B", quick=quick) for size in (1, 2))
+def test_stages_of_a_pipeline_have_a_part_of_each_sequence() -> None:
+    """Flops, messages between stages and those of ring attention, in quick simulations as well."""
+    whole, part, full = (of_stages(*each) for each in ((1, True), (2, True), (2, False)))
     assert "data-parallel ranks in context-parallel groups of 2" in part.title
     assert part.num_targets * 2 == whole.num_targets
     messages = stage_messages(whole)
     assert len(messages) == 4 * MICROBATCHES
-    assert stage_messages(part) == pytest.approx([each / 2 for each in messages])
     gathered, gradients = kv_bytes(2, 2) / 2, kv_bytes(2, 4)
-    for one, all_of_it in zip(part.ranks, whole.ranks, strict=True):
-        assert one.model_flops * 2 == all_of_it.model_flops
-        assert one.sent_bytes["context"] == MICROBATCHES * (2 * gathered + gradients)
-
-
-@pytest.mark.parametrize(
-    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.thorough)]
-)
-def test_quick_simulations_of_pipelines_with_shared_sequences(schedule: str) -> None:
-    quick, full = (of_stages(2, schedule, quick=each) for each in (True, False))
-    assert quick.actions == full.actions
-    assert quick.seconds == pytest.approx(full.seconds, rel=0.03)
-    assert quick.peak_bytes == pytest.approx(full.peak_bytes, rel=0.02)
+    for found in (part, full):
+        assert stage_messages(found) == pytest.approx([each / 2 for each in messages])
+        for one, all_of_it in zip(found.ranks, whole.ranks, strict=True):
+            assert one.model_flops * 2 == all_of_it.model_flops
+            assert one.sent_bytes["context"] == MICROBATCHES * (2 * gathered + gradients)
+    assert part.actions == full.actions
+    assert part.seconds == pytest.approx(full.seconds, rel=0.03)
+    assert part.peak_bytes == pytest.approx(full.peak_bytes, rel=0.02)
 
 
 def kv_bytes(size: int, itemsize: int) -> int:
     """Of a rank's keys and values, with two sequences."""
     return 2 * 2 * KEY_HEADS * (LENGTH // size) * SIZE * itemsize
-
-
-@pytest.mark.parametrize(
-    ("size", "world_size", "link"),
-    [(4, 8, fe.H100.within_node), (16, 16, fe.H100.between_nodes)],
-    ids=["one node", "two nodes"],
-)
-def test_rotation_by_all_to_all(size: int, world_size: int, link: Link) -> None:
-    """A ring over nodes has the link between them."""
-    set_rotate_method("alltoall")
-    try:
-        found = simulated(size, one_block, world_size=world_size)
-    finally:
-        set_rotate_method("allgather")
-    spans = on_context_lane(found)
-    assert len(spans) == 2 * (size - 1) + size
-    gathered, gradients = (size - 1) * kv_bytes(size, 2), size * kv_bytes(size, 4)
-    assert found.sent_bytes["context"] == 2 * gathered + gradients
-    expected = link.seconds(kv_bytes(size, 2), 1)
-    assert spans[0].end - spans[0].start == pytest.approx(expected)
 
 
 class Messages(TorchDispatchMode):
@@ -241,42 +211,6 @@ def test_torchs_own_ring_attention_has_these_messages() -> None:
     assert messages.found == [gather, gather, *[gradients] * size]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"checkpointing": True},
-        {"checkpointing": "selective"},
-        {"checkpointing": "offload"},
-        {"microbatches": 2},
-        {"mesh": (2, 4)},
-        {"offload": fe.Offload(optimizer_state="host")},
-    ],
-)
-def test_with_other_options(options: dict[str, Any]) -> None:
-    whole, part = simulated(1, **options), simulated(4, **options)
-    assert part.model_flops * 4 == whole.model_flops
-    count = options.get("microbatches", 1)
-    messages = count * simulated_once(4).sent_bytes["context"]
-    if options.get("checkpointing") is True:  # the gather of forward again
-        messages += NUM_BLOCKS * 3 * kv_bytes(4, 2)
-    assert part.sent_bytes["context"] == messages
-
-
-def test_dynamo_traces_checkpointed_blocks_in_one_graph() -> None:
-    """Side effects within a checkpoint would break it, and its operations would run one by one."""
-    from torch._dynamo.utils import counters
-
-    counters.clear()
-    found = simulated(4, compile=True, checkpointing=True)
-    # The first block's input requires no grad.
-    assert counters["stats"]["unique_graphs"] == NUM_BLOCKS
-    assert not counters["graph_break"]
-    assert attention_seconds(found) == pytest.approx(
-        attention_seconds(simulated(4, checkpointing=True))
-    )
-
-
 def test_labels_positions_and_heads_are_sharded() -> None:
     """transformers' own position ids, in the batch, give what a model without them has.
     Tensor-parallel ranks have a part of the heads, so that messages are smaller."""
@@ -294,38 +228,21 @@ def test_labels_positions_and_heads_are_sharded() -> None:
     assert "8 ranks in context-parallel groups of 4, of 2 tensor-parallel ranks each" in both.title
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "error", "message"),
-    [
-        (3, {}, ValueError, "context_parallel: expected a divisor of the 8 ranks"),
-        (8, {"mesh": (2, 4)}, ValueError, "a divisor of the 4 ranks of the inner axis; found 8"),
-        ("2", {}, TypeError, "context_parallel: expected"),
-        (
-            8,
-            {"batch": torch.zeros(2, 100, WIDTH)},
-            *(ValueError, r"divisible by 16, twice the .*; found 100 tokens and 8"),
-        ),
-        (
-            2,
-            {"batch": torch.zeros(16)},
-            *(ValueError, "batch: expected a tensor with sequences in dimension 1"),
-        ),
-        (2, {"machine": HOST}, ValueError, "torch has no ring attention for CPUs; found 2 on"),
-        (
-            2,
-            {"build": lambda: nn.Linear(WIDTH, WIDTH), "loss": Tensor.sum},
-            *(ValueError, "replaces by ring attention; found no call"),
-        ),
-        (
-            2,
-            {"build": not_causal},
-            *(fe.SimulationError, "Load balancing requires `is_causal=True`"),
-        ),
-    ],
-)
-def test_wrong_arguments(
-    size: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+LINEAR = {"build": lambda: nn.Linear(WIDTH, WIDTH), "loss": Tensor.sum}
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (3, {}, "context_parallel: expected a divisor of the 8 ranks"),
+    (8, {"mesh": (2, 4)}, "a divisor of the 4 ranks of the inner axis; found 8"),
+    ("2", {}, "context_parallel: expected"),
+    (8, {"batch": torch.zeros(2, 100, WIDTH)}, r"by 16, twice the .*; found 100 tokens and 8"),
+    (2, {"batch": torch.zeros(16)}, "batch: expected a tensor with sequences in dimension 1"),
+    (2, {"machine": HOST}, "torch has no ring attention for CPUs; found 2 on"),
+    (2, LINEAR, "replaces by ring attention; found no call"),
+    (2, {"build": not_causal}, "Load balancing requires `is_causal=True`"),
+]
+
+
+@pytest.mark.parametrize(("size", "options", "message"), WRONG)
+def test_wrong_arguments(size: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError, fe.SimulationError), match=message):
         simulated(size, **options)
     assert not dist.is_initialized()

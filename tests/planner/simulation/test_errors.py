@@ -53,7 +53,6 @@ READS, DEPENDS = "it reads a value", "depends on values"
     ("then", "phase", "reason"),
     [
         (lambda x: x * x.max().item(), "forward", READS),  # here
-        (lambda x: x if x.sum() > 0 else -x, "forward", READS),  # here
         (loops, "forward", DEPENDS),
         (lambda x: x[x > 0], "forward", DEPENDS),  # here
         (lambda x: x @ torch.zeros(3, 3), "forward", "RuntimeError: "),  # here
@@ -123,62 +122,37 @@ NO_WORDS = r"batch: expected arguments of Transformer.forward\(tokens, targets\)
 CHECKED = fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "error", "message"),
-    [
-        (transformer, {"batch": {"words": torch.zeros(2, 3)}}, TypeError, NO_WORDS),
-        (
-            transformer,
-            {"batch": (X, X, 3)},
-            TypeError,
-            "found 3 positional ones: too many positional arguments",
-        ),
-        (
-            linear,
-            {"batch": X, "loss": lambda out: out.detach().sum()},
-            ValueError,
-            "loss: expected one that requires grad",
-        ),
-        (nn.Identity, {"batch": X}, ValueError, "require grad; found none among 0 of Ident"),
-        (frozen, {"batch": X}, ValueError, "found none among 2 of Linear"),
-        (lambda: 3, {"batch": X}, TypeError, "build: expected a function that returns a torch.nn"),
-        (
-            lambda: nn.LSTM(WIDTH, WIDTH),
-            {"batch": X},
-            ValueError,
-            "loss: expected a function that returns the loss",
-        ),
-        (
-            linear,
-            {"batch": X, "loss": lambda out: out},
-            ValueError,
-            r"of one element; found a tensor of shape \(2, 8\)",
-        ),
-        (transformer, {**TOKENS, "mesh": (3, 4)}, ValueError, "one or two sizes of 8 ranks"),
-        (transformer, {**TOKENS, "microbatches": 0}, ValueError, "microbatches: expected at least"),
-        (transformer, {**TOKENS, "strategy": "zero"}, ValueError, "strategy: expected one of"),
-        (transformer, {**TOKENS, "config": CHECKED}, ValueError, "no checks of"),
-    ],
-)
-def test_arguments_that_do_not_fit(
-    build: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (transformer, {"batch": {"words": torch.zeros(2, 3)}}, NO_WORDS),
+    (transformer, {"batch": (X, X, 3)}, "found 3 positional ones: too many positional arguments"),
+    (linear, {"batch": X, "loss": lambda out: out.detach().sum()}, "loss: expected one that requi"),
+    (nn.Identity, {"batch": X}, "require grad; found none among 0 of Ident"),
+    (frozen, {"batch": X}, "found none among 2 of Linear"),
+    (lambda: 3, {"batch": X}, "build: expected a function that returns a torch.nn"),
+    (lambda: nn.LSTM(WIDTH, WIDTH), {"batch": X}, "loss: expected a function that returns the los"),
+    (linear, {"batch": X, "loss": lambda out: out}, r"one element; found a tensor of shape \(2, 8"),
+    (transformer, {**TOKENS, "mesh": (3, 4)}, "one or two sizes of 8 ranks"),
+    (transformer, {**TOKENS, "config": CHECKED}, "no checks of"),
+]
+
+
+@pytest.mark.parametrize(("build", "options", "message"), WRONG)
+def test_arguments_that_do_not_fit(build: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         fe.simulate(build, 8, **options)
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("made_by", ["caller", "function"])
-def test_a_batch_on_the_meta_device(made_by: str) -> None:
+def test_a_batch_on_the_meta_device() -> None:
     def batch() -> tuple[Tensor, ...]:
         return tuple(each.to("meta") for each in token_batch(4, 0))
 
-    expected = fe.simulate(lambda: Transformer(2), 2, batch=token_batch(4, 0))
-    found = fe.simulate(
-        lambda: Transformer(2), 2, batch=batch if made_by == "function" else batch()
+    expected, *others = (
+        fe.simulate(transformer, 2, batch=each) for each in (token_batch(4, 0), batch, batch())
     )
-    assert found.memory == expected.memory
-    assert found.seconds == pytest.approx(expected.seconds)
+    for found in others:
+        assert found.memory == expected.memory
+        assert found.seconds == pytest.approx(expected.seconds)
 
 
 class Initialised(nn.Module):
@@ -212,8 +186,8 @@ def row_that_was_written_to() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("where", [lambda build: build, on_meta], ids=["cpu", "meta"])
 @pytest.mark.parametrize("build", [width_from_drawn_values, row_that_was_written_to])
-def test_a_model_that_reads_drawn_values_while_it_is_built(build: Any, where: Any) -> None:
-    with pytest.raises(fe.SimulationError, match=r"building the model failed at .*# here`"):
-        fe.simulate(where(build), 2, batch=torch.zeros(2, 2))
+def test_a_model_that_reads_drawn_values_while_it_is_built(build: Any) -> None:
+    for where in (build, on_meta(build)):
+        with pytest.raises(fe.SimulationError, match=r"building the model failed at .*# here`"):
+            fe.simulate(where, 2, batch=torch.zeros(2, 2))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,36 +48,6 @@ def test_dropout_keeps_a_mask_of_bytes_on_a_device() -> None:
     assert kept(partial(dropping, training=False), fe.H100) == without
 
 
-class Dropping(nn.Module):
-    """Functions that call those that are replaced, in a forward that backward runs again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = partial(nn.TransformerEncoderLayer, SIZE, HEADS, 2 * SIZE, 0.1, batch_first=True)
-        self.blocks = nn.ModuleList(layer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x[None])[0]
-        return x.sum()
-
-
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-def test_functions_within_functions_and_recomputations(checkpointing: bool | str) -> None:
-    scores = HEADS * LENGTH * LENGTH * 4
-    found = [
-        fe.simulate(
-            Dropping,
-            2,
-            batch=torch.zeros(LENGTH, SIZE),
-            machine=machine,
-            checkpointing=checkpointing,
-        ).peak_bytes
-        for machine in (fe.H100, CPU)
-    ]
-    assert found[0] + scores < found[1]
-
-
 def test_real_tensors_are_computed_as_ever_and_nothing_is_left() -> None:
     before = F.dropout, F.rms_norm, F.scaled_dot_product_attention, torch.rms_norm
     x = torch.randn(4, 8)
@@ -96,20 +66,6 @@ def test_rms_norm_keeps_its_input_on_a_device() -> None:
     # of each row.
     assert kept(norm, fe.H100) == 2 * 2 * ELEMENTS + 4 * LENGTH
     assert kept(norm, CPU) > 3 * 2 * ELEMENTS
-
-
-def test_rms_norm_of_two_dtypes_has_no_kernel() -> None:
-    def norm(x: Tensor) -> Tensor:
-        return F.rms_norm(x, [SIZE], torch.ones(SIZE))
-
-    assert kept(norm, fe.H100) == kept(norm, CPU)
-
-
-@pytest.mark.parametrize("p", [0.0, 1.0])
-def test_dropout_of_nothing_and_of_all(p: float) -> None:
-    assert kept(lambda x: F.dropout(F.gelu(x), p), fe.H100) == kept(
-        lambda x: F.dropout(F.gelu(x), p), CPU
-    )
 
 
 ROWS, WIDTH = 8, 16
@@ -133,19 +89,15 @@ class Counted(TorchDispatchMode):
     ("function", "expected"),
     [
         (lambda: X * X, 0),
-        (lambda: X * 2.0, 0),
-        (lambda: X.add_(X), 0),
         (lambda: X.t() + X.t(), 0),
         (lambda: X @ X.t(), 0),
         (lambda: X.sum(0), COUNT / 2),
-        (lambda: X.view(-1), 0),
         (lambda: torch.zeros_like(X).copy_(X), 0),
         (lambda: X.to(torch.bfloat16), 0),
         (lambda: X.bfloat16().float(), COUNT),
         (lambda: X + X.bfloat16(), COUNT),
         (lambda: X * X[0], COUNT),
         (lambda: X * X[:, :1], COUNT),
-        (lambda: X * X[0, 0], COUNT),
         (lambda: BY_HEAD.transpose(1, 2).contiguous(), COUNT),
         (lambda: X.t().contiguous(), 4 * COUNT),
         (lambda: X.t().bfloat16().contiguous(), 4 * COUNT),
@@ -163,43 +115,18 @@ def test_elements_that_are_not_streamed(function: Callable[[], Tensor], expected
     assert counted.found == expected
 
 
-class _Attention(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.scale
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
-
-
-def test_attention_s_backward_sums_gradients_of_queries_in_fp32_on_devices() -> None:
-    shape = (2, 4, 256, 64)
-
-    def peak(machine: fe.Machine) -> int:
-        options = {"strategy": "no_shard", "machine": machine}
-        found = fe.simulate(_Attention, 1, batch=torch.zeros(shape), **options)
-        return found.peak_bytes
-
-    # At that moment are the query, which is key and value, output, its gradient, and three results.
-    assert peak(fe.H100) - peak(CPU) == pytest.approx(4 * torch.zeros(shape).numel(), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "expected"),
-    [
+def test_sums_over_rows_have_partial_sums() -> None:
+    total = torch.ops.aten.sum.dim_IntList
+    for rows, columns, expected in (
         (128, 4096, 0),  # too few rows for several thread blocks
         (512, 64, 8 * 512 * 64),
         (8192, 4096, 148 * 2**20),
         (2**16, 2**14, 2**29),
-    ],
-)
-def test_sums_over_rows_have_partial_sums(rows: int, columns: int, expected: int) -> None:
-    total = torch.ops.aten.sum.dim_IntList
-    x = torch.empty(rows, columns, device="meta", dtype=torch.bfloat16)
-    assert scratch_bytes(total, (x, [0]), total(x, [0])) == expected
-    assert scratch_bytes(total, (x, [1]), total(x, [1])) == 0
-    assert scratch_bytes(total, (x, [0, 1]), total(x, [0, 1])) == 0
+    ):
+        x = torch.empty(rows, columns, device="meta", dtype=torch.bfloat16)
+        assert scratch_bytes(total, (x, [0]), total(x, [0])) == expected
+        assert scratch_bytes(total, (x, [1]), total(x, [1])) == 0
+        assert scratch_bytes(total, (x, [0, 1]), total(x, [0, 1])) == 0
 
 
 def test_a_bias_gradient_s_partial_sums_are_in_the_peak_of_a_device() -> None:

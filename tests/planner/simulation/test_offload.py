@@ -1,4 +1,4 @@
-"""Offloaded state in simulations: seconds, bytes and memory against formulas by hand."""
+"""Offloaded state and activations in simulations: seconds, bytes and memory, by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import fsdp_engine as fe
 from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.extensions.offload import disk_memory, disk_staging
 from fsdp_engine.extensions.offload.places import ROLES
-from fsdp_engine.planner.simulation.clock import Clock, SimulatedLane
 from fsdp_engine.planner.simulation.copies import CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine, Processor, TwoWayLink
 from fsdp_engine.strategies import LEVELS
@@ -27,9 +26,12 @@ from tests.planner.simulation.copying import (
     CHUNK,
     F32,
     RANKS,
+    ROWS,
+    SAVED,
     WIDTH,
     Blocks,
     all_on_host,
+    computing,
     machine,
     with_host_rate,
 )
@@ -97,7 +99,7 @@ def test_the_step_of_a_chunk_takes_28_bytes_of_each_element_beside_a_copy() -> N
     assert there.seconds == pytest.approx(here.seconds - steps + expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("slowness", [0.5, 3.0, pytest.param(1.0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("slowness", [0.5, 3.0])
 def test_a_step_beside_forward_is_hidden_as_far_as_forward_is_longer(slowness: float) -> None:
     shared = CHUNK / (BOTH / 2)
     forward = slowness * shared  # of a block
@@ -116,19 +118,6 @@ def test_a_step_beside_forward_is_hidden_as_far_as_forward_is_longer(slowness: f
     assert beside.copied_bytes == after.copied_bytes
     assert beside.elsewhere == after.elsewhere
     assert beside.peak_bytes <= after.peak_bytes + 2 * CHUNK
-
-
-def test_a_foreach_step_takes_the_bytes_that_it_reads_and_writes() -> None:
-    bandwidth = 1e9
-
-    def sgd(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1, foreach=True)
-
-    where = machine(processor=Processor({F32: math.inf}, bandwidth, 1e12))
-    found = simulated(where, None, optimizer=sgd)
-    (span,) = (each for each in found.spans if each.label == "_foreach_add_")
-    elements = BLOCKS * CHUNK / 8
-    assert span.end - span.start == pytest.approx(3 * 4 * elements / bandwidth)
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:
@@ -217,28 +206,6 @@ def test_the_host_casts_weights_for_gathers_once_a_step(step_on: str) -> None:
     assert found.elsewhere == {"host": BLOCKS * (4 * SHARD + sent)}
 
 
-def test_work_of_an_operation_follows_its_copy() -> None:
-    clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
-    gather, out = clock.lanes["inner gather"], clock.make_other_lanes(STATE_LANES)[1]
-
-    def bring_and_send() -> Any:
-        clock.send(0.0, 2.0)
-        clock.copy("host", Direction.INTO, 100.0)
-        clock.send(0.0, 3.0)
-        yield from ()
-
-    def take() -> Any:
-        clock.send(0.0, 4.0)
-        clock.copy("host", Direction.OUT, 10.0)
-        yield from ()
-
-    ticket = gather.submit("all-gather of one", bring_and_send)
-    assert ticket.time == pytest.approx(2.0 + 10.0 + 3.0)
-    out.submit("return one", take)  # half the rate from 4 on, for 2 seconds
-    assert ticket.time == pytest.approx(2.0 + 11.0 + 3.0)
-    assert gather.free == ticket.time
-
-
 def test_a_disk_is_read_and_written_beside_a_host_that_computes() -> None:
     found = simulated(machine(host_runs_ahead=False), DISK)
     shared = BOTH / (3 * ALONE)
@@ -260,16 +227,12 @@ def on_disk(roles: Sequence[str], folder: str = "/no/such/folder") -> fe.Offload
 def peak_of_a_real_run(level: str, roles: Sequence[str]) -> tuple[int, int]:
     """Bytes of chunks, and on the disk."""
     with tempfile.TemporaryDirectory() as folder:
-        offload = on_disk(roles, folder)
         model = Blocks()
+        options = fe.Options(min_unit_size=0)
         engine = fe.shard(
-            model,
-            strategy=level,
-            options=fe.Options(min_unit_size=0),
-            extensions=[] if offload is None else [offload],
+            model, strategy=level, options=options, extensions=[on_disk(roles, folder)]
         )
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        fe.shard_optimizer(optimizer)
+        optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
         for _ in range(2):
             engine.peak_memory_bytes(reset=True)
             model(torch.ones(1, WIDTH)).sum().backward()
@@ -280,12 +243,7 @@ def peak_of_a_real_run(level: str, roles: Sequence[str]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("level", "size", "roles"),
-    [
-        ("no_shard", 1, ROLES[:1]),
-        ("no_shard", 2, ROLES[:1]),
-        ("optim_grads_params", 1, ROLES),
-    ],
+    ("level", "size", "roles"), [("no_shard", 2, ROLES[:1]), ("optim_grads_params", 1, ROLES)]
 )
 def test_simulated_memory_of_chunks_is_the_ledger_of_a_real_run(
     ranks: Ranks, level: str, size: int, roles: Sequence[str]
@@ -312,15 +270,11 @@ def test_a_device_reaches_a_disk_through_pieces_of_host_memory() -> None:
     assert found.seconds == pytest.approx(disk.seconds + 2 * alone)
 
 
-@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
-def test_everything_on_the_disk_of_a_device_is_simulated(level: str) -> None:
+def test_everything_on_the_disk_of_a_device_is_simulated() -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    found = simulated(
-        machine(processor=Processor({F32: math.inf, torch.bfloat16: math.inf}, math.inf, 1e12)),
-        on_disk(ROLES),
-        strategy=level,
-        mp_policy=policy,
-    )
+    rates = {F32: math.inf, torch.bfloat16: math.inf}
+    where = machine(processor=Processor(rates, math.inf, 1e12))
+    found = simulated(where, on_disk(ROLES), strategy="optim_grads", mp_policy=policy)
     elements = BLOCKS * CHUNK // 8
     assert found.elsewhere == {"disk": 16 * elements, "host": disk_staging.NUM_BYTES}
     assert found.copied_bytes["state in"] >= 16 * elements
@@ -342,6 +296,8 @@ def test_a_machine_without_figures_of_a_link_or_of_memory_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=rf"machine: expected {missing}"):
         simulated(machine(**fields), place)
+    with pytest.raises(ValueError, match=r"expected host_link, since state or activations.*None"):
+        stepped(machine(host_link=None))
 
 
 def test_two_directions_share_what_both_reach_together() -> None:
@@ -359,47 +315,6 @@ def test_two_directions_share_what_both_reach_together() -> None:
     assert behind.end == pytest.approx(into.end + 2.0)
     queues.forget(20.0)
     assert queues.add(Direction.INTO, 20.0, 10.0).end == pytest.approx(22.0)
-
-
-def test_work_of_the_host_shares_its_memory_with_copies() -> None:
-    queues = CopyQueues(TwoWayLink(10.0, 10.0, 15.0), host_rate=20.0)
-    into = queues.add(Direction.INTO, 0.0, 100.0)
-    work = queues.add(Direction.WORK, 4.0, 40.0)  # 2/3 of both rates
-    assert work.end == pytest.approx(7.0)
-    assert into.end == pytest.approx(11.0)
-    out = queues.add(Direction.OUT, 5.0, 30.0)  # with 7.5 and 7.5 beside 20: 4/7 of each
-    assert work.end == pytest.approx(5.0 + (40.0 - 40.0 / 3) / (20.0 * 4 / 7))
-    done = (work.end - 5.0) * 7.5 * 4 / 7
-    assert out.end == pytest.approx(work.end + (30.0 - done) / 7.5)
-    assert into.end == pytest.approx(out.end + (100.0 - 40.0 - 20.0 / 3 - 30.0) / 10.0)
-
-
-def test_links_without_a_limit_take_the_latency_alone() -> None:
-    queues = CopyQueues(TwoWayLink(math.inf, math.inf, math.inf, latency=0.5))
-    assert queues.add(Direction.INTO, 0.0, 100.0).end == 0.5
-    assert queues.add(Direction.OUT, 0.25, 100.0).end == 0.75
-    assert queues.add(Direction.INTO, 0.0, 0.0).end == 1.0
-
-
-def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None:
-    clock = Clock(machine(host_link=TwoWayLink(10.0, 10.0, 10.0)))
-    into, out = clock.make_other_lanes(STATE_LANES)
-
-    def submit(lane: SimulatedLane, direction: Direction) -> Any:
-        def copy() -> Any:
-            clock.copy("host", direction, 100.0)
-            yield from ()
-
-        return lane.submit("bring one", copy)
-
-    first = submit(into, Direction.INTO)
-    assert first.time == pytest.approx(10.0)
-    second = submit(out, Direction.OUT)
-    assert (first.time, second.time) == pytest.approx((20.0, 20.0))
-    clock.lanes["compute"].wait(first)
-    assert clock.finish() == pytest.approx(20.0)
-    assert [(each.lane, each.seconds) for each in clock.exposed] == [("state in", 20.0)]
-    assert [(each.start, each.end) for each in clock.spans] == [(0.0, 20.0), (0.0, 20.0)]
 
 
 BYTES_OF_STATE = {"Adam": 8, "SGD": 4, "Adagrad": 4, "RMSprop": 4}
@@ -424,3 +339,83 @@ def test_state_of_elementwise_optimizers_is_copied_at_every_level(
 def test_an_optimizer_that_reads_values_is_an_error_that_says_so() -> None:
     with pytest.raises(fe.SimulationError, match=r"the optimizer's step failed.*reads a value"):
         simulated(machine(), HOST, optimizer=torch.optim.ASGD)
+
+
+ACTIVATION_LANES = names_of_copies("activations")
+INTO, OUT = ACTIVATION_LANES
+
+
+def stepped(
+    where: fe.Machine, in_flight: int | None = None, *, num: int = BLOCKS, **options: Any
+) -> fe.Simulation:
+    given = {
+        "checkpointing": fe.OffloadActivations(in_flight),
+        "batch": torch.zeros(ROWS, WIDTH),
+        "min_unit_size": 0,
+        **options,
+    }
+    return fe.simulate(lambda: Blocks(num), RANKS, machine=where, **given)
+
+
+def test_a_step_takes_its_copies_of_activations_if_nothing_hides_them() -> None:
+    """The link has no limit of both directions together."""
+    found = stepped(machine(host_link=TwoWayLink(ALONE, ALONE, 2 * ALONE)))
+    # Of the last block nothing comes back, and compute waits for no copy of it.
+    copied = {OUT: BLOCKS * SAVED, INTO: (BLOCKS - 1) * SAVED}
+    assert found.copied_bytes == copied
+    assert found.seconds == pytest.approx(2 * (BLOCKS - 1) * SAVED / ALONE)
+    assert found.exposed_seconds == pytest.approx(found.seconds)
+    assert found.message_seconds == pytest.approx({name: n / ALONE for name, n in copied.items()})
+    assert set(found.exposed_by_lane) == set(ACTIVATION_LANES)
+    names = {event["name"] for event in found.trace()["traceEvents"]}
+    assert names >= {"take 0", "bring 2", f"{OUT} of 0", f"{INTO} of 1"}
+    # Sizes of blocks of host memory are rounded up, but not powers of two.
+    assert found.elsewhere == {"host": BLOCKS * SAVED}
+
+
+@pytest.mark.parametrize("share", [1.01, 2.0])
+def test_copies_that_are_shorter_than_a_forward_are_hidden(share: float) -> None:
+    where = computing(share)
+    assert stepped(where).seconds == stepped(where, checkpointing=False).seconds
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.7])
+def test_a_step_takes_the_longer_of_copies_and_compute(share: float) -> None:
+    copy = SAVED / ALONE
+    forward = share * copy
+    # Copies to the host begin with the end of the first forward, and compute waits for all but the
+    # last. Those back run beside the backward of the block behind; the first block's input needs
+    # no gradient.
+    expected = forward + (BLOCKS - 1) * (copy + max(copy, 2 * forward)) + forward
+    found = stepped(computing(share))
+    assert found.seconds == pytest.approx(expected)
+    link = found.machine.link_to_state("host", RANKS)
+    assert found.seconds >= link.least_seconds(*(found.copied_bytes[name] for name in (INTO, OUT)))
+
+
+@pytest.mark.parametrize("in_flight", [None, 0])
+def test_the_device_holds_few_blocks_whatever_their_number(in_flight: int | None) -> None:
+    def held(num: int, **options: Any) -> int:
+        return stepped(machine(), in_flight, num=num, **options).memory["activations"]
+
+    kept = 2 if in_flight is None else 1
+    # Beside them the batch, an output or gradient, the next one, and the gradient of a weight.
+    assert held(6) == held(12) <= (kept + 3) * SAVED + 4 * WIDTH * WIDTH + 8
+    assert held(12, checkpointing=False) >= 12 * SAVED
+
+
+def test_copies_of_activations_share_the_link_with_those_of_state() -> None:
+    shared = with_host_rate(ALONE)
+    alone = [stepped(shared), stepped(shared, checkpointing=False, offload=all_on_host())]
+    found = stepped(shared, offload=all_on_host())
+    assert found.copied_bytes == alone[0].copied_bytes | alone[1].copied_bytes
+    assert found.elsewhere["host"] == sum(each.elsewhere["host"] for each in alone)
+    # A rank of a node that shares its memory copies one byte at a time, in either direction.
+    assert found.seconds >= sum(found.copied_bytes.values()) / ALONE
+    assert found.seconds <= sum(each.seconds for each in alone) * (1 + 1e-9)
+    assert {*ACTIVATION_LANES, *STATE_LANES, "copy in"} <= set(found.message_seconds)
+
+
+def test_nothing_is_copied_where_the_host_computes() -> None:
+    found = stepped(machine(host_runs_ahead=False, host_link=None))
+    assert (found.copied_bytes, found.elsewhere) == ({}, {})

@@ -26,10 +26,11 @@ from tests.planner.simulation.scene import (
 
 NETWORK = network(0.5)
 BUDGETS = {"none": 0, "one unit": BLOCK_NUMEL, "default": None}
+LEVEL_2, LEVEL_3 = ("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")
 
-# What every one of the few pairs is tried with in `make test`: each value with each of another
-# column's once, at least. All with all, for all ten pairs, in `make test-all`.
-FEW_STEPS = [
+# Budget, whether there is an embedding, microbatches: each value with each of another column's
+# once, at least.
+STEPS = [
     ("none", False, 1),
     ("one unit", False, 3),
     ("one unit", True, 1),
@@ -38,63 +39,42 @@ FEW_STEPS = [
 ]
 
 
-def _cases() -> list[Any]:
-    cases = []
-    for pair in PAIRS:
-        for budget in BUDGETS:
-            for has_embedding in (False, True):
-                for microbatches in (1, 3):
-                    case = (pair, budget, has_embedding, microbatches)
-                    is_quick = pair in FEW_PAIRS and case[1:] in FEW_STEPS
-                    marks = [] if is_quick else [pytest.mark.thorough]
-                    name = f"{'-'.join(pair)}-{budget}-{'embedding' if has_embedding else 'blocks'}"
-                    cases.append(pytest.param(*case, id=f"{name}-{microbatches}", marks=marks))
-    return cases
-
-
-@pytest.mark.parametrize(("pair", "budget", "has_embedding", "microbatches"), _cases())
-def test_nothing_more_is_exposed_than_must_be(
-    pair: tuple[str, str], budget: str, has_embedding: bool, microbatches: int
-) -> None:
-    options = {"has_embedding": has_embedding, "microbatches": microbatches}
-    found = simulated(pair, NETWORK, budget=BUDGETS[budget], **options)
-    must = ideal(pair, NETWORK, budgets=budgets_of(found), **options)
-    assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
-    assert found.seconds == pytest.approx(must.seconds, abs=1e-9)
-    assert found.seconds == pytest.approx(found.compute_seconds + found.exposed_seconds, abs=1e-9)
-
-
-@pytest.mark.parametrize("pair", FEW_PAIRS, ids="-".join)
-def test_exposure_is_minimal_if_communication_takes_twice_the_time_of_compute(
-    pair: tuple[str, str],
-) -> None:
-    slow = network(2.0)
-    found = simulated(pair, slow)
-    must = ideal(pair, slow, budgets=budgets_of(found))
-    assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
-    assert found.seconds == pytest.approx(must.seconds, abs=1e-9)
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(each, marks=() if each in FEW_PAIRS else pytest.mark.thorough) for each in PAIRS],
+    ids="-".join,
+)
+def test_nothing_more_is_exposed_than_must_be(pair: tuple[str, str]) -> None:
+    # And with messages that take twice the time of compute.
+    for net, (budget, has_embedding, microbatches) in (
+        *((NETWORK, each) for each in STEPS),
+        (network(2.0), STEPS[3]),
+    ):
+        options = {"has_embedding": has_embedding, "microbatches": microbatches}
+        found = simulated(pair, net, budget=BUDGETS[budget], **options)
+        must = ideal(pair, net, budgets=budgets_of(found), **options)
+        assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
+        assert found.seconds == pytest.approx(must.seconds, abs=1e-9)
+        both = found.compute_seconds + found.exposed_seconds
+        assert found.seconds == pytest.approx(both, abs=1e-9)
 
 
 def test_only_the_first_gather_and_the_last_reduction_of_equal_units() -> None:
-    found = simulated(("optim_grads_params", "no_shard"), NETWORK)
+    found = simulated(LEVEL_3, NETWORK)
     seen = {(each.unit, each.phase, each.lane) for each in found.exposed}
     first, last = ("blocks.0", "forward", "inner gather"), ("blocks.0", "backward", "inner reduce")
     assert seen == {first, last}
 
 
-@pytest.mark.parametrize("has_embedding", [False, True], ids=["blocks", "embedding"])
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_the_default_exposes_nothing_that_a_larger_budget_would_hide(
-    pair: tuple[str, str], has_embedding: bool
-) -> None:
-    found = simulated(pair, NETWORK, has_embedding=has_embedding)
-    budget = 4 * found.budget
-    larger = simulated(pair, NETWORK, budget=budget, has_embedding=has_embedding)
+@pytest.mark.parametrize("pair", FEW_PAIRS, ids="-".join)
+def test_the_default_exposes_nothing_that_a_larger_budget_would_hide(pair: tuple[str, str]) -> None:
+    found = simulated(pair, NETWORK, has_embedding=True)
+    larger = simulated(pair, NETWORK, budget=4 * found.budget, has_embedding=True)
     assert found.exposed_seconds == pytest.approx(larger.exposed_seconds, abs=1e-9)
     assert sum(found.memory.values()) <= sum(larger.memory.values())
 
 
-@pytest.mark.parametrize("pair", [("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")])
+@pytest.mark.parametrize("pair", [LEVEL_2, LEVEL_3])
 def test_a_smaller_budget_than_the_default_exposes_more(pair: tuple[str, str]) -> None:
     # A reduction takes longer than a unit's backward until its first gradient.
     slower = network(0.7)
@@ -105,7 +85,7 @@ def test_a_smaller_budget_than_the_default_exposes_more(pair: tuple[str, str]) -
     assert none.exposed_seconds > found.exposed_seconds + 1e-9
 
 
-@pytest.mark.parametrize("pair", [("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")])
+@pytest.mark.parametrize("pair", [LEVEL_2, LEVEL_3])
 def test_reductions_that_wait_for_each_other_are_caught(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,9 +111,8 @@ def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
         return [(), *right(*args)[:-1]]
 
     monkeypatch.setattr(schedule, "prefetch_windows", late)
-    pair = ("optim_grads_params", "no_shard")
-    found = simulated(pair, NETWORK, budget=BLOCK_NUMEL)
-    must = ideal(pair, NETWORK, budgets=(BLOCK_NUMEL, (BLOCK_NUMEL, 0)))
+    found = simulated(LEVEL_3, NETWORK, budget=BLOCK_NUMEL)
+    must = ideal(LEVEL_3, NETWORK, budgets=(BLOCK_NUMEL, (BLOCK_NUMEL, 0)))
     gather = NETWORK.ring(BLOCK_NUMEL, 0)
     # All three of forward but the first, at least; in backward compute waits for reductions, too.
     assert found.exposed_seconds > must.exposed + (BLOCKS - 1) * gather
@@ -147,9 +126,8 @@ def test_the_ideal_schedule_by_hand() -> None:
     gather = inner_reduction = slower.ring(BLOCK_NUMEL, 0)
     reduction = inner_reduction + slower.ring(BLOCK_NUMEL / 4, 1, 2)
     until_first = BACKWARD / 4
-    pair = ("optim_grads_params", "no_shard")
     sizes = [n * BLOCK_NUMEL for n in (2, 1, 0)]
-    exposed = [ideal(pair, slower, budgets=(n, (n, 0))).exposed for n in sizes]
+    exposed = [ideal(LEVEL_3, slower, budgets=(n, (n, 0))).exposed for n in sizes]
     assert exposed[0] == pytest.approx(gather + reduction)
     # Three blocks wait for their predecessor's inner reduction when their first gradient comes.
     assert exposed[1] == pytest.approx(gather + 3 * (inner_reduction - until_first) + reduction)

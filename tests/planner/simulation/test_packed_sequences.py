@@ -31,7 +31,10 @@ def test_rows_without_positions_are_one_sequence_each() -> None:
     assert simulated(position_ids=TOKENS).peak_bytes > without.peak_bytes
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize(
+    "attention",
+    ["sdpa", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("eager", "flex_attention"))],
+)
 def test_a_mask_of_the_tokens_is_one_of_attention(attention: str) -> None:
     """It may have padding."""
     without = simulated(attention=attention)

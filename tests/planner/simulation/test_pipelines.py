@@ -1,9 +1,11 @@
-"""Simulated steps of pipelines: times by hand, memory and order of real ranks, messages."""
+"""Simulated steps of pipelines: times by hand, memory and order of real ranks, messages, quick
+simulations from the costs of stages."""
 
 from __future__ import annotations
 
-import functools
 import gc
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,23 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_engine as fe
 from fsdp_engine import extension_list
 from fsdp_engine.pipelining import PipelineStage
+from fsdp_engine.planner.simulation import pipeline as pipelines
 from fsdp_engine.planner.simulation import pipeline_job
-from fsdp_engine.planner.simulation import simulate as simulations
 from fsdp_engine.planner.simulation.machine import Link
-from fsdp_engine.planner.simulation.pipeline import takes_microbatches
 from fsdp_engine.planner.simulation.pipeline_job import Action, PipelineJob
+from fsdp_engine.planner.simulation.stage_costs import StageCosts, stage_costs
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
-from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
 from tests.extensions.pipelines import scene
 from tests.models import Mlp
 from tests.planner.simulation.live_storages import LiveStorages
@@ -95,11 +91,8 @@ INTERLEAVED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
         ("ZBVZeroBubble", {"quick": True}, 8, [0, 0], V),
         # The slowest stage determines the step.
         ("1F1B", {"stages": wider, "microbatches": 6}, 12, [7, 1], ((0,), (1,))),
-        *(
-            pytest.param(
-                name, FOUR, 8, [3] * 4, ((0,), (1,), (2,), (3,)), marks=pytest.mark.thorough
-            )
-            for name in ("GPipe", "1F1B")
+        pytest.param(
+            "1F1B", FOUR, 8, [3] * 4, ((0,), (1,), (2,), (3,)), marks=pytest.mark.thorough
         ),
     ],
 )
@@ -120,42 +113,26 @@ def test_the_bubble_is_that_of_the_formula(
     assert found.num_targets == 2 * options.get("microbatches", 4) * ROWS * WIDTH
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.thorough)])
-def test_a_third_step_is_like_the_second(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link(1e9, 1e-5)
-    options = {"strategy": "optim_grads_params", "machine": plain_machine(link, link)}
-    second = simulated(schedule, stages=wider, **options)
-    monkeypatch.setattr(pipeline_job, "STEPS", pipeline_job.STEPS + 1)
-    third = simulated(schedule, stages=wider, **options)
-    assert third.seconds == pytest.approx(second.seconds)
-    assert third.bubble_seconds == pytest.approx(second.bubble_seconds)
-    for one, other in zip(second.ranks, third.ranks, strict=True):
-        assert one.seconds == pytest.approx(second.seconds)
-        assert other.memory == one.memory
-
-
 def stage_messages(found: fe.PipelineSimulation, rank: int) -> list[float]:
     """Seconds of messages between stages that a rank sends or receives."""
     spans = found.ranks[rank].spans
     return [span.end - span.start for span in spans if is_stage_lane(span.lane)]
 
 
-@pytest.mark.parametrize(("ranks_per_node", "is_far"), [(4, False), (2, True)])
-def test_messages_take_the_time_of_the_link_between_their_ranks(
-    ranks_per_node: int, is_far: bool
-) -> None:
+def test_messages_take_the_time_of_the_link_between_their_ranks() -> None:
     """In one node, or with a node for each stage of two data-parallel ranks."""
     near, far = Link(1e9, 1e-6), Link(1e8, 1e-5)
-    found = simulated(machine=plain_machine(near, far, ranks_per_node))
-    num_bytes = 4 * ROWS * WIDTH
-    expected = (far if is_far else near).seconds(num_bytes, 1)
-    for rank in range(2):
-        assert stage_messages(found, rank) == pytest.approx([expected] * 8)
-    labels = {span.label for span in found.ranks[0].spans if is_stage_lane(span.lane)}
-    assert "activations of stage 0, microbatch 3" in labels
-    assert "gradients of stage 0, microbatch 0" in labels
-    # The last microbatch's way to the second stage and back is on the critical path.
-    assert found.seconds > simulated().seconds + 2 * expected
+    free = simulated()
+    for ranks_per_node, link in ((4, near), (2, far)):
+        found = simulated(machine=plain_machine(near, far, ranks_per_node))
+        expected = link.seconds(4 * ROWS * WIDTH, 1)
+        for rank in range(2):
+            assert stage_messages(found, rank) == pytest.approx([expected] * 8)
+        labels = {span.label for span in found.ranks[0].spans if is_stage_lane(span.lane)}
+        assert "activations of stage 0, microbatch 3" in labels
+        assert "gradients of stage 0, microbatch 0" in labels
+        # The last microbatch's way to the second stage and back is on the critical path.
+        assert found.seconds > free.seconds + 2 * expected
 
 
 def test_collectives_run_beside_the_wait_for_another_stage() -> None:
@@ -180,44 +157,6 @@ def test_collectives_run_beside_the_wait_for_another_stage() -> None:
     # The first gather of a step starts when the activations arrive.
     by_lane = [each.exposed_by_lane["inner gather"] for each in found.ranks]
     assert by_lane[1] == pytest.approx(by_lane[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("device", {"strategy": "optim_grads_params"}),
-        ("offload", {"offload": fe.Offload("host", main_weights="host", gradients="host")}),
-        ("beside", {"offload": fe.Offload(optimizer_state="host", overlap_forward=True)}),
-        ("activations", {"checkpointing": "offload", "units": [nn.Linear]}),
-        ("host", {"machine": HOST, "strategy": "optim_grads_params"}),
-    ],
-)
-def test_a_replay_has_the_times_of_its_tape(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tapes: list[RecordingClock] = []
-
-    def recording(*args: Any) -> RecordingClock:
-        tapes.append(RecordingClock(*args))
-        return tapes[-1]
-
-    monkeypatch.setattr(simulations, "Clock", recording)
-    found = fe.simulate(
-        lambda: nn.Sequential(Linears(3), nn.Flatten(0)),
-        2,
-        batch=torch.zeros(ROWS, WIDTH),
-        loss=lambda output: output.sum(),
-        options=fe.Options(min_unit_size=0),
-        microbatches=2,
-        **options,
-    )
-    replay = Replay(tapes[0], 2, lambda message, time: None)
-    replay.run()
-    start, end = replay.finishes[-2:]
-    assert end - start == pytest.approx(found.seconds)
-    assert replay.clock.spans == tapes[0].spans
-    assert replay.clock.exposed == tapes[0].exposed
-    assert replay.clock.sent_bytes == found.sent_bytes
 
 
 def blocks(index: int, num_stages: int) -> nn.Module:
@@ -265,31 +204,30 @@ class NotedStage(PipelineStage):
 
     actions: list[Action]
 
-    def note(self, kind: str, chunk: int) -> None:
-        self.actions.append(Action(kind, self.stage_index, chunk))
-
     def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-        self.note("forward", chunk)
+        self.actions.append(Action("forward", self.stage_index, chunk))
         return super().forward_one_chunk(chunk, *args, **kwargs)
 
     def backward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> None:
-        is_full = kwargs.get("full_backward", True)
-        self.note("backward" if is_full else "backward of inputs", chunk)
+        kind = "backward" if kwargs.get("full_backward", True) else "backward of inputs"
+        self.actions.append(Action(kind, self.stage_index, chunk))
         super().backward_one_chunk(chunk, *args, **kwargs)
 
     def backward_weight_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> None:
-        self.note("backward of weights", chunk)
+        self.actions.append(Action("backward of weights", self.stage_index, chunk))
         super().backward_weight_one_chunk(chunk, *args, **kwargs)
 
 
-@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "level"),
     [
-        "GPipe",
-        "1F1B",
-        pytest.param("Interleaved1F1B", marks=pytest.mark.thorough),
-        pytest.param("ZBVZeroBubble", marks=[pytest.mark.thorough, scene.passes_on_to_itself]),
+        ("1F1B", "optim_grads_params"),
+        pytest.param("GPipe", "optim", marks=pytest.mark.thorough),
+        pytest.param("Interleaved1F1B", "optim", marks=pytest.mark.thorough),
+        pytest.param(
+            *("ZBVZeroBubble", "optim_grads_params"),
+            marks=[pytest.mark.thorough, scene.passes_on_to_itself],
+        ),
     ],
 )
 def test_order_and_memory_are_those_of_four_gloo_ranks(
@@ -307,84 +245,53 @@ def test_order_and_memory_are_those_of_four_gloo_ranks(
         assert least * max(peaks) <= rank.peak_bytes <= 1.03 * max(peaks)
 
 
-def _without_last(send: Any, chunk: int) -> list[Any]:
-    return [] if chunk == 3 else send(chunk)
-
-
-_first = functools.cache(lambda send: send(0))
-
-
-def _first_again(send: Any, chunk: int) -> list[Any]:
-    return _first(send)
-
-
-@pytest.mark.parametrize(("sent", "expected"), [(_without_last, 3), (_first_again, 1)])
-def test_messages_without_another_side_are_errors(sent: Any, expected: int) -> None:
-    """The second rank does not send its last gradient, or sends that of microbatch 0 again."""
+def test_a_message_without_another_side_is_an_error() -> None:
+    """The second rank does not send its last gradient."""
 
     class Schedule(pipelining.Schedule1F1B):
         def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-            stage = self._stage
-            stage.get_bwd_send_ops = functools.partial(sent, stage.get_bwd_send_ops)
+            send = self._stage.get_bwd_send_ops
+            self._stage.get_bwd_send_ops = lambda chunk: [] if chunk == 3 else send(chunk)
             super()._step_microbatches(*args, **kwargs)
 
     with pytest.raises(
         ValueError,
         match="expected pipeline rank 1 to send next what rank 0 receives from it, gradients of "
-        f"stage 0, microbatch {expected} of 8192 bytes; found gradients of stage 0, microbatch 0 "
-        "of 8192",
+        "stage 0, microbatch 3 of 8192 bytes; found gradients of stage 0, microbatch 0 of 8192",
     ):
         simulated(Schedule)
-
-
-def test_schedules_take_some_numbers_of_microbatches() -> None:
-    least_of = {"1F1B": 2, "Interleaved1F1B": None, "ZBVZeroBubble": None, "DualPipeV": 4}
-    for schedule, least in least_of.items():
-        taken = [count for count in range(1, 9) if takes_microbatches(schedule, 2, count)]
-        assert least is None or taken == [*range(least, 9)]
-        for count in {*range(1, 9)} - {*taken}:
-            with pytest.raises(ValueError, match="microbatches: expected a number"):
-                simulated(schedule, microbatches=count)
 
 
 TOKENS = torch.zeros(2, 32, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"world_size": 5}, ValueError, "pipeline: expected a divisor of the 5 ranks, at least 2"),
-        ({"pipeline": 1}, ValueError, "pipeline: expected a divisor of the 2 ranks, at least 2"),
-        ({"microbatches": 1}, ValueError, "microbatches: expected a number that Schedule1F1B"),
-        ({"microbatches": 0}, ValueError, "microbatches: expected at least 1; found 0"),
-        ({"schedule": "2F2B"}, ValueError, "schedule: expected the name or class of a schedule"),
-        ({"schedule": nn.Linear}, TypeError, "schedule: expected the name or class"),
-        ({"stages_per_rank": 2}, ValueError, "stages_per_rank: expected 1 for Schedule1F1B"),
-        ({"mesh": (3,)}, ValueError, "mesh: expected one or two sizes of 2 ranks"),
-        ({"stages": 3}, TypeError, "stages: expected a function"),
-        (
-            {"schedule": "ZBVZeroBubble", "stages_per_rank": 3},
-            *(ValueError, "stages_per_rank: expected 2 for ScheduleZBVZeroBubble; found 3"),
-        ),
-        ({"tensor_parallel": 2}, ValueError, "or `parallelize`; found Linears"),
-        ({"tensor_parallel": 3}, ValueError, "tensor_parallel: expected a divisor of the 2 ranks"),
-        (
-            {"context_parallel": 3},
-            ValueError,
-            "context_parallel: expected a divisor of the 2 ranks",
-        ),
-        (
-            {"context_parallel": 2, "machine": HOST, "batch": TOKENS},
-            *(ValueError, "context_parallel: expected 1 on a machine whose host"),
-        ),
-        (
-            {"context_parallel": 2, "batch": torch.zeros(1, 6), "target": TOKENS},
-            *(ValueError, "context_parallel: expected sequences divisible by 4"),
-        ),
-    ],
-)
-def test_wrong_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"world_size": 5}, "pipeline: expected a divisor of the 5 ranks, at least 2"),
+    ({"pipeline": 1}, "pipeline: expected a divisor of the 2 ranks, at least 2"),
+    ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
+    ({"schedule": "2F2B"}, "schedule: expected the name or class of a schedule"),
+    ({"schedule": nn.Linear}, "schedule: expected the name or class"),
+    ({"stages_per_rank": 2}, "stages_per_rank: expected 1 for Schedule1F1B"),
+    ({"schedule": "ZBVZeroBubble", "stages_per_rank": 3}, "expected 2 for ScheduleZBVZeroBubble"),
+    ({"mesh": (3,)}, "mesh: expected one or two sizes of 2 ranks"),
+    ({"stages": 3}, "stages: expected a function"),
+    ({"tensor_parallel": 2}, "or `parallelize`; found Linears"),
+    ({"tensor_parallel": 3}, "tensor_parallel: expected a divisor of the 2 ranks"),
+    ({"context_parallel": 3}, "context_parallel: expected a divisor of the 2 ranks"),
+    (
+        {"context_parallel": 2, "machine": HOST, "batch": TOKENS},
+        "context_parallel: expected 1 on a machine whose host",
+    ),
+    (
+        {"context_parallel": 2, "batch": torch.zeros(1, 6), "target": TOKENS},
+        "context_parallel: expected sequences divisible by 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG)
+def test_wrong_arguments(options: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
         simulated(**options)
     assert not dist.is_initialized()
 
@@ -402,17 +309,7 @@ def test_a_stage_that_reads_values_is_an_error_with_its_line() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_trace_has_a_process_for_each_rank() -> None:
-    found = simulated(machine=plain_machine(Link(1e9, 0.0)))
-    events = found.trace()["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
-    names = {each["args"]["name"] for each in events if each["name"] == "thread_name"}
-    assert {"compute", "send to stages of rank 1", "receive from stages of rank 0"} <= names
-    assert min(event["ts"] for event in events if "ts" in event) >= 0
-    assert "rank   stages" in str(found)
-
-
-causal_lm = functools.partial(llama, depth=3, head_dim=16, tie_word_embeddings=False)
+causal_lm = partial(llama, depth=3, head_dim=16, tie_word_embeddings=False)
 
 
 SLIDING = {
@@ -425,16 +322,13 @@ MODELS = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Qwen2": SLIDING, "Qwen
 
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_stages_of_a_causal_lm_compute_what_the_model_does(kind: str) -> None:
-    def build() -> nn.Module:
-        return causal_lm(kind=kind, **MODELS[kind])
-
-    tokens = torch.arange(2 * 16).view(2, 16) % 256
-    expected = build()(input_ids=tokens, use_cache=False).logits
-    stages, x = fe.CausalLMStages(build), tokens
+    build = partial(causal_lm, kind=kind, **MODELS[kind])
+    x = tokens = torch.arange(2 * 16).view(2, 16) % 256
+    stages = fe.CausalLMStages(build)
     modules = [stages(index, 2) for index in range(2)]
     for module in modules:
         x = module(x)
-    torch.testing.assert_close(x, expected)
+    torch.testing.assert_close(x, build()(input_ids=tokens, use_cache=False).logits)
     count = sum(param.numel() for module in modules for param in module.parameters())
     assert count == sum(param.numel() for param in build().parameters())
 
@@ -450,31 +344,26 @@ def test_a_causal_lm_without_stages_is_an_error() -> None:
             fe.CausalLMStages(build)(0, num_stages)
 
 
-def test_a_llama_is_simulated_in_stages() -> None:
-    options = {"world_size": 16, "mesh": (2, 4), "microbatches": 2, "min_unit_size": 0}
-    options |= {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), "loss": None}
-    found = pipelined(fe.CausalLMStages(causal_lm), TOKENS, "1F1B", **options)
-    assert found.num_targets == 8 * 2 * TOKENS.numel()
-    assert "2 pipeline x 2 x 4 data-parallel ranks" in found.title
-    assert len(stage_messages(found, 1)) == 4
-    assert {span.module.split(".")[0] for span in found.ranks[1].spans} >= {"stage 1"}
-
-
 def test_a_llama_is_simulated_in_stages_of_tensor_parallel_ranks() -> None:
     """Each half of a layer has an all-reduce in forward and in backward; stages send activations
     in full, to another node."""
     options = {"strategy": "optim", "microbatches": 2, "min_unit_size": 0, "loss": None}
+    stages = fe.CausalLMStages(causal_lm)
     one, two = (
         pipelined(
-            fe.CausalLMStages(causal_lm),
-            *(TOKENS, "1F1B"),
+            *(stages, TOKENS, "1F1B"),
             world_size=16 * size,
             tensor_parallel=size,
+            mesh=mesh,
             **options,
         )
-        for size in (1, 2)
+        for size, mesh in ((1, (2, 4)), (2, None))
     )
+    assert one.num_targets == 8 * 2 * TOKENS.numel()
+    assert "2 pipeline x 2 x 4 data-parallel ranks" in one.title
     assert "2 pipeline x 8 data-parallel ranks of 2 tensor-parallel ranks each" in two.title
+    assert {span.module.split(".")[0] for span in one.ranks[1].spans} >= {"stage 1"}
+    assert len(stage_messages(one, 1)) == 4
     assert stage_messages(one, 1) == pytest.approx(stage_messages(two, 1))
     num_bytes = 4 * TOKENS.numel() * WIDTH
     for alone, rank, num_layers in zip(one.ranks, two.ranks, (1, 2), strict=True):
@@ -482,8 +371,7 @@ def test_a_llama_is_simulated_in_stages_of_tensor_parallel_ranks() -> None:
         assert rank.memory["weights"] < 0.6 * alone.memory["weights"]
 
 
-@pytest.mark.parametrize("is_local", [True, False])
-def test_tensor_parallelism_of_a_function(is_local: bool) -> None:
+def test_tensor_parallelism_of_a_function() -> None:
     """The last stage may return a DTensor, as logits for ``loss_parallel``."""
 
     def stages(index: int, num_stages: int) -> nn.Module:
@@ -492,34 +380,15 @@ def test_tensor_parallelism_of_a_function(is_local: bool) -> None:
         return module
 
     def cut(module: Any, mesh: DeviceMesh) -> None:
-        rowwise = RowwiseParallel(use_local_output=is_local or not module.is_last)
+        rowwise = RowwiseParallel(use_local_output=not module.is_last)
         parallelize_module(module, mesh, {"0": ColwiseParallel(), "1": rowwise})
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        assert isinstance(output, DTensor) != is_local
-        return product_loss(output if is_local else output.to_local(), target)
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return product_loss(output.to_local(), target)
 
     found = simulated(tensor_parallel=2, parallelize=cut, stages=stages, loss=loss)
     assert found.seconds == pytest.approx(5 * TURN / 2)
     assert found.bubble_seconds == pytest.approx([TURN / 2, TURN / 2])
-
-
-def test_shapes_of_compiled_stages_are_inferred_without_compiling(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch._dynamo.utils import counters
-
-    def stages(index: int, num_stages: int) -> nn.Module:
-        block = Linears(1)
-        block.compile()
-        return nn.Sequential(block)
-
-    counters.clear()
-    # Shapes have been inferred when the first step is recorded.
-    monkeypatch.setattr(PipelineJob, "record", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        simulated(stages=stages)
-    assert not counters["frames"]
 
 
 def test_a_package_without_the_extension_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,11 +398,96 @@ def test_a_package_without_the_extension_names_it(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=message):
         fe.plan(lambda: nn.Linear(2, 2), torch.zeros(1, 2), world_size=2, pipeline=2)
     with pytest.raises(ValueError, match=message):
-        fe.simulate_pipeline(
-            lambda index, count: nn.Linear(2, 2),
-            2,
-            pipeline=2,
-            batch=torch.zeros(1, 2),
-            target=torch.zeros(1, 2),
-            microbatches=2,
-        )
+        simulated()
+
+
+WIDE, MANY = 1024, 512
+ON_GPUS = {"machine": fe.H100, "mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+
+
+def wide_blocks(index: int, num_stages: int) -> nn.Module:
+    """A stage of two blocks; the last one has a head."""
+    made: list[Any] = [Mlp(WIDE, 4 * WIDE) for _ in range(2)]
+    for number, block in enumerate(made):
+        block.block_number = 2 * index + number
+    head = [nn.Linear(WIDE, WIDE)] * (index == num_stages - 1)
+    return nn.Sequential(*made, *head)
+
+
+def of_blocks(quick: bool, schedule: str, **options: Any) -> fe.PipelineSimulation:
+    options = {"stages": wide_blocks, "microbatches": 6, "pipeline": 2, **options}
+    options |= {"world_size": 4 * options["pipeline"], "quick": quick}
+    return pipelined(options.pop("stages"), torch.zeros(MANY, WIDE), schedule, **options)
+
+
+LEVELS = ["no_shard", "optim", "optim_grads_params"]
+LEVEL_3, HOST_STATE = "optim_grads_params", fe.Offload(optimizer_state="host")
+UNSPLIT = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
+SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+FEW: list[tuple[str, str, dict[str, Any]]] = [
+    ("1F1B", "optim", {"machine": HOST}),
+    ("Interleaved1F1B", LEVEL_3, ON_GPUS),
+    ("ZBVZeroBubble", "optim", {**ON_GPUS, "checkpointing": True}),
+]
+EVERY = [
+    *itertools.product([*UNSPLIT, *SPLIT], LEVELS, [ON_GPUS, {"machine": HOST}]),
+    ("1F1B", "optim", {**ON_GPUS, "offload": HOST_STATE}),
+    # A turn of a V between other stages, and as many microbatches again as a stage runs alone.
+    *itertools.product(SPLIT, LEVELS[1:], [{**ON_GPUS, "pipeline": 4, "microbatches": 12}]),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "level", "options"),
+    [*FEW, *(pytest.param(*each, marks=pytest.mark.thorough) for each in EVERY if each not in FEW)],
+)
+def test_a_quick_simulation_is_like_a_full_one(
+    schedule: str, level: str, options: dict[str, Any]
+) -> None:
+    """Steps, memory, bytes and flops."""
+    within = 0.02 if "pipeline" in options else 0.03 if "checkpointing" in options else 0.04
+    quick, full = (of_blocks(each, schedule, strategy=level, **options) for each in (True, False))
+    assert quick.actions == full.actions
+    assert quick.stages == full.stages
+    assert quick.seconds == pytest.approx(full.seconds, rel=within)
+    assert quick.mfu * quick.seconds == pytest.approx(full.mfu * full.seconds)
+    assert quick.tokens_per_second * quick.seconds == pytest.approx(
+        full.tokens_per_second * full.seconds
+    )
+    for one, other in zip(quick.ranks, full.ranks, strict=True):
+        assert 0.99 * other.peak_bytes <= one.peak_bytes <= 1.02 * other.peak_bytes
+        assert one.sent_bytes == pytest.approx(other.sent_bytes, rel=0.01)
+        assert one.compute_seconds == pytest.approx(other.compute_seconds, rel=0.02)
+        assert one.copied_bytes == pytest.approx(other.copied_bytes)
+        assert one.elsewhere == other.elsewhere
+        assert one.checkpoint_bytes == other.checkpoint_bytes
+        assert one.title == other.title
+
+
+def test_stages_that_are_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def noted(job: PipelineJob, index: int, *args: Any) -> StageCosts:
+        tried.append(index)
+        return stage_costs(job, index, *args)
+
+    monkeypatch.setattr(pipelines, "stage_costs", noted)
+    # The first returns no gradient of its inputs, and receives nothing; the last has a head.
+    x = torch.zeros(MANY, WIDE, requires_grad=True)
+    of_blocks(True, "1F1B", pipeline=4, microbatches=8, batch=x, **ON_GPUS)
+    assert tried == [0, 1, 3]
+
+
+def test_blocks_of_stages_are_compiled() -> None:
+    def compiled(index: int, num_stages: int) -> nn.Module:
+        stage = wide_blocks(index, num_stages)
+        for block in stage.children():
+            block.compile()
+        return stage
+
+    options = {"strategy": "optim", "microbatches": 4, **ON_GPUS}
+    by_hand = of_blocks(True, "1F1B", stages=compiled, **options)
+    found = of_blocks(True, "1F1B", compile=True, **options)
+    assert found.seconds == by_hand.seconds
+    assert found.peak_bytes == by_hand.peak_bytes
+    assert found.seconds < of_blocks(True, "1F1B", **options).seconds

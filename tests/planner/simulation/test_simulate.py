@@ -1,11 +1,15 @@
-"""The clock, the machine's figures, and results of simulations."""
+"""The clock, the machine's figures, results of simulations, and their traces."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
+import json
 import math
 import weakref
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import COPY_IN, LANES, Operation, unit_of
-from fsdp_engine.planner.simulation.clock import Clock, axis_of
+from fsdp_engine.comm.lanes import COMPUTE, Operation
+from fsdp_engine.planner.simulation.clock import Clock
 from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
+from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.operations import all_to_all_seconds, message_seconds
-from tests.models import Transformer, token_batch
-from tests.planner.simulation.scene import ROWS, WIDTH, LinearBlock, Tower, on_meta, plain_machine
+from tests.models import CalledTwice, EncoderDecoder, Mlp, Transformer, token_batch, vector_batch
+from tests.planner.simulation.memory_runs import HOST
+from tests.planner.simulation.scene import ROWS, WIDTH, LinearBlock, Tower, plain_machine
 
 
 def a_machine(**options: Any) -> Machine:
@@ -87,27 +92,6 @@ def test_where_the_host_computes_it_blocks() -> None:
     assert second.done
 
 
-def test_communication_delays_compute_by_its_processor_share() -> None:
-    clock = Clock(a_machine(host_runs_ahead=False))
-    lanes = clock.make_lanes(torch.device("cpu"))
-
-    def steps() -> Any:
-        clock.send(0, 3.0, 1.5)
-        yield ()
-
-    ticket = lanes.inner_gather.submit("all-gather of a", steps)
-    clock.compute("f", 1.0)
-    assert clock.host == 2.5
-    lanes.compute.wait(ticket)
-    assert clock.host == 3.0
-
-
-def test_labels_have_units_and_lanes_axes() -> None:
-    labels = ("reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)")
-    assert {unit_of(label) for label in labels} == {"blocks.1"}
-    assert [axis_of(lane) for lane in (COPY_IN, *LANES[1:])] == ["inner"] * 3 + ["outer"] * 2
-
-
 def test_rings() -> None:
     link = Link(bandwidth=100.0, latency=1.0, achievable=0.5)
     # Three quarters of 400 bytes at 50 bytes a second, in three hops.
@@ -124,9 +108,8 @@ NODES_OF_FOUR = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "stride", "rate", "latency"),
-    [
+def test_rings_over_nodes() -> None:
+    for num_ranks, stride, rate, latency in (
         (4, 1, 100, 1),  # one node
         (2, 2, 100, 1),
         (8, 1, 4 * 20, (6 * 1 + 1 * 3) / 7),  # four rings, a port each
@@ -137,18 +120,12 @@ NODES_OF_FOUR = dataclasses.replace(
         (6, 1, 2 * 20, (4 * 1 + 1 * 3) / 5),  # the second node has but two of them
         (5, 1, 20, (3 * 1 + 1 * 3) / 4),
         (4, 3, 20, (1 * 1 + 2 * 3) / 3),  # ranks 0 and 3, 6, 9
-    ],
-)
-def test_rings_over_nodes(num_ranks: int, stride: int, rate: float, latency: float) -> None:
-    link = NODES_OF_FOUR.link(num_ranks, stride)
-    assert (link.rate, link.latency) == (pytest.approx(rate), pytest.approx(latency))
-
-
-def test_rings_are_no_faster_than_the_link_within_a_node() -> None:
+    ):
+        link = NODES_OF_FOUR.link(num_ranks, stride)
+        assert (link.rate, link.latency) == (pytest.approx(rate), pytest.approx(latency))
+    # They are no faster than the link within a node.
     slow = dataclasses.replace(NODES_OF_FOUR, within_node=Link(bandwidth=30.0, latency=1.0))
-    assert slow.link(8, 1).rate == 30
-    assert slow.link(8, 4).rate == 20
-    assert slow.link(5, 1).rate == 20
+    assert [slow.link(*each).rate for each in ((8, 1), (8, 4), (5, 1))] == [30, 20, 20]
 
 
 def test_bytes_without_a_ring_leave_through_the_rank_s_own_port() -> None:
@@ -198,25 +175,18 @@ def test_a_roofline() -> None:
     assert processor.seconds(1, 1, torch.float32) == 0.5
 
 
-@pytest.mark.parametrize(
-    ("preset", "port"), [(fe.A100, 22.5e9), (fe.H100, 45e9), (fe.H200, 45e9), (fe.B200, 45e9)]
-)
-def test_presets_are_machines_that_can_be_saved(
-    preset: Machine, port: float, tmp_path: Path
-) -> None:
-    preset.save(tmp_path / "machine.json")
-    assert Machine.load(tmp_path / "machine.json") == preset
-    processor = preset.processor
-    assert processor.matrix_flops[torch.bfloat16] > processor.matrix_flops[torch.float32]
-    assert preset.link(8, 1) == preset.within_node
-    assert preset.link(8, 8) == preset.between_nodes
-    assert preset.link(64, 1).rate == pytest.approx(8 * port)  # one for each GPU of a node
-    computing, moving = (
-        processor.seconds(*each, torch.bfloat16) for each in ((1e15, 0), (0, 1e12))
-    )
-    both = processor.seconds(1e15, 1e12, torch.bfloat16)
-    assert both == pytest.approx(max(computing, moving), rel=1e-12)
-    assert processor.function_seconds == 0.0
+def test_presets_are_machines_that_can_be_saved(tmp_path: Path) -> None:
+    ports = ((fe.A100, 22.5e9), (fe.H100, 45e9), (fe.H200, 45e9), (fe.B200, 45e9))
+    for preset, port in ports:
+        preset.save(tmp_path / "machine.json")
+        assert Machine.load(tmp_path / "machine.json") == preset
+        assert preset.link(8, 1) == preset.within_node
+        assert preset.link(8, 8) == preset.between_nodes
+        assert preset.link(64, 1).rate == pytest.approx(8 * port)  # one for each GPU of a node
+        seconds = partial(preset.processor.seconds, dtype=torch.bfloat16)
+        both = max(seconds(1e15, 0), seconds(0, 1e12))
+        assert seconds(1e15, 1e12) == pytest.approx(both, rel=1e-12)
+        assert preset.processor.function_seconds == 0.0
 
 
 def small(**options: Any) -> fe.Simulation:
@@ -225,59 +195,32 @@ def small(**options: Any) -> fe.Simulation:
     )
 
 
-def test_the_fields_of_a_simulation() -> None:
-    result = small(strategy="optim_grads_params", microbatches=2)
-    assert result.seconds > 0
-    assert set(result.message_seconds) == {"inner gather", "inner reduce", "outer reduce"}
-    lines = str(result).splitlines()
-    assert [line.split()[0] for line in lines[1:3]] == ["step", "compute"]
-    assert any(line.startswith("exposed") for line in lines)
-    assert "GiB at most" in lines[-2]
-
-
-def test_joined_units_are_simulated() -> None:
-    def labels(least: int) -> list[str]:
-        spans = small(strategy="optim_grads_params", min_unit_size=least).spans
-        return [span.label for span in spans if span.lane == "inner reduce"]
-
-    one = labels(10**6)
-    assert len(one) == 1
-    assert "embedding + blocks.0-1 + norm + head" in one[0]
-    assert len(labels(0)) == 4
-
-
-@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
-def test_weights_are_cast_on_a_lane_of_its_own_where_the_host_runs_ahead(on_host: bool) -> None:
-    """As on a device: a unit is cast while the link is busy with the unit before."""
+def test_weights_are_cast_on_a_lane_of_its_own_where_the_host_runs_ahead() -> None:
+    """A unit is cast while the link is busy with the unit before."""
     link = Link(1e6, 0.0)
     processor = Processor({torch.float32: 1e9, torch.bfloat16: 1e9}, 1e7, 1e12)
-    found = fe.simulate(
-        lambda: Tower(has_embedding=False),
-        2,
-        batch=torch.zeros(ROWS, WIDTH),
-        machine=Machine("slow", processor, link, link, 2, host_runs_ahead=not on_host),
-        units=[LinearBlock],
-        mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        strategy="optim_grads_params",
+    device = Machine("slow", processor, link, link, 2)
+    found, on_host = (
+        fe.simulate(
+            partial(Tower, has_embedding=False),
+            2,
+            batch=torch.zeros(ROWS, WIDTH),
+            machine=machine,
+            units=[LinearBlock],
+            mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        )
+        for machine in (device, dataclasses.replace(device, host_runs_ahead=False))
     )
+    assert not [span for span in on_host.spans if span.lane == "copy in"]
     casts = [span for span in found.spans if span.lane == "copy in"]
     gathers = [span for span in found.spans if span.lane == "inner gather"]
     assert {span.label.split()[0] for span in gathers} == {"all-gather"}
-    if on_host:
-        assert not casts
-        return
     assert {span.label.split()[0] for span in casts} == {"encode"}
     assert len(casts) == len(gathers)
     assert any(
         cast.start < gather.end and gather.start < cast.end for cast in casts for gather in gathers
     )
     assert set(found.sent_bytes) == {"inner"}
-
-
-def test_messages_while_weights_are_encoded_count_for_the_inner_axis() -> None:
-    found = small(strategy="optim_grads_params", codec_rules=(fe.Float8("tensor"),))
-    assert any(span.lane == "copy in" for span in found.spans)
-    assert set(found.sent_bytes) == {"inner", "outer"}
 
 
 class OneProduct(nn.Module):
@@ -292,11 +235,7 @@ class OneProduct(nn.Module):
 def test_flops_and_memory_of_one_product_by_hand() -> None:
     rows, one = 64, 256 * 256 * 4
     result = fe.simulate(
-        OneProduct,
-        4,
-        batch=torch.zeros(rows, 256),
-        machine=plain_machine(),
-        strategy="optim",
+        OneProduct, 4, batch=torch.zeros(rows, 256), machine=plain_machine(), strategy="optim"
     )
     # Forward, and the weight's gradient; the input needs none.
     assert result.compute_seconds == pytest.approx(2 * 2 * rows * 256 * 256 / 1e9)
@@ -350,12 +289,6 @@ def test_an_lstm_has_flops() -> None:
     assert result.model_flops == 3 * 2 * rows * length * matrices
 
 
-def test_host_bound_steps_take_the_host_s_time() -> None:
-    result = small(machine=plain_machine(host_seconds=1e-3), strategy="optim_grads_params")
-    assert result.seconds > 100 * 1e-3
-    assert result.exposed_seconds < 1e-3
-
-
 def test_no_process_group_is_left_and_none_is_taken() -> None:
     small(strategy="no_shard")
     assert not dist.is_initialized()
@@ -385,42 +318,6 @@ def test_a_simulation_leaves_no_state() -> None:
     assert [model() for model in built] == [None]
 
 
-class Checkpointed(nn.Module):
-    """Linears, two of one bias, run again in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-        self.blocks[2].bias = self.blocks[1].bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x.sum()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
-        {"config": fe.DistributedDataParallelConfig(average_in_collective=True)},
-        {"codec_rules": [fe.Float8()]},
-        {"mp_policy": fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)},
-    ],
-    ids=["plain", "double buffer", "average", "fp8", "bf16"],
-)
-def test_a_simulation_supports_the_features_of_the_engine(options: dict[str, Any]) -> None:
-    run = {"batch": torch.zeros(4, 64), "mesh": (2, 4), "strategy": "optim_grads_params"}
-    found = fe.simulate(Checkpointed, 8, **run, **options)
-    assert found.seconds > 0
-    assert found.memory["transient"] > 0
-    # Where the model was built makes no difference.
-    assert fe.simulate(on_meta(Checkpointed), 8, **run, **options).seconds == pytest.approx(
-        found.seconds
-    )
-
-
 class Encoder(nn.Module):
     """torch's stack of deep copies of one layer."""
 
@@ -436,7 +333,7 @@ class Encoder(nn.Module):
         return self.encoder(x).sum()
 
 
-@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
     built: list[Encoder] = []
 
@@ -445,13 +342,173 @@ def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
         return built[0]
 
     found = fe.simulate(build, 2, batch=torch.zeros(2, 4, 16), strategy=level, machine=a_machine())
-    layers = list(built[0].encoder.layers)
     assert found.memory["weights"] > 0
     real = sum(each.numel() for each in Encoder().parameters())
     assert sum(math.prod(each.shape) for each in built[0].parameters()) == real
+    layers = list(built[0].encoder.layers)
     for layer in layers:
         assert layer.self_attn.out_proj.bias is layer.linear2.bias  # tied within each copy
         assert not layer.linear1.bias.requires_grad
-    marks = [layer.linear1.weight.mark for layer in layers]
-    assert marks == [["a user's"]] * 3
-    assert len({id(mark) for mark in marks}) == 3
+        assert layer.linear1.weight.mark == ["a user's"]
+    assert len({id(layer.linear1.weight.mark) for layer in layers}) == 3
+
+
+LEVEL_3 = ("optim_grads_params", "no_shard")
+NARROW, BLOCKING = [
+    Machine(
+        "narrow", Processor({torch.float32: 1e9}, 1e9, 1e12), Link(1e6, 1e-6), Link(3e5, 2e-6), 4
+    ),
+    Machine(
+        "the host computes",
+        Processor({torch.float32: 1e9}, 1e9, 1e12),
+        Link(1e7, 1e-6, processor_share=0.5),
+        Link(3e6, 2e-6, processor_share=0.5),
+        ranks_per_node=4,
+        host_seconds=1e-6,
+        host_runs_ahead=False,
+    ),
+]
+QUICK = [
+    (LEVEL_3, fe.H100),
+    (("optim_grads", "no_shard"), NARROW),
+    (("optim", "optim"), BLOCKING),
+    (("no_shard", "no_shard"), fe.H100),
+]
+
+
+@pytest.mark.parametrize(("levels", "on"), QUICK)
+@pytest.mark.parametrize("build", [EncoderDecoder, CalledTwice])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_more_first_steps_add_nothing(
+    levels: tuple[str, str],
+    on: Machine,
+    build: type[nn.Module],
+    microbatches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    simulation = importlib.import_module("fsdp_engine.planner.simulation.simulate")
+    for steps in (simulation.FIRST_STEPS, (microbatches, microbatches)):
+        monkeypatch.setattr(simulation, "FIRST_STEPS", steps)
+        found.append(
+            fe.simulate(
+                build,
+                8,
+                batch=vector_batch(8, 0),
+                mesh=(2, 4),
+                machine=on,
+                microbatches=microbatches,
+                strategy=levels[0],
+                outer_strategy=levels[1],
+                options=fe.Options(min_unit_size=0),
+            )
+        )
+    second, third = found
+    assert second.seconds == pytest.approx(third.seconds, rel=1e-9)
+    assert second.exposed_seconds == pytest.approx(third.exposed_seconds, abs=1e-9 * third.seconds)
+    assert second.memory == third.memory
+    assert [(s.lane, s.label) for s in second.spans] == [(s.lane, s.label) for s in third.spans]
+
+
+TRACED_WIDTH = 256
+PRODUCTS = ("mm", "addmm")
+
+
+class Traced(nn.Module):
+    """Blocks in a list, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp(TRACED_WIDTH, 3 * TRACED_WIDTH) for _ in range(3))
+        self.head = nn.Linear(TRACED_WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).exp().sum()
+
+
+@cache
+def traced(checkpointing: bool | str = False, *, on_host: bool = False) -> fe.Simulation:
+    return fe.simulate(
+        Traced,
+        2,
+        batch=torch.zeros(64, TRACED_WIDTH),
+        machine=HOST if on_host else fe.H100,
+        strategy="optim_grads_params",
+        checkpointing=checkpointing,
+        options=fe.Options(min_unit_size=0),
+    )
+
+
+def products(phase: str) -> list[str]:
+    """Modules of the matrix products of a phase."""
+    spans = (s for s in traced().spans if (s.lane, s.phase) == (COMPUTE, phase))
+    return [s.module for s in spans if s.label in PRODUCTS]
+
+
+FORWARD = [*(f"blocks.{n}.{part}" for n in range(3) for part in ("up", "down")), "head"]
+
+
+def test_operations_have_their_modules_in_forward_and_in_backward() -> None:
+    assert products("forward") == FORWARD
+    # A product for the input and one for the weight, but the first has no input to train.
+    backward = [name for name in reversed(FORWARD) for _ in range(2)][:-1]
+    assert products("backward") == backward
+    spans = traced().spans
+    by_label = {(s.label, s.phase): s.module for s in spans if s.module.startswith("blocks.1")}
+    assert by_label["tanh", "forward"] == by_label["tanh_backward", "backward"] == "blocks.1"
+    assert {s.module for s in spans if s.phase == "step"} == {""}
+    assert {s.module for s in spans if s.lane != COMPUTE} == {""}
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "on_host"), [(False, False), (True, True), ("offload", False)]
+)
+def test_memory_over_time_has_the_peak(checkpointing: bool | str, on_host: bool) -> None:
+    found = traced(checkpointing, on_host=on_host)
+    series = found.memory_series
+    assert all(a[0] <= b[0] for a, b in pairwise(series))
+    assert 0 <= series[0][0] <= series[-1][0] == found.seconds
+    sums = [sum(sizes) for _, sizes in series]
+    assert max(sums) == found.peak_bytes
+    assert dict(zip(KINDS, series[sums.index(max(sums))][1], strict=True)) == found.memory
+    # Between steps there are neither activations, but for the batch, nor full weights.
+    last = dict(zip(KINDS, series[-1][1], strict=True))
+    assert last["transient"] == 0
+    assert last["activations"] < 0.5 * found.memory["activations"]
+
+
+def test_the_trace_has_a_counter_and_rows_of_lanes_and_modules(tmp_path: Path) -> None:
+    found = traced(False)
+    found.save_trace(tmp_path / "trace.json")
+    events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    counters = [event for event in events if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {"memory (bytes)"}
+    assert [[*event["args"]] for event in counters] == [[*KINDS]] * len(counters)
+    assert max(sum(event["args"].values()) for event in counters) == found.peak_bytes
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans: dict[str, list[dict[str, Any]]] = {name: [] for name in rows.values()}
+    for event in events:
+        if event["ph"] == "X":
+            spans[rows[event["tid"]]].append(event)
+            assert 0 <= event["ts"] <= found.seconds * 1e6
+    assert spans.keys() >= {"compute", "compute waits for", "inner gather", "inner reduce"}
+    busy = sum(event["dur"] for event in spans["compute"])
+    assert busy == pytest.approx(found.compute_seconds * 1e6)
+    modules = spans["modules"]
+    assert {e["name"] for e in modules} == {*FORWARD, "blocks.0", "blocks.1", "blocks.2"}
+    for name in ("blocks.1", "blocks.1.up"):
+        phases = [e["args"]["phase"] for e in modules if e["name"] == name]
+        assert phases == ["forward", "backward"]
+    for row, slices in spans.items():
+        open_until: list[float] = []
+        for event in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
+            start, end = event["ts"], event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= start + 1e-6:
+                open_until.pop()
+            # Slices are one after the other. Those of modules may be within each other.
+            assert not open_until or (row == "modules" and end <= open_until[-1] + 1e-6), row
+            open_until.append(end)
+    named = [e["args"].get("module") for e in spans["compute"] if e["name"] in PRODUCTS]
+    assert named[: len(FORWARD)] == FORWARD

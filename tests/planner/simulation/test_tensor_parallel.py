@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import fsdp_engine as fe
@@ -23,10 +20,12 @@ from fsdp_engine.planner.simulation.operations import sent_bytes
 from tests.composition.tensor_parallel import Model, cut, mesh_of
 from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_runs import HOST
+from tests.planner.simulation.scene import on_meta
 from tests.planner.simulation.small_llama import llama
 from tests.pool import Ranks
 
 NUM_RANKS, TP, WIDTH, ROWS = 4, 2, 64, 16
+OPTIONS = fe.Options(min_unit_size=0)
 
 
 class Pair(nn.Module):
@@ -53,7 +52,7 @@ def simulated_pair(world_size: int, size: int, rows: int = ROWS) -> fe.Simulatio
         batch=torch.zeros(rows, WIDTH),
         tensor_parallel=size,
         parallelize=cut_pair,
-        options=fe.Options(min_unit_size=0),
+        options=OPTIONS,
         strategy="optim_grads_params",
     )
 
@@ -80,40 +79,26 @@ def test_compute_waits_for_collectives_of_the_model() -> None:
     assert busy > 1e-3
 
 
-def test_data_parallel_ranks_are_apart() -> None:
-    """Two data-parallel ranks of eight tensor-parallel ranks each are in two nodes."""
-    found = simulated_pair(16, 8)
-    gathers = [span for span in found.spans if span.lane == "inner gather"]
-    assert gathers
-    for span in gathers:
-        assert span.end - span.start > fe.H100.between_nodes.latency
-    assert fe.H100.between_nodes.latency > fe.H100.within_node.latency
-
-
 def test_a_mesh_of_the_users_model_gives_the_same() -> None:
     def build(device: str = "cuda") -> nn.Module:
         mesh = init_device_mesh(device, (2, TP), mesh_dim_names=("dp", "tp"))
         return cut(Model(), mesh["tp"])
 
-    def build_on_meta() -> nn.Module:
-        with torch.device("meta"):
-            return build("cpu")
-
     batch = torch.zeros(2, 8, dtype=torch.long)
-    found = [
-        fe.simulate(make, NUM_RANKS, batch=batch, options=fe.Options(min_unit_size=0), **options)
+    expected, *others = (
+        fe.simulate(make, NUM_RANKS, batch=batch, options=OPTIONS, **options)
         for make, options in (
             (Model, {"tensor_parallel": TP, "parallelize": cut}),
             (build, {}),
-            (build_on_meta, {}),
+            (on_meta(partial(build, "cpu")), {}),
         )
-    ]
-    assert found[0].title == found[1].title
-    assert "2 ranks of 2 tensor-parallel ranks each" in found[0].title
-    for each in found[1:]:
-        assert each.seconds == pytest.approx(found[0].seconds, rel=1e-9)
-        assert each.memory == found[0].memory
-        assert each.sent_bytes == found[0].sent_bytes
+    )
+    assert "2 ranks of 2 tensor-parallel ranks each" in expected.title
+    for found in others:
+        assert found.title == expected.title
+        assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
+        assert found.memory == expected.memory
+        assert found.sent_bytes == expected.sent_bytes
 
 
 def llama_batch() -> dict[str, Tensor]:
@@ -174,7 +159,7 @@ def measured(case: str, level: str) -> tuple[int, list[float]]:
     with LiveStorages() as watch:
         model = build()
         parallelize(model, mesh["tp"])
-        engine = fe.shard(model, mesh["dp"], strategy=level, options=fe.Options(min_unit_size=0))
+        engine = fe.shard(model, mesh["dp"], strategy=level, options=OPTIONS)
         losses, peaks = trained(engine.model, batch(), watch)
     dist.barrier()
     return min(peaks), losses
@@ -190,41 +175,25 @@ def test_memory_and_losses_are_those_of_four_gloo_ranks(
     found = ranks.run(measured, case, level, world_size=NUM_RANKS)
     expected, _ = trained(build(), batch())
     options = {"tensor_parallel": TP, "parallelize": parallelize, "strategy": level}
-    planned = fe.simulate(
-        build, NUM_RANKS, batch=batch, machine=HOST, options=fe.Options(min_unit_size=0), **options
-    )
+    planned = fe.simulate(build, NUM_RANKS, batch=batch, machine=HOST, options=OPTIONS, **options)
     most = max(peak for peak, _ in found)
     assert 0.9999 * most <= planned.peak_bytes <= limit * most
     for _, losses in found:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "error", "message"),
-    [
-        (Model, {"tensor_parallel": 3}, ValueError, "expected a divisor of the 4 ranks"),
-        (Model, {}, ValueError, "or `parallelize`; found Model"),
-        (
-            Model,
-            {"parallelize": lambda *_: None},
-            *(ValueError, "parallelize: expected a function that makes"),
-        ),
-        (
-            Model,
-            {"parallelize": lambda *_: 1 / 0},
-            *(fe.SimulationError, "parallelizing the model failed"),
-        ),
-        (
-            llama,
-            {"tensor_parallel": 4, "batch": llama_batch},
-            *(ValueError, "tensor_parallel: expected a divisor of the 2 num_key"),
-        ),
-    ],
-)
-def test_wrong_arguments(
-    build: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (Model, {"tensor_parallel": 3}, "expected a divisor of the 4 ranks"),
+    (Model, {}, "or `parallelize`; found Model"),
+    (Model, {"parallelize": lambda *_: None}, "parallelize: expected a function that makes"),
+    (Model, {"parallelize": lambda *_: 1 / 0}, "parallelizing the model failed"),
+    (llama, {"tensor_parallel": 4, "batch": llama_batch}, "expected a divisor of the 2 num_key"),
+]
+
+
+@pytest.mark.parametrize(("build", "options", "message"), WRONG)
+def test_wrong_arguments(build: Any, options: dict[str, Any], message: str) -> None:
     batch = torch.zeros(2, 8, dtype=torch.long)
-    with pytest.raises(error, match=message):
+    with pytest.raises((ValueError, fe.SimulationError), match=message):
         fe.simulate(build, 4, **{"batch": batch, "tensor_parallel": 2, **options})
     assert not dist.is_initialized()
