@@ -24,7 +24,6 @@ from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import (
     Job,
-    compare,
     differences,
     on_device,
     random_delays,
@@ -37,15 +36,13 @@ from tests.pool import Ranks, on_ranks
 
 ranks = device.ranks
 
-LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-
 
 def options(in_flight: int | None = None) -> tuple[tuple[str, Any], ...]:
     return (("checkpointing", fe.OffloadActivations(in_flight, min_bytes=0)),)
 
 
 def transformer() -> nn.Module:
-    return Transformer(4)
+    return Transformer(3)
 
 
 def job(pair: tuple[str, str], in_flight: int | None = None, **fields: Any) -> Job:
@@ -62,23 +59,13 @@ def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> No
         assert not differences(found, expected), in_flight
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 @on_ranks(2)
 def test_accumulation_is_as_with_activations_on_the_device(level: str) -> None:
-    given = job((level, "no_shard"), num_micro=3)
+    given = job((level, "no_shard"), num_micro=2)
     expected = train(dataclasses.replace(given, options=()), on.NAME)
-    for seed in range(2):
-        with random_delays(seed):
-            assert not differences(train(given, on.NAME), expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("in_flight", [None, 0, 10**9])
-@on_ranks(2)
-def test_any_order_that_delays_make_gives_the_same_bits(in_flight: int | None) -> None:
-    for pair in (("no_shard", "no_shard"), ("optim_grads_params", "no_shard")):
-        for seed in range(20):
-            assert not compare(job(pair, in_flight), seed=seed, delay=1e-3), (pair, seed)
+    with random_delays(1):
+        assert not differences(train(given, on.NAME), expected)
 
 
 @on_ranks(1)
@@ -117,10 +104,10 @@ def test_a_checkpoint_of_more_than_a_block_recomputes(use_reentrant: bool) -> No
 
     def logits(model: Any, tokens: Tensor) -> Tensor:
         x = model.embedding(tokens)
-        x = checkpoint(nn.Sequential(*model.blocks[:3]), x, use_reentrant=use_reentrant)
+        x = checkpoint(nn.Sequential(*model.blocks[:2]), x, use_reentrant=use_reentrant)
 
         def end(x: Tensor) -> Tensor:
-            found: Tensor = model.head(model.norm(model.blocks[3](x)))
+            found: Tensor = model.head(model.norm(model.blocks[2](x)))
             return found
 
         found: Tensor = checkpoint(end, x, use_reentrant=use_reentrant)
@@ -132,10 +119,7 @@ def test_a_checkpoint_of_more_than_a_block_recomputes(use_reentrant: bool) -> No
             assert not differences(train(given, on.NAME), expected)
 
 
-# ---- The host ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 @on_ranks(1)
 def test_activations_are_pinned_on_the_host_which_does_not_wait_for_them(level: str) -> None:
     model = transformer()
@@ -145,7 +129,6 @@ def test_activations_are_pinned_on_the_host_which_does_not_wait_for_them(level: 
     for number in range(2):
         step(number)
     [moves] = engine.parts
-    assert moves is not None
     idle = moves.pool.idle_bytes
     assert idle > 0
     with on.delays(copy=5e-3), on.count_host_syncs() as syncs:
@@ -186,8 +169,6 @@ def test_copies_run_beside_compute() -> None:
             pass
     assert z.isfinite().all()
 
-
-# ---- Memory --------------------------------------------------------------------------------------
 
 WAVES = 2**16
 SAVED = 3
@@ -250,10 +231,12 @@ def test_nothing_stays_on_the_device_after_errors_and_graphs_that_are_dropped() 
 
     def measured() -> int:
         engine.reset()
+        assert not moves_of(model).pool.bytes_in_use
         x.grad = None
         return int(torch.deferred.memory_allocated())
 
     model(x).sum().backward()
+    expected = x.grad
     before = measured()
     with on.delays(copy=1e-2):
         model(x)
@@ -270,6 +253,7 @@ def test_nothing_stays_on_the_device_after_errors_and_graphs_that_are_dropped() 
         del y
         assert measured() == before
     model(x).sum().backward()
+    assert torch.equal(x.grad, expected)
     assert measured() == before
 
 

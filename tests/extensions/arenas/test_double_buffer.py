@@ -82,33 +82,14 @@ class InHalves(Regression):
         return self.blocks[0](x, 1)
 
 
-class Spans(Regression):
-    """Blocks in checkpoints of several blocks each."""
-
-    def __init__(self, reentrant: bool, per_checkpoint: int, num_blocks: int = 6) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=5 + i) for i in range(num_blocks)])
-        self.reentrant = reentrant
-        self.per_checkpoint = per_checkpoint
+class Spans(Small):
+    """Its six blocks in two checkpoints of several blocks each."""
 
     def predict(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for first in range(0, len(self.blocks), self.per_checkpoint):
-            blocks = nn.Sequential(*self.blocks[first : first + self.per_checkpoint])
-            x = checkpoint(blocks, x, use_reentrant=self.reentrant)
-        return x
-
-
-class OneLayer(Regression):
-    """All of it belongs to the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(DIM, DIM)
-
-    def predict(self, x: Tensor) -> Tensor:
-        return self.only(x)
+        for blocks in (self.blocks[:4], self.blocks[4:]):
+            x = checkpoint(nn.Sequential(*blocks), x, use_reentrant=self.checkpoints)
+        return self.last(x)
 
 
 class Failing(Order):
@@ -189,9 +170,9 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "called twice": lambda: Order(0, 1, 2, 3, 0, 4),
     "other weights in each call": InHalves,
     "another order": lambda: Order(4, 2, 0, 1, 3),
-    "checkpoints": lambda: Spans(False, 4),
-    "checkpoints of one unit": lambda: Spans(False, 1),
-    "re-entrant checkpoints": lambda: Spans(True, 4),
+    "checkpoints": lambda: Spans(6, checkpoints=False),
+    "checkpoints of one unit": lambda: Small(6, checkpoints=False),
+    "re-entrant checkpoints": lambda: Spans(6, checkpoints=True),
     "frozen weights": lora_model,
     "nested units": NestedUnits,
     "a unit that calls another": lambda: Calling(2),
@@ -200,11 +181,10 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "a weight of two units": shared_model,
     "several buffers in a unit": mixed_model,
     "units of two inputs": EncoderDecoder,
-    "re-entrant checkpoints of one unit": lambda: Spans(True, 1),
+    "re-entrant checkpoints of one unit": lambda: Small(6, checkpoints=True),
     "one unit": lambda: Chain(Mlp()),
-    "no unit": OneLayer,
+    "no unit": lambda: Small(0),
 }
-# The same as without, bit for bit, whatever happens between.
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -469,7 +449,7 @@ def test_evaluation_and_exceptions_are_served_from_the_arenas() -> None:
 @plans_addresses
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
-def test_another_order_is_served_by_ordinary_memory_until_the_arena_grows(strategy: str) -> None:
+def test_other_orders_are_served_by_ordinary_memory_until_the_arena_grows(strategy: str) -> None:
     model = Order(*FIVE)
     engine = fe.shard(model, strategy=strategy, config=PLANNED)
     train(model, engine, (1, 1))
@@ -480,13 +460,6 @@ def test_another_order_is_served_by_ordinary_memory_until_the_arena_grows(strate
         assert number or len(fills) > 0
         assert len(fills) < 40
         assert_settled(model, engine, partial(train, model, engine, (1, 2)))
-
-
-@plans_addresses
-@on_ranks(2)
-def test_orders_that_alternate_settle() -> None:
-    model = Order(*FIVE)
-    engine = fe.shard(model, config=PLANNED)
 
     def alternate(num_steps: int) -> None:
         for number in range(num_steps):
@@ -541,13 +514,10 @@ def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
             assert tracer.max_full == (num_full if strategy == LEVEL_3 else 0)
 
 
-@on_ranks(world_size=2)
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("optim_grads", marks=pytest.mark.thorough), LEVEL_3]
-)
+@on_ranks(2)
 @pytest.mark.parametrize("name", list(HABITS)[:10])
-def test_models_that_bend_the_order_of_events_make_no_race(name: str, strategy: str) -> None:
-    traced(HABITS[name], strategy=strategy, config=PLANNED)
+def test_models_that_bend_the_order_of_events_make_no_race(name: str) -> None:
+    traced(HABITS[name], strategy=LEVEL_3, config=PLANNED)
 
 
 @on_ranks(world_size=2)
@@ -559,38 +529,22 @@ def test_tensors_that_units_keep_have_their_gradients() -> None:
 
 @plans_addresses
 @on_ranks()
-@pytest.mark.parametrize(
-    ("strategy", "outer", "budget"),
-    [
-        ("no_shard", "no_shard", "nothing"),
-        ("optim", "optim", "everything"),
-        (LEVEL_3, LEVEL_3, "one unit"),
-        *(
-            pytest.param(*pair, budget, marks=pytest.mark.thorough)
-            for pair, budgets in {
-                ("no_shard", "no_shard"): ("one unit", "everything"),
-                ("optim", "optim"): ("nothing", "one unit"),
-                (LEVEL_3, LEVEL_3): ("nothing", "everything"),
-            }.items()
-            for budget in budgets
-        ),
-    ],
-)
-def test_wires_that_are_decoded_have_addresses_too(strategy: str, outer: str, budget: str) -> None:
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("pair", [("no_shard", "no_shard"), ("optim", "optim"), (LEVEL_3, LEVEL_3)])
+def test_wires_that_are_decoded_have_addresses_too(pair: tuple[str, str], budget: str) -> None:
     def body(model: Any, engine: Any) -> None:
         train(model, engine, (2, 1))
         held = engine.memory_bytes()["full"]
         engine.peak_memory_bytes(reset=True)
         train(model, engine, (2, 1))
-        assert engine.memory_bytes()["full"] == held
-        assert engine.peak_memory_bytes()["full"] == held
+        assert engine.memory_bytes()["full"] == engine.peak_memory_bytes()["full"] == held
 
     traced(
         lambda: Small(num_blocks=5),
         body,
         mesh=mesh_of(2, 2),
-        strategy=strategy,
-        outer_strategy=outer,
+        strategy=pair[0],
+        outer_strategy=pair[1],
         codec_rules=[lambda name, param, dtypes: ("half", HalfCodec)],
         config=config_of(BUDGETS[budget]),
     )

@@ -39,39 +39,27 @@ EIO = OSError(errno.EIO, "Input/output error")
 HOST, DISK = dict.fromkeys(ROLES, "host"), dict.fromkeys(ROLES, "disk")
 
 
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"optimizer_state": "gpu"}, r"offload.optimizer_state: expected one of"),
-        ({"main_weights": "cpu"}, r"offload.main_weights: expected one of .*; found 'cpu'"),
-        ({"optimizer_state": "disk"}, r"offload.folder: expected one for 'disk'"),
-        ({"step_on": "disk"}, r"offload.step_on: expected one of"),
-        (
-            {**HOST, "gradients": "device", "step_on": "host"},
-            r"offload.gradients: expected 'host', since optimizers",
-        ),
-        (
-            {**DISK, "folder": "/tmp", "step_on": "host"},
-            "optimizer_state: expected 'host', since optimizers",
-        ),
-        (
-            {"overlap_forward": True},
-            "offload.optimizer_state: expected 'host' with overlap_forward",
-        ),
-        (
-            {**HOST, "overlap_forward": True},
-            "offload.main_weights: expected 'device' with overlap_forward",
-        ),
-    ],
-)
+HOST_BUT_GRADIENTS = {**HOST, "gradients": "device", "step_on": "host"}
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer_state": "gpu"}, "optimizer_state: expected one of"),
+    ({"main_weights": "cpu"}, "main_weights: expected one of .*; found 'cpu'"),
+    ({"optimizer_state": "disk"}, "folder: expected one for 'disk'"),
+    ({"step_on": "disk"}, "step_on: expected one of"),
+    (HOST_BUT_GRADIENTS, "gradients: expected 'host', since optimizers"),
+    ({**DISK, "folder": "/", "step_on": "host"}, "optimizer_state: expected 'host', since optimi"),
+    ({"overlap_forward": True}, "optimizer_state: expected 'host' with overlap_forward"),
+    ({**HOST, "overlap_forward": True}, "main_weights: expected 'device' with overlap_forward"),
+]
+
+
+@pytest.mark.parametrize(("fields", "problem"), IMPOSSIBLE)
 def test_offloads_that_cannot_be_are_refused(fields: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(ValueError, match=rf"offload\.{problem}"):
         fe.Offload(**fields)
 
 
 def check_places_of_the_device() -> None:
     gradients = "offload.gradients: expected '{}', where main_w"
-    rest = {"main_weights": "host", "gradients": "host"}
     whole = "offload.main_weights: expected main weights of"
     model = Small(2).to(on.NAME)
     for fields, level, problem in (
@@ -79,14 +67,13 @@ def check_places_of_the_device() -> None:
         ({"main_weights": "disk"}, FULL[0], gradients.format("disk")),
         ({"gradients": "host"}, FULL[0], gradients.format("device")),
         ({"gradients": "disk"}, FULL[0], gradients.format("device")),
-        (rest, "optim_grads", whole),
+        ({"main_weights": "host", "gradients": "host"}, "optim_grads", whole),
         (DISK, "optim_grads", whole),
     ):
         offload: Any = fe.Offload(folder="/tmp", **fields)  # type: ignore[arg-type]
         with refused(model, problem) as caught:
             fe.shard(model, strategy=level, offload=offload)
-        if problem is whole:
-            assert re.search(r"found .optim_grads, no_shard.", str(caught.value))
+        assert problem is not whole or "optim_grads, no_shard" in str(caught.value)
     fe.shard(model)
 
 
@@ -97,14 +84,13 @@ def test_places_that_the_device_cannot_have_are_refused(device_ranks: Ranks) -> 
 def test_places_that_a_level_or_a_folder_cannot_have_are_refused(tmp_path: Path) -> None:
     missing: Any = tmp_path / "missing"
     for kind, level, offload, problem in (
-        (ValueError, FULL[0], on_disk(missing), "offload.folder: expected a folder that can be wr"),
+        (ValueError, FULL[0], on_disk(missing), f"can be written; found {missing}"),
         (TypeError, FULL[0], "host", "offload: expected an fe.Offload or None; found 'host'"),
         (ValueError, "optim", on_disk(tmp_path, ROLES), "the inner level optim_grads or"),
     ):
         model = Small(2)
-        with refused(model, problem, kind=kind) as caught:
+        with refused(model, problem, kind=kind):
             fe.shard(model, strategy=level, offload=offload)
-        assert offload != on_disk(missing) or "missing" in str(caught.value)
     fe.shard(Small(2), offload=fe.Offload(optimizer_state="host"))
 
 
@@ -126,9 +112,6 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks: Ranks, tmp_path: Path) -
     for uneven, of_disk in ranks.run(shard_unevenly, str(tmp_path), world_size=2):
         assert "'optimizer_state': 'disk'" in uneven
         assert re.search(r"expected \d+ bytes for state; found \d+", of_disk)
-
-
-# Optimizers.
 
 
 class Keeping(torch.optim.SGD):
@@ -232,9 +215,6 @@ def test_a_step_that_raises_in_any_unit_keeps_no_memory_and_the_next_one_steps(
     assert optimizer.num_steps == 1 + num_calls
 
 
-# Disks and files.
-
-
 def full(*args: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -317,7 +297,6 @@ def test_space_is_taken_before_anything_is_built(
 
 
 def test_a_kept_reference_sees_the_gradients_of_the_next_step(tmp_path: Path) -> None:
-    """As with resident gradients: documented."""
     model, _, optimizer = make(FULL, "AdamW", on_disk(tmp_path, ("gradients",)))
     model(*vector_batch(4, 0)).backward()
     held: Tensor = model.last.weight.grad
