@@ -138,50 +138,38 @@ def mains_of(engine: Any) -> set[int]:
     }
 
 
-@plans_addresses
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("strategy", LEVELS)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_what_collectives_read_and_write_lies_in_the_pool_and_nothing_else(
-    strategy: str, dtype: torch.dtype | None
-) -> None:
-    policy = fe.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    with fake_pool(pytest.MonkeyPatch()) as sent:
-        model = Even()
-        engine = fe.shard(model, strategy=strategy, mp_policy=policy, config=UB)
-        pool: Any = engine._memory._pool
-        assert pool.num_registered == len(pool.ranges) > 0  # all of it, before anything runs
-        train(model, engine, (2, 1))
-        assert len(pool.ranges) == pool.num_registered
-        assert sent.elsewhere <= mains_of(engine)
-        assert sent.ranges == set(pool.ranges)
-
-
-BUDGETS = [0, 1, None, 10**9]
 MODELS: list[Callable[[], Any]] = [Even, uneven_model, NestedUnits, lora_model]
 
 
 @plans_addresses
-@pytest.mark.parametrize("all_models", [False, pytest.param(True, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("budget", BUDGETS)
 @on_ranks(world_size=2)
-def test_a_rehearsed_step_is_the_one_that_runs(budget: int | None, all_models: bool) -> None:
-    """Models whose units run in module order need nothing beside their arenas, ever."""
+@pytest.mark.parametrize("strategy", LEVELS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("budget", [0, 1, None, 10**9])
+@pytest.mark.parametrize("make", MODELS)
+def test_what_collectives_read_and_write_lies_in_the_pool_and_nothing_else(
+    make: Callable[[], Any], budget: int | None, dtype: torch.dtype | None, strategy: str
+) -> None:
+    """Of models whose units run in module order: the step that was rehearsed is the one that
+    runs."""
+    policy = fe.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     config = fe.DistributedDataParallelConfig(
         nccl_ub=True, suggested_communication_unit_size=budget
     )
-    for number, strategy in enumerate(LEVELS):
-        own = MODELS[(number + BUDGETS.index(budget)) % len(MODELS)]
-        for make in MODELS if all_models else [own]:
-            with fake_pool(pytest.MonkeyPatch()):
-                model = make()
-                engine = fe.shard(model, strategy=strategy, config=config)
-                held = engine.memory_bytes()
-                with counting_fills(engine) as fills:
-                    train(model, engine, (2, 1))
-                assert fills == [], (strategy, make)
-                assert engine.memory_bytes() == held
-                assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
+    with fake_pool(pytest.MonkeyPatch()) as sent:
+        model = make()
+        engine = fe.shard(model, strategy=strategy, mp_policy=policy, config=config)
+        pool: Any = engine._memory._pool
+        assert pool.num_registered == len(pool.ranges) > 0  # all of it, before anything runs
+        held = engine.memory_bytes()
+        with counting_fills(engine) as fills:
+            train(model, engine, (2, 1))
+        assert fills == []
+        assert engine.memory_bytes() == held
+        assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
+        assert len(pool.ranges) == pool.num_registered
+        assert sent.elsewhere <= mains_of(engine)
+        assert sent.ranges == set(pool.ranges)
 
 
 @plans_addresses
@@ -233,9 +221,6 @@ def test_groups_without_nccl_are_refused_on_all_ranks_before_anything_is_changed
     assert all(type(param) is nn.Parameter for param in model.parameters())
     model(*vector_batch(2, dist.get_rank())).backward()
     fe.shard(Chain(Mlp()))  # nothing is in the way of another engine
-
-
-# What the pool asks of torch and of NCCL.
 
 
 class Backend:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,7 @@ from fsdp_engine.optim.sharded_step import is_elementwise
 from tests.checkpoint.scene import shared_folder
 from tests.composition.tensor_parallel import mesh_of
 from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.reference import rank_and_size
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -48,14 +48,8 @@ class Momentum(torch.optim.Optimizer):
         made = torch.zeros_like(local)
         if not isinstance(param, DTensor):
             return made
-        return DTensor.from_local(
-            made,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        whole = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+        return DTensor.from_local(made, param.device_mesh, param.placements, **whole)
 
 
 Momentum.__module__ = "torchao.optim.adam"
@@ -258,26 +252,15 @@ def model_of() -> nn.Module:
 def sharded(level: str, **options: Any) -> tuple[nn.Module, fe.Engine]:
     model = model_of()
     for param in model.parameters():
-        param.gradient_divisor = 1 / size_and_rank()[0]  # type: ignore[attr-defined]
+        param.gradient_divisor = 1 / rank_and_size()[1]  # type: ignore[attr-defined]
     return model, fe.shard(model, strategy=level, min_unit_size=0, **options)
 
 
-def size_and_rank() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    first: int,
-    last: int,
-    *,
-    alone: bool = False,
-) -> None:
+def train(model: nn.Module, optimizer: Any, first: int, last: int, *, alone: bool = False) -> None:
     """Only the first rank has a gradient, so that its sum has the bits of one process'."""
     for step in range(first, last):
         batch = torch.randn(8, 66, generator=torch.Generator().manual_seed(step))
-        (model(batch) * (alone or size_and_rank()[1] == 0)).square().sum().backward()
+        (model(batch) * (alone or rank_and_size()[0] == 0)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -293,25 +276,20 @@ def finish_alone(kind: str, num_steps: int) -> dict[str, Tensor]:
     return dict(alone.state_dict())
 
 
-def steps_have_the_bits_of_one_process(kind: str, level: str) -> None:
+def check_bits(kind: str, level: str) -> None:
     model, engine = sharded(level)
     optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
     train(model, optimizer, 0, 4)
     assert_equal(engine.full_state_dict(), finish_alone(kind, 4))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-@on_few_ranks
-def test_bits_do_not_depend_on_ranks_and_level(kind: str, level: str) -> None:
-    steps_have_the_bits_of_one_process(kind, level)
-
-
-@pytest.mark.parametrize("level", LEVELS[1:])
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(3)
-def test_bits_of_three_ranks(kind: str, level: str) -> None:
-    steps_have_the_bits_of_one_process(kind, level)
+def test_bits_do_not_depend_on_ranks_and_level(
+    ranks: Ranks, kind: str, level: str, world_size: int
+) -> None:
+    ranks.run(check_bits, kind, level, world_size=world_size)
 
 
 def resume(kind: str, level: str, folder: str, part: int) -> dict[str, Tensor]:

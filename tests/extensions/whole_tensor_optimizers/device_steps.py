@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 import fsdp_engine as fe
 from tests.async_device.scene import Job
 from tests.extensions.whole_tensor_optimizers.owned import Whitening
+from tests.models import Transformer
 
 
 class DeviceWhitening(Whitening):
@@ -39,4 +41,5 @@ def make_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def job(pair: tuple[str, str], **options: Any) -> Job:
-    return Job(pair=pair, **{"make_optimizer": make_optimizer, "num_micro": 1, **options})
+    given = {"make_optimizer": make_optimizer, "num_micro": 1, **options}
+    return Job(functools.partial(Transformer, 1), pair=pair, **given)

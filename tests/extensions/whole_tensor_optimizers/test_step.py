@@ -41,7 +41,7 @@ from tests.extensions.whole_tensor_optimizers.owned import (
     trained,
     values,
 )
-from tests.pairs import PAIRS
+from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
 whitening = MAKERS["Whitening"]
@@ -66,24 +66,19 @@ def test_training_equals_one_process(name: str) -> None:
         check_training(name, level)
 
 
-@pytest.mark.parametrize("name", ["Muon", "Whitening"])
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@pytest.mark.parametrize("name", MAKERS)
 @on_ranks(4)
-def test_replicas_share_the_work_and_one_rank_steps_each_parameter(name: str) -> None:
-    for outer in ("no_shard", "optim"):
-        side = check_training(name, CUT, outer, (2, 2))
+def test_replicas_share_the_work_and_one_rank_steps_each_parameter(
+    name: str, inner: str, outer: str
+) -> None:
+    side = check_training(name, inner, outer, (2, 2))
+    if name in ("Muon", "Whitening"):
         owned = [bool(side.optimizer.state[p]) for p in params_of(side.optimizer)]
         everywhere: list[Any] = [None] * 4
         dist.all_gather_object(everywhere, owned)
         assert [sum(each) for each in zip(*everywhere, strict=True)] == [1] * len(owned)
         assert any(owned) or name == "Muon", "a rank owns nothing"  # three matrices for four ranks
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("name", MAKERS)
-@on_ranks(4)
-def test_every_strategy(pair: tuple[str, str], name: str) -> None:
-    check_training(name, *pair, (2, 2))
 
 
 @on_ranks(2)
@@ -336,9 +331,6 @@ def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial(level: s
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-7
 
 
-# --- state ---
-
-
 class Restoring(Whitening):
     """Reads and changes what torch has loaded, as optimizers of pytorch_optimizer do."""
 
@@ -417,45 +409,38 @@ def test_checkpoints_are_loaded_on_other_ranks(
         assert_close(found, trained(name), name)
 
 
-class Two:
-    """Steps two optimizers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        biases = [p for p in model.parameters() if p.ndim == 1]
-        self.each = [torch.optim.Muon(matrices(model), 0.02), torch.optim.AdamW(biases, 0.02)]
-
-    def step(self) -> None:
-        for each in self.each:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self.each:
-            each.zero_grad()
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    return [torch.optim.Muon(matrices(model), 0.02), torch.optim.AdamW(biases, 0.02)]
 
 
-def _two_optimizers(folder: str, saves: bool) -> list[Tensor]:
+def train_both(side: Side, *steps: int) -> list[Tensor]:
+    for step in steps:
+        side.loss(step).backward()
+        for optimizer in side.optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(side.model)
+
+
+def _save_or_resume_both(folder: str, saves: bool) -> list[Tensor]:
     model = plain_model()
     engine = fe.shard(model, None, CUT, units=[nn.Linear], min_unit_size=0)
-    two = Two(model)
-    for optimizer in two.each:
-        fe.shard_optimizer(optimizer)
-    if not saves:
-        fe.load_checkpoint(folder, engine, two.each)
-    Side(model, two, engine).train(*(range(2) if saves else range(2, 4)))
+    side = Side(model, [fe.shard_optimizer(each) for each in two_optimizers(model)], engine)
     if saves:
-        fe.save_checkpoint(folder, engine, two.each)
-    return values(model)
+        train_both(side, 0, 1)
+        fe.save_checkpoint(folder, engine, side.optimizer)
+        return []
+    fe.load_checkpoint(folder, engine, side.optimizer)
+    return train_both(side, 2, 3)
 
 
 def test_several_optimizers_are_saved_as_one(ranks: Ranks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    ranks.run(_two_optimizers, folder, True, world_size=2)
-    expected = values(plain(Two).train(*range(4)).model)
-    for found in ranks.run(_two_optimizers, folder, False, world_size=3):
+    folder, model = str(tmp_path / "checkpoint"), plain_model()
+    ranks.run(_save_or_resume_both, folder, True, world_size=2)
+    expected = train_both(Side(model, two_optimizers(model)), *range(4))
+    for found in ranks.run(_save_or_resume_both, folder, False, world_size=3):
         assert_close(found, expected, "Muon")
-
-
-# --- choices ---
 
 
 @on_ranks(2)
