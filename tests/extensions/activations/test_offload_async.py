@@ -3,7 +3,6 @@ host. Which tensors move is tested in ``tests/extensions/activations/test_offloa
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,19 +52,10 @@ def job(pair: tuple[str, str], in_flight: int | None = None, **fields: Any) -> J
 @on_ranks(2)
 def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> None:
     expected = train(job((inner, outer), sizes=(1, 2)), "cpu")  # where nothing is offloaded
-    for seed, in_flight in enumerate((None, 0, 10**9)):
+    for seed, in_flight in enumerate((None, 0)):
         with random_delays(seed):
             found = train(job((inner, outer), in_flight, sizes=(1, 2)), on.NAME)
         assert not differences(found, expected), in_flight
-
-
-@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
-@on_ranks(2)
-def test_accumulation_is_as_with_activations_on_the_device(level: str) -> None:
-    given = job((level, "no_shard"), num_micro=2)
-    expected = train(dataclasses.replace(given, options=()), on.NAME)
-    with random_delays(1):
-        assert not differences(train(given, on.NAME), expected)
 
 
 @on_ranks(1)
@@ -90,10 +80,8 @@ def test_forwards_on_other_streams_than_the_caller_s_are_the_same() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transformer, "forward", on_another_stream)
-        for seed in range(3):
-            streams.clear()
-            with random_delays(seed, 1e-3):
-                assert not differences(train(given, on.NAME), expected)
+        with random_delays(1, 1e-3):
+            assert not differences(train(given, on.NAME), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -313,9 +301,6 @@ def test_waits_for_copies_are_measured_by_block() -> None:
     assert waits[("activations in", "0")] >= delay
     assert "copies of activations" in str(measured)
     assert "activations in" in str(measured)
-
-
-# ---- Controls: without a wait training is wrong --------------------------------------------------
 
 
 @contextmanager

@@ -135,10 +135,7 @@ def test_every_second_product_runs_again() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "operation"),
-    [
-        (F.scaled_dot_product_attention, FLASH),
-        (flex_attention, "flex_attention"),
-    ],
+    [(F.scaled_dot_product_attention, FLASH), (flex_attention, "flex_attention")],
 )
 def test_attention_does_not_run_again(
     kernel: Any, operation: str, monkeypatch: pytest.MonkeyPatch

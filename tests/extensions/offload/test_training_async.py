@@ -171,7 +171,6 @@ def no_steps(*args: Any) -> Iterator[Any]:
 LEFT_OUT: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
     ("state on the host", "wait"): replaced(_Chunk, "await_brought", nothing),
     ("state on the host", "take"): replaced(HostHome, "take", no_steps),
-    ("stepped on the host", "bring"): replaced(HostHome, "bring", no_steps),
     ("stepped on the host", "wait"): replaced(Offloading, "wait", nothing),
     ("beside forward", "wait of gathers"): gathers_do_not_wait,
     ("beside forward", "wait for gradients"): steps_do_not_wait_for_gradients,
@@ -183,7 +182,6 @@ LEFT_OUT: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
     ("all on a disk", "mark of a piece"): replaced(Staging, "copied", nothing),
     ("all on a disk", "wait for streams"): stream_is_not_awaited,
     ("all on a disk", "wait for compute"): replaced(ThreadLane, "wait", nothing),
-    ("all on a disk", "take"): replaced(StagedHome, "take", no_steps),
     ("all on a disk", "bring"): replaced(StagedHome, "bring", no_steps),
 }
 

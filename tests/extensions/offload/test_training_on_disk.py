@@ -18,7 +18,6 @@ from fsdp_engine.extensions.offload.places import ROLES
 from tests.extensions.offload.offloaded import (
     BF16,
     COMBINATIONS,
-    FULL,
     LEVELS,
     POLICIES,
     STATE,
@@ -26,7 +25,6 @@ from tests.extensions.offload.offloaded import (
     all_roles,
     assert_same,
     compare,
-    make,
     on_disk,
     train,
     values,
@@ -107,22 +105,6 @@ def compare_pair(folder: str, pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("pair", FEW_PAIRS, ids="-".join)
 def test_so_they_do_on_two_axes(ranks: Ranks, pair: tuple[str, str], tmp_path: Path) -> None:
     ranks.run(compare_pair, str(tmp_path), pair, world_size=4)
-
-
-def bytes_held(folder: str) -> list[set[str]]:
-    held = []
-    for policy in (None, BF16):
-        model, engine, optimizer = make(FULL, "AdamW", on_disk(folder, ROLES), mp_policy=policy)
-        for number in range(2):
-            model(*vector_batch(4, number)).backward()
-            held.append({role for role, count in engine.memory_bytes().items() if count})
-            optimizer.step()
-            held.append({role for role, count in engine.memory_bytes().items() if count})
-    return held
-
-
-def test_nothing_is_held_between_uses(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(bytes_held, str(tmp_path), world_size=2) == [[set()] * 8] * 2
 
 
 # What users do between steps.
@@ -251,17 +233,6 @@ def train_with(
     return [*weights(engine), *state]
 
 
-def a_model_without_blocks(offload: fe.Offload | None, level: str) -> list[Any]:
-    """Gradients are added up, from the first step on."""
-    model = nn.Linear(5, 3)
-    fe.shard(model, strategy=level, offload=offload)
-    optimizer = fe.shard_optimizer(torch.optim.Adam(model.parameters()))
-    for _ in range(2):
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-    return values(optimizer)
-
-
 def hooks_after_a_step(offload: fe.Offload | None, level: str) -> list[Any]:
     """They see what it stored."""
     model = Small(2)
@@ -386,7 +357,6 @@ def parameters_of_a_unit_that_are_added(offload: fe.Offload | None, level: str) 
 
 
 ALL_LEVELS: dict[Program, tuple[str, ...]] = {
-    a_model_without_blocks: LEVELS[3:],
     hooks_after_a_step: LEVELS[1:2],
     scalars_other_tensors_and_none: LEVELS,
     a_loss_scaler_that_skips_a_step: LEVELS[3:],

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
 from fsdp_engine.extensions.whole_tensor_optimizers.owned_params import Chunk
 from tests.async_device import ranks as device
 from tests.async_device.scene import compare
-from tests.extensions.whole_tensor_optimizers.device_steps import job
+from tests.extensions.whole_tensor_optimizers.device_steps import job, small_chunks
 from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
 
 ranks = device.ranks
-
-
-@contextmanager
-def small_chunks() -> Iterator[pytest.MonkeyPatch]:
-    module = "fsdp_engine.extensions.whole_tensor_optimizers.owned_step"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{module}._CHUNK_ELEMENTS", 1)
-        yield patch
 
 
 @pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
