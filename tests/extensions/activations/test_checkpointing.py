@@ -16,13 +16,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.extensions.activations.checkpointed import (
-    BLOCKS,
-    WIDTH,
-    Dropping,
-    made,
-    scenario_at,
-)
+from tests.extensions.activations.checkpointed import BLOCKS, WIDTH, Dropping, made, scenario_at
 from tests.models import VOCABULARY, Block, Transformer, token_batch
 from tests.planner.simulation.live_storages import LiveStorages
 from tests.pool import on_ranks

@@ -21,14 +21,7 @@ from fsdp_engine.planner.simulation import operations
 from fsdp_engine.terminal import format_bytes
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.async_device.scene import (
-    Job,
-    differences,
-    on_device,
-    random_delays,
-    step_by_step,
-    train,
-)
+from tests.async_device.scene import Job, differences, on_device, random_delays, step_by_step, train
 from tests.models import Transformer, token_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks

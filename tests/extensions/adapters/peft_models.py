@@ -43,9 +43,7 @@ CONFIGS: dict[str, Any] = {
     "modules to save": lambda: lora(modules_to_save=["lm_head", "norm"]),
     "tokens": lambda: lora(trainable_token_indices={"embed_tokens": [1, 5]}),
     "ia3": lambda: peft.IA3Config(
-        target_modules=["k_proj", "down_proj"],
-        feedforward_modules=["down_proj"],
-        task_type=CAUSAL,
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type=CAUSAL
     ),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type=CAUSAL),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type=CAUSAL),

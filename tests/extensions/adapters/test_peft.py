@@ -228,20 +228,6 @@ def test_a_classifier_with_adapters_has_a_new_head_of_the_models_own() -> None:
 
 
 @on_ranks(2)
-def test_adapters_on_the_meta_device_begin_without_a_file() -> None:
-    for values in ("same", "empty"):
-        found = held(fe.shard(adapted("lora", meta=True), initial_values=values))
-        adapters = {name: value for name, value in found.items() if "lora_" in name}
-        assert adapters
-        for name, value in adapters.items():
-            if values == "empty":
-                assert value.isnan().all(), name
-            else:
-                assert value.any() == ("lora_A" in name), name
-                assert value.std() < 2, name
-
-
-@on_ranks(2)
 def test_adapters_that_begin_from_the_base_are_refused_on_the_meta_device() -> None:
     base: Any = llama(meta=True)
     model = peft.get_peft_model(base, peft.LoHaConfig(r=2, target_modules=["q_proj"]))

@@ -27,61 +27,6 @@ from tests.reference import rank_and_size
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-class Momentum(torch.optim.Optimizer):
-    """SGD with a momentum that is a DTensor of its own where the parameter is one."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if "momentum" not in state:
-                    state["momentum"] = self._zeros(param)
-                state["momentum"].mul_(0.9).add_(param.grad)
-                param.add_(state["momentum"], alpha=-group["lr"])
-
-    def _zeros(self, param: Tensor) -> Tensor:
-        local = param.to_local() if isinstance(param, DTensor) else param
-        made = torch.zeros_like(local)
-        if not isinstance(param, DTensor):
-            return made
-        whole = {"shape": param.shape, "stride": param.stride(), "run_check": False}
-        return DTensor.from_local(made, param.device_mesh, param.placements, **whole)
-
-
-Momentum.__module__ = "torchao.optim.adam"
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 3) -> None:
-    for _ in range(num):
-        model(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@on_few_ranks
-def test_it_steps_on_slices_and_is_refused_without(level: str) -> None:
-    alone, model = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
-    model.load_state_dict(alone.state_dict())
-    steps(alone, Momentum(alone.parameters(), 0.01))
-    engine = fe.shard(model, strategy=level)
-    before = engine.full_state_dict()
-    optimizer = Momentum(model.parameters(), 0.01)
-    if any(isinstance(param, DTensor) for param in model.parameters()):
-        with pytest.raises(RuntimeError, match=r"Momentum: expected fe.shard_optimizer"):
-            steps(model, optimizer, 1)
-        torch.testing.assert_close(engine.full_state_dict(), before, rtol=0, atol=0)
-        assert not optimizer.state
-        optimizer.zero_grad()
-    fe.shard_optimizer(optimizer)
-    steps(model, optimizer)
-    torch.testing.assert_close(dict(engine.full_state_dict()), dict(alone.state_dict()))
-
-
 BLOCK, LEAST = 256, 4096
 MAP = torch.tensor([-0.5, 0.0, 0.5, 1.0])
 
@@ -130,10 +75,14 @@ class Codes(torch.Tensor):
         raise NotImplementedError(func)
 
 
-class MomentumOfCodes(Momentum):
-    """Its momentum is quantised as torchao does, where there are whole blocks."""
+class MomentumOfCodes(torch.optim.Optimizer):
+    """Its momentum is quantised as torchao does, where there are whole blocks; else it is a DTensor
+    of its own where the parameter is one."""
 
     block_size = BLOCK
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -150,9 +99,13 @@ class MomentumOfCodes(Momentum):
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         assert signed
-        if p.numel() < LEAST or p.numel() % self.block_size:
+        if p.numel() >= LEAST and p.numel() % self.block_size == 0:
+            return self._subclass_zeros(p, signed, self.block_size)
+        if not isinstance(p, DTensor):
             return torch.zeros_like(p)
-        return self._subclass_zeros(p, signed, self.block_size)
+        whole = {"shape": p.shape, "stride": p.stride(), "run_check": False}
+        made = torch.zeros_like(p.to_local())
+        return DTensor.from_local(made, p.device_mesh, p.placements, **whole)
 
     @staticmethod
     def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Tensor:
@@ -239,6 +192,33 @@ class Momentum8bit(torch.optim.Optimizer):
 
 Momentum8bit.__module__ = "bitsandbytes.optim.optimizer"
 KINDS: dict[str, Any] = {"torchao": MomentumOfCodes, "bitsandbytes": Momentum8bit}
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 3) -> None:
+    for _ in range(num):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_few_ranks
+def test_it_steps_on_slices_and_is_refused_without(level: str) -> None:
+    alone, model = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
+    model.load_state_dict(alone.state_dict())
+    steps(alone, MomentumOfCodes(alone.parameters(), 0.01))
+    engine = fe.shard(model, strategy=level)
+    before = engine.full_state_dict()
+    optimizer = MomentumOfCodes(model.parameters(), 0.01)
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        with pytest.raises(RuntimeError, match=r"MomentumOfCodes: expected fe.shard_optimizer"):
+            steps(model, optimizer, 1)
+        torch.testing.assert_close(engine.full_state_dict(), before, rtol=0, atol=0)
+        assert not optimizer.state
+        optimizer.zero_grad()
+    fe.shard_optimizer(optimizer)
+    steps(model, optimizer)
+    torch.testing.assert_close(dict(engine.full_state_dict()), dict(alone.state_dict()))
 
 
 def model_of() -> nn.Module:

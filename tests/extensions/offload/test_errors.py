@@ -18,15 +18,7 @@ import fsdp_engine as fe
 from fsdp_engine.extensions.offload.places import ROLES
 from fsdp_engine.optim.state_format import StateFormat
 from tests.async_device import device as on
-from tests.extensions.offload.offloaded import (
-    FULL,
-    POLICIES,
-    STATE,
-    failing,
-    make,
-    on_disk,
-    step,
-)
+from tests.extensions.offload.offloaded import FULL, POLICIES, STATE, failing, make, on_disk, step
 from tests.models import Small, vector_batch
 from tests.optim.optimizers import MAKERS, Lion
 from tests.pool import Ranks

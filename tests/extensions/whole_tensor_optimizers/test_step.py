@@ -82,8 +82,8 @@ def test_replicas_share_the_work_and_one_rank_steps_each_parameter(
 
 
 @on_ranks(2)
-def test_descriptions_have_shares() -> None:
-    side = sharded(whitening)
+def test_descriptions_have_shares_and_measured_memory_has_state() -> None:
+    side = sharded(whitening).train(0)
     model, optimizer, engine = side
     text = str(engine.describe())
     assert "Whitening: 0 parameters are stepped on slices, 5 whole, each on one rank" in text
@@ -91,6 +91,11 @@ def test_descriptions_have_shares() -> None:
     work = [float(rows * columns * min(rows, columns)) for rows, columns in shapes]
     owned = sum(w for w, p in zip(work, model.parameters(), strict=True) if is_mine(optimizer, p))
     assert f"share of the work of 5 is {2 * owned / sum(work):.2f} of the mean of 2 ranks" in text
+    leaves = leaves_of(dict(optimizer.state))
+    held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    with engine.measure() as measured:
+        side.train(1)
+    assert 0 < held <= measured.memory["optimizer"]
     del optimizer, side
     assert "stepped on slices" not in str(engine.describe()), "it is still alive"
 
