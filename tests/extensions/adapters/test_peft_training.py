@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,28 +151,23 @@ def test_an_adapter_that_was_frozen_when_sharded_stays_so() -> None:
 def test_adapters_merge_where_weights_are_whole() -> None:
     plain, model = made("lora", torch.float32), made("lora", torch.float32)
     engine = fe.shard(model, initial_values="rank0")
-    tokens = torch.arange(8).view(1, 8)
-    # Weights are gathered, and the products change the shards.
-    model.merge_adapter()
-    plain.merge_adapter()
-    assert_as_plain(model, plain)
-    model.unmerge_adapter()
-    plain.unmerge_adapter()
     before = reference.full_weights(model)
     with pytest.raises(ValueError, match="expected the parameters that the model had when"):
         model.add_adapter("late", lora(r=2))
     torch.testing.assert_close(reference.full_weights(model), before, rtol=0, atol=0)
-    with engine.unsharded():
-        model.merge_adapter()
-    plain.merge_adapter()
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
-    assert_as_plain(model, plain)
-    # One weight after the other, which no graph may follow.
-    with torch.no_grad():
-        model.unmerge_adapter()
-    plain.unmerge_adapter()
-    assert_as_plain(model, plain)
+    for context, change in (
+        (nullcontext, "merge_adapter"),  # weights are gathered, and products change the shards
+        (nullcontext, "unmerge_adapter"),
+        (engine.unsharded, "merge_adapter"),
+        (torch.no_grad, "unmerge_adapter"),  # one weight after the other, which no graph may follow
+    ):
+        getattr(plain, change)()
+        with context():
+            getattr(model, change)()
+        assert_as_plain(model, plain)
+        with torch.no_grad():
+            logits = [each(input_ids=torch.arange(8).view(1, 8)).logits for each in (model, plain)]
+        assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("kind", ["dora", "ia3", "boft", "hra", "lora, embeddings"])
