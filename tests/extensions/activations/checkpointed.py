@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,12 +62,13 @@ def scenario_at(level: str, **options: Any) -> Scenario:
 
 
 def train_compiled(
-    when: str, backend: Any, checkpointing: Any
+    when: str, backend: Any, checkpointing: Any, sharding: Any = nullcontext
 ) -> tuple[dict[str, Tensor | None], fe.Engine]:
     """Gradients of compiled blocks after two backwards, and their engine.
 
     Args:
         when: Blocks are compiled before or after ``shard``, or replaced as a whole.
+        sharding: Makes a context for ``shard``.
     """
     torch._dynamo.reset()
     torch.manual_seed(1)
@@ -76,7 +78,8 @@ def train_compiled(
     if when == "before":
         for block in model.blocks:
             block.compile(backend=backend)
-    engine = fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
+    with sharding():
+        engine = fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
     if when == "after":
         for block in model.blocks:
             block.compile(backend=backend)

@@ -194,22 +194,14 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], name: str 
         assert (one - other).norm() <= tolerance * other.norm()
 
 
-def assert_alike(
-    body: Callable[[Side], Any],
-    maker: Maker,
-    level: str = CUT,
-    model: Callable[[], Any] = plain_model,
-    *,
-    name: str = "",
-) -> None:
+def assert_alike(body: Callable[[Side], Any], maker: Maker, level: str = CUT) -> None:
     """``body`` leaves the same weights of a sharded model and of one process, and returns the same
     tensors, if any."""
     found = []
-    for side in (sharded(maker, level, model), plain(maker, model)):
+    for side in (sharded(maker, level), plain(maker)):
         more = body(side)
         found.append([*values(side.model), *(more or ())])
-    mine, alone = found
-    assert_close(mine, alone, name)
+    assert_close(*found)
 
 
 def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:

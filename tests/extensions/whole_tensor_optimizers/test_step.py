@@ -304,7 +304,7 @@ USES: dict[Callable[[Side], Any], Callable[[nn.Module], torch.optim.Optimizer]] 
     leave_gradients_and_steps_out: whitening,
     clip_by_a_schedule: three_groups,
     scale_losses: whitening,
-    add_groups_and_freeze: lambda model: torch.optim.Muon(matrices(model)[:1], lr=0.02),
+    add_groups_and_freeze: lambda model: Whitening(matrices(model)[:1]),
     step_a_slice_whole: last_whole,
     step_with_a_closure: whitening,
 }
@@ -313,7 +313,7 @@ USES: dict[Callable[[Side], Any], Callable[[nn.Module], torch.optim.Optimizer]] 
 @pytest.mark.parametrize("use", USES)
 @on_ranks(2)
 def test_what_users_do_is_as_in_one_process(use: Callable[[Side], Any]) -> None:
-    assert_alike(use, USES[use], name="Muon" if use is add_groups_and_freeze else "")
+    assert_alike(use, USES[use])
 
 
 @pytest.mark.parametrize("level", [CUT, "optim"])
