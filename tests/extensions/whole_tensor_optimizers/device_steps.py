@@ -17,29 +17,8 @@ from tests.extensions.whole_tensor_optimizers.owned import Whitening
 from tests.models import Transformer
 
 
-class DeviceWhitening(Whitening):
-    """State on the parameter's device, and no value that the host reads."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["num_steps"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                rows = p.grad.view(p.shape[0], -1)
-                if not state:
-                    state["grams"] = [rows.new_zeros(n, n) for n in rows.shape]
-                left, right = state["grams"]
-                left.add_(rows @ rows.T)
-                right.add_(rows.T @ rows)
-                update = rows / (left.norm().sqrt() + right.norm().sqrt() + 1e-6)
-                p.sub_(update.view_as(p), alpha=group["lr"])
-
-
 def make_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return fe.shard_optimizer(DeviceWhitening(params))
+    return fe.shard_optimizer(Whitening(params, has_numbers=False))
 
 
 def job(pair: tuple[str, str], **options: Any) -> Job:
