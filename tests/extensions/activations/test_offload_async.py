@@ -3,7 +3,6 @@ host. Which tensors move is tested in ``tests/extensions/activations/test_offloa
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,22 +21,12 @@ from fsdp_engine.planner.simulation import operations
 from fsdp_engine.terminal import format_bytes
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.async_device.scene import (
-    Job,
-    compare,
-    differences,
-    on_device,
-    random_delays,
-    step_by_step,
-    train,
-)
+from tests.async_device.scene import Job, differences, on_device, random_delays, step_by_step, train
 from tests.models import Transformer, token_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks
 
 ranks = device.ranks
-
-LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 def options(in_flight: int | None = None) -> tuple[tuple[str, Any], ...]:
@@ -45,7 +34,7 @@ def options(in_flight: int | None = None) -> tuple[tuple[str, Any], ...]:
 
 
 def transformer() -> nn.Module:
-    return Transformer(4)
+    return Transformer(3)
 
 
 def job(pair: tuple[str, str], in_flight: int | None = None, **fields: Any) -> Job:
@@ -56,29 +45,10 @@ def job(pair: tuple[str, str], in_flight: int | None = None, **fields: Any) -> J
 @on_ranks(2)
 def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> None:
     expected = train(job((inner, outer), sizes=(1, 2)), "cpu")  # where nothing is offloaded
-    for seed, in_flight in enumerate((None, 0, 10**9)):
+    for seed, in_flight in enumerate((None, 0)):
         with random_delays(seed):
             found = train(job((inner, outer), in_flight, sizes=(1, 2)), on.NAME)
         assert not differences(found, expected), in_flight
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@on_ranks(2)
-def test_accumulation_is_as_with_activations_on_the_device(level: str) -> None:
-    given = job((level, "no_shard"), num_micro=3)
-    expected = train(dataclasses.replace(given, options=()), on.NAME)
-    for seed in range(2):
-        with random_delays(seed):
-            assert not differences(train(given, on.NAME), expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("in_flight", [None, 0, 10**9])
-@on_ranks(2)
-def test_any_order_that_delays_make_gives_the_same_bits(in_flight: int | None) -> None:
-    for pair in (("no_shard", "no_shard"), ("optim_grads_params", "no_shard")):
-        for seed in range(20):
-            assert not compare(job(pair, in_flight), seed=seed, delay=1e-3), (pair, seed)
 
 
 @on_ranks(1)
@@ -103,10 +73,8 @@ def test_forwards_on_other_streams_than_the_caller_s_are_the_same() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transformer, "forward", on_another_stream)
-        for seed in range(3):
-            streams.clear()
-            with random_delays(seed, 1e-3):
-                assert not differences(train(given, on.NAME), expected)
+        with random_delays(1, 1e-3):
+            assert not differences(train(given, on.NAME), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -117,10 +85,10 @@ def test_a_checkpoint_of_more_than_a_block_recomputes(use_reentrant: bool) -> No
 
     def logits(model: Any, tokens: Tensor) -> Tensor:
         x = model.embedding(tokens)
-        x = checkpoint(nn.Sequential(*model.blocks[:3]), x, use_reentrant=use_reentrant)
+        x = checkpoint(nn.Sequential(*model.blocks[:2]), x, use_reentrant=use_reentrant)
 
         def end(x: Tensor) -> Tensor:
-            found: Tensor = model.head(model.norm(model.blocks[3](x)))
+            found: Tensor = model.head(model.norm(model.blocks[2](x)))
             return found
 
         found: Tensor = checkpoint(end, x, use_reentrant=use_reentrant)
@@ -132,10 +100,7 @@ def test_a_checkpoint_of_more_than_a_block_recomputes(use_reentrant: bool) -> No
             assert not differences(train(given, on.NAME), expected)
 
 
-# ---- The host ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 @on_ranks(1)
 def test_activations_are_pinned_on_the_host_which_does_not_wait_for_them(level: str) -> None:
     model = transformer()
@@ -145,7 +110,6 @@ def test_activations_are_pinned_on_the_host_which_does_not_wait_for_them(level: 
     for number in range(2):
         step(number)
     [moves] = engine.parts
-    assert moves is not None
     idle = moves.pool.idle_bytes
     assert idle > 0
     with on.delays(copy=5e-3), on.count_host_syncs() as syncs:
@@ -186,8 +150,6 @@ def test_copies_run_beside_compute() -> None:
             pass
     assert z.isfinite().all()
 
-
-# ---- Memory --------------------------------------------------------------------------------------
 
 WAVES = 2**16
 SAVED = 3
@@ -250,10 +212,12 @@ def test_nothing_stays_on_the_device_after_errors_and_graphs_that_are_dropped() 
 
     def measured() -> int:
         engine.reset()
+        assert not moves_of(model).pool.bytes_in_use
         x.grad = None
         return int(torch.deferred.memory_allocated())
 
     model(x).sum().backward()
+    expected = x.grad
     before = measured()
     with on.delays(copy=1e-2):
         model(x)
@@ -270,6 +234,7 @@ def test_nothing_stays_on_the_device_after_errors_and_graphs_that_are_dropped() 
         del y
         assert measured() == before
     model(x).sum().backward()
+    assert torch.equal(x.grad, expected)
     assert measured() == before
 
 
@@ -329,9 +294,6 @@ def test_waits_for_copies_are_measured_by_block() -> None:
     assert waits[("activations in", "0")] >= delay
     assert "copies of activations" in str(measured)
     assert "activations in" in str(measured)
-
-
-# ---- Controls: without a wait training is wrong --------------------------------------------------
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from tests.without_te import import_without_te
 
 peft: Any = import_without_te("peft")
 
-# For other processes, too.
-ENVIRONMENT: Mapping[str, str] = {"HF_HUB_OFFLINE": "1"}
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # for other processes, too
 
+CAUSAL = "CAUSAL_LM"
 TARGETS = ["q_proj", "v_proj"]
 _LLAMA = {**FAMILIES["llama"][2], "tie_word_embeddings": False}
 
@@ -33,7 +31,7 @@ def llama(dtype: torch.dtype = torch.float32, *, meta: bool = False, **more: Any
 
 def lora(**more: Any) -> peft.LoraConfig:
     """A LoRA of rank 4 over queries and values."""
-    values = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **more}
+    values = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": CAUSAL, **more}
     return peft.LoraConfig(**values)
 
 
@@ -45,21 +43,17 @@ CONFIGS: dict[str, Any] = {
     "modules to save": lambda: lora(modules_to_save=["lm_head", "norm"]),
     "tokens": lambda: lora(trainable_token_indices={"embed_tokens": [1, 5]}),
     "ia3": lambda: peft.IA3Config(
-        target_modules=["k_proj", "down_proj"],
-        feedforward_modules=["down_proj"],
-        task_type="CAUSAL_LM",
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type=CAUSAL
     ),
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type=CAUSAL),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type=CAUSAL),
 }
 
 # Kinds that are merged in tests, and not saved.
 MERGED: dict[str, Any] = {
     **CONFIGS,
-    "boft": lambda: peft.BOFTConfig(
-        target_modules=TARGETS, boft_block_size=4, task_type="CAUSAL_LM"
-    ),
-    "hra": lambda: peft.HRAConfig(target_modules=TARGETS, r=4, task_type="CAUSAL_LM"),
+    "boft": lambda: peft.BOFTConfig(target_modules=TARGETS, boft_block_size=4, task_type=CAUSAL),
+    "hra": lambda: peft.HRAConfig(target_modules=TARGETS, r=4, task_type=CAUSAL),
 }
 
 

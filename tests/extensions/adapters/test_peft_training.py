@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_engine as fe
+from tests import reference
 from tests.extensions.adapters.peft_models import adapted, lora, peft
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
@@ -45,8 +48,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
 
 
-def whole(engine: fe.Engine) -> dict[str, Tensor]:
-    return {name: engine.full_tensor(name) for name, _ in engine.model.named_parameters()}
+def assert_as_plain(model: nn.Module, plain: nn.Module) -> None:
+    """Parameters are the same, bit for bit."""
+    found = reference.full_weights(model)
+    assert all(torch.equal(found[name], param) for name, param in plain.named_parameters())
 
 
 def differ(kind: str, dtype: torch.dtype, level: str) -> list[str]:
@@ -54,14 +59,14 @@ def differ(kind: str, dtype: torch.dtype, level: str) -> list[str]:
     ranks have the same batch, so that means over them are exact."""
     plain, model = made(kind, dtype), made(kind, dtype)
     before = {name: value.clone() for name, value in plain.state_dict().items()}
-    engine = fe.shard(model, strategy=level, initial_values="rank0")
+    fe.shard(model, strategy=level, initial_values="rank0")
     jobs = (plain, optimizer_of(plain)), (model, optimizer_of(model))
     found = []
     for step in range(STEPS):
         expected, loss = (step_of(*job, step) for job in jobs)
         if loss != expected:
             found.append(f"loss {step}: {loss} for {expected}")
-    own = whole(engine)
+    own = reference.full_weights(model)
     for name, param in plain.named_parameters():
         # A trainable parameter that is bf16 has main weights of its own in fp32.
         if own[name].dtype == param.dtype and not torch.equal(own[name], param.detach()):
@@ -71,32 +76,33 @@ def differ(kind: str, dtype: torch.dtype, level: str) -> list[str]:
     return found
 
 
+KINDS = [
+    *(("lora", torch.float32), ("lora", torch.bfloat16)),
+    *(("checkpointing", torch.float32), ("checkpointing", torch.bfloat16)),
+    *((kind, torch.float32) for kind in ("dora", "modules to save", "ia3", "prompt")),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_adapters_train_as_peft_trains_them(ranks: Ranks, level: str) -> None:
+def test_adapters_train_as_peft_trains_them(
+    ranks: Ranks, level: str, kind: str, dtype: torch.dtype
+) -> None:
     world_size = 1 if level == "no_shard" else 2
-    for kind, dtype in (("lora", torch.float32), ("lora", torch.bfloat16)):
-        assert ranks.run(differ, kind, dtype, level, world_size=world_size) == [[]] * world_size
-    if level in ("optim", "optim_grads_params"):
-        for kind in ("checkpointing", "dora", "modules to save", "ia3", "prompt"):
-            found = ranks.run(differ, kind, torch.float32, level, world_size=world_size)
-            assert found == [[]] * world_size, kind
-        found = ranks.run(differ, "checkpointing", torch.bfloat16, level, world_size=world_size)
-        assert found == [[]] * world_size
+    assert ranks.run(differ, kind, dtype, level, world_size=world_size) == [[]] * world_size
 
 
 @on_ranks(2)
 def test_each_rank_has_its_part_of_the_batch() -> None:
     plain, model = made("lora", torch.float32), made("lora", torch.float32)
-    engine = fe.shard(model)
+    fe.shard(model)
     one, other = optimizer_of(plain), optimizer_of(model)
     for step in range(STEPS):
         expected = step_of(plain, one, step)
         loss = torch.tensor(step_of(model, other, step, dist.get_rank()))
         dist.all_reduce(loss)
         assert loss / 2 == pytest.approx(expected, rel=1e-5)
-    own = whole(engine)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(own[name], param.detach(), rtol=1e-3, atol=1e-5)
+    reference.assert_same_weights(model, plain, rtol=1e-3, atol=1e-5)
 
 
 def two_adapters() -> peft.PeftModel:
@@ -110,7 +116,7 @@ def test_adapters_that_are_trainable_when_sharded_take_turns() -> None:
     plain, model = two_adapters(), two_adapters()
     for each in (plain, model):
         each.base_model.set_adapter(["default", "other"])  # both require gradients
-    engine = fe.shard(model, initial_values="rank0")
+    fe.shard(model, initial_values="rank0")
     jobs = (plain, optimizer_of(plain)), (model, optimizer_of(model))
     for step, active in enumerate(["default", "other", "default"]):
         losses = []
@@ -121,8 +127,7 @@ def test_adapters_that_are_trainable_when_sharded_take_turns() -> None:
     with plain.disable_adapter(), model.disable_adapter(), torch.no_grad():
         tokens = torch.arange(8).view(1, 8)
         assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
-    own = whole(engine)
-    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
+    assert_as_plain(model, plain)
 
 
 @on_ranks(2)
@@ -146,33 +151,23 @@ def test_an_adapter_that_was_frozen_when_sharded_stays_so() -> None:
 def test_adapters_merge_where_weights_are_whole() -> None:
     plain, model = made("lora", torch.float32), made("lora", torch.float32)
     engine = fe.shard(model, initial_values="rank0")
-    tokens = torch.arange(8).view(1, 8)
-    before = whole(engine)
-    # Weights are gathered, and the products change the shards.
-    model.merge_adapter()
-    plain.merge_adapter()
-    own = whole(engine)
-    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
-    model.unmerge_adapter()
-    plain.unmerge_adapter()
-    before = whole(engine)
+    before = reference.full_weights(model)
     with pytest.raises(ValueError, match="expected the parameters that the model had when"):
         model.add_adapter("late", lora(r=2))
-    after = whole(engine)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    with engine.unsharded():
-        model.merge_adapter()
-    plain.merge_adapter()
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
-    own = whole(engine)
-    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
-    # One weight after the other, which no graph may follow.
-    with torch.no_grad():
-        model.unmerge_adapter()
-    plain.unmerge_adapter()
-    own = whole(engine)
-    assert all(torch.equal(own[name], p.detach()) for name, p in plain.named_parameters())
+    torch.testing.assert_close(reference.full_weights(model), before, rtol=0, atol=0)
+    for context, change in (
+        (nullcontext, "merge_adapter"),  # weights are gathered, and products change the shards
+        (nullcontext, "unmerge_adapter"),
+        (engine.unsharded, "merge_adapter"),
+        (torch.no_grad, "unmerge_adapter"),  # one weight after the other, which no graph may follow
+    ):
+        getattr(plain, change)()
+        with context():
+            getattr(model, change)()
+        assert_as_plain(model, plain)
+        with torch.no_grad():
+            logits = [each(input_ids=torch.arange(8).view(1, 8)).logits for each in (model, plain)]
+        assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("kind", ["dora", "ia3", "boft", "hra", "lora, embeddings"])

@@ -6,48 +6,23 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.extensions.adapters.peft_models import ENVIRONMENT
+import tests.extensions.adapters.peft_models  # noqa: F401 - the example shall be offline, too
+from tests.processes import ROOT, printed, start, torchrun
 
-ROOT = Path(__file__).parents[3]
 SMALL = ["--base-steps", "5", "--width", "32", "--batch-size", "4", "--sequence-length", "32"]
 SMALL += ["--steps", "24", "--save-every", "4", "--eval-every", "12", "--eval-batches", "1"]
 
 
-def start(out: Path, num_ranks: int, *more: str) -> subprocess.Popen[str]:
-    """The example, under torchrun if there are several ranks, in a session of its own."""
-    launcher = [sys.executable, "-W", "ignore"]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(num_ranks)]
-    command = [*launcher, str(ROOT / "examples/train_lora.py"), "--out", str(out), *SMALL, *more]
-    paths = f"{ROOT}:{ROOT / 'examples'}"
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    try:
-        output, _ = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, output
-    return output
+def command_of(out: Path, num_ranks: int, *more: str) -> list[str]:
+    """The example, under torchrun if there are several ranks."""
+    launcher = torchrun(num_ranks) if num_ranks > 1 else ()
+    return [*launcher, str(ROOT / "examples/train_lora.py"), "--out", str(out), *SMALL, *more]
 
 
 def metrics(out: Path) -> dict[str, Any]:
@@ -63,7 +38,7 @@ def last_step(out: Path) -> int:
 @pytest.mark.thorough
 def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    process = start(killed, 2, "--steps", "1000")
+    process = start(*command_of(killed, 2, "--steps", "1000"))
     deadline = time.monotonic() + 240
     while not last_step(killed):
         assert process.poll() is None, process.communicate()[0]
@@ -76,8 +51,7 @@ def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> N
     steps = last_step(killed) + 12
     whole.mkdir()
     shutil.copytree(killed / "base", whole / "base")
-    runs = [start(out, 1, "--steps", str(steps)) for out in (killed, whole)]
-    resumed, _ = map(finish, runs)
+    resumed, _ = (printed(*command_of(each, 1, "--steps", str(steps))) for each in (killed, whole))
     assert f"resumed after step {steps - 12}" in resumed
     found, expected = metrics(killed), metrics(whole)
     # Parts of a batch are rounded to bf16 otherwise than the whole of it.
@@ -99,14 +73,14 @@ def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> N
 
 @pytest.mark.thorough
 def test_every_option_trains(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    output = finish(start(out, 2, "--fp8-base", "--gradient-checkpointing"))
-    found = metrics(out)
+    output = printed(*command_of(tmp_path, 2, "--fp8-base", "--gradient-checkpointing"))
+    found = metrics(tmp_path)
     assert found["held_out"]["24"] < found["held_out"]["0"]
     assert found["at_rest"] == found["expected_at_rest"]
     # The engine computes with weights that were rounded to fp8, and PEFT with those of the base.
     assert 0 < found["difference"] < 0.5, output
-    shutil.rmtree(out / "checkpoints")
-    output = finish(start(out, 4, "--strategy", "optim", "--gradient-checkpointing"))
-    assert metrics(out)["difference"] == 0
-    assert metrics(out)["at_rest"] == metrics(out)["expected_at_rest"]
+    shutil.rmtree(tmp_path / "checkpoints")
+    printed(*command_of(tmp_path, 4, "--strategy", "optim", "--gradient-checkpointing"))
+    found = metrics(tmp_path)
+    assert found["difference"] == 0
+    assert found["at_rest"] == found["expected_at_rest"]

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_engine.extensions.arenas.arena import Arena
 from fsdp_engine.extensions.arenas.arena_memory import ArenaMemory
 from fsdp_engine.memory.allocator import Memory
-from tests.models import DIM, Chain, Mlp, Regression
+from tests.models import Chain, Mlp, Regression, Small
 
 
 def uneven_model() -> Regression:
@@ -20,20 +20,13 @@ def uneven_model() -> Regression:
     return Chain(*(Mlp(hidden=hidden) for hidden in (5, 40, 17, 3, 29, 11)))
 
 
-class Order(Regression):
-    """Blocks in an order of one's own, which may change, with a layer of the root's before."""
+class Order(Small):
+    """Five blocks of different sizes, in an order of one's own, which may change."""
 
-    def __init__(self, *order: int, num_blocks: int = 5) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=3 + 4 * i) for i in range(num_blocks)])
-        self.order = order
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x
+    def __init__(self, *order: int) -> None:
+        super().__init__(5)
+        self.blocks = nn.ModuleList([Mlp(hidden=3 + 4 * i) for i in range(5)])
+        self.order = list(order)
 
 
 def arenas_of(engine: Any) -> dict[str, Arena]:

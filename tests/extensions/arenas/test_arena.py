@@ -6,15 +6,10 @@ import gc
 import itertools
 import random
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_engine.extensions.arenas.arena import ALIGNMENT, SLACK, Arena, aligned
+from fsdp_engine.extensions.arenas.arena import ALIGNMENT, aligned
 from fsdp_engine.extensions.arenas.arena_memory import ArenaMemory
-from fsdp_engine.memory import allocator as memory_module
 from fsdp_engine.memory.allocator import TransientStorage
 from tests.torch_versions import plans_addresses
 
@@ -85,21 +80,6 @@ def test_views_stay_valid_while_the_memory_behind_them_moves() -> None:
 
 
 @plans_addresses
-def test_a_storage_that_does_not_fit_gets_ordinary_memory() -> None:
-    memory, row = make(*[1000] * 4)
-    walk(memory, row)
-    walk(memory, row)
-    for storage in row[:3]:
-        storage.fill()
-    assert memory.ledger.held["full"] == arena_bytes(memory) + 1000
-    views = [each.view(0, (1000,)).fill_(value) for value, each in enumerate(row[:3], 1)]
-    assert [int(view.sum()) for view in views] == [1000, 2000, 3000]
-    for storage in row[:3]:
-        storage.drain()
-    assert memory.ledger.held["full"] == arena_bytes(memory)
-
-
-@plans_addresses
 def test_an_arena_grows_after_a_step_that_needed_more_and_keeps_its_length_else() -> None:
     memory, row = make(*[1000] * 4)
     walk(memory, row)
@@ -125,57 +105,13 @@ def test_an_arena_grows_after_a_step_that_needed_more_and_keeps_its_length_else(
 
 
 @plans_addresses
-def test_an_arena_has_at_most_one_and_a_half_times_the_bytes_filled_at_once() -> None:
-    choose = random.Random(3)
-    memory, row = make(*[ALIGNMENT * choose.randint(1, 20) for _ in range(12)])
-    arena = memory.arenas["full"]
-    lengths = []
-    for _ in range(64):
-        walk(memory, choose.sample(row, 12))
-        lengths.append(arena_bytes(memory))
-        assert lengths[-1] <= aligned(int(SLACK * arena.load))
-        assert memory.ledger.held["full"] == lengths[-1]
-    assert lengths == sorted(lengths)  # it never gets shorter
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 10**9), st.integers(2, 40), st.integers(1, 4), st.booleans())
-def test_units_of_all_sizes_need_little_more_than_is_filled_at_once(
-    seed: int, num_units: int, num_ahead: int, has_root: bool
-) -> None:
-    """Pure integers: ranges that are handed out in forward and backward, with prefetches."""
-    choose = random.Random(seed)
-    sizes = [choose.randint(1, 60) * ALIGNMENT for _ in range(num_units)]
-    arena = Arena(lambda num_bytes: torch.empty(0), lambda num_bytes: None)
-    held: set[int] = set()
-    order = choose.sample(range(1, num_units), num_units - 1)
-    if has_root:
-        arena._reserve(0, sizes[0])
-    for direction in (order, order[::-1]):
-        for place, unit in enumerate(direction):
-            for each in direction[place : place + 1 + num_ahead]:
-                if each not in held:
-                    held.add(each)
-                    arena._reserve(each, sizes[each])
-            spans = [(taken.start, taken.stop) for taken in arena._taken]
-            assert spans == sorted(spans)
-            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-            held.remove(unit)
-            arena._release(unit)
-    assert arena.load <= arena._end <= 2 * arena.load
-    equal = len(set(sizes)) == 1
-    assert arena._end == arena.load or not equal
-
-
-@plans_addresses
 def test_storages_with_memory_never_share_a_byte_whatever_happens() -> None:
     choose = random.Random(11)
-    sizes = [choose.randint(1, 3000) for _ in range(12)]
-    memory, row = make(*sizes)
-    for event in range(4000):
+    memory, row = make(0, *(choose.randint(1, 3000) for _ in range(12)))
+    for event in range(2000):
         storage = choose.choice(row)
         storage.drain() if storage.filled else storage.fill()
-        filled = [each for each in row if each.filled]
+        filled = [each for each in row[1:] if each.filled]
         spans = sorted((each._storage.data_ptr(), each.num_bytes) for each in filled)
         for (start, length), (following, _) in itertools.pairwise(spans):
             assert start + length <= following
@@ -208,20 +144,6 @@ def test_the_arena_outlives_the_storages_that_are_filled_from_it() -> None:
 
 
 @plans_addresses
-def test_roles_have_arenas_of_their_own() -> None:
-    """On CUDA they are filled on different lanes."""
-    memory = ArenaMemory(CPU)
-    full = memory.transient(10, torch.float32, "full")
-    staging = memory.transient(10, torch.bfloat16, "staging")
-    for _ in range(2):
-        for storage in (full, staging):
-            with storage.while_filled():
-                pass
-        memory.end_backward()
-    assert memory.ledger.held == {"full": ALIGNMENT, "staging": ALIGNMENT}
-
-
-@plans_addresses
 def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
     memory = ArenaMemory(CPU)
     row = []
@@ -244,29 +166,3 @@ def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
         memory.end_backward()
         assert memory.ledger.peak["full"] == 2 * aligned(1000) + 2 * 1000
     assert memory.arenas["full"].memory is arena
-
-
-@plans_addresses
-def test_storages_of_no_bytes_take_no_room() -> None:
-    memory, (nothing, something) = make(0, 5)
-    for _ in range(3):
-        nothing.fill()
-        something.fill()
-        nothing.drain()
-        something.drain()
-        memory.end_backward()
-    assert arena_bytes(memory) == ALIGNMENT
-
-
-def test_there_are_no_arenas_where_memory_cannot_move(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with FakeTensorMode():
-        assert ArenaMemory(CPU).arenas == {}
-    monkeypatch.setattr(memory_module, "CAN_SWAP", False)
-    memory, row = make(*[1000] * 4)
-    assert memory.arenas == {}
-    for _ in range(3):
-        walk(memory, row)
-    assert memory.ledger.peak["full"] == 2000
-    assert memory.ledger.held["full"] == 0

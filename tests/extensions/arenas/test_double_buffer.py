@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from functools import partial
@@ -82,67 +81,44 @@ class InHalves(Regression):
         return self.blocks[0](x, 1)
 
 
-class Spans(Regression):
-    """Blocks in checkpoints of several blocks each."""
-
-    def __init__(self, reentrant: bool, per_checkpoint: int, num_blocks: int = 6) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=5 + i) for i in range(num_blocks)])
-        self.reentrant = reentrant
-        self.per_checkpoint = per_checkpoint
+class Spans(Small):
+    """Its six blocks in two checkpoints of several blocks each."""
 
     def predict(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for first in range(0, len(self.blocks), self.per_checkpoint):
-            blocks = nn.Sequential(*self.blocks[first : first + self.per_checkpoint])
-            x = checkpoint(blocks, x, use_reentrant=self.reentrant)
-        return x
-
-
-class OneLayer(Regression):
-    """All of it belongs to the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(DIM, DIM)
-
-    def predict(self, x: Tensor) -> Tensor:
-        return self.only(x)
+        for blocks in (self.blocks[:4], self.blocks[4:]):
+            x = checkpoint(nn.Sequential(*blocks), x, use_reentrant=self.checkpoints)
+        return self.last(x)
 
 
 class Failing(Order):
-    """Raises where it is told to."""
+    """Raises behind one of its blocks, in forward or in backward."""
 
     fails_at = -1
     fails_in_backward = False
 
     def predict(self, x: Tensor) -> Tensor:
-        for index in range(5):
-            x = self.blocks[index](x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
             if index == self.fails_at:
-                if not self.fails_in_backward:
-                    raise ArithmeticError
-                x.register_hook(fail)
+                x.register_hook(fail) if self.fails_in_backward else fail()
         return x
 
 
-def fail(grad: Tensor) -> None:
+def fail(*_: Any) -> None:
     raise ArithmeticError
 
 
 class Caller(nn.Module):
     """Calls a unit that it does not contain."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: nn.Module) -> None:
         super().__init__()
         self.own = Mlp()
-        self.others: tuple[nn.Module, ...] = ()
+        self.others = (other,)
 
     def forward(self, x: Tensor) -> Tensor:
-        for other in self.others:
-            x = other(x)
-        return self.own(x)
+        return self.own(self.others[0](x))
 
 
 class Calling(Regression):
@@ -150,9 +126,8 @@ class Calling(Regression):
 
     def __init__(self, callee: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Caller(), Mlp(), Mlp()])
-        caller: Any = self.blocks[0]
-        caller.others = (self.blocks[callee],)
+        others = [Mlp(), Mlp()]
+        self.blocks = nn.ModuleList([Caller(others[callee - 1]), *others])
 
     def predict(self, x: Tensor) -> Tensor:
         return self.blocks[0](x)
@@ -169,29 +144,24 @@ class Deaf(nn.Module):
         return self.weight.tanh() * self.weight + 0 * x.detach()
 
 
-class WithDeaf(Regression):
-    """A deaf unit beside the first unit."""
+class WithDeaf(Small):
+    """A deaf unit beside others, which re-entrant checkpoints may run again."""
 
-    def __init__(self, checkpoints: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(), Mlp(), Deaf()])
-        self.checkpoints = checkpoints
+    def __init__(self, checkpoints: bool | None) -> None:
+        super().__init__(2, checkpoints)
+        self.deaf = nn.ModuleList([Deaf()])
 
     def predict(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        first = self.blocks[0]
-        x = checkpoint(first, x, use_reentrant=True) if self.checkpoints else first(x)
-        return x + self.blocks[2](x)
+        return super().predict(x) + self.deaf[0](x)
 
 
 HABITS: dict[str, Callable[[], nn.Module]] = {
     "called twice": lambda: Order(0, 1, 2, 3, 0, 4),
     "other weights in each call": InHalves,
     "another order": lambda: Order(4, 2, 0, 1, 3),
-    "checkpoints": lambda: Spans(False, 4),
-    "checkpoints of one unit": lambda: Spans(False, 1),
-    "re-entrant checkpoints": lambda: Spans(True, 4),
+    "checkpoints": lambda: Spans(6, checkpoints=False),
+    "checkpoints of one unit": lambda: Small(6, checkpoints=False),
+    "re-entrant checkpoints": lambda: Spans(6, checkpoints=True),
     "frozen weights": lora_model,
     "nested units": NestedUnits,
     "a unit that calls another": lambda: Calling(2),
@@ -200,11 +170,10 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "a weight of two units": shared_model,
     "several buffers in a unit": mixed_model,
     "units of two inputs": EncoderDecoder,
-    "re-entrant checkpoints of one unit": lambda: Spans(True, 1),
+    "re-entrant checkpoints of one unit": lambda: Small(6, checkpoints=True),
     "one unit": lambda: Chain(Mlp()),
-    "no unit": OneLayer,
+    "no unit": lambda: Small(0),
 }
-# The same as without, bit for bit, whatever happens between.
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -276,55 +245,7 @@ def backward_of_backward(model: Any, engine: Any) -> None:
         optimizer.zero_grad()
 
 
-def train_on(model: Any, engine: Any) -> None:
-    train(model, engine, (1, 2, 1))
-
-
-def train_without_arenas(model: Any, engine: Any) -> None:
-    assert arenas_of(engine) == {}
-    train(model, engine, (2, 1))
-    assert "full" not in engine.memory_bytes()
-
-
-Script = Callable[[Any, Any], None]
-# By name: the model, the operation on it, and levels.
-SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Script, list[str]]] = {
-    "units that are skipped and reordered": (Order, skip_and_reorder, ["optim_grads", LEVEL_3]),
-    "units that one rank skips": (Order, skip_on_one_rank, ["no_shard", "optim", "optim_grads"]),
-    "evaluation": (uneven_model, evaluate_between, [LEVEL_3]),
-    "exceptions and resets": (Failing, fail_and_go_on, [LEVEL_3]),
-    "a backward of a backward": (uneven_model, backward_of_backward, [LEVEL_3]),
-    "a unit that calls the next": (lambda: Calling(1), train_on, ["optim_grads", LEVEL_3]),
-    "a backward without an end": (lambda: WithDeaf(False), train_on, [LEVEL_3]),
-    "a recomputed one without an end": (lambda: WithDeaf(True), train_on, [LEVEL_3]),
-    "a torch that cannot move memory": (uneven_model, train_without_arenas, [LEVEL_3]),
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-@on_ranks(2)
-def test_addresses_make_no_difference(name: str) -> None:
-    make_model, script, levels = SCRIPTS[name]
-    for level in levels:
-        weights = []
-        for planned in (False, True):
-            torch.manual_seed(0)
-            model = make_model()
-            config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
-            with pytest.MonkeyPatch.context() as patch:
-                if script is train_without_arenas:
-                    patch.setattr(memory_module, "CAN_SWAP", False)
-                engine = fe.shard(model, config=config, strategy=level)
-                script(model, engine)
-            weights.append(engine.full_state_dict())
-        for key, value in weights[0].items():
-            assert torch.equal(value, weights[1][key]), (level, key)
-
-
-# Addresses and memory.
-
-
-def assert_settled(model: Any, engine: Any, body: Callable[[], None]) -> None:
+def assert_settled(model: Any, engine: Any, body: Callable[[], object]) -> None:
     """``body`` is served from the arenas, and the bytes that are held never change in it."""
     arenas = [(arena, arena.memory) for arena in arenas_of(engine).values()]
     held = engine.memory_bytes()
@@ -341,6 +262,61 @@ def assert_settled(model: Any, engine: Any, body: Callable[[], None]) -> None:
 
 def no_resize(storage: Any, num_bytes: int) -> None:
     raise AssertionError(f"{num_bytes} bytes are allocated")
+
+
+def train_and_settle(model: Any, engine: Any) -> None:
+    train(model, engine, (2, 1))
+    if arenas_of(engine):
+        assert_settled(model, engine, partial(train, model, engine, (1, 2)))
+    else:
+        train(model, engine, (1, 2))
+
+
+def train_on(model: Any, engine: Any) -> None:
+    train(model, engine, (1, 2, 1))
+
+
+def train_without_arenas(model: Any, engine: Any) -> None:
+    assert arenas_of(engine) == {}
+    train(model, engine, (2, 1))
+    assert "full" not in engine.memory_bytes()
+
+
+Script = Callable[[Any, Any], None]
+SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Script]] = {
+    **{name: (make, train_and_settle) for name, make in HABITS.items()},
+    "units that are skipped and reordered": (Order, skip_and_reorder),
+    "units that one rank skips": (Order, skip_on_one_rank),
+    "evaluation": (uneven_model, evaluate_between),
+    "exceptions and resets": (Failing, fail_and_go_on),
+    "a backward of a backward": (uneven_model, backward_of_backward),
+    "a unit that calls the next": (lambda: Calling(1), train_on),
+    "a backward without an end": (lambda: WithDeaf(None), train_on),
+    "a recomputed one without an end": (lambda: WithDeaf(True), train_on),
+    "a torch that cannot move memory": (uneven_model, train_without_arenas),
+}
+
+
+@plans_addresses
+@pytest.mark.parametrize("level", ["optim_grads", LEVEL_3])
+@pytest.mark.parametrize("name", SCRIPTS)
+@on_ranks(2)
+def test_addresses_make_no_difference(name: str, level: str) -> None:
+    make_model, script = SCRIPTS[name]
+    if script is skip_on_one_rank:
+        level = "optim_grads"  # where parameters are sharded, all ranks gather together
+    weights = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = make_model()
+        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
+        with pytest.MonkeyPatch.context() as patch:
+            if script is train_without_arenas:
+                patch.setattr(memory_module, "CAN_SWAP", False)
+            engine = fe.shard(model, config=config, strategy=level)
+            script(model, engine)
+        weights.append(engine.full_state_dict())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def settle_pair(strategy: str, outer: str, all_ways: bool) -> None:
@@ -384,27 +360,6 @@ def test_nothing_is_allocated_after_the_second_step(
 
 
 @plans_addresses
-@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
-@pytest.mark.parametrize("name", HABITS)
-@on_ranks(2)
-def test_models_that_bend_the_order_of_events_settle_and_train_the_same(
-    name: str, strategy: str
-) -> None:
-    torch.manual_seed(0)
-    model = HABITS[name]()
-    plain_model = copy.deepcopy(model)
-    plain = fe.shard(plain_model, strategy=strategy)
-    engine = fe.shard(model, strategy=strategy, config=PLANNED)
-    train(plain_model, plain, (2, 1))
-    train(plain_model, plain, (1, 2))
-    train(model, engine, (2, 1))
-    assert_settled(model, engine, partial(train, model, engine, (1, 2)))
-    found = engine.full_state_dict()
-    for key, value in plain.full_state_dict().items():
-        assert torch.equal(found[key], value), key
-
-
-@plans_addresses
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
@@ -431,16 +386,9 @@ def test_nothing_is_allocated_where_gradients_outlast_their_backward(
         wrapped.finish_grad_sync()
         optimizer.step()
 
-    for _ in range(2):
-        step(2)
-    step(1)
-    step(1)
-
-    def steps() -> None:
-        for number in (1, 2, 1, 3):
-            step(number)
-
-    assert_settled(model, wrapped.engine, steps)
+    for number in (2, 2, 1, 1):
+        step(number)
+    assert_settled(model, wrapped.engine, lambda: [step(number) for number in (1, 2, 1, 3)])
 
 
 @plans_addresses
@@ -463,13 +411,10 @@ def test_evaluation_and_exceptions_are_served_from_the_arenas() -> None:
     assert_settled(model, engine, body)
 
 
-# Steps that leave the record.
-
-
 @plans_addresses
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
-def test_another_order_is_served_by_ordinary_memory_until_the_arena_grows(strategy: str) -> None:
+def test_other_orders_are_served_by_ordinary_memory_until_the_arena_grows(strategy: str) -> None:
     model = Order(*FIVE)
     engine = fe.shard(model, strategy=strategy, config=PLANNED)
     train(model, engine, (1, 1))
@@ -481,13 +426,6 @@ def test_another_order_is_served_by_ordinary_memory_until_the_arena_grows(strate
         assert len(fills) < 40
         assert_settled(model, engine, partial(train, model, engine, (1, 2)))
 
-
-@plans_addresses
-@on_ranks(2)
-def test_orders_that_alternate_settle() -> None:
-    model = Order(*FIVE)
-    engine = fe.shard(model, config=PLANNED)
-
     def alternate(num_steps: int) -> None:
         for number in range(num_steps):
             model.order = FIVE if number % 2 else (0, 1, 3, 4, 2)
@@ -495,30 +433,6 @@ def test_orders_that_alternate_settle() -> None:
 
     alternate(16)
     assert_settled(model, engine, partial(alternate, 4))
-
-
-@plans_addresses
-@on_ranks(2)
-def test_the_field_changes_what_is_held_and_not_what_is_sent() -> None:
-    full, held, sent = [], [], []
-    for planned in (False, True):
-        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
-
-        def body(model: Any, engine: Any) -> None:
-            train(model, engine, (1, 1, 1))
-            weights = [buffer.weights for buffer in engine.buffers]
-            full.append([each.transient_bytes for each in weights])
-            held.append(engine.memory_bytes())
-
-        sent.append(traced(uneven_model, body, config=config).num_operations)
-    assert full[0] == full[1]
-    assert sent[0] == sent[1]
-    assert "full" not in held[0]
-    # Three units of the largest: one in use, and two gathered ahead at most.
-    assert 0 < held[1]["full"] <= 3 * max(full[1])
-
-
-# The schedule.
 
 
 @pytest.mark.thorough
@@ -541,13 +455,12 @@ def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
             assert tracer.max_full == (num_full if strategy == LEVEL_3 else 0)
 
 
-@on_ranks(world_size=2)
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("optim_grads", marks=pytest.mark.thorough), LEVEL_3]
-)
+@on_ranks(2)
 @pytest.mark.parametrize("name", list(HABITS)[:10])
-def test_models_that_bend_the_order_of_events_make_no_race(name: str, strategy: str) -> None:
-    traced(HABITS[name], strategy=strategy, config=PLANNED)
+def test_models_that_bend_the_order_of_events_make_no_race_and_send_the_same(name: str) -> None:
+    configs = [PLANNED, fe.DistributedDataParallelConfig()]
+    found = [traced(HABITS[name], strategy=LEVEL_3, config=config) for config in configs]
+    assert found[0].num_operations == found[1].num_operations
 
 
 @on_ranks(world_size=2)
@@ -559,38 +472,22 @@ def test_tensors_that_units_keep_have_their_gradients() -> None:
 
 @plans_addresses
 @on_ranks()
-@pytest.mark.parametrize(
-    ("strategy", "outer", "budget"),
-    [
-        ("no_shard", "no_shard", "nothing"),
-        ("optim", "optim", "everything"),
-        (LEVEL_3, LEVEL_3, "one unit"),
-        *(
-            pytest.param(*pair, budget, marks=pytest.mark.thorough)
-            for pair, budgets in {
-                ("no_shard", "no_shard"): ("one unit", "everything"),
-                ("optim", "optim"): ("nothing", "one unit"),
-                (LEVEL_3, LEVEL_3): ("nothing", "everything"),
-            }.items()
-            for budget in budgets
-        ),
-    ],
-)
-def test_wires_that_are_decoded_have_addresses_too(strategy: str, outer: str, budget: str) -> None:
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("pair", [("no_shard", "no_shard"), ("optim", "optim"), (LEVEL_3, LEVEL_3)])
+def test_wires_that_are_decoded_have_addresses_too(pair: tuple[str, str], budget: str) -> None:
     def body(model: Any, engine: Any) -> None:
         train(model, engine, (2, 1))
         held = engine.memory_bytes()["full"]
         engine.peak_memory_bytes(reset=True)
         train(model, engine, (2, 1))
-        assert engine.memory_bytes()["full"] == held
-        assert engine.peak_memory_bytes()["full"] == held
+        assert engine.memory_bytes()["full"] == engine.peak_memory_bytes()["full"] == held
 
     traced(
         lambda: Small(num_blocks=5),
         body,
         mesh=mesh_of(2, 2),
-        strategy=strategy,
-        outer_strategy=outer,
+        strategy=pair[0],
+        outer_strategy=pair[1],
         codec_rules=[lambda name, param, dtypes: ("half", HalfCodec)],
         config=config_of(BUDGETS[budget]),
     )

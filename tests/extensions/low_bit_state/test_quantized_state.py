@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -23,69 +22,9 @@ from fsdp_engine.optim.sharded_step import is_elementwise
 from tests.checkpoint.scene import shared_folder
 from tests.composition.tensor_parallel import mesh_of
 from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.reference import rank_and_size
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
-
-class Momentum(torch.optim.Optimizer):
-    """SGD with a momentum that is a DTensor of its own where the parameter is one."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if "momentum" not in state:
-                    state["momentum"] = self._zeros(param)
-                state["momentum"].mul_(0.9).add_(param.grad)
-                param.add_(state["momentum"], alpha=-group["lr"])
-
-    def _zeros(self, param: Tensor) -> Tensor:
-        local = param.to_local() if isinstance(param, DTensor) else param
-        made = torch.zeros_like(local)
-        if not isinstance(param, DTensor):
-            return made
-        return DTensor.from_local(
-            made,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-
-
-Momentum.__module__ = "torchao.optim.adam"
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 3) -> None:
-    for _ in range(num):
-        model(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@on_few_ranks
-def test_it_steps_on_slices_and_is_refused_without(level: str) -> None:
-    alone, model = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
-    model.load_state_dict(alone.state_dict())
-    steps(alone, Momentum(alone.parameters(), 0.01))
-    engine = fe.shard(model, strategy=level)
-    before = engine.full_state_dict()
-    optimizer = Momentum(model.parameters(), 0.01)
-    if any(isinstance(param, DTensor) for param in model.parameters()):
-        with pytest.raises(RuntimeError, match=r"Momentum: expected fe.shard_optimizer"):
-            steps(model, optimizer, 1)
-        torch.testing.assert_close(engine.full_state_dict(), before, rtol=0, atol=0)
-        assert not optimizer.state
-        optimizer.zero_grad()
-    fe.shard_optimizer(optimizer)
-    steps(model, optimizer)
-    torch.testing.assert_close(dict(engine.full_state_dict()), dict(alone.state_dict()))
 
 
 BLOCK, LEAST = 256, 4096
@@ -136,10 +75,14 @@ class Codes(torch.Tensor):
         raise NotImplementedError(func)
 
 
-class MomentumOfCodes(Momentum):
-    """Its momentum is quantised as torchao does, where there are whole blocks."""
+class MomentumOfCodes(torch.optim.Optimizer):
+    """Its momentum is quantised as torchao does, where there are whole blocks; else it is a DTensor
+    of its own where the parameter is one."""
 
     block_size = BLOCK
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -156,9 +99,13 @@ class MomentumOfCodes(Momentum):
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         assert signed
-        if p.numel() < LEAST or p.numel() % self.block_size:
+        if p.numel() >= LEAST and p.numel() % self.block_size == 0:
+            return self._subclass_zeros(p, signed, self.block_size)
+        if not isinstance(p, DTensor):
             return torch.zeros_like(p)
-        return self._subclass_zeros(p, signed, self.block_size)
+        whole = {"shape": p.shape, "stride": p.stride(), "run_check": False}
+        made = torch.zeros_like(p.to_local())
+        return DTensor.from_local(made, p.device_mesh, p.placements, **whole)
 
     @staticmethod
     def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Tensor:
@@ -247,6 +194,33 @@ Momentum8bit.__module__ = "bitsandbytes.optim.optimizer"
 KINDS: dict[str, Any] = {"torchao": MomentumOfCodes, "bitsandbytes": Momentum8bit}
 
 
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 3) -> None:
+    for _ in range(num):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_few_ranks
+def test_it_steps_on_slices_and_is_refused_without(level: str) -> None:
+    alone, model = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
+    model.load_state_dict(alone.state_dict())
+    steps(alone, MomentumOfCodes(alone.parameters(), 0.01))
+    engine = fe.shard(model, strategy=level)
+    before = engine.full_state_dict()
+    optimizer = MomentumOfCodes(model.parameters(), 0.01)
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        with pytest.raises(RuntimeError, match=r"MomentumOfCodes: expected fe.shard_optimizer"):
+            steps(model, optimizer, 1)
+        torch.testing.assert_close(engine.full_state_dict(), before, rtol=0, atol=0)
+        assert not optimizer.state
+        optimizer.zero_grad()
+    fe.shard_optimizer(optimizer)
+    steps(model, optimizer)
+    torch.testing.assert_close(dict(engine.full_state_dict()), dict(alone.state_dict()))
+
+
 def model_of() -> nn.Module:
     """Weights of 4,224 and 4,992 elements (16.5 and 19.5 blocks), of 4,608 (18), and of fewer than
     are quantised."""
@@ -258,26 +232,15 @@ def model_of() -> nn.Module:
 def sharded(level: str, **options: Any) -> tuple[nn.Module, fe.Engine]:
     model = model_of()
     for param in model.parameters():
-        param.gradient_divisor = 1 / size_and_rank()[0]  # type: ignore[attr-defined]
+        param.gradient_divisor = 1 / rank_and_size()[1]  # type: ignore[attr-defined]
     return model, fe.shard(model, strategy=level, min_unit_size=0, **options)
 
 
-def size_and_rank() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    first: int,
-    last: int,
-    *,
-    alone: bool = False,
-) -> None:
+def train(model: nn.Module, optimizer: Any, first: int, last: int, *, alone: bool = False) -> None:
     """Only the first rank has a gradient, so that its sum has the bits of one process'."""
     for step in range(first, last):
         batch = torch.randn(8, 66, generator=torch.Generator().manual_seed(step))
-        (model(batch) * (alone or size_and_rank()[1] == 0)).square().sum().backward()
+        (model(batch) * (alone or rank_and_size()[0] == 0)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -293,25 +256,20 @@ def finish_alone(kind: str, num_steps: int) -> dict[str, Tensor]:
     return dict(alone.state_dict())
 
 
-def steps_have_the_bits_of_one_process(kind: str, level: str) -> None:
+def check_bits(kind: str, level: str) -> None:
     model, engine = sharded(level)
     optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
     train(model, optimizer, 0, 4)
     assert_equal(engine.full_state_dict(), finish_alone(kind, 4))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-@on_few_ranks
-def test_bits_do_not_depend_on_ranks_and_level(kind: str, level: str) -> None:
-    steps_have_the_bits_of_one_process(kind, level)
-
-
-@pytest.mark.parametrize("level", LEVELS[1:])
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(3)
-def test_bits_of_three_ranks(kind: str, level: str) -> None:
-    steps_have_the_bits_of_one_process(kind, level)
+def test_bits_do_not_depend_on_ranks_and_level(
+    ranks: Ranks, kind: str, level: str, world_size: int
+) -> None:
+    ranks.run(check_bits, kind, level, world_size=world_size)
 
 
 def resume(kind: str, level: str, folder: str, part: int) -> dict[str, Tensor]:

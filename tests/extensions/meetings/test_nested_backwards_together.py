@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.extensions.nested_backwards.cached_loss import Rows, cached
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_ranks
-from tests.training import mesh_of
 
 within_together = cached.but(around=lambda engine: engine.together())
 
@@ -19,4 +18,4 @@ def test_ranks_have_different_numbers_of_mini_batches() -> None:
 @on_ranks(4)
 def test_two_axes() -> None:
     for pair in (("optim_grads_params", "no_shard"), ("optim_grads", "optim")):
-        within_together.but(pair=pair, mesh=mesh_of(2, 2), batch=Rows(2, 6, 4, 3)).check()
+        within_together.but(pair=pair, mesh=(2, 2), batch=Rows(2, 6, 4, 3)).check()

@@ -16,6 +16,7 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.extensions.offload.disk_memory import DiskBlock
 from tests import reference
+from tests.extensions.whole_tensor_optimizers.device_steps import small_chunks
 from tests.extensions.whole_tensor_optimizers.owned import (
     LEVELS,
     MAKERS,
@@ -51,14 +52,11 @@ class Exchanging(torch.optim.Optimizer):
 
 
 @contextmanager
-def late_disk(read: float = 0.003, write: float = 0.006) -> Iterator[None]:
-    """Within it chunks have a parameter of each rank, and state is read, and written, after a
-    delay in seconds: a read that no step awaits ends when new state is in its place."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "fsdp_engine.extensions.whole_tensor_optimizers.owned_step._CHUNK_ELEMENTS", 1
-        )
-        for name, seconds in (("read", read), ("write", write)):
+def late_disk() -> Iterator[None]:
+    """Within it state is read, and written, after a delay: a read that no step awaits ends when new
+    state is in its place."""
+    with small_chunks() as patch:
+        for name, seconds in (("read", 0.003), ("write", 0.006)):
             call = getattr(DiskBlock, name)
 
             def late(*args: Any, call: Any = call, seconds: float = seconds) -> None:
@@ -88,15 +86,17 @@ def assert_same_on_a_disk(
     return sides
 
 
+def partly_whole(model: nn.Module) -> torch.optim.Optimizer:
+    """Elementwise, but some are stepped whole."""
+    return torch.optim.AdamW(model.parameters(), 0.02)
+
+
 @pytest.mark.parametrize("name", [*MAKERS, "mixed"])
 @on_few_ranks
 def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
-    maker, options = MAKERS.get(name), {}
-    if maker is None:  # elementwise, but some are stepped whole
-        maker, options = (
-            lambda m: torch.optim.AdamW(m.parameters(), 0.02),
-            {"whole": ["0.*", "2.*"]},
-        )
+    maker, options = MAKERS.get(name, partly_whole), {}
+    if maker is partly_whole:
+        options = {"whole": ["0.*", "2.*"]}
 
     def body(side: Side) -> None:
         side.train(0, 1)
@@ -112,40 +112,36 @@ def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
         assert torch.equal(reference.held(one), reference.held(other))
 
 
-@pytest.mark.parametrize("reset", RESETS)
-@pytest.mark.parametrize("level", LEVELS)
-@on_few_ranks
-def test_state_on_a_disk_may_be_reset(level: str, reset: str, tmp_path: Path) -> None:
-    def body(side: Side) -> None:
-        for step in range(4):
-            if step == 2:
-                RESETS[reset](side.optimizer)
-            side.optimizer.step(side.closure(step))
-
-    with late_disk():
-        assert_same_on_a_disk(body, whitening, tmp_path, level=level)
-
-
 def lbfgs(search: str | None) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda m: torch.optim.LBFGS(m.parameters(), 0.5, max_iter=2, line_search_fn=search)
 
 
-CLOSURES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
-    "tensors exchanged": (lambda model: Exchanging(model.parameters()), {"whole": True}),
-    "slices exchanged": (lambda model: Exchanging(model.parameters()), {"elementwise": True}),
+def exchanging(model: nn.Module) -> torch.optim.Optimizer:
+    return Exchanging(model.parameters())
+
+
+# By name of what happens to state in a step: optimizers, and options of ``shard_optimizer``.
+CHANGES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
+    **dict.fromkeys(RESETS, (whitening, {})),
+    "tensors exchanged": (exchanging, {"whole": True}),
+    "slices exchanged": (exchanging, {"elementwise": True}),
     "called again": (lbfgs(None), {}),
     "searching": (lbfgs("strong_wolfe"), {}),
 }
 
 
-@pytest.mark.parametrize("name", CLOSURES)
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("level", LEVELS)
 @on_few_ranks
-def test_state_on_a_disk_may_be_exchanged_and_closures_called_again(
-    name: str, tmp_path: Path
+def test_state_on_a_disk_may_be_reset_and_exchanged_and_closures_called_again(
+    level: str, name: str, tmp_path: Path
 ) -> None:
     def body(side: Side) -> None:
         for step in range(4):
+            if step == 2 and name in RESETS:
+                RESETS[name](side.optimizer)
             side.optimizer.step(side.closure(step))
 
-    maker, options = CLOSURES[name]
-    assert_same_on_a_disk(body, maker, tmp_path, **options)
+    maker, options = CHANGES[name]
+    with late_disk():
+        assert_same_on_a_disk(body, maker, tmp_path, level=level, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.extensions.nested_backwards.cached_loss import WIDTH, Encoder, Rows, 
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_few_ranks, on_ranks
 from tests.reference import Batch, loss_of
-from tests.training import mesh_of
+from tests.scenario import Scenario
 
 
 def implicit_loss(model: Any, batch: Batch) -> Tensor:
@@ -35,48 +36,6 @@ def implicit_loss(model: Any, batch: Batch) -> Tensor:
 
     point.register_hook(solve)
     return pair_loss(model(point))
-
-
-@on_few_ranks
-def test_a_cached_loss_has_the_gradients_of_one_process() -> None:
-    for level in LEVEL_NAMES:
-        cached.but(pair=(level, "no_shard")).check()
-
-
-@on_ranks(2)
-def test_ranks_have_different_numbers_of_mini_batches() -> None:
-    for level in ("no_shard", "optim", "optim_grads"):
-        scenario = cached.but(pair=(level, "no_shard"), batch=Rows(2, 7))
-        scenario.check()
-
-
-@on_ranks(2)
-def test_bf16() -> None:
-    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for level in LEVEL_NAMES:
-        cached.but(
-            model=Encoder,
-            batch=lambda rows, seed: (Rows(4)(rows, seed)[0].float(),),
-            pair=(level, "no_shard"),
-            options={"mp_policy": policy},
-            compute_dtype=torch.float32,
-            tolerance=1e-1,
-        ).check()
-
-
-@on_ranks(4)
-def test_two_axes() -> None:
-    for pair in (("optim_grads_params", "no_shard"), ("optim_grads", "optim")):
-        scenario = cached.but(pair=pair, mesh=mesh_of(2, 2))
-        scenario.check()
-
-
-@on_few_ranks
-def test_a_hook_that_runs_the_graph_of_a_unit_several_times() -> None:
-    for level in LEVEL_NAMES:
-        cached.but(
-            loss_of=implicit_loss, pair=(level, "no_shard"), microbatches=1, options={"units": None}
-        ).check()
 
 
 class Slices(torch.autograd.Function):
@@ -153,31 +112,50 @@ UNITS = {
     "blocks": ["blocks.*"],
 }
 sliced = cached.but(model=lambda: Mixer().double(), batch=Rows(6), loss_of=loss_of, microbatches=2)
+sliced_mlp = sliced.but(options={"units": UNITS["the MLP"]})
 
 
-@pytest.mark.parametrize("units", UNITS)
+def in_bf16(scenario: Scenario, model: Callable[[], nn.Module], num_rows: int) -> Scenario:
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return scenario.but(
+        model=model,
+        batch=lambda rows, seed: (Rows(num_rows)(rows, seed)[0].float(),),
+        options={"mp_policy": policy},
+        compute_dtype=torch.float32,
+        tolerance=1e-1,
+    )
+
+
+SCENARIOS = {
+    "a cached loss": cached,
+    "a cached loss in bf16": in_bf16(cached, Encoder, 4),
+    "a hook that runs the graph of a unit several times": cached.but(
+        loss_of=implicit_loss, microbatches=1, options={"units": None}
+    ),
+    **{f"slices of {name}": sliced.but(options={"units": UNITS[name]}) for name in UNITS},
+    "slices in bf16": in_bf16(sliced_mlp, Mixer, 6),
+    "slices behind a frozen layer": sliced_mlp.but(model=lambda: Mixer(embeds=False).double()),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
 @on_few_ranks
-def test_a_layer_that_runs_in_slices(units: str) -> None:
+def test_gradients_are_those_of_one_process(name: str) -> None:
     for level in LEVEL_NAMES:
-        sliced.but(pair=(level, "no_shard"), options={"units": UNITS[units]}).check()
+        SCENARIOS[name].but(pair=(level, "no_shard")).check()
 
 
 @on_ranks(2)
-def test_a_layer_in_slices_in_bf16_and_behind_a_frozen_one() -> None:
-    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for level in LEVEL_NAMES:
-        scenario = sliced.but(pair=(level, "no_shard"), options={"units": UNITS["the MLP"]})
-        scenario.but(model=lambda: Mixer(embeds=False).double()).check()
-        scenario.but(
-            model=Mixer,
-            batch=lambda rows, seed: (Rows(6)(rows, seed)[0].float(),),
-            options={"mp_policy": policy},
-            compute_dtype=torch.float32,
-            tolerance=1e-1,
-        ).check()
+def test_ranks_have_different_numbers_of_mini_batches() -> None:
+    for level in ("no_shard", "optim", "optim_grads"):
+        cached.but(pair=(level, "no_shard"), batch=Rows(2, 7)).check()
 
 
 @on_ranks(4)
-def test_a_layer_in_slices_on_two_axes() -> None:
-    options = {"units": UNITS["the MLP"]}
-    sliced.but(pair=("optim_grads_params", "optim"), mesh=mesh_of(2, 2), options=options).check()
+def test_two_axes() -> None:
+    for scenario, pair in (
+        (cached, ("optim_grads_params", "no_shard")),
+        (cached, ("optim_grads", "optim")),
+        (sliced_mlp, ("optim_grads_params", "optim")),
+    ):
+        scenario.but(pair=pair, mesh=(2, 2)).check()

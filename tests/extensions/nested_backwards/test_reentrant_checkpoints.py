@@ -6,28 +6,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from tests import reference
 from tests.megatron.configs import config_of, train_wrapped
-from tests.models import DIM, Regression, vector_batch
+from tests.models import DIM, Small, vector_batch
 from tests.pool import on_ranks
-
-
-class CheckpointsReentrantly(Regression):
-    """Three layers, each recomputed by a re-entrant checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()  # such a checkpoint needs an input with a gradient
-        for layer in self.layers:
-            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=True)
-        return x
 
 
 @on_ranks(world_size=2)
@@ -36,7 +20,7 @@ class CheckpointsReentrantly(Regression):
 def test_buckets_train_as_one_process(level: str, size: int | None) -> None:
     data = reference.make_data(vector_batch, 4, 2, 2)
     torch.manual_seed(3)
-    model = CheckpointsReentrantly()
+    model = Small(3, checkpoints=True)
     expected = reference.train(copy.deepcopy(model), data)
     fields = {} if size is None else {"suggested_communication_unit_size": size}
     config = config_of(level, overlap=True, bucket_size=DIM * DIM + DIM, **fields)

@@ -19,14 +19,11 @@ from fsdp_engine.extensions.offload import disk_memory, disk_staging, home
 from fsdp_engine.extensions.offload.places import ROLES
 from tests.async_device import device as on
 from tests.async_device.scene import Job, on_device
+from tests.extensions.offload.offloaded import FULL
 from tests.models import Mlp, Small, vector_batch
-from tests.pairs import PAIRS
 
-LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-FULL = ("optim_grads_params", "no_shard")
 FOLDER = tempfile.gettempdir()
-BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
+HOST: Any = dict.fromkeys(ROLES, "host")
 STATE = {
     "state on the host": fe.Offload("host"),
     "beside forward": fe.Offload("host", overlap_forward=True),
@@ -34,11 +31,8 @@ STATE = {
 }
 REST_ON_HOST = {
     "rest on the host": fe.Offload(main_weights="host", gradients="host"),
-    "all on the host": fe.Offload(**dict.fromkeys(ROLES, "host")),  # type: ignore[arg-type]
-    "stepped on the host": fe.Offload(
-        step_on="host",
-        **dict.fromkeys(ROLES, "host"),  # type: ignore[arg-type]
-    ),
+    "all on the host": fe.Offload(**HOST),
+    "stepped on the host": fe.Offload(step_on="host", **HOST),
 }
 REST_ON_DISK = {
     "all on a disk": fe.Offload(folder=FOLDER, **dict.fromkeys(ROLES, "disk")),
@@ -50,10 +44,6 @@ REST_ON_DISK = {
 }
 PLACES: dict[str | None, fe.Offload | None] = {None: None}
 PLACES |= STATE | REST_ON_HOST | REST_ON_DISK  # type: ignore[operator]
-# Pairs whose gradients are sharded, and those of them whose main weights are no part of compute
-# weights also in fp32.
-SHARDED_PAIRS = [pair for pair in PAIRS if pair[0].startswith("optim_grads")]
-FP32_PAIRS = [FULL, ("optim_grads_params", "optim_grads_params")]
 
 
 def make_model() -> nn.Module:
@@ -87,15 +77,7 @@ def trained(
     device_type: str = on.NAME,
     seed: int = 1,
 ) -> tuple[fe.Engine, Any, Callable[[int], None]]:
-    """An engine on all ranks, its optimizer, and a function that trains a step.
-
-    Args:
-        place: see :data:`PLACES`.
-        num_steps: steps that were trained.
-        pair: inner and outer level.
-        device_type: where the model is.
-        seed: The seed of the initial values.
-    """
+    """An engine on all ranks after some steps, its optimizer, and a function that trains a step."""
     torch.manual_seed(seed)
     given = job(place, pair, sizes=(dist.get_world_size(),))
     engine = given.shard(given.make_model(), device_type)

@@ -114,16 +114,8 @@ def train(
     micro: int = 2,
     **options: Any,
 ) -> list[Any]:
-    """Losses, norms, weights and state of four steps, one of which is skipped.
-
-    Args:
-        offload: The engine's offload.
-        pair: inner and outer level.
-        name: The optimizer's name in ``MAKERS``.
-        change: Called before each step.
-        micro: microbatches of a step; of two the gradients are clipped.
-        options: other arguments of ``shard``.
-    """
+    """Losses, norms, weights and state of four steps, one of which is skipped. With two
+    microbatches gradients are clipped. ``options`` are those of ``shard``."""
     model, engine, optimizer = make(pair, name, offload, **options)
     found = []
     for number in range(4):

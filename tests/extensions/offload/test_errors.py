@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import re
 from collections.abc import Callable
@@ -19,16 +18,7 @@ import fsdp_engine as fe
 from fsdp_engine.extensions.offload.places import ROLES
 from fsdp_engine.optim.state_format import StateFormat
 from tests.async_device import device as on
-from tests.extensions.offload.offloaded import (
-    FULL,
-    POLICIES,
-    STATE,
-    failing,
-    make,
-    on_disk,
-    state_files,
-    step,
-)
+from tests.extensions.offload.offloaded import FULL, POLICIES, STATE, failing, make, on_disk, step
 from tests.models import Small, vector_batch
 from tests.optim.optimizers import MAKERS, Lion
 from tests.pool import Ranks
@@ -39,39 +29,27 @@ EIO = OSError(errno.EIO, "Input/output error")
 HOST, DISK = dict.fromkeys(ROLES, "host"), dict.fromkeys(ROLES, "disk")
 
 
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"optimizer_state": "gpu"}, r"offload.optimizer_state: expected one of"),
-        ({"main_weights": "cpu"}, r"offload.main_weights: expected one of .*; found 'cpu'"),
-        ({"optimizer_state": "disk"}, r"offload.folder: expected one for 'disk'"),
-        ({"step_on": "disk"}, r"offload.step_on: expected one of"),
-        (
-            {**HOST, "gradients": "device", "step_on": "host"},
-            r"offload.gradients: expected 'host', since optimizers",
-        ),
-        (
-            {**DISK, "folder": "/tmp", "step_on": "host"},
-            "optimizer_state: expected 'host', since optimizers",
-        ),
-        (
-            {"overlap_forward": True},
-            "offload.optimizer_state: expected 'host' with overlap_forward",
-        ),
-        (
-            {**HOST, "overlap_forward": True},
-            "offload.main_weights: expected 'device' with overlap_forward",
-        ),
-    ],
-)
+HOST_BUT_GRADIENTS = {**HOST, "gradients": "device", "step_on": "host"}
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer_state": "gpu"}, "optimizer_state: expected one of"),
+    ({"main_weights": "cpu"}, "main_weights: expected one of .*; found 'cpu'"),
+    ({"optimizer_state": "disk"}, "folder: expected one for 'disk'"),
+    ({"step_on": "disk"}, "step_on: expected one of"),
+    (HOST_BUT_GRADIENTS, "gradients: expected 'host', since optimizers"),
+    ({**DISK, "folder": "/", "step_on": "host"}, "optimizer_state: expected 'host', since optimi"),
+    ({"overlap_forward": True}, "optimizer_state: expected 'host' with overlap_forward"),
+    ({**HOST, "overlap_forward": True}, "main_weights: expected 'device' with overlap_forward"),
+]
+
+
+@pytest.mark.parametrize(("fields", "problem"), IMPOSSIBLE)
 def test_offloads_that_cannot_be_are_refused(fields: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(ValueError, match=rf"offload\.{problem}"):
         fe.Offload(**fields)
 
 
 def check_places_of_the_device() -> None:
     gradients = "offload.gradients: expected '{}', where main_w"
-    rest = {"main_weights": "host", "gradients": "host"}
     whole = "offload.main_weights: expected main weights of"
     model = Small(2).to(on.NAME)
     for fields, level, problem in (
@@ -79,14 +57,13 @@ def check_places_of_the_device() -> None:
         ({"main_weights": "disk"}, FULL[0], gradients.format("disk")),
         ({"gradients": "host"}, FULL[0], gradients.format("device")),
         ({"gradients": "disk"}, FULL[0], gradients.format("device")),
-        (rest, "optim_grads", whole),
+        ({"main_weights": "host", "gradients": "host"}, "optim_grads", whole),
         (DISK, "optim_grads", whole),
     ):
         offload: Any = fe.Offload(folder="/tmp", **fields)  # type: ignore[arg-type]
         with refused(model, problem) as caught:
             fe.shard(model, strategy=level, offload=offload)
-        if problem is whole:
-            assert re.search(r"found .optim_grads, no_shard.", str(caught.value))
+        assert problem is not whole or "optim_grads, no_shard" in str(caught.value)
     fe.shard(model)
 
 
@@ -97,14 +74,13 @@ def test_places_that_the_device_cannot_have_are_refused(device_ranks: Ranks) -> 
 def test_places_that_a_level_or_a_folder_cannot_have_are_refused(tmp_path: Path) -> None:
     missing: Any = tmp_path / "missing"
     for kind, level, offload, problem in (
-        (ValueError, FULL[0], on_disk(missing), "offload.folder: expected a folder that can be wr"),
+        (ValueError, FULL[0], on_disk(missing), f"can be written; found {missing}"),
         (TypeError, FULL[0], "host", "offload: expected an fe.Offload or None; found 'host'"),
         (ValueError, "optim", on_disk(tmp_path, ROLES), "the inner level optim_grads or"),
     ):
         model = Small(2)
-        with refused(model, problem, kind=kind) as caught:
+        with refused(model, problem, kind=kind):
             fe.shard(model, strategy=level, offload=offload)
-        assert offload != on_disk(missing) or "missing" in str(caught.value)
     fe.shard(Small(2), offload=fe.Offload(optimizer_state="host"))
 
 
@@ -128,28 +104,30 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks: Ranks, tmp_path: Path) -
         assert re.search(r"expected \d+ bytes for state; found \d+", of_disk)
 
 
-# Optimizers.
-
-
 class Keeping(torch.optim.SGD):
-    """Keeps state of each parameter elsewhere than in tensors of its shape."""
+    """Sets an entry of each parameter's state, in its first or in a later step."""
 
-    def __init__(self, params: Any, state: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self._made = state
+    def __init__(self, params: Any, key: str, value: Callable[[Any], Any], first: int = 1) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.key, self.value, self.left = key, value, first
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
-        for param in self.param_groups[0]["params"]:
-            self.state[param]["kept"] = self._made
+        self.left -= 1
+        for param in self.param_groups[0]["params"] if self.left <= 0 else ():
+            self.state[param][self.key] = self.value(self.state[param])
+
+
+def keeping(value: Any) -> Callable[..., Any]:
+    return lambda own, other: Keeping(own, "kept", lambda state: value)
 
 
 @pytest.mark.parametrize(
     ("make_optimizer", "problem"),
     [
-        (lambda own, other: Keeping(own, {}), "of the parameter's shape.*'kept' of dict"),
-        (lambda own, other: Keeping(own, [torch.zeros(3)]), "parameter's shape.*'kept' of list"),
-        (lambda own, other: Keeping(own, torch.zeros(2)), r"the parameter's shape.*shape \(2,"),
+        (keeping({}), "of the parameter's shape.*'kept' of dict"),
+        (keeping([torch.zeros(3)]), "parameter's shape.*'kept' of list"),
+        (keeping(torch.zeros(2)), r"the parameter's shape.*shape \(2,"),
         (lambda own, other: torch.optim.AdamW(own + other), "Make an optimizer for each engine"),
     ],
     ids=["dict", "list", "shape", "two engines"],
@@ -163,6 +141,17 @@ def test_optimizers_whose_state_cannot_lie_there_are_refused(
     optimizer = make_optimizer(*(list(model.parameters()) for model in models))
     with pytest.raises(ValueError, match=problem):
         fe.shard_optimizer(optimizer, elementwise=True)
+
+
+def test_state_that_a_later_step_makes_in_another_dtype_is_an_error(tmp_path: Path) -> None:
+    model, engine, _ = make(OPTIM, offload=on_disk(tmp_path))
+    key = "momentum_buffer"
+    optimizer = Keeping(model.parameters(), key, lambda state: state[key].half(), first=3)
+    fe.shard_optimizer(optimizer, elementwise=True)
+    for number in (0, 1):
+        step(model, engine, optimizer, number)
+    with pytest.raises(RuntimeError, match=r"'momentum_buffer' in torch.float32.*torch.float16"):
+        step(model, engine, optimizer, 3)
 
 
 def test_state_in_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,29 +169,6 @@ def test_an_optimizer_that_was_not_sharded_is_refused_at_its_step(tmp_path: Path
             optimizer.step(closure)
     fe.shard_optimizer(optimizer)
     step(model, engine, optimizer, 0)
-
-
-class Rounding(torch.optim.SGD):
-    """Rounds its state after two steps."""
-
-    num_steps = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        self.num_steps += 1
-        for param in self.param_groups[0]["params"]:
-            if self.num_steps > 2:
-                self.state[param]["momentum_buffer"] = self.state[param]["momentum_buffer"].half()
-
-
-def test_state_that_a_later_step_makes_in_another_dtype_is_an_error(tmp_path: Path) -> None:
-    model, engine, _ = make(OPTIM, offload=on_disk(tmp_path))
-    optimizer = Rounding(model.parameters(), lr=0.1, momentum=0.9)
-    fe.shard_optimizer(optimizer, elementwise=True)
-    for number in (0, 1):
-        step(model, engine, optimizer, number)
-    with pytest.raises(RuntimeError, match=r"'momentum_buffer' in torch.float32.*torch.float16"):
-        step(model, engine, optimizer, 3)
 
 
 def test_a_step_that_raises_in_any_unit_keeps_no_memory_and_the_next_one_steps(
@@ -232,9 +198,6 @@ def test_a_step_that_raises_in_any_unit_keeps_no_memory_and_the_next_one_steps(
     assert optimizer.num_steps == 1 + num_calls
 
 
-# Disks and files.
-
-
 def full(*args: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -245,13 +208,9 @@ def test_a_disk_that_is_too_small_is_an_error_before_training(
     model = Small(2)
     fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    for call in (
-        lambda: fe.shard_optimizer(torch.optim.AdamW(model.parameters())),
-        lambda: fe.shard(Small(2), offload=on_disk(tmp_path, ROLES)),
-    ):
-        with pytest.raises(OSError, match=r"expected \d+ bytes for state; found \d+"):
-            call()
-        assert not os.listdir(tmp_path)
+    with pytest.raises(OSError, match=r"expected \d+ bytes for state; found \d+"):
+        fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("roles", [STATE, ROLES], ids="+".join)
@@ -271,28 +230,8 @@ def test_after_an_error_of_the_disk_the_next_step_steps(
             if roles is ROLES:
                 engine.reset()
             if number == 0 and roles is ROLES:
-                for key, value in engine.full_state_dict().items():
-                    assert torch.equal(value, before[key])
+                torch.testing.assert_close(engine.full_state_dict(), before, rtol=0, atol=0)
             step(model, engine, optimizer, 3)
-
-
-@pytest.mark.parametrize("roles", [STATE, ROLES], ids="+".join)
-def test_files_go_with_their_optimizer_and_engine(roles: tuple[str, ...], tmp_path: Path) -> None:
-    gc.collect()
-    before = state_files()
-    model, engine, optimizer = make(FULL, "AdamW", on_disk(tmp_path, roles))
-    step(model, engine, optimizer, 0)
-    assert len(state_files() - before) == len(roles)
-    gc.collect()
-    gc.disable()
-    try:
-        del optimizer
-        assert roles is ROLES or not state_files() - before
-    finally:
-        gc.enable()
-    del model, engine
-    gc.collect()
-    assert state_files() <= before
 
 
 @pytest.mark.parametrize("roles", [ROLES, ROLES[1:2], ROLES[2:]], ids="+".join)
@@ -317,7 +256,6 @@ def test_space_is_taken_before_anything_is_built(
 
 
 def test_a_kept_reference_sees_the_gradients_of_the_next_step(tmp_path: Path) -> None:
-    """As with resident gradients: documented."""
     model, _, optimizer = make(FULL, "AdamW", on_disk(tmp_path, ("gradients",)))
     model(*vector_batch(4, 0)).backward()
     held: Tensor = model.last.weight.grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ ranks = device.ranks
 
 
 def offloaded(
-    api: Any, offloads: str, *, on_meta: bool = False, pins: bool = True
+    api: Any, offloads: str, on_meta: bool, pins: bool
 ) -> tuple[Any, torch.optim.Optimizer]:
     """A model whose layers, or all of it, have FSDP2's offload, and its optimizer."""
     torch.manual_seed(3)
@@ -53,23 +54,21 @@ def offloaded(
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(model, on_cpu.state_dict(), options=options)
     # One optimizer for each device, as torch's foreach steps want it.
-    by_device = [
-        [param for param in model.parameters() if param.device.type == kind]
-        for kind in ("cpu", on.NAME)
-    ]
-    groups = [{"params": params} for params in by_device if params]
-    return model, torch.optim.AdamW(groups, lr=1e-2)
+    params = sorted(model.parameters(), key=lambda param: param.device.type)
+    groups = itertools.groupby(params, lambda param: param.device.type)
+    return model, torch.optim.AdamW([{"params": list(each)} for _, each in groups], lr=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("offloads", "on_meta"), [("all", False), ("all", True), ("layers", False)]
+    ("offloads", "on_meta", "pins"),
+    [("all", False, False), ("all", True, True), ("layers", False, True)],
 )
 @on_ranks(2)
-def test_fsdp2s_offload_trains_as_torchs(offloads: str, on_meta: bool) -> None:
+def test_fsdp2s_offload_trains_as_torchs(offloads: str, on_meta: bool, pins: bool) -> None:
     logs = []
     for api in (fsdp2, fsdp):
         with random_delays(seed=1):
-            model, optimizer = offloaded(api, offloads, on_meta=on_meta)
+            model, optimizer = offloaded(api, offloads, on_meta, pins)
             logs.append(programs.train(model, optimizer, range(3)))
             saved = get_model_state_dict(model)
         for name, param in model.named_parameters():
@@ -77,7 +76,7 @@ def test_fsdp2s_offload_trains_as_torchs(offloads: str, on_meta: bool) -> None:
             assert param.device.type == ("cpu" if is_offloaded else on.NAME)
             assert saved[name].device.type == param.device.type
             if is_offloaded:
-                assert param.to_local().is_pinned()
+                assert param.to_local().is_pinned() == pins
         for state in optimizer.state.values():
             assert state["exp_avg"].device.type in ("cpu", on.NAME)
     assert logs[0] == logs[1]
@@ -104,13 +103,6 @@ def test_a_change_of_what_was_on_the_meta_device_waits_for_gathers() -> None:
                     param.mul_(2.0)
         found.append(output.detach().cpu())
     assert torch.equal(*found)
-
-
-@on_ranks(2)
-def test_memory_of_fsdp2s_offload_is_not_pinned_where_it_shall_not_be() -> None:
-    model, optimizer = offloaded(fsdp2, "all", pins=False)
-    programs.train(model, optimizer, range(2))
-    assert not any(param.to_local().is_pinned() for param in model.parameters())
 
 
 @on_ranks(2)

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import fsdp_engine as fe
 from fsdp_engine.extensions.offload import disk_staging
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.extensions.offload.device_jobs import PLACES, slow_disk, trained
+from tests.extensions.offload.device_jobs import slow_disk, trained
 from tests.extensions.offload.offloaded import failing, offloadings_of, state_files
-from tests.models import Small
 from tests.pool import on_ranks
 
 ranks = device.ranks
@@ -75,12 +73,15 @@ def test_a_deleted_optimizer_and_engine_free_their_files() -> None:
     before = state_files()
     engine, optimizer, step = trained(EVERYTHING, 1)
     with_both = state_files()
-    with on.delays(copy=1e-2), slow_disk(1e-2):
-        step(1)
-        del optimizer, step
-    gc.collect()
-    torch.accelerator.synchronize()
-    assert before < state_files() < with_both
+    gc.disable()
+    try:
+        with on.delays(copy=1e-2), slow_disk(1e-2):
+            step(1)
+            del optimizer, step
+        torch.accelerator.synchronize()
+        assert before < state_files() < with_both
+    finally:
+        gc.enable()
     for param in engine.model.parameters():
         param.grad = None
     del param, engine
@@ -88,23 +89,19 @@ def test_a_deleted_optimizer_and_engine_free_their_files() -> None:
     assert state_files() == before
 
 
-# Errors.
-
-
-EIO, ENOSPC = OSError(errno.EIO, "Input/output error"), OSError(errno.ENOSPC, "No space left")
-FAILURES = {
-    "read": ("preadv", EIO, r"state on disk: .*Input/output error"),
-    "short read": ("preadv", 0, r"state on disk: .*expected \d+ bytes of state; found 0"),
-    "write": ("pwritev", EIO, r"state on disk: .*Input/output error"),
-    "full": ("pwritev", ENOSPC, r"state on disk: .*No space left"),
-    "short write": ("pwritev", 512, r"state on disk: .*expected to write \d+ bytes.*found 512"),
-}
+EIO = OSError(errno.EIO, "Input/output error")
+FAILURES = [
+    ("preadv", EIO, r"state on disk: .*Input/output error"),
+    ("preadv", 0, r"state on disk: .*expected \d+ bytes of state; found 0"),
+    ("pwritev", EIO, r"state on disk: .*Input/output error"),
+    ("pwritev", 512, r"state on disk: .*expected to write \d+ bytes.*found 512"),
+]
 
 
 @on_ranks(1)
 def test_an_error_of_the_disk_is_raised_wherever_it_comes_and_the_next_step_steps() -> None:
     engine, _, step = trained(EVERYTHING, 2)
-    for name, result, problem in FAILURES.values():
+    for name, result, problem in FAILURES:
         with failing(name, -1, 0) as calls:
             step(0)
         num_calls = calls[0]
@@ -137,14 +134,3 @@ def test_an_error_of_a_copy_ends_the_copies_behind_it_and_is_raised_by_the_next_
         with pytest.raises(ValueError, match="Input/output error"):
             offloading.compute.wait(into)
     assert len(offloading.drain()) == 1
-
-
-@on_ranks(1)
-def test_a_full_disk_is_an_error_before_training() -> None:
-    def full(*args: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match=r"expected \d+ bytes for state; found \d+"):
-            fe.shard(Small(2).to(on.NAME), offload=PLACES[EVERYTHING])

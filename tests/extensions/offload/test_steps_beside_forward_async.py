@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
@@ -21,16 +20,15 @@ from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import on_device, state_of
 from tests.async_device.waits import memory_is_overwritten
-from tests.extensions.offload.device_jobs import FULL, job, trained
-from tests.extensions.offload.offloaded import offloadings_of
+from tests.extensions.offload.device_jobs import job, trained
+from tests.extensions.offload.offloaded import FULL, offloadings_of
 from tests.models import vector_batch
 from tests.pool import on_ranks
 
 ranks = device.ranks
 
 AFTER, BESIDE = "state on the host", "beside forward"
-# Seconds that a copy takes: steps then stay pending while the host continues.
-SLOW = 8e-3
+SLOW = 8e-3  # seconds that a copy takes: steps then stay pending while the host continues
 
 
 def batch_of(seed: int) -> tuple[Tensor, ...]:
@@ -89,22 +87,10 @@ def test_gathers_of_all_buffers_of_a_unit_wait_for_its_step() -> None:
 # has made before.
 
 
-def whole(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    with engine.unsharded():
-        return [param.detach().clone() for param in engine.model.parameters()]
-
-
 def change_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
     """Changes the gradients that the pending step reads."""
     for param in engine.model.parameters():
         param.grad.mul_(0.0)
-
-
-def clear_and_allocate(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    """Memory that the step reads is not given to others."""
-    optimizer.zero_grad()
-    made = [torch.full((size,), float("nan"), device=on.DEVICE) for size in (64, 1024, 4096) * 20]
-    return [each.isnan().all().float() for each in made]
 
 
 def change_weights(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
@@ -120,13 +106,16 @@ def on_another_stream(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
 
 
 def assign_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    """The user's own gradients are kept until they are read."""
+    """The user's own gradients are kept until they are read, and their memory is not given to
+    others."""
     optimizer.zero_grad()
     engine.model(*batch_of(6)).backward()
     for param in engine.model.parameters():
         param.grad = param.grad * 2
     optimizer.step()
-    return clear_and_allocate(engine, optimizer, kept)
+    optimizer.zero_grad()
+    made = [torch.full((size,), float("nan"), device=on.DEVICE) for size in (64, 1024, 4096) * 20]
+    return [each.isnan().all().float() for each in made]
 
 
 def average(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
@@ -140,16 +129,14 @@ def step_another(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
     fe.shard_optimizer(other).step()
 
 
-def params(engine: fe.Engine) -> Iterator[Any]:
-    return engine.model.parameters()
-
-
 Access = Callable[[fe.Engine, Any, Any], Any]
 # Those that need a wait of their own.
 WAITING: dict[str, Access] = {
-    "clone slices": lambda engine, *_: [each.to_local().clone() for each in params(engine)],
-    "clone locals": lambda engine, *_: [each.local.clone() for each in params(engine)],
-    "gather": lambda engine, *_: [each.full_tensor().clone() for each in params(engine)],
+    "clone slices": lambda engine, *_: [
+        each.to_local().clone() for each in engine.model.parameters()
+    ],
+    "clone locals": lambda engine, *_: [p.local.clone() for p in engine.model.parameters()],
+    "gather": lambda engine, *_: [p.full_tensor().clone() for p in engine.model.parameters()],
     "average": average,
     "full state": lambda engine, *_: list(engine.full_state_dict().values()),
     "change gradients": change_gradients,
@@ -159,9 +146,7 @@ WAITING: dict[str, Access] = {
     "on another stream": on_another_stream,
 }
 ACCESSES: dict[str, Access] = WAITING | {
-    "unsharded": whole,
     "all state": lambda engine, optimizer, _: list(state_of(engine, optimizer).values()),
-    "clear and allocate": clear_and_allocate,
     "step again": lambda engine, optimizer, _: optimizer.step(),
     "step another": step_another,
     "accumulate": lambda engine, *_: engine.model(*batch_of(5)).backward(),
@@ -174,16 +159,11 @@ ACCESSES: dict[str, Access] = WAITING | {
 def after_steps(
     accesses: Mapping[str, Access], place: str, level: str = FULL[0], *, holds: bool = False
 ) -> list[tuple[str, Tensor]]:
-    """Trains a step before each access.
+    """By access what it finds right after a step, and the loss of the next forward; the weights at
+    the end.
 
     Args:
-        accesses: Functions by name; each is called right after a step.
-        place: The place of the optimizer's state.
-        level: of the engine.
         holds: the step runs when the access has run on the device, which must not wait for it.
-
-    Returns:
-        By access what it finds, and the loss of the next forward; the weights at the end.
     """
     engine, optimizer, _ = trained(place, pair=(level, "no_shard"))
     batches = [batch_of(seed) for seed in range(3)]
@@ -302,21 +282,3 @@ def test_a_step_that_fails_leaves_nothing_on_the_device() -> None:
     optimizer.zero_grad()
     step(2)
     assert all(each.isfinite().all() for each in engine.full_state_dict().values())
-
-
-@on_ranks(2)
-def test_an_evaluation_between_two_steps_is_in_step() -> None:
-    results = []
-    for place in (AFTER, BESIDE):
-        engine, optimizer, _ = trained(place)
-        losses = []
-        batch = batch_of(dist.get_rank())
-        with on.delays(copy=5e-3, collective=1e-3):
-            for _ in range(3):
-                engine.model(*batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    losses.append(engine.model(*batch))
-        results.append(torch.stack([each.cpu() for each in losses]))
-    assert torch.equal(*results)

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import fsdp_engine as fe
 from tests.async_device.scene import Job
 from tests.extensions.whole_tensor_optimizers.owned import Whitening
-
-
-class DeviceWhitening(Whitening):
-    """State on the parameter's device, and no value that the host reads."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["num_steps"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                rows = p.grad.view(p.shape[0], -1)
-                if not state:
-                    state["grams"] = [rows.new_zeros(n, n) for n in rows.shape]
-                left, right = state["grams"]
-                left.add_(rows @ rows.T)
-                right.add_(rows.T @ rows)
-                update = rows / (left.norm().sqrt() + right.norm().sqrt() + 1e-6)
-                p.sub_(update.view_as(p), alpha=group["lr"])
+from tests.models import Transformer
 
 
 def make_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return fe.shard_optimizer(DeviceWhitening(params))
+    return fe.shard_optimizer(Whitening(params, has_numbers=False))
 
 
 def job(pair: tuple[str, str], **options: Any) -> Job:
-    return Job(pair=pair, **{"make_optimizer": make_optimizer, "num_micro": 1, **options})
+    given = {"make_optimizer": make_optimizer, "num_micro": 1, **options}
+    return Job(functools.partial(Transformer, 1), pair=pair, **given)
+
+
+@contextmanager
+def small_chunks() -> Iterator[pytest.MonkeyPatch]:
+    """Within it chunks have a parameter of each rank."""
+    module = "fsdp_engine.extensions.whole_tensor_optimizers.owned_step"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{module}._CHUNK_ELEMENTS", 1)
+        yield patch

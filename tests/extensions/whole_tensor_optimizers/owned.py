@@ -24,11 +24,12 @@ CUT = LEVELS[-1]
 
 class Whitening(torch.optim.Optimizer):
     """Multiplies gradients of matrices with roots of their Gram matrices, as Shampoo does; its
-    state has lists, numbers and matrices of another shape, and it counts steps in its groups."""
+    state has a list of matrices of another shape and, unless it is told otherwise, numbers that the
+    host reads; and it counts steps in its groups."""
 
-    def __init__(self, params: Any, lr: float = 0.02, fails: bool = False) -> None:
+    def __init__(self, params: Any, lr: float = 0.02, has_numbers: bool = True) -> None:
         super().__init__(params, {"lr": lr, "num_steps": 0})
-        self.fails = fails
+        self.fails, self.has_numbers = False, has_numbers
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -43,15 +44,18 @@ class Whitening(torch.optim.Optimizer):
                 state = self.state[p]
                 rows = p.grad.view(p.shape[0], -1)
                 if not state:
-                    state["grams"] = [torch.zeros(n, n, dtype=p.dtype) for n in rows.shape]
-                    state["num"], state["flag"], state["rate"] = 0, True, 0.5
+                    state["grams"] = [rows.new_zeros(n, n) for n in rows.shape]
+                    if self.has_numbers:
+                        state["num"], state["flag"], state["rate"] = 0, True, 0.5
                 left, right = state["grams"]
                 left += rows @ rows.T
                 right += rows.T @ rows
-                state["num"] += 1
-                state["rate"] *= 0.9
                 update = rows / (left.norm().sqrt() + right.norm().sqrt() + 1e-6)
-                p.sub_((update + rows * state["rate"]).view_as(p), alpha=group["lr"])
+                if self.has_numbers:
+                    state["num"] += 1
+                    state["rate"] *= 0.9
+                    update += rows * state["rate"]
+                p.sub_(update.view_as(p), alpha=group["lr"])
         return loss
 
 
@@ -194,22 +198,14 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], name: str 
         assert (one - other).norm() <= tolerance * other.norm()
 
 
-def assert_alike(
-    body: Callable[[Side], Any],
-    maker: Maker,
-    level: str = CUT,
-    model: Callable[[], Any] = plain_model,
-    *,
-    name: str = "",
-) -> None:
+def assert_alike(body: Callable[[Side], Any], maker: Maker, level: str = CUT) -> None:
     """``body`` leaves the same weights of a sharded model and of one process, and returns the same
     tensors, if any."""
     found = []
-    for side in (sharded(maker, level, model), plain(maker, model)):
+    for side in (sharded(maker, level), plain(maker)):
         more = body(side)
         found.append([*values(side.model), *(more or ())])
-    mine, alone = found
-    assert_close(mine, alone, name)
+    assert_close(*found)
 
 
 def is_mine(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:

@@ -39,7 +39,7 @@ def test_the_least_share(work: list[float], num_ranks: int, least: float) -> Non
     assert least_share(work, num_ranks) == least
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 50])
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_shares_are_near_the_least(num_ranks: int) -> None:
     draw = random.Random(num_ranks)
     sides = [(draw.randint(1, 64), draw.randint(1, 64)) for _ in range(40 * num_ranks)]

@@ -41,7 +41,7 @@ from tests.extensions.whole_tensor_optimizers.owned import (
     trained,
     values,
 )
-from tests.pairs import PAIRS
+from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
 whitening = MAKERS["Whitening"]
@@ -66,11 +66,14 @@ def test_training_equals_one_process(name: str) -> None:
         check_training(name, level)
 
 
-@pytest.mark.parametrize("name", ["Muon", "Whitening"])
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@pytest.mark.parametrize("name", MAKERS)
 @on_ranks(4)
-def test_replicas_share_the_work_and_one_rank_steps_each_parameter(name: str) -> None:
-    for outer in ("no_shard", "optim"):
-        side = check_training(name, CUT, outer, (2, 2))
+def test_replicas_share_the_work_and_one_rank_steps_each_parameter(
+    name: str, inner: str, outer: str
+) -> None:
+    side = check_training(name, inner, outer, (2, 2))
+    if name in ("Muon", "Whitening"):
         owned = [bool(side.optimizer.state[p]) for p in params_of(side.optimizer)]
         everywhere: list[Any] = [None] * 4
         dist.all_gather_object(everywhere, owned)
@@ -78,22 +81,9 @@ def test_replicas_share_the_work_and_one_rank_steps_each_parameter(name: str) ->
         assert any(owned) or name == "Muon", "a rank owns nothing"  # three matrices for four ranks
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("name", MAKERS)
-@on_ranks(4)
-def test_every_strategy(pair: tuple[str, str], name: str) -> None:
-    check_training(name, *pair, (2, 2))
-
-
-@on_ranks(3)
-def test_three_ranks() -> None:
-    check_training("Whitening")
-
-
 @on_ranks(2)
-def test_descriptions_have_shares() -> None:
-    side = sharded(whitening)
+def test_descriptions_have_shares_and_measured_memory_has_state() -> None:
+    side = sharded(whitening).train(0)
     model, optimizer, engine = side
     text = str(engine.describe())
     assert "Whitening: 0 parameters are stepped on slices, 5 whole, each on one rank" in text
@@ -101,43 +91,13 @@ def test_descriptions_have_shares() -> None:
     work = [float(rows * columns * min(rows, columns)) for rows, columns in shapes]
     owned = sum(w for w, p in zip(work, model.parameters(), strict=True) if is_mine(optimizer, p))
     assert f"share of the work of 5 is {2 * owned / sum(work):.2f} of the mean of 2 ranks" in text
+    leaves = leaves_of(dict(optimizer.state))
+    held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    with engine.measure() as measured:
+        side.train(1)
+    assert 0 < held <= measured.memory["optimizer"]
     del optimizer, side
     assert "stepped on slices" not in str(engine.describe()), "it is still alive"
-
-
-@on_ranks(2)
-def test_weights_travel_to_owners_only_if_they_were_changed() -> None:
-    bring = ChunkMessages.bring_weights
-
-    def body(side: Side) -> None:
-        with mock.patch.object(
-            ChunkMessages, "bring_weights", autospec=True, side_effect=bring
-        ) as sent:
-            side.train(*range(3))
-            num_before = sent.call_count
-            with torch.no_grad():
-                for p in side.model.parameters():
-                    p.mul_(0.9)
-            side.train(3, 4)
-        assert (num_before, sent.call_count) == ((0, 0) if side.engine is None else (1, 2))
-
-    assert_alike(body, whitening)
-
-
-@on_few_ranks
-def test_gradients_that_are_none_and_skipped_steps() -> None:
-    def body(side: Side) -> None:
-        for step in range(4):
-            side.loss(step).backward()
-            if step == 1:
-                next(side.model.parameters()).grad = None
-            if step != 2:
-                side.optimizer.step()
-                side.optimizer.zero_grad()  # gradients of the skipped step stay
-        states = side.optimizer.state_dict()["state"]
-        assert (states[0]["num"], states[1]["num"]) == (2, 3)
-
-    assert_alike(body, whitening)
 
 
 @on_ranks(2)
@@ -163,31 +123,6 @@ def test_errors_of_one_rank_are_raised_on_all_and_the_next_step_is_taken() -> No
     everywhere: list[Any] = [None, None]
     dist.all_gather_object(everywhere, is_owner)
     assert sorted(everywhere) == [False, True]
-
-
-@on_few_ranks
-def test_clipping_schedules_and_groups() -> None:
-    def maker(model: nn.Module) -> Whitening:
-        groups = [
-            {"params": matrices(model)[:2]},
-            {"params": matrices(model)[2:], "lr": 0.5},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.001},
-        ]
-        return Whitening(groups)
-
-    def body(side: Side) -> None:
-        schedule = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
-        for step in range(3):
-            side.loss(step).backward()
-            if side.engine is not None:
-                side.engine.clip_grad_norm_(0.01)
-            else:
-                nn.utils.clip_grad_norm_(side.model.parameters(), 0.01)
-            side.optimizer.step()
-            side.optimizer.zero_grad()
-            schedule.step()
-
-    assert_alike(body, maker)
 
 
 def leave(optimizer: Any) -> None:
@@ -216,7 +151,6 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "moved": move,
     "emptied": lambda optimizer: optimizer.param_groups[1]["params"].clear(),
     "removed": lambda optimizer: optimizer.param_groups.pop(0),
-    "reversed": lambda optimizer: optimizer.param_groups.reverse(),
     "replaced": replace,
     "merged": merge,
     "swapped": lambda optimizer: optimizer.param_groups[0].update(
@@ -227,7 +161,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("level", LEVELS)
-@on_few_ranks
+@on_ranks(2)
 def test_param_groups_may_be_edited(level: str, edit: str) -> None:
     def maker(model: nn.Module) -> Whitening:
         params = list(model.parameters())
@@ -250,22 +184,7 @@ def test_param_groups_may_be_edited(level: str, edit: str) -> None:
     assert_alike(body, maker, level)
 
 
-@on_few_ranks
-def test_a_slice_that_comes_to_be_stepped_whole_keeps_its_state() -> None:
-    def maker(model: nn.Module) -> WhitensOrAverages:
-        *params, last = model.parameters()
-        return WhitensOrAverages([{"params": params}, {"params": [last], "whitens": True}])
-
-    def body(side: Side) -> None:
-        side.train(0, 1)
-        slices, whole = (group["params"] for group in side.optimizer.param_groups)
-        whole.append(slices.pop(0))
-        side.train(2, 3)
-
-    assert_alike(body, maker)
-
-
-@on_few_ranks
+@on_ranks(2)
 def test_parameters_that_are_stepped_at_once_stay_together() -> None:
     model, optimizer, _ = side = sharded(MAKERS["Coupled"])
     params = optimizer.param_groups[0]["params"]
@@ -282,34 +201,126 @@ def test_parameters_that_are_stepped_at_once_stay_together() -> None:
     assert all(map(torch.equal, values(model), before))
 
 
-@on_few_ranks
-def test_a_closure_of_a_step_is_called_once() -> None:
+# What users do, with a sharded model and in one process.
+
+
+def change_weights(side: Side) -> None:
+    """They travel to owners only if they were changed."""
+    bring = ChunkMessages.bring_weights
+    with mock.patch.object(
+        ChunkMessages, "bring_weights", autospec=True, side_effect=bring
+    ) as sent:
+        side.train(*range(3))
+        num_before = sent.call_count
+        with torch.no_grad():
+            for p in side.model.parameters():
+                p.mul_(0.9)
+        side.train(3, 4)
+    assert (num_before, sent.call_count) == ((0, 0) if side.engine is None else (1, 2))
+
+
+def leave_gradients_and_steps_out(side: Side) -> None:
+    for step in range(4):
+        side.loss(step).backward()
+        if step == 1:
+            next(side.model.parameters()).grad = None
+        if step != 2:
+            side.optimizer.step()
+            side.optimizer.zero_grad()  # gradients of the skipped step stay
+    states = side.optimizer.state_dict()["state"]
+    assert (states[0]["num"], states[1]["num"]) == (2, 3)
+
+
+def three_groups(model: nn.Module) -> Whitening:
+    first, *rest = matrices(model)
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": first}, {"params": rest, "lr": 0.5}, {"params": biases, "lr": 0.001}]
+    return Whitening(groups)
+
+
+def clip_by_a_schedule(side: Side) -> None:
+    schedule = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
+    params = list(side.model.parameters())
+    for step in range(3):
+        side.loss(step).backward()
+        if side.engine is not None:
+            side.engine.clip_grad_norm_(0.01)
+        else:
+            nn.utils.clip_grad_norm_(params, 0.01)
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        schedule.step()
+
+
+def scale_losses(side: Side) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for step in range(4):
+        loss = side.loss(step) * (float("inf") if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(side.optimizer)
+        scaler.update()
+        side.optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+
+
+def add_groups_and_freeze(side: Side) -> None:
+    weights = matrices(side.model)
+    side.train(0, 1)
+    side.optimizer.add_param_group({"params": weights[1:], "lr": 0.01})
+    for step in (2, 3, 4):
+        weights[0].requires_grad_(step != 3)
+        side.train(step)
+    assert len(side.optimizer.state_dict()["state"]) == len(weights)
+
+
+def last_whole(model: nn.Module) -> WhitensOrAverages:
+    *params, last = model.parameters()
+    return WhitensOrAverages([{"params": params}, {"params": [last], "whitens": True}])
+
+
+def step_a_slice_whole(side: Side) -> None:
+    side.train(0, 1)
+    slices, whole = (group["params"] for group in side.optimizer.param_groups)
+    whole.append(slices.pop(0))
+    side.train(2, 3)
+
+
+def step_with_a_closure(side: Side) -> list[Tensor]:
+    """It is called once in a step."""
     calls = []
 
     def closure() -> Tensor:
         calls.append(1)
         return side.closure(len(calls) - 1)()
 
-    side = sharded(whitening)
     losses = [side.optimizer.step(closure) for _ in range(4)]
     assert len(calls) == 4
     assert losses[3] < losses[0]
-    assert_close(values(side.model), trained("Whitening"))
+    return values(side.model)
 
 
-@on_few_ranks
-def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial() -> None:
-    check_line_search(CUT)
+USES: dict[Callable[[Side], Any], Callable[[nn.Module], torch.optim.Optimizer]] = {
+    change_weights: whitening,
+    leave_gradients_and_steps_out: whitening,
+    clip_by_a_schedule: three_groups,
+    scale_losses: whitening,
+    add_groups_and_freeze: lambda model: Whitening(matrices(model)[:1]),
+    step_a_slice_whole: last_whole,
+    step_with_a_closure: whitening,
+}
 
 
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_what_users_do_is_as_in_one_process(use: Callable[[Side], Any]) -> None:
+    assert_alike(use, USES[use])
+
+
+@pytest.mark.parametrize("level", [CUT, "optim"])
 @on_ranks(4)
-def test_a_line_search_where_ranks_have_empty_slices() -> None:
-    check_line_search("optim")
-
-
-def check_line_search(level: str) -> None:
+def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial(level: str) -> None:
     def model() -> nn.Module:
-        # The last layer has fewer elements than slices have room for.
+        # The last layer has fewer elements than slices have room for: some ranks have none.
         return plain_model().append(nn.Linear(SIZES[-1], 1, bias=False).double())
 
     def maker(model: nn.Module) -> torch.optim.LBFGS:
@@ -325,9 +336,6 @@ def check_line_search(level: str) -> None:
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-7
 
 
-# --- state ---
-
-
 class Restoring(Whitening):
     """Reads and changes what torch has loaded, as optimizers of pytorch_optimizer do."""
 
@@ -340,7 +348,7 @@ class Restoring(Whitening):
                 self.state[p]["grams"] = [*loaded["grams"]]
 
 
-@on_few_ranks
+@on_ranks(2)
 def test_state_dicts_have_all_state_and_are_loaded_from_plain_and_pickled_ones() -> None:
     alone = plain(whitening).train(0, 1)
     side = sharded(whitening)
@@ -373,7 +381,7 @@ def test_state_dicts_have_all_state_and_are_loaded_from_plain_and_pickled_ones()
         assert not any(isinstance(leaf, fe.FlatDTensor) for leaf in leaves)
 
 
-@on_few_ranks
+@on_ranks(2)
 def test_a_state_dict_after_a_reset_has_no_state_on_any_rank() -> None:
     side = sharded(whitening)
     for reset in ("cleared", "loaded"):
@@ -396,7 +404,7 @@ def _resume(folder: str, name: str, level: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("num_ranks", "level"), [(1, "no_shard"), (3, CUT), (2, "optim")])
+@pytest.mark.parametrize(("num_ranks", "level"), [(1, "no_shard"), (3, CUT)])
 def test_checkpoints_are_loaded_on_other_ranks(
     ranks: Ranks, tmp_path: Path, name: str, num_ranks: int, level: str
 ) -> None:
@@ -406,48 +414,41 @@ def test_checkpoints_are_loaded_on_other_ranks(
         assert_close(found, trained(name), name)
 
 
-class Two:
-    """Steps two optimizers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        biases = [p for p in model.parameters() if p.ndim == 1]
-        self.each = [torch.optim.Muon(matrices(model), 0.02), torch.optim.AdamW(biases, 0.02)]
-
-    def step(self) -> None:
-        for each in self.each:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self.each:
-            each.zero_grad()
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    return [torch.optim.Muon(matrices(model), 0.02), torch.optim.AdamW(biases, 0.02)]
 
 
-def _two_optimizers(folder: str, saves: bool) -> list[Tensor]:
+def train_both(side: Side, *steps: int) -> list[Tensor]:
+    for step in steps:
+        side.loss(step).backward()
+        for optimizer in side.optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(side.model)
+
+
+def _save_or_resume_both(folder: str, saves: bool) -> list[Tensor]:
     model = plain_model()
     engine = fe.shard(model, None, CUT, units=[nn.Linear], min_unit_size=0)
-    two = Two(model)
-    for optimizer in two.each:
-        fe.shard_optimizer(optimizer)
-    if not saves:
-        fe.load_checkpoint(folder, engine, two.each)
-    Side(model, two, engine).train(*(range(2) if saves else range(2, 4)))
+    side = Side(model, [fe.shard_optimizer(each) for each in two_optimizers(model)], engine)
     if saves:
-        fe.save_checkpoint(folder, engine, two.each)
-    return values(model)
+        train_both(side, 0, 1)
+        fe.save_checkpoint(folder, engine, side.optimizer)
+        return []
+    fe.load_checkpoint(folder, engine, side.optimizer)
+    return train_both(side, 2, 3)
 
 
 def test_several_optimizers_are_saved_as_one(ranks: Ranks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    ranks.run(_two_optimizers, folder, True, world_size=2)
-    expected = values(plain(Two).train(*range(4)).model)
-    for found in ranks.run(_two_optimizers, folder, False, world_size=3):
+    folder, model = str(tmp_path / "checkpoint"), plain_model()
+    ranks.run(_save_or_resume_both, folder, True, world_size=2)
+    expected = train_both(Side(model, two_optimizers(model)), *range(4))
+    for found in ranks.run(_save_or_resume_both, folder, False, world_size=3):
         assert_close(found, expected, "Muon")
 
 
-# --- choices ---
-
-
-@on_few_ranks
+@on_ranks(2)
 def test_the_user_says_what_is_whole() -> None:
     side = sharded(MAKERS["Adafactor"], whole=["0.*"])
     step = step_hook_of(side.optimizer, OwnedStep)

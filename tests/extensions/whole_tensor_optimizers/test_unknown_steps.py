@@ -30,6 +30,33 @@ class Centralised(torch.optim.SGD):
         return super().step(closure)
 
 
+class Raising(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ZeroDivisionError("no step")
+
+
+BEYOND_AN_ELEMENT = r"since .* steps whole tensors; found a ten"
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        *((kind, BEYOND_AN_ELEMENT) for kind in (Centralised, Counting)),
+        *((kind, BEYOND_AN_ELEMENT) for kind in (torch.optim.LBFGS, torch.optim.Adafactor)),
+        (Raising, r"Raising raises ZeroDivisionError: no step\. elementw"),
+    ],
+)
+def test_a_step_that_is_not_elementwise_is_refused_without_an_engine(
+    mesh: DeviceMesh, kind: Any, problem: str
+) -> None:
+    pair = Pair(mesh)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=problem):
+            shard_optimizer(kind(pair.flat))
+    if issubclass(kind, torch.optim.SGD):
+        shard_optimizer(kind(pair.flat), elementwise=True)
+
+
 class Decorated(torch.optim.SGD):
     """Wraps the step that it inherits, under its name."""
 
@@ -45,43 +72,9 @@ class Factored(torch.optim.Adam):
         return super()._init_group(*args, **kwargs)
 
 
-def test_a_step_that_is_not_elementwise_is_refused_without_an_engine(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"since Centralised steps whole tensors; found a ten"):
-            shard_optimizer(Centralised(pair.flat))
-    shard_optimizer(Centralised(pair.flat), elementwise=True)
-
-
-class Raising(torch.optim.SGD):
-    """Raises in each step."""
-
-    def step(self, closure: Any = None) -> Any:
-        raise ZeroDivisionError("no step")
-
-
-def test_a_trial_step_that_raises_is_an_error(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    with pytest.raises(ValueError, match=r"Raising raises ZeroDivisionError: no step\. elementw"):
-        shard_optimizer(Raising(pair.flat))
-    shard_optimizer(Raising(pair.flat), elementwise=True)
-
-
 @pytest.mark.parametrize("kind", [Decorated, Factored])
 def test_a_subclass_with_a_step_of_its_own_is_tried(mesh: DeviceMesh, kind: Any) -> None:
     pair = Pair(mesh)
     sharded = shard_optimizer(kind(pair.flat, lr=0.01))
     step_both(pair, sharded, kind(pair.plain, lr=0.01), num_steps=2)
     pair.check()
-
-
-def test_an_optimizer_with_odd_state_is_refused_without_an_engine(mesh: DeviceMesh) -> None:
-    with pytest.raises(ValueError, match=r"since Counting steps whole tensors"):
-        shard_optimizer(Counting(Pair(mesh).flat))
-
-
-def test_optimizers_that_look_beyond_an_element_are_refused(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh, [((6, 5), 7, 19)])
-    for make in (torch.optim.LBFGS, torch.optim.Adafactor):
-        with pytest.raises(ValueError, match=r"since .* steps whole tensors; found a tensor that"):
-            shard_optimizer(make(pair.flat))
