@@ -12,7 +12,15 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
-from tests.reference import Data, OptimizerMaker, Step, full_gradients, mean_over_ranks, sgd
+from tests.reference import (
+    Data,
+    OptimizerMaker,
+    Step,
+    full_gradients,
+    mean_over_ranks,
+    nothing,
+    sgd,
+)
 
 Config = fe.DistributedDataParallelConfig
 
@@ -38,6 +46,7 @@ def run_step(
     microbatches: list[Any],
     finish: Callable[[fe.DistributedDataParallel], None] | None = None,
     zero_buffer: bool = True,
+    after_backward: Callable[[], object] = nothing,
 ) -> torch.Tensor:
     """Forward and backward of a step on this rank's parts, up to final gradients; the loss."""
     rank = dist.get_rank()
@@ -50,6 +59,7 @@ def run_step(
         with ddp.no_sync() if needs_no_sync else nullcontext():
             loss = ddp(*parts[rank]) / len(microbatches)
             loss.backward()
+        after_backward()
         total = total + loss.detach()
     (finish or fe.DistributedDataParallel.finish_grad_sync)(ddp)
     return total

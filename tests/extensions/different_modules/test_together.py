@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
-from tests.pairs import PAIRS
-from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.pool import on_few_ranks, on_ranks
 from tests.runtime.habits import Hidden
 from tests.training import mesh_of
 
@@ -76,21 +74,29 @@ def forwards(model: Any, kinds: list[str], seed: int) -> list[Tensor]:
 
 
 def check(
-    shape: tuple[int, ...],
-    pair: tuple[str, str],
+    level: str,
     rounds: list[list[list[str]]],
+    *,
     policy: fe.MixedPrecisionPolicy | None = None,
+    keeps: bool = False,
 ) -> None:
-    """Trains, and evaluates in each round: by rank, the kinds of its forwards."""
+    """Trains, and evaluates in each round: by rank, the kinds of its forwards.
+
+    Args:
+        keeps: Units are kept, and prefetched for a forward of all ranks.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     model, alone = Translator(), Translator()
-    outer = pair[1] if len(shape) > 1 else None
-    engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units=UNITS, mp_policy=policy)
+    engine = fe.shard(model, mesh_of(size), level, units=UNITS, mp_policy=policy)
+    for unit in engine.units[1::2] if keeps else ():
+        unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
     optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
     tolerance = 1e-5 if policy is None else 5e-2
     for number, kinds in enumerate(rounds):
         train_step(model, optimizer, [10 * number + rank])
         train_step(alone, one, [10 * number + each for each in range(size)])
+        if keeps:
+            engine.start_param_sync()
         with engine.together():
             found = forwards(model, kinds[rank], number)
         for ours, theirs in zip(found, forwards(alone, kinds[rank], number), strict=True):
@@ -114,19 +120,7 @@ def test_ranks_evaluate_different_numbers_of_batches(
         [[], []],
     ]
     for level in LEVEL_NAMES:
-        check((2,), (level, "no_shard"), rounds, policy)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_random_numbers_and_kinds_of_forwards(ranks: Ranks, pair: tuple[str, str]) -> None:
-    draw = random.Random("-".join(pair))
-    rounds = [
-        [draw.choices(["whole", "1", "2", "5"], k=draw.randrange(5)) for _ in range(4)]
-        for _ in range(25)
-    ]
-    ranks.run(check, (2, 2), pair, rounds, world_size=4)
-    ranks.run(check, (2, 2), pair, rounds[:8], BF16, world_size=4)
+        check(level, rounds, policy=policy)
 
 
 @on_few_ranks
@@ -154,19 +148,7 @@ def test_weights_that_travel_in_fp8_are_those_of_forwards_without_it() -> None:
 
 @on_ranks(2)
 def test_it_can_stand_between_any_two_steps_with_units_that_are_kept() -> None:
-    model, alone = Translator(), Translator()
-    engine = fe.shard(model, units=UNITS)
-    for unit in engine.units[1::2]:
-        unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
-    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
-    for step in range(3):
-        train_step(model, optimizer, [10 * step + dist.get_rank()])
-        train_step(alone, one, [10 * step, 10 * step + 1])
-        engine.start_param_sync()  # prefetches for a forward of all ranks
-        with engine.together():
-            found = forwards(model, ["whole"] * dist.get_rank(), step)
-        for ours, theirs in zip(found, forwards(alone, ["whole"], step), strict=False):
-            torch.testing.assert_close(ours, theirs)
+    check("optim_grads_params", [[[], ["whole"]]] * 3, keeps=True)
 
 
 class Habits(nn.Module):
@@ -203,11 +185,7 @@ def test_training_learns_nothing_from_forwards_that_ranks_did_not_share(
             for each in (model, alone):
                 each.zero_grad()
                 each(inputs(0), there).square().mean().backward()
-            for name, grad in reference.full_gradients(model).items():
-                right = alone.get_parameter(name).grad
-                assert (grad is None) == (right is None), name
-                if grad is not None and right is not None:
-                    torch.testing.assert_close(grad, right)
+            torch.testing.assert_close(*map(reference.full_gradients, (model, alone)))
         with engine.together(), torch.no_grad():
             for number in range(2 * dist.get_rank()):
                 torch.testing.assert_close(model(inputs(number), here), alone(inputs(number), here))
@@ -240,15 +218,10 @@ def test_units_that_are_kept_and_stale_in_part() -> None:
     model, alone = OfHidden(), OfHidden()
     engine = fe.shard(model, units="blocks.*")
     for each in (model, alone):
-        optimizer = reference.sgd([param for param in each.parameters() if param.requires_grad])
-        each(inputs(0)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(each, reference.sgd(each.parameters()), [0])
     with engine.together(), torch.no_grad():
         for number in range(2 * dist.get_rank()):
             torch.testing.assert_close(model(inputs(number)), alone(inputs(number)))
-    with torch.no_grad():
-        torch.testing.assert_close(model(inputs(5)), alone(inputs(5)))
 
 
 @on_ranks(2)

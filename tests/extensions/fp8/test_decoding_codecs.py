@@ -17,8 +17,8 @@ from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.extensions.fp8 import DecodingCodec
 from fsdp_engine.precision import ParamDtypes
 from tests import reference
+from tests.extensions.fp8.float8_reference import rounded_loss
 from tests.extensions.fp8.int8_codec import Int8
-from tests.extensions.fp8.rounding import rounded_loss
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks

@@ -1,5 +1,5 @@
-"""fp8 on the wire: the bytes of a sharded parameter are those of a full one, and training sees
-exactly what one process with the same quantiser sees."""
+"""fp8 on the wire: bytes are those of the definition, and training sees exactly what one process
+with the same quantiser sees. ``meetings/test_codec_contract.py`` says what splits give."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ import fsdp_engine as fe
 from fsdp_engine.codecs import Piece
 from fsdp_engine.extensions.fp8 import Float8, Float8Codec, scaled
 from tests import reference
-from tests.extensions.fp8.float8_reference import quantised, reference_bytes, reference_scales
-from tests.extensions.fp8.rounding import rounded_loss
+from tests.extensions.fp8.float8_reference import (
+    fp8_bytes,
+    quantised,
+    reference_grid,
+    rounded_loss,
+)
 from tests.megatron.configs import Config
 from tests.messages import Messages, count_step
 from tests.models import Stack, Transformer
@@ -33,40 +37,15 @@ every_option = pytest.mark.parametrize(
 )
 
 
-def prepared(tensors: list[Tensor], options: Float8, low: int, high: int) -> Float8Codec:
-    """The codec of a rank that holds elements ``low`` to ``high`` of the tensors' row."""
-    pieces = []
-    for index, end in enumerate(itertools.accumulate(tensor.numel() for tensor in tensors)):
-        begin = end - tensors[index].numel()
-        start, stop = min(max(low, begin), end), min(max(high, begin), end)
-        pieces.append(Piece(index, start - begin, max(stop, start) - begin, max(start - low, 0)))
-    codec = Float8Codec(options)
-    codec.prepare(tensors, pieces, ["ranks"], torch.device("cpu"))
-    return codec
-
-
-def split_encode(
-    tensors: list[Tensor], cuts: list[int], options: Float8
-) -> list[tuple[Tensor, Float8Codec]]:
-    """Bytes and codec of each part of the tensors' row of elements, cut at ``cuts``; the ranks'
-    maximum is taken here in place of a process group."""
-    line = torch.cat([tensor.flatten() for tensor in tensors])
-    bounds = list(itertools.pairwise([0, *sorted(cuts), line.numel()]))
-    codecs = [prepared(tensors, options, low, high) for low, high in bounds]
-    wires = [torch.full((high - low,), 77, dtype=torch.uint8) for low, high in bounds]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaled, "max_steps", lambda tensor, group: iter([()]))
-        generators = [
-            codec.encode(line[low:high], [wire])
-            for codec, (low, high), wire in zip(codecs, bounds, wires, strict=True)
-        ]
-        for generator in generators:
-            next(generator)  # up to the message
-        most = torch.stack([codec.scales for codec in codecs]).amax(0)
-        for codec, generator in zip(codecs, generators, strict=True):
-            codec.scales.copy_(most)
-            list(generator)
-    return list(zip(wires, codecs, strict=True))
+def encoded(tensors: list[Tensor], options: Float8) -> tuple[Tensor, Float8Codec]:
+    """Bytes and codec of one rank, which holds all of the tensors."""
+    sizes = [tensor.numel() for tensor in tensors]
+    starts = [0, *itertools.accumulate(sizes)]
+    pieces = [Piece(i, 0, size, starts[i]) for i, size in enumerate(sizes)]
+    codec, wire = Float8Codec(options), torch.full((sum(sizes),), 77, dtype=torch.uint8)
+    codec.prepare(tensors, pieces, [], torch.device("cpu"))
+    list(codec.encode(torch.cat([tensor.flatten() for tensor in tensors]), [wire]))
+    return wire, codec
 
 
 SCALES = st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 3.0, 1e30, 3e38])
@@ -78,7 +57,7 @@ SHAPES = st.tuples(st.integers(1, 150), st.integers(1, 150)) | st.tuples(
 @every_option
 @given(data=st.data(), chunk=st.sampled_from([1, 100, 1 << 24]))
 @settings(deadline=None, max_examples=15)
-def test_any_split_has_the_bytes_and_scales_of_the_whole_and_is_widened_to_its_values(
+def test_bytes_and_scales_are_those_of_the_reference_and_are_widened_to_its_values(
     options: Float8, data: Any, chunk: int
 ) -> None:
     shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=3))
@@ -87,27 +66,22 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole_and_is_widened_to_its_v
         torch.randn(shape, generator=generator).clamp(-3, 3) / 3 * data.draw(SCALES)
         for shape in shapes
     ]
-    ends = list(itertools.accumulate(tensor.numel() for tensor in tensors))
-    cuts = data.draw(st.lists(st.integers(0, ends[-1]), max_size=7))
-    matrices = [tensor.reshape(tensor.shape[0], -1) for tensor in tensors]
-    scales = [reference_scales(matrix, options) for matrix in matrices]
-    expected = [reference_bytes(m, s) for m, s in zip(matrices, scales, strict=True)]
+    out = [torch.empty_like(tensor) for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scaled, "CHUNK", chunk)
-        parts = split_encode(tensors, cuts, options)
-        wire = torch.cat([part for part, _ in parts])
-        for _, codec in parts:
-            assert torch.equal(codec.scales, parts[0][1].scales)
-        assert torch.equal(wire, torch.cat([each.flatten() for each in expected]))
-        out = [torch.empty_like(tensor) for tensor in tensors]
-        parts[0][1].decode(wire, [0, *ends[:-1]], out)
-    for found, fp8, scale in zip(out, expected, scales, strict=True):
-        assert torch.equal(found, (fp8.view(torch.float8_e4m3fn).float() * scale).view(found.shape))
+        wire, codec = encoded(tensors, options)
+        starts = [0, *itertools.accumulate(tensor.numel() for tensor in tensors)]
+        codec.decode(wire, starts[:-1], out)
+    expected = [fp8_bytes(tensor, options)[0].flatten() for tensor in tensors]
+    assert torch.equal(wire, torch.cat(expected))
+    assert torch.equal(codec.scales, torch.cat([reference_grid(each, options) for each in tensors]))
+    for found, tensor in zip(out, tensors, strict=True):
+        assert torch.equal(found, quantised(tensor, options))
 
 
 def test_the_worked_example_is_exact() -> None:
     row = torch.tensor([[0.5, -7.0, 3.5]])
-    ((wire, codec),) = split_encode([row], [], Float8("row"))
+    wire, codec = encoded([row], Float8("row"))
     assert codec.scales.tolist() == [1 / 64]
     assert wire.view(torch.float8_e4m3fn).float().tolist() == [32.0, -448.0, 224.0]
     out = torch.empty(1, 3)
@@ -142,24 +116,11 @@ def test_fp8_param_gather_trains_as_one_process_with_the_same_quantiser(
                 assert reference.relative_error(ours.gradients[name], wanted) < 3e-2, name
 
 
-class Wide(nn.Module):
-    """Matrices of one width, one after another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 256, bias=False) for _ in range(2)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))[..., :64]
-        return x.float().square().mean()
-
-
 @on_ranks(2)
 def test_fp8_param_gather_halves_the_bytes_of_bf16() -> None:
     sent = {}
     for fp8 in (False, True):
-        model = Wide()
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
         engine = fe.shard(
             model,
             config=Config(fp8_param_gather=fp8),
@@ -168,7 +129,7 @@ def test_fp8_param_gather_halves_the_bytes_of_bf16() -> None:
         )
         messages = Messages()
         with messages.counting():
-            model(torch.randn(2, 64)).backward()
+            model(torch.randn(2, 256)).float().sum().backward()
         group = engine.mesh.inner.gather_group
         assert group is not None
         sent[fp8] = messages.sent[group.group_name]
@@ -187,17 +148,6 @@ def test_vectors_and_excluded_names_travel_in_the_compute_dtype() -> None:
         is_plain = param.ndim < 2 or name == "last.weight"
         assert kinds[name] == ("cast" if is_plain else "float8 row"), name
     count_step(model, engine, torch.optim.SGD(model.parameters(), lr=0.1), 1)
-
-
-@on_ranks(2)
-def test_fields_for_transformer_engine_need_its_weights() -> None:
-    model = Stack()
-    for field in ("keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"):
-        config = Config(fp8_param_gather=True, **{field: True})  # type: ignore[arg-type]
-        match = rf"{field}: expected weights that Transformer Engine has quantised"
-        with pytest.raises(ValueError, match=match):
-            fe.shard(model, config=config)
-    fe.shard(model)  # nothing was changed
 
 
 def test_unknown_granularities_are_refused() -> None:

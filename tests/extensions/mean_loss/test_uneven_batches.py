@@ -1,7 +1,4 @@
-"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``.
-
-Training on random epochs is in ``test_uneven_epochs.py``.
-"""
+"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``."""
 
 from __future__ import annotations
 
@@ -17,32 +14,10 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from tests import reference
+from tests.extensions.mean_loss.scene import Net, rows
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_few_ranks, on_ranks
 from tests.training import mesh_of
-
-WIDTH = 8
-
-
-class Net(nn.Module):
-    """Two blocks and a head, in fp64 so that sums have one result in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().flatten()  # the loss of each sample
-
-
-def rows(number: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(number, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def sharded(level: str = "optim_grads_params") -> tuple[Net, fe.Engine]:
@@ -58,17 +33,14 @@ def add_mean(engine: fe.Engine, seed: int, num: int = 3) -> None:
 def check_mean(
     model: nn.Module, batches: Iterable[Tensor], engine: fe.Engine | None = None, factor: float = 1
 ) -> None:
-    """Gradients are ``factor`` times those of the mean over ``batches``, up to the rounding of
-    fp64; and the last mean loss of ``engine`` is that mean."""
+    """Gradients are ``factor`` times those of the mean over ``batches``, which is the last mean
+    loss of ``engine``."""
     alone = Net()
     loss = alone(torch.cat(list(batches))).mean()
     (factor * loss).backward()
-    found = reference.full_gradients(model)
-    for name, param in alone.named_parameters():
-        gradient = found[name]
-        assert gradient is not None
-        assert param.grad is not None
-        assert reference.relative_error(gradient, param.grad) < 1e-12, name
+    found, expected = map(reference.full_gradients, (model, alone))
+    for name, right in expected.items():
+        assert reference.relative_error(found[name], right) < 1e-12, name  # type: ignore[arg-type]
     if engine is not None:
         assert engine.last_mean_loss is not None
         assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -213,9 +185,7 @@ def test_experts_have_the_mean_of_all_samples() -> None:
     expected = Net()
     (expected(x).sum() / 4).backward()
     found, right = (each.blocks[1].weight.grad for each in (model, expected))
-    assert found is not None
-    assert right is not None
-    assert reference.relative_error(reference.full(found), right) < 1e-12
+    assert reference.relative_error(reference.full(found), right) < 1e-12  # type: ignore[arg-type]
 
 
 @on_ranks(2)

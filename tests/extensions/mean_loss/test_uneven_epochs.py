@@ -1,8 +1,5 @@
-"""Epochs of random lengths on several ranks, in fp64, beside one process with the batches of all.
-
-A case has epochs in which ranks have different numbers of batches, or none, of different sizes;
-microbatches of a step; loaders that raise on one rank; ``drop_last``.
-"""
+"""Epochs in which ranks have random numbers of batches of random sizes, in fp64, beside one process
+with the batches of all."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import contextlib
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,68 +19,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
 from tests import reference
+from tests.extensions.mean_loss.scene import Net, rows
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pairs import PAIRS
 from tests.pool import Ranks
 from tests.training import mesh_of
 
-WIDTH = 8
 # Cases of each pair of levels, times 2.5: 500 in all, in some five minutes.
 NUM_CASES = int(os.environ.get("FSDP_ENGINE_EPOCHS", "20"))
 
 
-class Net(nn.Module):
-    """Three blocks, of which batches may leave out some, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 1)
-        self.double()
-
-    def forward(self, x: Tensor, left_out: int = -1) -> Tensor:
-        """Returns the loss of each sample."""
-        for number, block in enumerate(self.blocks):
-            if number != left_out:
-                x = torch.tanh(block(x))
-        losses: Tensor = self.head(x).square().flatten()
-        return losses
-
-
 @dataclass(frozen=True)
 class Batch:
-    """Its samples are made from its seed.
-
-    Attributes:
-        seed: of the samples.
-        size: how many they are; 0: a batch that does not count.
-        left_out: number of a block.
-    """
+    """Of ``size`` samples; 0: a batch that does not count."""
 
     seed: int
     size: int
     left_out: int
 
-    def samples(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        shape = (max(1, self.size), WIDTH)
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
     def loss_sum(self, model: nn.Module) -> Tensor:
-        losses: Tensor = model(self.samples(), self.left_out)
+        losses: Tensor = model(rows(max(1, self.size), self.seed), self.left_out)
         return losses.sum() * (self.size > 0)
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch of all ranks.
-
-    Attributes:
-        batches: by rank.
-        drop_last: end with the shortest loader.
-        failing: the rank whose loader raises after its batches.
-    """
+    """An epoch of all ranks: batches by rank; ``failing``: the rank whose loader raises after its
+    batches."""
 
     batches: list[list[Batch]]
     drop_last: bool
@@ -178,29 +140,13 @@ def train_alone(case: Case) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-def with_last(
-    batches: Iterable[tuple[Batch, float]], accumulate: int
-) -> Iterator[tuple[Batch, float, bool]]:
-    """Says which microbatch is the last of its step. Where the loaders raise, none is."""
-    waiting: tuple[Batch, float] | None = None
-    number = 0
-    for each in batches:
-        if waiting is not None:
-            number += 1
-            yield *waiting, number % accumulate == 0
-        waiting = each
-        if (number + 1) % accumulate == 0:  # known without the next one
-            number += 1
-            yield *waiting, True
-            waiting = None
-    if waiting is not None:
-        yield *waiting, True
-
-
 def train_epoch(engine: fe.Engine, optimizer: Any, epoch: Epoch, case: Case) -> Iterator[float]:
     """The mean loss of each step."""
     batches = engine.even_batches(epoch.loader(dist.get_rank()), drop_last=epoch.drop_last)
-    for batch, weight, is_last in with_last(batches, case.accumulate):
+    for number, (batch, weight) in enumerate(batches, 1):
+        is_last = number % case.accumulate == 0
+        if number == epoch.num_steps and not epoch.fails:
+            is_last = True
         with (
             contextlib.nullcontext() if is_last else engine.no_sync(),
             engine.together() if case.leaves_out else contextlib.nullcontext(),
@@ -208,8 +154,7 @@ def train_epoch(engine: fe.Engine, optimizer: Any, epoch: Epoch, case: Case) -> 
             loss = weight * batch.loss_sum(engine.model)
             engine.mean_loss(loss, weight * batch.size).backward()
         if is_last:
-            assert engine.last_mean_loss is not None
-            yield engine.last_mean_loss.item()
+            yield engine.last_mean_loss.item()  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from tests import reference
 from tests.extensions.pipelines import scene
 from tests.messages import GATHERS, REDUCTIONS, Messages
 from tests.pool import on_ranks
@@ -20,7 +21,7 @@ TURNS = {
 
 def counted(pipeline: scene.Pipeline) -> Counter[str]:
     """Of the second step: in the first one torch learns shapes, and the engine its order."""
-    optimizers = [scene.make_optimizer(module) for module in pipeline.modules]
+    optimizers = [reference.sgd(module.parameters()) for module in pipeline.modules]
     messages = Messages()
     for number, (x, y) in zip(range(2), scene.batches(2), strict=False):
         with messages.counting():

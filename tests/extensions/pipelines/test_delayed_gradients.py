@@ -13,16 +13,11 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests import reference
-from tests.megatron.configs import LEVEL_NAMES, config_of
+from tests.megatron.configs import LEVEL_NAMES, config_of, train_wrapped
 from tests.messages import Messages
-from tests.models import (
-    DIM,
-    LateModel,
-    late_modules,
-    vector_batch,
-)
-from tests.pool import Ranks, on_ranks
-from tests.training import mesh_of, report
+from tests.models import DIM, LateModel, late_modules, vector_batch
+from tests.pool import on_ranks
+from tests.training import mesh_of
 
 
 def prompt_copy(model: nn.Module) -> nn.Module:
@@ -35,62 +30,30 @@ def prompt_copy(model: nn.Module) -> nn.Module:
     return alone
 
 
-def compare(inner: str, outer: str) -> list[str]:
-    """Differences from one process, as text, over overlap and the order of late gradients."""
-    found = []
+PAIRS = [(level, "no_shard") for level in LEVEL_NAMES] + [("optim_grads_params", "optim")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", PAIRS)
+@on_ranks(4)
+def test_weight_gradients_that_come_late_train_as_one_process(pair: tuple[str, str]) -> None:
     for overlap, backwards, bucket_size in itertools.product(
         (False, True), (False, True), (None, 300)
     ):
         torch.manual_seed(1)
         model = LateModel()
-        alone = prompt_copy(model)
         data = reference.make_data(vector_batch, 3, 2, 4)
-        expected = reference.train(alone, data)
+        expected = reference.train(prompt_copy(model), data)
         config = config_of(
-            inner, outer, overlap=overlap, delay_wgrad_compute=True, bucket_size=bucket_size
+            *pair, overlap=overlap, delay_wgrad_compute=True, bucket_size=bucket_size
         )
         ddp = fe.DistributedDataParallel(model, config, mesh_of(2, 2))
-        optimizer = reference.sgd(ddp.parameters())
-        steps = []
-        for microbatches in data:
-            ddp.zero_grad_buffer()
-            loss = torch.zeros(())
-            for index, parts in enumerate(microbatches):
-                with ddp.no_sync() if overlap and index == 0 else torch.enable_grad():
-                    part = ddp(*parts[dist.get_rank()]) / len(microbatches)
-                    part.backward()
-                loss = loss + part.detach()
-                order = late_modules(model)
-                for module in reversed(order) if backwards else order:
-                    module.backward_dw()
-            ddp.finish_grad_sync()
-            gradients = reference.full_gradients(model)
-            norm = ddp.engine.clip_grad_norm_(float("inf"))
-            optimizer.step()
-            weights = ddp.engine.full_state_dict()
-            steps.append(
-                reference.Step(
-                    reference.mean_over_ranks(loss),
-                    gradients,
-                    norm.item(),
-                    {name: weights[name] for name in gradients},
-                )
-            )
-        case = f"overlap={overlap}, backwards={backwards}, bucket_size={bucket_size}"
-        found += [f"{case}: {line}" for line in reference.differences(steps, expected, 2e-5)]
-    return found
-
-
-PAIRS = [(level, "no_shard") for level in LEVEL_NAMES] + [("optim_grads_params", "optim")]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("inner", "outer"), PAIRS)
-def test_weight_gradients_that_come_late_train_as_one_process(
-    ranks: Ranks, inner: str, outer: str
-) -> None:
-    results = ranks.run(compare, inner, outer)
-    assert not any(results), report(results)
+        order = late_modules(model)[:: -1 if backwards else 1]
+        steps = train_wrapped(
+            ddp, data, after_backward=lambda order=order: [each.backward_dw() for each in order]
+        )
+        lines = reference.differences(steps, expected, 2e-5)
+        assert not lines, (overlap, backwards, bucket_size, lines[:8])
 
 
 def reduced(messages: Messages) -> set[str]:
@@ -140,12 +103,8 @@ def test_a_sharded_model_has_its_gradients_when_the_last_late_one_has_come() -> 
         for module in late_modules(model):
             assert all(param.grad is None for param in model.parameters())
             module.backward_dw()
-        gradients = reference.full_gradients(model)
-        for name, param in alone.named_parameters():
-            found = gradients[name]
-            assert found is not None
-            assert param.grad is not None
-            assert reference.relative_error(found, param.grad) < 2e-5, name
+        gradients, expected = map(reference.full_gradients, (model, alone))
+        torch.testing.assert_close(gradients, expected)
 
 
 @on_ranks(2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
 
 import fsdp_engine as fe
 from fsdp_engine.pipelining import PipelineStage
@@ -78,6 +79,17 @@ def test_only_microbatches_in_flight_have_received_tensors(schedule: str) -> Non
         assert len(stage.received) == scene.NUM_MICROBATCHES
         assert 1 <= max(stage.alive) <= MOST[schedule][stage.stage_index]
         assert (stage.count(), stage.received_bytes) == (0, 0)
+    x, y = next(scene.batches(2))
+    with torch.inference_mode():
+        pipeline.schedule.eval(*[x[pipeline.data_rank]] * stage.is_first, target=y[0])
+    assert stage.received_bytes == 0
+    pipeline.step(x, y)
+    # As far as a step comes that fails in its first forward or backward.
+    given = stage.get_bwd_recv_ops(0) if stage.is_first else stage.get_fwd_recv_ops(0)
+    assert stage.received_bytes == NUM_BYTES
+    del given
+    stage.clear_runtime_states()
+    assert (stage.count(), stage.received_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -93,50 +105,19 @@ def test_none_is_left_after_a_step_of_several_stages(schedule: str) -> None:
             assert (stage.count(), stage.received_bytes) == (0, 0)
 
 
-@on_ranks(4)
-def test_none_is_left_after_an_evaluation() -> None:
-    pipeline = watched("1F1B")
-    (stage,) = stages_of(pipeline)
-    x, y = next(scene.batches(2))
-    is_first = stage.is_first
-    pipeline.step(x, y)
-    for _ in range(2):
-        with torch.inference_mode():
-            pipeline.schedule.eval(*[x[pipeline.data_rank]] * is_first, target=y[0])
-        assert stage.received_bytes == 0
-    pipeline.step(x, y)
-    assert stage.received_bytes == 0
-
-
-@on_ranks(4)
-def test_what_a_step_leaves_that_raised_is_dropped_by_the_next() -> None:
-    pipeline = watched("1F1B")
-    (stage,) = stages_of(pipeline)
-    pipeline.step(*next(scene.batches(2)))
-    # As far as a step comes that fails in its first forward or backward.
-    given = stage.get_bwd_recv_ops(0) if stage.is_first else stage.get_fwd_recv_ops(0)
-    assert stage.received_bytes == NUM_BYTES
-    del given
-    stage.clear_runtime_states()
-    assert (stage.count(), stage.received_bytes) == (0, 0)
-
-
-def two_inputs(index: int) -> nn.Module:
+class TwoInputs(nn.Module):
     """A stage whose second value needs no gradient."""
 
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(scene.DIM, scene.DIM)
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.is_last, self.linear = index == 1, nn.Linear(scene.DIM, scene.DIM)
 
-        def forward(self, x: Tensor, steps: Tensor | None = None) -> Any:
-            if steps is None:
-                steps = torch.arange(scene.ROWS)
-            y = self.linear(x) * steps[:, None]
-            return y if index else (y, steps + 1)
-
-    torch.manual_seed(index)
-    return Pair()
+    def forward(self, x: Tensor, steps: Tensor | None = None) -> Any:
+        if steps is None:
+            steps = torch.arange(scene.ROWS)
+        y = self.linear(x) * steps[:, None]
+        return y if self.is_last else (y, steps + 1)
 
 
 @pytest.mark.skipif(
@@ -144,27 +125,19 @@ def two_inputs(index: int) -> nn.Module:
 )
 @on_ranks(4)
 def test_messages_that_need_no_gradient() -> None:
-    pipeline = one_pass(two_inputs)
-    alone = nn.ModuleList(two_inputs(index) for index in range(2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("p", "d"))
+    index = mesh.get_local_rank("p")
+    module = TwoInputs(index)
+    fe.shard(module, mesh["d"], "no_shard")
+    stage = PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("p"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=scene.loss_of)
     x, y = next(scene.batches(2))
+    schedule.step(*[x[0]] * (index == 0), **({"target": y[0]} if index else {}))
+    assert stage.received_bytes == 0
+
+    alone = nn.ModuleList(TwoInputs(index) for index in range(2))
     total = torch.zeros(())
     for inputs, targets in zip(x[0].chunk(4), y[0].chunk(4), strict=True):
         total += scene.loss_of(alone[1](*alone[0](inputs)), targets) / 4
     total.backward()
-    wanted = alone[pipeline.stage_index].linear.weight.grad
-    found = pipeline.submod.linear.weight.grad
-    torch.testing.assert_close(found, wanted)
-
-
-def one_pass(build: Callable[[int], nn.Module]) -> Any:
-    """The stage of this rank after a step with the first data-parallel rank's batch."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("p", "d"))
-    index = mesh.get_local_rank("p")
-    module = build(index)
-    fe.shard(module, mesh["d"], "no_shard")
-    stage = PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("p"))
-    schedule = torch.distributed.pipelining.Schedule1F1B(stage, 4, loss_fn=scene.loss_of)
-    x, y = next(scene.batches(2))
-    schedule.step(*[x[0]] * (index == 0), **({"target": y[0]} if index else {}))
-    assert stage.received_bytes == 0
-    return stage
+    torch.testing.assert_close(module.linear.weight.grad, alone[index].linear.weight.grad)

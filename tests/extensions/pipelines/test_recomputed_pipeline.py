@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from tests import reference
 from tests.megatron.configs import LEVEL_NAMES, config_of
 from tests.pool import on_ranks
 
@@ -33,16 +34,13 @@ class Recomputed(nn.Module):
 
 def train_step(model: nn.Module, parts: list[Tensor], ddp: fe.DistributedDataParallel) -> None:
     """1F1B with one forward ahead: F0 F1 B0 F2 B1 F3 B2 B3."""
-    losses = [model(parts[0])]
-    for number in range(len(parts)):
-        last = number == len(parts) - 1
-        if not last:
-            losses.append(model(parts[number + 1]))
-        if last:
-            losses[number].backward()
-        else:
-            with ddp.no_sync():
-                losses[number].backward()
+    loss = model(parts[0])
+    for part in parts[1:]:
+        ahead = model(part)
+        with ddp.no_sync():
+            loss.backward()
+        loss = ahead
+    loss.backward()
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -67,7 +65,4 @@ def test_gradients_of_recomputed_forwards_come_in_time(level: str, evaluates: bo
         train_step(ddp, [each.clone() for each in data[dist.get_rank()]], ddp)
         ddp.finish_grad_sync()
         (sum(alone(each.clone()) for each in data.flatten(0, 1)) / len(data)).backward()
-        for param, single in zip(model.parameters(), alone.parameters(), strict=True):
-            grad = param.grad
-            full = grad.full_tensor() if isinstance(grad, fe.FlatDTensor) else grad
-            torch.testing.assert_close(full, single.grad)
+        torch.testing.assert_close(*map(reference.full_gradients, (model, alone)))

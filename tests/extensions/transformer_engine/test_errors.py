@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.extensions.transformer_engine.te_training import (
     quantised_layers,
     scenario_of,
 )
+from tests.models import Stack
 from tests.pool import on_ranks
 
 Config = fe.DistributedDataParallelConfig
@@ -61,6 +63,14 @@ def weight_of(recipe: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return make_weight(torch.randn(128, 64, dtype=dtype), recipe)
 
 
+def nvfp4() -> nn.Parameter:
+    from transformer_engine.pytorch.tensor import NVFP4Quantizer
+
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        quantizer = NVFP4Quantizer(with_2d_quantization=True, with_random_sign_mask=False)
+    return nn.Parameter(quantizer.make_empty((64, 64), dtype=torch.bfloat16, device="cpu"))
+
+
 def three_dims() -> nn.Parameter:
     quantizer = weight_of("block")._quantizer
     return nn.Parameter(quantizer.make_empty((2, 64, 64), dtype=torch.bfloat16, device="cpu"))
@@ -80,7 +90,7 @@ def without_columns() -> nn.Parameter:
 
 WEIGHTS: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
     "nvfp4": (
-        lambda: te_on_cpu.nvfp4_weight((64, 64)),
+        nvfp4,
         "weight: expected one of the recipes delayed, current, block, mxfp8; found NVFP4, which "
         "packs two elements into a byte",
     ),
@@ -146,6 +156,8 @@ STACKS: list[tuple[Callable[[], nn.Module] | str, dict[str, Any], str]] = [
         for dtype in (torch.float16, torch.float32)
     ),
     ("mxfp8", {"config": KEEPS}, f"keep_fp8_transpose_cache: {NO_TRANSPOSES}"),
+    (Stack, {"config": KEEPS}, f"keep_fp8_transpose_cache: {NO_TRANSPOSES}"),
+    (Stack, {"config": REUSES}, f"reuse_grad_buf_for_mxfp8_param_ag: {NO_TRANSPOSES}"),
     (
         "block",
         {"config": REUSES, "strategy": "optim"},
