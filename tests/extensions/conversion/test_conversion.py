@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,29 +51,25 @@ def data(step: int, dtype: torch.dtype) -> Tensor:
 
 
 def mine(x: Tensor) -> Tensor:
-    return x.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else x
+    rank, size = reference.rank_and_size()
+    return x.chunk(size)[rank]
 
 
-def steps(model: nn.Module, optimizer: Any, which: range, *, shared: bool = True) -> list[float]:
+def steps(model: nn.Module, optimizer: Any, which: range, part: Any = mine) -> list[float]:
     """Losses; of all ranks together."""
-    dtype = model.head.weight.dtype  # type: ignore[union-attr]
     losses = []
     for step in which:
-        x = mine(data(step, dtype)) if shared else data(step, dtype)
+        x = part(data(step, next(model.parameters()).dtype))
         loss = F.mse_loss(model(x).float(), x.float())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        value = loss.detach().clone()
-        if shared and dist.is_initialized():
-            dist.all_reduce(value)
-            value /= dist.get_world_size()
-        losses.append(value.item())
+        losses.append(reference.mean_over_ranks(loss))
     return losses
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return reference.sgd(model.parameters())
 
 
 class Recurrent(nn.Module):
@@ -95,10 +90,6 @@ def recurrent() -> nn.Module:
     return Recurrent()
 
 
-def leave(model: Any) -> None:
-    """Changes nothing."""
-
-
 def freeze_and_double(model: Any) -> None:
     model.blocks[1].requires_grad_(False)
     model.double()
@@ -115,31 +106,23 @@ def to_double(model: Any) -> None:
     assert [id(param) for param in model.parameters()] == params
 
 
-def to_float(model: Any) -> None:
-    model.to(torch.float32)
-
-
+leave, to_float = reference.nothing, nn.Module.float
 # By name: the model, options of shard, the conversion before every two steps, levels.
+CUT = "optim_grads_params"
+PLANNED = {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)}
 PROGRAMS: dict[str, tuple[Any, dict[str, Any], list[Any], Any]] = {
     "another dtype and back": (net, {}, [leave, to_double, to_float], LEVELS),
     "frozen meanwhile": (net, {}, [leave, freeze_and_double, thaw_and_float], LEVELS),
-    "recurrent and partly frozen": (
-        recurrent,
-        {},
-        [leave, to_double],
-        ["optim", "optim_grads_params"],
-    ),
-    "planned addresses": (
-        net,
-        {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
-        [leave, leave, to_double, leave],
-        ["optim_grads_params"],
-    ),
+    "recurrent and partly frozen": (recurrent, {}, [leave, to_double], ["optim", CUT]),
+    "planned addresses": (net, PLANNED, [leave, leave, to_double, leave], [CUT]),
 }
 
 
-def trained_of(model: nn.Module) -> list[str]:
-    return [name for name, param in model.named_parameters() if param.requires_grad]
+def kinds_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Dtypes of the state, names of what is trained, dtypes of its momentum."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    momenta = [optimizer.state[param]["momentum_buffer"].dtype for param in trained.values()]
+    return {n: v.dtype for n, v in model.state_dict().items()}, list(trained), momenta
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -155,22 +138,9 @@ def test_training_goes_on_in_another_dtype(name: str) -> None:
             for each in (alone, model):
                 change(each)
             which = range(2 * number, 2 * number + 2)
-            expected += steps(alone, alone_sgd, which, shared=False)
+            expected += steps(alone, alone_sgd, which, part=lambda x: x)
             found += steps(model, sgd, which)
-            kinds = [
-                ({n: v.dtype for n, v in each.state_dict().items()}, trained_of(each))
-                for each in (model, alone)
-            ]
-            assert kinds[0] == kinds[1]
-        dtypes = [
-            [
-                optimizer.state[p]["momentum_buffer"].dtype
-                for p in each.parameters()
-                if p.requires_grad
-            ]
-            for optimizer, each in ((sgd, model), (alone_sgd, alone))
-        ]
-        assert dtypes[0] == dtypes[1]
+            assert kinds_of(model, sgd) == kinds_of(alone, alone_sgd)
         assert not hasattr(model, "first") or model.head.weight is model.first.weight
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         reference.assert_same_weights(model, alone, rtol=1e-4, atol=1e-5)
@@ -191,19 +161,6 @@ def test_one_rank_has_the_bits_of_plain_torch() -> None:
             reference.assert_same_weights(model, alone, rtol=0, atol=0)
 
 
-def test_without_a_process_group() -> None:
-    assert not dist.is_initialized()
-    alone, model = net(), net()
-    try:
-        fe.shard(model)
-        alone.bfloat16()
-        model.bfloat16()
-        found = steps(model, momentum(model), range(2))
-        assert found == steps(alone, momentum(alone), range(2))
-    finally:
-        dist.destroy_process_group()
-
-
 @on_ranks(2)
 def test_gradients_are_converted_with_their_parameters() -> None:
     for level in LEVELS:
@@ -216,10 +173,8 @@ def test_gradients_are_converted_with_their_parameters() -> None:
             F.mse_loss(model(mine(x)), mine(x)).backward()
             alone.double()
             model.double()
-            found = reference.full_gradients(model)
-            for name, other in alone.named_parameters():
-                assert other.grad is not None
-                torch.testing.assert_close(found[name], other.grad, rtol=1e-5, atol=1e-6)
+            grads = map(reference.full_gradients, (model, alone))
+            torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
         expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         torch.testing.assert_close(engine.clip_grad_norm_(0.1), expected, check_dtype=False)
 
@@ -255,20 +210,15 @@ def test_the_policy_follows() -> None:
 
 @on_ranks(2)
 def test_a_checkpoint_after_a_conversion() -> None:
-    folder = shared_folder()
-    model = net()
-    engine = fe.shard(model)
-    sgd = momentum(model)
+    folder, model, other = shared_folder(), net(), net().double()
+    engine, again = fe.shard(model), fe.shard(other)
+    sgd, other_sgd = momentum(model), momentum(other)
     steps(model, sgd, range(1))
     model.double()
     steps(model, sgd, range(1, 2))
     fe.save_checkpoint(folder, engine, sgd)
-    other = net().double()
-    again = fe.shard(other)
-    other_sgd = momentum(other)
     fe.load_checkpoint(folder, again, other_sgd)
-    found = steps(other, other_sgd, range(2, 4))
-    assert found == steps(model, sgd, range(2, 4))
+    assert steps(other, other_sgd, range(2, 4)) == steps(model, sgd, range(2, 4))
 
 
 @on_ranks(2)

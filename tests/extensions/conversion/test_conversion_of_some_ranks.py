@@ -53,23 +53,18 @@ def step(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def ways() -> list[Any]:
-    """Level, number of steps before, dtypes that ranks convert the model to, number of ranks."""
-    before, between = ({1: "float64"}, 0), ({0: "bfloat16"}, 2)
-    found = []
-    for number, level in enumerate([*LEVELS, "fully_shard"]):
-        for place, (dtypes, num_before) in enumerate((before, between)):
-            marks = () if place == number % 2 or level == "fully_shard" else pytest.mark.thorough
-            found.append(pytest.param(level, num_before, dtypes, 2, marks=marks))
-    return [
-        *found,
-        ("optim_grads_params", 1, {0: "float64", 1: "bfloat16"}, 2),
-        ("optim_grads_params", 1, {2: "float64"}, 4),
-        pytest.param("no_shard", 1, {2: "float64"}, 4, marks=pytest.mark.thorough),
-    ]
+# Level, number of steps before, dtypes that ranks convert the model to, number of ranks.
+BEFORE, BETWEEN = (0, {1: "float64"}, 2), (2, {0: "bfloat16"}, 2)
+WAYS: list[Any] = [
+    *((level, *(BETWEEN if number % 2 else BEFORE)) for number, level in enumerate(LEVELS)),
+    ("fully_shard", *BEFORE),
+    ("fully_shard", *BETWEEN),
+    ("optim_grads_params", 1, {0: "float64", 1: "bfloat16"}, 2),
+    ("optim_grads_params", 1, {2: "float64"}, 4),
+]
 
 
-@pytest.mark.parametrize(("level", "num_before", "dtypes", "world_size"), ways())
+@pytest.mark.parametrize(("level", "num_before", "dtypes", "world_size"), WAYS)
 def test_a_conversion_that_other_ranks_do_not_make_is_an_error_on_all(
     ranks: Ranks, level: str, num_before: int, dtypes: dict[int, str], world_size: int
 ) -> None:

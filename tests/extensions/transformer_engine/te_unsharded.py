@@ -265,16 +265,20 @@ def train_alone(kind: str, name: str, batches: list[list[Tensor]]) -> Found:
     return [*found, *((f"main weights of {key}", main[key].detach().cpu()) for key in main)]
 
 
-def train_sharded(kind: str, name: str, level: str, batches: list[list[Tensor]]) -> Found:
-    """By an engine on all ranks of the world."""
+def train_sharded(
+    kind: str, name: str, level: str, batches: list[list[Tensor]], outer: str | None = None
+) -> Found:
+    """By an engine on all ranks of the world; with an outer level, on two axes."""
     recipe, model = start(kind, name)
     names = [key for key, _ in model.named_parameters()]
     quantised = quantised_weights(model, name)
     device = next(model.parameters()).device.type
     found: Found = []
+    size = dist.get_world_size()
+    shape = (size,) if outer is None else (2, size // 2)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
     # Not with fp8_param_gather: plain matrices shall stay what they are.
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    engine = fe.shard(model, mesh=mesh, strategy=level)
+    engine = fe.shard(model, mesh, level, outer)
     watch(model, name, quantised, found)
     optimizer = make_optimizer(model.parameters())
     for step in batches:
@@ -305,12 +309,12 @@ def assert_changes(found: Found) -> None:
             assert not torch.equal(before, after), what
 
 
-def train_both(kind: str, name: str, level: str) -> None:
+def train_both(kind: str, name: str, level: str, outer: str | None = None) -> None:
     """On every rank, with the same data: sharded is alone."""
     batches = make_batches(kind, seed=1)
     expected = train_alone(kind, name, batches)
     assert_changes(expected)
-    assert_same(train_sharded(kind, name, level, batches), expected)
+    assert_same(train_sharded(kind, name, level, batches, outer), expected)
 
 
 def train_apart(kind: str, name: str, level: str) -> None:

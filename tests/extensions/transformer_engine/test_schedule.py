@@ -12,25 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.transformer_engine.phased_unit import PhasedUnit
 from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
 from fsdp_engine.runtime.unit import BACKWARD, FORWARD, State, Unit
 from fsdp_engine.strategies import Axis
-from tests.extensions.transformer_engine.te_on_cpu import QuantisedBlock, QuantisedStack
+from tests.extensions.transformer_engine.te_on_cpu import QuantisedStack
 from tests.extensions.transformer_engine.te_training import (
     CUT,
     FEATURES,
     Watch,
-    assert_all_same,
+    bent,
     counting,
     make_batch,
     make_stack,
+    partly_recomputed,
     scenario_of,
-    watched,
 )
 from tests.messages import Messages
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
@@ -159,56 +157,16 @@ def test_two_planes_are_full_while_they_are_encoded_and_one_at_any_other_time() 
     assert engine.memory_bytes()["model"] == 3 * 2 * encoding // 2
 
 
-# Recomputation.
-
-
-class PartlyRecomputed(QuantisedBlock):
-    """Its layers, but not its norm, are checkpointed."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.inside, self.norm(x), use_reentrant=self.reentrant)
-
-    def inside(self, y: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(y)))
-
-
-class Recomputed(QuantisedStack):
-    """Its blocks are checkpointed."""
-
-    reentrant = False
-
-    def run_blocks(self, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            y = checkpoint(block, y, use_reentrant=self.reentrant)
-        return y
-
-
-def recomputing(recipe: str, reentrant: bool, whole: bool) -> QuantisedStack:
+def recomputing(whole: bool, reentrant: bool = False) -> QuantisedStack:
     """Checkpoints are around whole blocks or within them."""
-    model: Any = make_stack(recipe, num_blocks=3)
-    for each in [model] if whole else model.blocks:
-        each.__class__, each.reentrant = Recomputed if whole else PartlyRecomputed, reentrant
-    return model
-
-
-@pytest.mark.parametrize("level", [CUT, "optim"])
-@on_ranks(2)
-def test_recomputation_trains_bit_by_bit_as_none(level: str) -> None:
-    for recipe in ("mxfp8", "block"):
-        runs = [scenario_of(recipe, 3, pair=(level, "no_shard")).sharded()]
-        for how in itertools.product((False, True), repeat=2):
-            scenario = scenario_of(
-                recipe, model=partial(recomputing, recipe, *how), pair=(level, "no_shard")
-            )
-            runs.append(watched(scenario, num_forwards=2)[0])
-        assert_all_same(runs)
+    if whole:
+        return bent("mxfp8", span=1, reentrant=reentrant)
+    return partly_recomputed("mxfp8", reentrant)
 
 
 def gathers_of(whole: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
     """In each of three microbatches: (unit, encodings) of every gather that backward asks for."""
-    model = recomputing("mxfp8", False, whole)
+    model = recomputing(whole)
     engine = fe.shard(model, units="blocks.*", config=config_of(0))
     found: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     real = PhasedUnit.gather
@@ -238,9 +196,9 @@ def test_a_unit_seen_to_be_recomputed_gathers_both_planes_from_then_on(
     ranks: Ranks, whole: bool
 ) -> None:
     first, *later = ranks.run(gathers_of, whole, world_size=2)[0]
-    names = ["blocks.1", "blocks.0"]
+    names = ["blocks.2", "blocks.1", "blocks.0"]
     # The last block's columns were asked for as forward left it.
-    assert first == [("blocks.2", (0,)), *((n, p) for n in names for p in ((1,), (0,)))]
+    assert first == [("blocks.3", (0,)), *((n, p) for n in names for p in ((1,), (0,)))]
     assert later == 2 * [[(name, (0, 1)) for name in names]]
 
 
@@ -295,8 +253,7 @@ def test_the_schedule_has_no_race(inner: str, outer: str, recipe: str) -> None:
         )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_recomputation_makes_no_race(reentrant: bool) -> None:
-    for whole in (False, True):
-        traced(partial(recomputing, "mxfp8", reentrant, whole), train_traced)
+def test_recomputation_makes_no_race() -> None:
+    for whole, reentrant in itertools.product((False, True), repeat=2):
+        traced(partial(recomputing, whole, reentrant), train_traced)

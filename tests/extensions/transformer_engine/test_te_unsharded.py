@@ -9,17 +9,20 @@ import pytest
 from tests.extensions.transformer_engine import te_unsharded
 from tests.extensions.transformer_engine.te_on_cpu import RECIPES
 from tests.extensions.transformer_engine.te_training import LEVELS
+from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks
 
 pytestmark = pytest.mark.thorough
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("level", LEVELS)
+ONE_AXIS = [(world, (level, None)) for world in (1, 2) for level in LEVELS]
+
+
+@pytest.mark.parametrize(("world", "pair"), [*ONE_AXIS, *((4, pair) for pair in FEW_PAIRS)])
 def test_sharded_training_is_training_by_transformer_engine_alone(
-    ranks: Ranks, level: str, world: int
+    ranks: Ranks, world: int, pair: tuple[str, str | None]
 ) -> None:
     for recipe in RECIPES:
-        ranks.run(te_unsharded.train_both, "imitation", recipe, level, world_size=world)
+        ranks.run(te_unsharded.train_both, "imitation", recipe, *pair, world_size=world)
         if world == 2:
-            ranks.run(te_unsharded.train_apart, "imitation", recipe, level, world_size=world)
+            ranks.run(te_unsharded.train_apart, "imitation", recipe, pair[0], world_size=world)
