@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,184 +9,121 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests import reference
+from tests.extensions.different_modules.maze import (
+    UNITS,
+    WIDTH,
+    Maze,
+    assert_same_gradients,
+    assert_same_results,
+    inputs,
+    loss_of,
+    plain,
+)
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_few_ranks, on_ranks
 from tests.runtime.habits import Hidden
-from tests.training import mesh_of
-
-WIDTH = 8
-
-
-class Translator(nn.Module):
-    """An encoder that is also called by itself, and a decoder; embeddings that both read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.encoder = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def encode(self, x: Tensor) -> Tensor:
-        result: Tensor = self.encoder(x)
-        return result
-
-    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
-        x = self.embed(x)
-        x = x + (self.encode(x) if encoded is None else encoded)
-        for block in self.decoder:
-            x = torch.tanh(block(x))
-        result: Tensor = self.head(x)
-        return result
-
-
-UNITS = ["encoder", "decoder.*"]
-
-
-def inputs(seed: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: list[int]) -> None:
-    loss = torch.stack([model(inputs(seed)).square().mean() for seed in seeds]).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@torch.no_grad()
-def forwards(model: Any, kinds: list[str], seed: int) -> list[Tensor]:
-    """A text for each kind: "whole" is one forward, "text" of many begins with the encoder."""
-    found = []
-    for number, kind in enumerate(kinds):
-        x = inputs(1000 * seed + number)
-        if kind == "whole":
-            found.append(model(x))
-        else:
-            encoded = model.encode(x)
-            for _ in range(int(kind)):
-                x = torch.cat([x[1:], model(x, encoded).float().mean() + x[:1]])
-            found.append(x)
-    return found
-
-
-def check(
-    level: str,
-    rounds: list[list[list[str]]],
-    *,
-    policy: fe.MixedPrecisionPolicy | None = None,
-    keeps: bool = False,
-) -> None:
-    """Trains, and evaluates in each round: by rank, the kinds of its forwards.
-
-    Args:
-        keeps: Units are kept, and prefetched for a forward of all ranks.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model, alone = Translator(), Translator()
-    engine = fe.shard(model, mesh_of(size), level, units=UNITS, mp_policy=policy)
-    for unit in engine.units[1::2] if keeps else ():
-        unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
-    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
-    tolerance = 1e-5 if policy is None else 5e-2
-    for number, kinds in enumerate(rounds):
-        train_step(model, optimizer, [10 * number + rank])
-        train_step(alone, one, [10 * number + each for each in range(size)])
-        if keeps:
-            engine.start_param_sync()
-        with engine.together():
-            found = forwards(model, kinds[rank], number)
-        for ours, theirs in zip(found, forwards(alone, kinds[rank], number), strict=True):
-            torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance)
-    reference.assert_same_weights(model, alone, rtol=tolerance, atol=tolerance)
-
 
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@torch.no_grad()
+def forwards(model: Maze, num: int, seed: int) -> list[Tensor]:
+    """Each is of what a block returned that was called by itself."""
+    encoded = [model.blocks[n % 2](inputs(1000 * seed + n)) for n in range(num)]
+    return [model(x, plain(*range(n % 5))) for n, x in enumerate(encoded)]
+
+
+def check(
+    level: str,
+    rounds: list[tuple[int, int]],
+    *,
+    policy: fe.MixedPrecisionPolicy | None = None,
+    keeps: bool = False,
+) -> None:
+    """Trains, and evaluates in each round: by rank, the number of forwards.
+
+    Args:
+        keeps: Units are kept, and prefetched for a forward of all ranks.
+    """
+    rank, model, alone = dist.get_rank(), Maze(), Maze()
+    engine = fe.shard(model, strategy=level, units=UNITS, mp_policy=policy)
+    for unit in engine.units[1::2] if keeps else ():
+        unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
+    optimizers = [reference.sgd(each.parameters()) for each in (model, alone)]
+    tolerance = 1e-5 if policy is None else 5e-2
+    for number, nums in enumerate(rounds):
+        loss_of(model, 10 * number + rank, plain(0, 2, 3)).backward()
+        losses = [loss_of(alone, 10 * number + each, plain(0, 2, 3)) for each in range(2)]
+        torch.stack(losses).mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        if keeps:
+            engine.start_param_sync()
+        with engine.together():
+            found = forwards(model, nums[rank], number)
+        for ours, theirs in zip(found, forwards(alone, nums[rank], number), strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+    reference.assert_same_weights(model, alone, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp64", "bf16"])
 @on_ranks(2)
 def test_ranks_evaluate_different_numbers_of_batches(
     policy: fe.MixedPrecisionPolicy | None,
 ) -> None:
-    rounds = [
-        [["whole"] * 2, ["whole"] * 5],
-        [[], ["2", "whole"]],
-        [["whole", "3"], ["1", "4", "whole"]],
-        [["2"], []],
-        [[], []],
-    ]
     for level in LEVEL_NAMES:
-        check(level, rounds, policy=policy)
-
-
-@on_few_ranks
-def test_ranks_that_agree_and_one_rank_alone() -> None:
-    model = Translator()
-    engine = fe.shard(model, units=UNITS, strategy="optim_grads_params")
-    with engine.together(), torch.no_grad():
-        found = model(inputs(0))
-    torch.testing.assert_close(found, Translator()(inputs(0)))
-    model(inputs(0)).sum().backward()  # outside of it as ever
-
-
-@on_ranks(2)
-def test_weights_that_travel_in_fp8_are_those_of_forwards_without_it() -> None:
-    model = Translator()
-    engine = fe.shard(model, units=UNITS, codec_rules=(fe.Float8(),))
-    with torch.no_grad():
-        expected = [model(inputs(number)) for number in range(3)]
-    with engine.together(), torch.no_grad():
-        for number in range(1 + 2 * dist.get_rank()):
-            assert torch.equal(model(inputs(number)), expected[number])
-    with torch.no_grad():
-        assert torch.equal(model(inputs(0)), expected[0])
+        check(level, [(2, 5), (0, 2), (3, 1), (1, 0), (0, 0)], policy=policy)
 
 
 @on_ranks(2)
 def test_it_can_stand_between_any_two_steps_with_units_that_are_kept() -> None:
-    check("optim_grads_params", [[[], ["whole"]]] * 3, keeps=True)
+    check("optim_grads_params", [(0, 1)] * 3, keeps=True)
 
 
-class Habits(nn.Module):
-    """A head that some forwards call, read or leave out, and which is a unit of its own."""
+@on_few_ranks
+def test_ranks_that_agree_and_one_rank_alone() -> None:
+    model, route = Maze(), plain(0, 2)
+    engine = fe.shard(model, units=UNITS, strategy="optim_grads_params")
+    with engine.together(), torch.no_grad():
+        assert_same_results(model, Maze(), 0, route)
+    model(inputs(0), route).sum().backward()  # outside of it as ever
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 2, bias=False)
 
-    def forward(self, x: Tensor, head: str) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        if head == "reads":
-            return nn.functional.linear(x, self.head.weight)
-        result: Tensor = self.head(x) if head == "calls" else x
-        return result
+@on_ranks(2)
+def test_weights_that_travel_in_fp8_are_those_of_forwards_without_it() -> None:
+    model, route = Maze().float(), plain(0, 2)
+    engine = fe.shard(model, units=UNITS, codec_rules=(fe.Float8(),))
+    with torch.no_grad():
+        expected = [model(inputs(number).float(), route) for number in range(3)]
+        with engine.together():
+            for number in range(1 + 2 * dist.get_rank()):
+                assert torch.equal(model(inputs(number).float(), route), expected[number])
+        assert torch.equal(model(inputs(0).float(), route), expected[0])
+
+
+# What forwards do with a block.
+HABITS = {"calls": [(4, "plain")], "reads": [(4, "reads its weight")], "omits": []}
 
 
 @pytest.mark.parametrize("trains_first", [False, True])
-@pytest.mark.parametrize("there", ["calls", "reads", "omits"])
-@pytest.mark.parametrize("here", ["calls", "reads", "omits"])
+@pytest.mark.parametrize("there", HABITS)
+@pytest.mark.parametrize("here", HABITS)
 @on_ranks(2)
 def test_training_learns_nothing_from_forwards_that_ranks_did_not_share(
     trains_first: bool, there: str, here: str
 ) -> None:
-    model, alone = Habits(), Habits()
-    engine = fe.shard(model, min_unit_size=0)
+    model, alone = Maze(), Maze()
+    engine = fe.shard(model, units=UNITS)
     for step in range(3):
         if step or trains_first:
             for each in (model, alone):
                 each.zero_grad()
-                each(inputs(0), there).square().mean().backward()
-            torch.testing.assert_close(*map(reference.full_gradients, (model, alone)))
+                loss_of(each, 0, [*plain(0), *HABITS[there]]).backward()
+            assert_same_gradients(model, alone)
         with engine.together(), torch.no_grad():
             for number in range(2 * dist.get_rank()):
-                torch.testing.assert_close(model(inputs(number), here), alone(inputs(number), here))
+                assert_same_results(model, alone, number, [*plain(0), *HABITS[here]])
 
 
 class PartlyFrozen(nn.Module):
@@ -197,41 +132,39 @@ class PartlyFrozen(nn.Module):
         self.frozen, self.trained = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Hidden:
-        return Hidden(self.frozen(self.trained(x)))
-
-
-class OfHidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(PartlyFrozen() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tensor
-        return x
+    def forward(self, x: Tensor | Hidden) -> Hidden:
+        return Hidden(self.frozen(self.trained(x.tensor if isinstance(x, Hidden) else x)))
 
 
 @on_ranks(2)
 def test_units_that_are_kept_and_stale_in_part() -> None:
-    model, alone = OfHidden(), OfHidden()
-    engine = fe.shard(model, units="blocks.*")
-    for each in (model, alone):
-        train_step(each, reference.sgd(each.parameters()), [0])
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(PartlyFrozen(), PartlyFrozen()).double())
+    model, alone = models
+    engine = fe.shard(model, units="*")
+    for each in models:
+        each(inputs(0)).tensor.square().mean().backward()
+        optimizer = reference.sgd(each.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
     with engine.together(), torch.no_grad():
         for number in range(2 * dist.get_rank()):
-            torch.testing.assert_close(model(inputs(number)), alone(inputs(number)))
+            x = inputs(number)
+            torch.testing.assert_close(model(x).tensor, alone(x).tensor)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs(5)).tensor, alone(inputs(5)).tensor)
 
 
 @on_ranks(2)
 def test_nesting_is_refused() -> None:
     for level in LEVEL_NAMES[1:]:
-        model = Translator()
+        model = Maze()
         engine = fe.shard(model, units=UNITS, strategy=level)
         with engine.together():
             with pytest.raises(RuntimeError, match="and no such context; found such a context"):
                 engine.together().__enter__()
             engine.reset()  # changes nothing about the context
             with torch.no_grad():
-                torch.testing.assert_close(model(inputs(0)), Translator()(inputs(0)))
+                assert_same_results(model, Maze(), 0, plain(0))

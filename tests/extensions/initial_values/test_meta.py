@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fsdp_engine as fe
+from fsdp_engine.units import build
+from tests import reference
+from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
 from tests.promises.everywhere import LEVELS, Place, everywhere
 
@@ -144,3 +148,43 @@ def test_a_module_that_fails_on_one_rank_is_an_error_on_all(place: Place) -> Non
         assert "failed on data-parallel rank 1: FileNotFoundError" in str(caught.value)
     again = place.shard(nn.Sequential(nn.Linear(3, 3)), initial_values="rank0")
     again.model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@on_ranks(1)
+def test_full_values_of_units_are_gone_when_the_next_unit_is_built(device: str) -> None:
+    with torch.device(device):
+        model = Transformer(4)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    built: list[weakref.ref[Tensor]] = []
+    build_unit = build.build_unit
+
+    def watched(planned: Any, *args: Any) -> Any:
+        assert not any(param() is not None for param in built)
+        records = [record for part in planned.buffers for record in part.records]
+        built.extend(weakref.ref(record.param) for record in records)
+        return build_unit(planned, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "build_unit", watched)
+        fe.shard(model, min_unit_size=0)
+    assert len(built) > 8
+    for name, param in model.named_parameters():
+        assert device == "meta" or torch.equal(reference.full(param), expected[name])
+    model(*token_batch(4, 0)).backward()
+
+
+@on_ranks(1)
+def test_a_module_with_parameters_of_two_units_has_the_values_of_one_process() -> None:
+    """A bias beside a weight that another unit has is drawn with both units."""
+    states = []
+    for level in ("no_shard", "optim_grads_params"):
+        torch.manual_seed(3)
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            model[2].weight = model[0].weight
+        engine = fe.shard(model, strategy=level, units="*", min_unit_size=0)
+        model(torch.ones(2, 4)).sum().backward()
+        states.append(engine.full_state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert all(value.any() for value in states[0].values())

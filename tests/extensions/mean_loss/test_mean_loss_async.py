@@ -88,23 +88,6 @@ def test_the_message_of_even_batches_waits_for_no_work_of_the_device() -> None:
         assert list(batches) == []
 
 
-@on_ranks(2)
-def test_gathers_for_other_ranks_do_not_disturb_what_a_rank_computes() -> None:
-    rank, alone = dist.get_rank(), make_model()
-    model = make_model().to(on.DEVICE)
-    engine = fe.shard(model, units=list(model)[1:])  # the first is the root's, held throughout
-    for seed in range(3):
-        batches = [batch_of(rank, step) for step in range(1 + 2 * rank + seed % 2)]
-        with (
-            on.delays(compute=4e-4, copy=4e-4, collective=2e-3, seed=2 * seed + rank),
-            engine.together(),
-            torch.no_grad(),
-        ):
-            found = [model(batch.to(on.DEVICE)) for batch in batches]
-        for ours, batch in zip(found, batches, strict=True):
-            assert (ours.cpu() - alone(batch)).abs().max() < 1e-6
-
-
 class Route(nn.Module):
     """Applies its layers in a given order, those of odd number with activation checkpointing."""
 

@@ -147,19 +147,6 @@ def test_scales_and_histories_are_saved_as_plain_tensors_and_no_pickle_is(
     assert state[STATE][WEIGHT] != 1
 
 
-def continue_each(folder: str) -> None:
-    for recipe, (index, config) in itertools.product(RECIPES, enumerate(SAVED)):
-        run = Trained(recipe, config)
-        losses = run.train(*range(6))
-        again = loaded(folder, f"{recipe}-{index}", config)
-        assert again.train(*range(3, 6)) == losses[3:]
-        assert not differences(again.state(), run.state())
-
-
-def test_loaded_training_goes_on_bit_by_bit(ranks: Ranks, saved: tuple[str, Any]) -> None:
-    ranks.run(continue_each, saved[0])
-
-
 def load_into_delayed(folder: str) -> None:
     run = Trained("delayed", SAVED[0])
     load_checkpoint(f"{folder}/current-0", run.engine, run.optimizer)
