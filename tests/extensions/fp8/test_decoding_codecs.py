@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import ParamCodec, Piece
+from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.extensions.fp8 import DecodingCodec
 from fsdp_engine.precision import ParamDtypes
@@ -31,13 +31,7 @@ class ByteCodec(DecodingCodec):
 
     wire_dtype = torch.uint8
 
-    def prepare(
-        self,
-        params: Sequence[Tensor],
-        pieces: Sequence[Piece],
-        groups: Sequence[Any],
-        device: torch.device,
-    ) -> None:
+    def prepare(self, params: Any, pieces: Any, groups: Any, device: Any) -> None:
         self.pieces, self.groups = pieces, groups
         self.amax = torch.ones(len(params), device=device)
         self.num_released = 0

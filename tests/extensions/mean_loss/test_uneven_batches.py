@@ -8,8 +8,9 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -308,34 +309,79 @@ def test_arguments_are_checked() -> None:
             engine.mean_loss(loss, count)
 
 
+def mean_of(engine: fe.Engine) -> Tensor:
+    return engine.mean_loss(engine.model(rows(3, 0)).sum(), 3)
+
+
+def after(end: str, engine: fe.Engine) -> None:
+    loss = mean_of(engine)
+    getattr(engine, end)()
+    loss.backward()
+
+
+def twice(engine: fe.Engine) -> None:
+    loss = mean_of(engine)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def add_two(engine: fe.Engine) -> None:
+    add_mean(engine, 0)
+    add_mean(engine, 0)
+
+
+def add_another(engine: fe.Engine) -> None:
+    with engine.no_sync():
+        add_mean(engine, dist.get_rank())
+    engine.model(rows(3, 0)).mean().backward()
+
+
+def another_on_rank_1(engine: fe.Engine) -> None:
+    (engine.model(rows(3, 0)).mean() if dist.get_rank() else mean_of(engine)).backward()
+
+
+def add_penalty(engine: fe.Engine) -> None:
+    penalty = sum(param.square().sum() for param in engine.model.parameters())
+    engine.mean_loss(engine.model(rows(3, 0)).sum() + penalty, 3).backward()
+
+
+REFUSED: dict[Callable[[fe.Engine], None], str] = {
+    add_two: "expected cleared gradients before a step's first",
+    add_another: r"expected a result of mean_loss.*found another loss",
+    another_on_rank_1: r"expected results of mean_loss.* on all ranks, or",
+    add_penalty: r"found one of .*weight_decay",
+    partial(after, "zero_grad_buffer"): "found one of a step that is over",
+    partial(after, "reset"): "found one of a step that is over",
+    twice: "found one of a step that is over",
+}
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
-def test_gradients_that_are_not_cleared_are_refused() -> None:
-    for level in LEVEL_NAMES:
-        model, engine = sharded(level)
+def test_what_is_no_mean_of_all_samples_is_refused_and_the_next_steps_are_right(level: str) -> None:
+    rank, (model, engine) = dist.get_rank(), sharded(level)
+    for refused, message in REFUSED.items():
+        if refused is add_penalty and level == "no_shard":
+            continue
         for _ in range(2):
-            add_mean(engine, 0)
+            with pytest.raises(RuntimeError, match=message):
+                refused(engine)
+            engine.reset()
             model.zero_grad()
-        add_mean(engine, 0)
-        with pytest.raises(RuntimeError, match="expected cleared gradients before a step's first"):
-            add_mean(engine, 0)
-        engine.reset()
-        model.zero_grad()
-        add_mean(engine, 0)
-        check_seeds(model, [0], engine)
+            # With either kind of loss.
+            model(rows(3, rank)).mean().backward()
+            check_seeds(model, [0, 1])
+            model.zero_grad()
+            add_mean(engine, 2 + rank)
+            check_seeds(model, [2, 3], engine)
+            model.zero_grad()
 
 
 @on_ranks(2)
-def test_another_loss_in_the_step_is_refused_or_not_divided() -> None:
+def test_another_loss_in_a_step_of_its_own_is_not_divided() -> None:
     rank = dist.get_rank()
     for level, to_none in itertools.product(LEVEL_NAMES, (True, False)):
         model, engine = sharded(level)
-        with engine.no_sync():
-            add_mean(engine, rank)
-        with pytest.raises(
-            RuntimeError, match=r"expected a result of mean_loss.*found another loss"
-        ):
-            model(rows(3, rank)).mean().backward()
-        engine.reset()
         with engine.no_sync():
             add_mean(engine, rank)
         model.zero_grad(set_to_none=to_none)
@@ -346,29 +392,6 @@ def test_another_loss_in_the_step_is_refused_or_not_divided() -> None:
         add_mean(engine, rank)
         model(rows(3, rank)).mean().backward()
         check_mean(model, [rows(3, 0), rows(3, 1)], factor=2)
-
-
-@on_ranks(2)
-def test_another_loss_on_some_ranks_is_refused_on_all() -> None:
-    rank = dist.get_rank()
-    for level in LEVEL_NAMES:
-        model, engine = sharded(level)
-        add_mean(engine, rank)
-        model.zero_grad()
-        for _ in range(2):
-            loss = model(rows(3, rank))
-            expected = r"expected results of mean_loss.* on all ranks, or"
-            with pytest.raises(RuntimeError, match=expected):
-                (engine.mean_loss(loss.sum(), 3) if rank == 0 else loss.mean()).backward()
-            engine.reset()
-            model.zero_grad()
-            # The next steps are right, with either kind.
-            model(rows(3, rank)).mean().backward()
-            check_seeds(model, [0, 1])
-            model.zero_grad()
-            add_mean(engine, 2 + rank)
-            check_seeds(model, [2, 3], engine)
-            model.zero_grad()
 
 
 @on_ranks(2)
@@ -390,34 +413,6 @@ def test_no_other_loss_is_added_to_a_result() -> None:
         loss.backward(inputs=list(model.parameters()))
     (2 * loss / 2 + torch.tensor(1.0)).backward()
     check_seeds(model, [0, 1])
-
-
-@on_ranks(2)
-def test_penalties_on_sharded_parameters_are_refused() -> None:
-    for level in LEVEL_NAMES[1:]:
-        model, engine = sharded(level)
-        penalty = sum(param.square().sum() for param in model.parameters())
-        with pytest.raises(RuntimeError, match=r"found one of .*weight_decay"):
-            engine.mean_loss(model(rows(3, 0)).sum() + penalty, 3).backward()
-        engine.reset()
-        model.zero_grad()
-        add_mean(engine, dist.get_rank())
-        check_seeds(model, [0, 1], engine)
-
-
-@on_ranks(2)
-def test_a_result_of_a_step_that_is_over_is_refused() -> None:
-    model, engine = sharded()
-    for end in (engine.zero_grad_buffer, engine.reset):
-        loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
-        end()
-        with pytest.raises(RuntimeError, match="found one of a step that is over"):
-            loss.backward()
-        engine.reset()
-    loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="found one of a step that is over"):
-        loss.backward()
 
 
 @on_ranks(2)

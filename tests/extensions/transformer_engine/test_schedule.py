@@ -1,4 +1,4 @@
-"""When bytes of Transformer Engine's weights are encoded, gathered and transposed; memory and races."""
+"""When bytes of Transformer Engine's weights are encoded, gathered and transposed, and races."""
 
 from __future__ import annotations
 
