@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import Piece
-from fsdp_engine.extensions.fp8 import Float8, Float8Codec, scaled
+from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, scaled
 from tests import reference
 from tests.extensions.fp8.float8_reference import (
     fp8_bytes,
@@ -25,10 +26,11 @@ from tests.extensions.fp8.float8_reference import (
     reference_grid,
     rounded_loss,
 )
+from tests.extensions.fp8.int8_codec import Int8
 from tests.extensions.transformer_engine.te_training import counting
 from tests.megatron.configs import Config
 from tests.messages import Messages, count_step
-from tests.models import Stack, Transformer
+from tests.models import Stack, Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
 from tests.reference import OptimizerMaker
@@ -93,14 +95,14 @@ def test_the_worked_example_is_exact() -> None:
     assert torch.equal(out, row)
 
 
-SCENARIO = Scenario(model=functools.partial(Transformer, 2), max_norm=float("inf"))
+SCENARIO = Scenario(model=partial(Transformer, 2), max_norm=float("inf"))
 
 
 @functools.cache
 def trained_alone(options: Float8) -> Run:
     """One process computes with quantised copies of the matrices."""
-    quantise = functools.partial(quantised, options=options)
-    return SCENARIO.but(loss_of=functools.partial(rounded_loss, quantise)).alone()
+    quantise = partial(quantised, options=options)
+    return SCENARIO.but(loss_of=partial(rounded_loss, quantise)).alone()
 
 
 @pytest.mark.parametrize("pair", FEW_PAIRS)
@@ -171,6 +173,34 @@ CASES = [
     (Float8("block"), torch.float32, reference.adamw),
     (Float8("block", power_of_two_scales=True), torch.bfloat16, reference.sgd),
 ]
+
+
+def by_row(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round() * scale
+
+
+@pytest.mark.parametrize("pair", FEW_PAIRS)
+@on_ranks(4)
+def test_a_codec_of_a_users_own_trains_as_one_process_with_the_same_quantiser(
+    pair: tuple[str, str],
+) -> None:
+    scenario = Scenario(model=partial(Transformer, 2), pair=pair, mesh=mesh_of(2, 2))
+    found = scenario.but(options={"codec_rules": [Int8()]}).sharded()
+    expected = scenario.but(loss_of=partial(rounded_loss, by_row)).alone()
+    lines = reference.differences(found.steps, expected.steps, 2e-5)
+    assert not lines, "\n".join([f"{pair}:", *lines[:8]])
+
+
+@on_ranks(2)
+def test_a_decoding_codec_holds_its_full_wire_only_while_it_is_decoded() -> None:
+    model = Transformer(num_blocks=2)
+    engine = fe.shard(model, codec_rules=[Int8()])
+    assert any(isinstance(buffer.weights.codec, DecodingCodec) for buffer in engine.buffers)
+    rest = sum(engine.memory_bytes().values())
+    model(*token_batch(2, dist.get_rank())).backward()
+    held = engine.memory_bytes()
+    assert sum(held.values()) - held["grad"] == rest
 
 
 class Watch:

@@ -54,7 +54,9 @@ def assert_as_alone(model: nn.Module, engine: fe.Engine, alone: nn.Module) -> No
         optimizer.step()
         optimizer.zero_grad()
     reference.assert_same_weights(model, alone)
-    torch.testing.assert_close(engine.full_state_dict(), dict(alone.state_dict()))
+    state = engine.full_state_dict()
+    assert list(state) == list(alone.state_dict())
+    torch.testing.assert_close(state, dict(alone.state_dict()))
 
 
 @everywhere

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,40 +190,6 @@ def test_only_what_waits_for_messages_counts_at_the_lowest_level() -> None:
         engine.model(*vector_batch(2, 0))
     assert (measured.num_steps, measured.waited) == (0, ())
     assert "0 steps" in str(measured)
-
-
-@on_ranks(2)
-def test_a_step_outside_of_measure_calls_no_meter() -> None:
-    _, engine, step = sharded("optim_grads_params")
-    step()
-    step()
-    before = calls_of(step)
-    assert not [name for name in before if name[0] == "reports.py" or "WaitMeter" in name[1]]
-    assert not [name for name in before if name[1].endswith(("_wait_seen", "_timed_event"))]
-    with engine.measure():
-        within = calls_of(step)
-    assert [name for name in within if "WaitMeter" in name[1]]
-    # The calls do not depend on when collectives finish.
-    after = calls_of(step)
-    assert set(after) == set(before)
-
-
-def calls_of(action: Callable[[], None]) -> Counter[tuple[str, str]]:
-    """Calls of the engine's functions, by (file, qualified name)."""
-    package = str(Path(fe.__file__).parent)
-    calls: Counter[tuple[str, str]] = Counter()
-
-    def note(frame: Any, event: str, argument: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package):
-            calls[Path(code.co_filename).name, code.co_qualname] += 1
-
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @on_ranks(2)
