@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from fsdp_engine.extensions.initial_values.comparison import checksum
 from fsdp_engine.units import build
 from tests import reference
 from tests.models import Transformer, token_batch
-from tests.pool import on_few_ranks, on_ranks
+from tests.pool import on_ranks
 from tests.promises.everywhere import LEVELS, Place, everywhere
 
 
@@ -51,9 +52,7 @@ def everything(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def without_reset() -> nn.Module:
@@ -122,19 +121,6 @@ def all_buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers(remove_duplicate=False))
 
 
-@on_few_ranks
-def test_a_buffer_of_several_modules_without_values_is_refused() -> None:
-    for values in ("same", "empty"):
-        with torch.device("meta"):
-            table = torch.empty(2, 4)
-            model = nn.Sequential(*(Untouched(table) for _ in range(2)))
-        if values == "empty":
-            fe.shard(model, initial_values=values)
-            continue
-        with pytest.raises(ValueError, match=r"0\.table: expected one of its modules to give it"):
-            fe.shard(model, initial_values=values)
-
-
 @everywhere
 def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
     with torch.device("meta"):
@@ -160,8 +146,7 @@ def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
         options = {} if "meta" in how else {"initial_values": "rank0"}
         place.shard(model, **options)
         found = all_buffers(model)
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), f"{how}: {name}"
+        check_equal(found, expected)
         assert len(set(map(id, found.values()))) == 5
         assert model.holder.again is model.blocks[2].table
         model(torch.randn(4, 4)).sum().backward()
@@ -184,22 +169,6 @@ class ResetTable(PlainTable):
         self.tables = {"cos": [torch.ones(4)]}
 
 
-@pytest.mark.parametrize("first", ["cpu", "meta"])
-@on_ranks(2)
-def test_a_meta_tensor_in_a_plain_attribute_is_named_on_all_ranks(first: str) -> None:
-    def make(kind: type[nn.Module]) -> nn.Module:
-        with torch.device("meta" if dist.get_rank() else first):
-            return nn.Sequential(kind())
-
-    message = r"0\.tables: expected tensors on the meta device to be parameters and buffers"
-    with pytest.raises(ValueError, match=message):
-        fe.shard(make(PlainTable))
-    if first == "meta":
-        model = make(ResetTable)
-        fe.shard(model)
-        model(torch.randn(2, 4)).sum().backward()
-
-
 @everywhere
 def test_ranks_that_built_other_values_raise_unless_rank_0_decides(place: Place) -> None:
     expected = everything(WithStatistics())
@@ -211,9 +180,8 @@ def test_ranks_that_built_other_values_raise_unless_rank_0_decides(place: Place)
             with torch.no_grad():
                 model.state_dict()[name].flatten()[0] += dist.get_rank() == 1
             before = dict(model.named_parameters())
-            with pytest.raises(
-                ValueError, match=f"{name}: expected the same.*rank 1 than on.*rank0"
-            ):
+            message = f"{name}: expected the same.*rank 1 than on.*rank0"
+            with pytest.raises(ValueError, match=message):
                 place.shard(model)
             assert all(p is before[name] for name, p in model.named_parameters())
     torch.manual_seed(dist.get_rank())
@@ -242,19 +210,67 @@ def more_buffers() -> nn.Module:
     return model
 
 
+class Late(nn.Module):
+    """Forgets one of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.first)
+
+
+class Tripled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+def tripled() -> nn.Module:
+    linear = nn.Linear(3, 3)
+    nn.utils.parametrize.register_parametrization(linear, "weight", Tripled())
+    return linear
+
+
+def untouched() -> nn.Module:
+    table = torch.empty(2, 4)
+    return nn.Sequential(*(Untouched(table) for _ in range(2)))
+
+
+def weight_normed() -> nn.Module:
+    return nn.utils.weight_norm(nn.Linear(3, 3))
+
+
+def on_meta(make: Callable[[], nn.Module], first: str = "meta") -> nn.Module:
+    """Built on the meta device; by the first rank, on ``first``."""
+    with torch.device("meta" if dist.get_rank() else first):
+        return nn.Sequential(make())
+
+
+TABLES = r"0\.tables: expected tensors on the meta device to be parameters and buffers"
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (first_on_meta, {}, r"1.weight: expected values on data-parallel rank 0.*"),
     (nowhere, {}, r"the root module .*bare.*found none"),
     (more_buffers, {"initial_values": "rank0"}, "more: expected the same buffers on all ranks"),
     (SharedTable, {"initial_values": "rank1"}, "initial_values: expected one of .*found 'rank1'"),
+    (partial(on_meta, untouched), {}, r"0\.table: expected one of its modules to give it"),
+    (partial(on_meta, PlainTable), {}, TABLES),
+    (partial(on_meta, PlainTable, "cpu"), {}, TABLES),
+    (partial(on_meta, weight_normed), {}, r"Linear\.weight_g: expected its reset_"),
+    (partial(on_meta, Late), {}, r"Late\.second: expected its reset_parameters\(\) to"),
+    (partial(on_meta, tripled), {}, r"Linear\.weight: expected a parametrisation that turns"),
 ]
 
 
 @on_ranks(2)
-def test_what_cannot_be_made_alike_raises_on_all_ranks() -> None:
+def test_what_has_no_values_or_cannot_be_made_alike_raises_on_all_ranks() -> None:
     for make, options, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             fe.shard(make(), **options)
+    fe.shard(on_meta(untouched), initial_values="empty")
+    model = on_meta(ResetTable)
+    fe.shard(model)
+    model(torch.randn(2, 4)).sum().backward()
 
 
 @on_ranks(2)
@@ -356,15 +372,12 @@ class Model(nn.Module):
         return result
 
 
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return Model()
-
-
 @everywhere
 def test_children_and_normalised_weights_get_the_values_that_modules_give(place: Place) -> None:
     torch.manual_seed(0)
-    alone, model = Model(), on_meta()
+    alone = Model()
+    with torch.device("meta"):
+        model = Model()
     engine = place.shard(model)
     state = engine.full_state_dict()
     for name, value in alone.state_dict().items():
@@ -382,7 +395,7 @@ def states() -> list[Any]:
     found = []
     for level in LEVELS:
         torch.manual_seed(0)
-        found.append(fe.shard(on_meta(), strategy=level).full_state_dict())
+        found.append(fe.shard(on_meta(Model), strategy=level).full_state_dict())
     return found
 
 
@@ -391,42 +404,7 @@ def test_values_are_the_same_whatever_the_number_of_ranks_and_the_level(ranks: A
     for world_size in (2, 4):
         others += [each for found in ranks.run(states, world_size=world_size) for each in found]
     for found in others:
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-class Late(nn.Module):
-    """Forgets one of its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.first)
-
-
-class Tripled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 3 * x
-
-
-def tripled() -> nn.Module:
-    linear = nn.Linear(3, 3)
-    nn.utils.parametrize.register_parametrization(linear, "weight", Tripled())
-    return linear
-
-
-@on_ranks(2)
-def test_what_stays_without_values_is_an_error_on_all_ranks() -> None:
-    for make, message in (
-        (lambda: nn.utils.weight_norm(nn.Linear(3, 3)), r"Linear\.weight_g: expected its reset_"),
-        (Late, r"Late\.second: expected its reset_parameters\(\) to"),
-        (tripled, r"Linear\.weight: expected a parametrisation that turns"),
-    ):
-        with torch.device("meta"):
-            model = nn.Sequential(make())
-        with pytest.raises(ValueError, match=message):
-            fe.shard(model)
+        check_equal(found, expected)
 
 
 class FailsOnOneRank(nn.Linear):
@@ -490,5 +468,5 @@ def test_a_module_with_parameters_of_two_units_has_the_values_of_one_process() -
         engine = fe.shard(model, strategy=level, units="*", min_unit_size=0)
         model(torch.ones(2, 4)).sum().backward()
         states.append(engine.full_state_dict())
-    torch.testing.assert_close(*states, rtol=0, atol=0)
+    check_equal(*states)
     assert all(value.any() for value in states[0].values())
