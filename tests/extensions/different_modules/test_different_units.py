@@ -28,7 +28,6 @@ from tests.extensions.different_modules.maze import (
     Maze,
     Route,
     assert_same_gradients,
-    assert_same_results,
     check,
     draw_case,
     inputs,
@@ -123,38 +122,6 @@ def test_models_that_leave_out_modules_train_as_in_one_process(pattern: str) -> 
             each.step()
             each.zero_grad()
     reference.assert_same_weights(model, alone, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@on_ranks(2)
-def test_steps_and_uneven_evaluations_within_one_context(level: str) -> None:
-    rank, model, alone = dist.get_rank(), Maze(), Maze()
-    engine = fe.shard(model, strategy=level, units=UNITS)
-    optimizers = [reference.sgd(each.parameters()) for each in (model, alone)]
-    routes = [plain(0), plain(3, 0, 4)]
-
-    def evaluate(num: int, route: Route) -> None:
-        with torch.no_grad():
-            for number in range(num):
-                assert_same_results(model, alone, number, route)
-
-    with engine.together():
-        for step in range(3):
-            loss_of(model, 10 * step + rank, routes[(rank + step) % 2]).backward()
-            losses = [
-                loss_of(alone, 10 * step + each, routes[(each + step) % 2]) for each in (0, 1)
-            ]
-            torch.stack(losses).mean().backward()
-            if step % 2:
-                engine.clip_grad_norm_(0.5)
-                nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-            # The other rank may step at once, and none may see its weights.
-            evaluate(3 * ((rank + step) % 2), routes[1])
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
-            evaluate(2 * ((rank + step + 1) % 2), routes[0])
-    reference.assert_same_weights(model, alone, rtol=1e-9, atol=1e-9)
 
 
 @on_ranks(2)
