@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,14 +31,13 @@ from tests.extensions.transformer_engine.te_on_cpu import (
 from tests.extensions.transformer_engine.te_reference import Quantised, quantise
 from tests.scenario import Run, Scenario
 
-TRANSPOSED = ("delayed", "current", "block")  # backward reads transposes of what forward reads
 FEATURES = 7
 CUT = "optim_grads_params"
 LEVELS = ("no_shard", "optim", "optim_grads", CUT)
 
 
 def counting(owner: Any, name: str) -> Any:
-    """A context with a mock that calls ``owner.name``, and counts in ``call_count``."""
+    """Within it, calls of ``owner.name`` are counted in ``call_count``."""
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
@@ -54,12 +53,10 @@ def make_batch(rows: int, seed: int) -> tuple[Tensor]:
     return (torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(seed)),)
 
 
-def make_codec(
-    recipe: str, dtype: torch.dtype = torch.bfloat16, *, keeps: bool = False
-) -> TransformerEngineCodec:
+def make_codec(recipe: str) -> TransformerEngineCodec:
     load()
     found = next(each for each in codec_module.RECIPES if each.name == recipe)
-    return TransformerEngineCodec(codec_module._load("weight"), found, dtype, keeps)
+    return TransformerEngineCodec(codec_module._load("weight"), found, torch.bfloat16, False)
 
 
 def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
@@ -68,14 +65,6 @@ def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
         f"{name}.weight": module
         for name, module in model.named_modules()
         if isinstance(module, QuantisedLinear)
-    }
-
-
-def preserved_values(model: nn.Module) -> dict[str, Tensor]:
-    """Initial values of quantised weights, by name."""
-    return {
-        name: layer.weight.get_high_precision_init_val().clone()
-        for name, layer in quantised_layers(model).items()
     }
 
 
@@ -127,13 +116,8 @@ def partly_recomputed(recipe: str, reentrant: bool = False) -> QuantisedStack:
 
 
 class Watch:
-    """Compares bytes and scales with the reference's whenever a quantised layer computes: rows in
-    its forward, columns when the gradient of its output is there.
-
-    Attributes:
-        looks: How often rows and columns were compared, by "rows" and "columns".
-        expected: The reference's, by name of weight; set by :meth:`expect`.
-    """
+    """Compares bytes and scales with the reference's whenever a quantised layer computes: "rows" in
+    its forward, "columns" when the gradient of its output is there. Counts it in ``looks``."""
 
     def __init__(self, model: nn.Module, engine: fe.Engine) -> None:
         self.model, self.engine = model, engine
@@ -156,11 +140,7 @@ class Watch:
             self.expected[name] = quantise(mains[name], layer.recipe, torch.bfloat16, scale)
 
     def train(self, scenario: Scenario, *, num_forwards: float | None = 1) -> Run:
-        """Train the model.
-
-        Args:
-            num_forwards: Forwards of each layer for each backward. None: it is not checked.
-        """
+        """Train the model, with so many forwards of each layer for each backward, or any number."""
         before, looks = scenario.before_step, self.looks.copy()
 
         def before_step(model: Any, number: int) -> None:
@@ -228,10 +208,3 @@ def assert_all_same(runs: Sequence[Run]) -> None:
         steps = [replace(s, norm=o.norm) for s, o in zip(run.steps, expected, strict=True)]
         lines = reference.differences(steps, expected, 0.0)
         assert not lines, "\n".join(lines[:8])
-
-
-def same_at(levels: Iterable[str], scenario: Scenario) -> list[tuple[Run, Watch]]:
-    """Train at each level, with the same bits."""
-    found = [watched(scenario.but(pair=(level, "no_shard"))) for level in levels]
-    assert_all_same([run for run, _ in found])
-    return found

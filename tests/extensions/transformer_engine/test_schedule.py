@@ -23,7 +23,6 @@ from tests.extensions.transformer_engine.te_on_cpu import QuantisedStack
 from tests.extensions.transformer_engine.te_training import (
     CUT,
     FEATURES,
-    TRANSPOSED,
     Watch,
     assert_all_same,
     bent,
@@ -31,7 +30,6 @@ from tests.extensions.transformer_engine.te_training import (
     make_batch,
     make_stack,
     partly_recomputed,
-    same_at,
     scenario_of,
     watched,
 )
@@ -277,7 +275,7 @@ def test_transposes_are_never_stale_and_are_made_once_where_they_are_kept(
     pair: tuple[str, str],
 ) -> None:
     cuts = pair[0] == CUT
-    for recipe, keeps in itertools.product(TRANSPOSED, (False, True)):
+    for recipe, keeps in itertools.product(("delayed", "current", "block"), (False, True)):
         if not cuts and recipe == "delayed":
             continue
         config = fe.DistributedDataParallelConfig(
@@ -298,9 +296,10 @@ def test_transposes_are_never_stale_and_are_made_once_where_they_are_kept(
 @on_ranks(2)
 def test_where_rows_serve_backward_nothing_is_transposed_and_training_is_the_same() -> None:
     for recipe in ("delayed", "current"):
-        runs = [run for run, _ in same_at(("optim", CUT), scenario_of(recipe))]
+        scenarios = [scenario_of(recipe, pair=(level, "no_shard")) for level in ("optim", CUT)]
+        runs = [watched(scenario)[0] for scenario in scenarios]
         with te_on_cpu.native_tn(), counting_transposes() as transpose:
-            runs += [run for run, _ in same_at(("optim", CUT), scenario_of(recipe))]
+            runs += [watched(scenario)[0] for scenario in scenarios]
         assert_all_same(runs)
         assert not transpose.called
 
