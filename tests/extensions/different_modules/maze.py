@@ -133,14 +133,16 @@ def draw_case(draw: random.Random, num_ranks: int) -> Case:
     return Case(routes, evaluations, options)
 
 
-def inputs(seed: int) -> Tensor:
+def inputs(seed: int, model: nn.Module | None = None) -> Tensor:
+    """Of the dtype and on the device of ``model``."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+    x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+    like = x if model is None else next(model.parameters())
+    return x.to(like.device, like.dtype)
 
 
 def loss_of(model: nn.Module, seed: int, route: Route) -> Tensor:
-    x = inputs(seed).to(next(model.parameters()).device)
-    loss: Tensor = model(x, route).square().mean()
+    loss: Tensor = model(inputs(seed, model), route).square().mean()
     return loss
 
 
@@ -210,6 +212,5 @@ def check(
 
 
 def assert_same_results(model: nn.Module, alone: nn.Module, seed: int, route: Route) -> None:
-    x = inputs(seed)
-    found = model(x.to(next(model.parameters()).device), route)
-    torch.testing.assert_close(found, alone(x, route), check_device=False)
+    found, expected = (each(inputs(seed, each), route) for each in (model, alone))
+    torch.testing.assert_close(found, expected, check_device=False)

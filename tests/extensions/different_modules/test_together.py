@@ -34,7 +34,7 @@ BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 @torch.no_grad()
 def forwards(model: Maze, num: int, seed: int) -> list[Tensor]:
     """Each is of what a block returned that was called by itself."""
-    encoded = [model.blocks[n % 2](inputs(1000 * seed + n)) for n in range(num)]
+    encoded = [model.blocks[n % 2](inputs(1000 * seed + n, model)) for n in range(num)]
     return [model(x, plain(*range(n % 5))) for n, x in enumerate(encoded)]
 
 
@@ -50,7 +50,8 @@ def check(
     Args:
         keeps: Units are kept, and prefetched for a forward of all ranks.
     """
-    rank, model, alone = dist.get_rank(), Maze(), Maze()
+    dtype = torch.float64 if policy is None else torch.float32
+    rank, model, alone = dist.get_rank(), Maze().to(dtype), Maze().to(dtype)
     engine = fe.shard(model, strategy=level, units=UNITS, mp_policy=policy)
     for unit in engine.units[1::2] if keeps else ():
         unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
@@ -68,7 +69,7 @@ def check(
         with engine.together():
             found = forwards(model, nums[rank], number)
         for ours, theirs in zip(found, forwards(alone, nums[rank], number), strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(ours.to(dtype), theirs, rtol=tolerance, atol=tolerance)
     reference.assert_same_weights(model, alone, rtol=tolerance, atol=tolerance)
 
 
@@ -100,11 +101,11 @@ def test_weights_that_travel_in_fp8_are_those_of_forwards_without_it() -> None:
     model, route = Maze().float(), plain(0, 2)
     engine = fe.shard(model, units=UNITS, codec_rules=(fe.Float8(),))
     with torch.no_grad():
-        expected = [model(inputs(number).float(), route) for number in range(3)]
+        expected = [model(inputs(number, model), route) for number in range(3)]
         with engine.together():
             for number in range(1 + 2 * dist.get_rank()):
-                assert torch.equal(model(inputs(number).float(), route), expected[number])
-        assert torch.equal(model(inputs(0).float(), route), expected[0])
+                assert torch.equal(model(inputs(number, model), route), expected[number])
+        assert torch.equal(model(inputs(0, model), route), expected[0])
 
 
 # What forwards do with a block.
@@ -198,11 +199,6 @@ def norms_and_full_tensors(engine: fe.Engine) -> None:
         reference.full(param)
 
 
-def save_and_load(engine: fe.Engine, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    fe.save_checkpoint(f"{folder}/one", engine, optimizer)
-    fe.load_checkpoint(f"{folder}/one", engine, optimizer)
-
-
 def save_a_run(engine: fe.Engine, optimizer: torch.optim.Optimizer, folder: str) -> None:
     run = fe.Checkpointer(f"{folder}/run", engine, optimizer)
     for number, save in enumerate((run.save, run.save_async)):
@@ -211,16 +207,23 @@ def save_a_run(engine: fe.Engine, optimizer: torch.optim.Optimizer, folder: str)
     assert run.load().step == 1
 
 
-CALLS: dict[str, Callable[[fe.Engine, torch.optim.Optimizer, str], Any]] = {
-    "a collective of the user's": lambda engine, *_: sum_of_ranks(engine),
-    "functions of parameters": lambda engine, *_: norms_and_full_tensors(engine),
-    "start_param_sync": lambda engine, *_: engine.start_param_sync(),
-    "start_param_sync(wait=True)": lambda engine, *_: engine.start_param_sync(wait=True),
-    "full_state_dict": lambda engine, *_: engine.full_state_dict(),
-    "clip_grad_norm_": lambda engine, *_: engine.clip_grad_norm_(1.0),
-    "save_checkpoint": save_and_load,
-    "Checkpointer": save_a_run,
-    "export_safetensors": lambda engine, _, folder: fe.export_safetensors(engine, folder),
+# Calls one after the other, between which ranks evaluate.
+CALLS: dict[str, list[Callable[[fe.Engine, torch.optim.Optimizer, str], Any]]] = {
+    "a collective of the user's": [lambda engine, *_: sum_of_ranks(engine)],
+    "functions of parameters": [lambda engine, *_: norms_and_full_tensors(engine)],
+    "start_param_sync": [lambda engine, *_: engine.start_param_sync()],
+    "start_param_sync(wait=True)": [lambda engine, *_: engine.start_param_sync(wait=True)],
+    "full_state_dict": [lambda engine, *_: engine.full_state_dict()],
+    "clip_grad_norm_": [lambda engine, *_: engine.clip_grad_norm_(1.0)],
+    "save_checkpoint": [
+        lambda engine, optimizer, folder: fe.save_checkpoint(folder, engine, optimizer),
+        lambda engine, optimizer, folder: fe.load_checkpoint(folder, engine, optimizer),
+    ],
+    "Checkpointer": [save_a_run],
+    "export_safetensors": [
+        lambda engine, _, folder: fe.export_safetensors(engine, folder),
+        lambda engine, _, folder: fe.load_safetensors(engine, folder),
+    ],
 }
 
 
@@ -237,8 +240,9 @@ def test_a_call_of_all_ranks_waits_for_those_that_evaluate(call: str) -> None:
         optimizer.zero_grad()
         loss_of(model, rank, route).backward()
         evaluate(model, 1 + 4 * rank)
-        CALLS[call](engine, optimizer, folder)
-        evaluate(model, 4 - rank)
+        for each in CALLS[call]:
+            each(engine, optimizer, f"{folder}/one")
+            evaluate(model, 4 - rank)
         optimizer.zero_grad()
         loss_of(model, rank, route).backward()
         optimizer.step()

@@ -211,16 +211,17 @@ class Watch:
     ) -> None:
         self.engine, self.options, self.dtype = engine, options, dtype
         self.expected: dict[str, Tensor] = {}
+        self.used: dict[str, Tensor] = {}
         self.looks: Counter[tuple[str, str]] = Counter()
         self.places: set[tuple[str, str]] = set()
         for path, module in model.named_modules():
             for key, _ in module.named_parameters(recurse=False):
                 name = f"{path}.{key}"
                 self.places.add(("forward", name))
-                module.register_forward_pre_hook(partial(self._look, "forward", name, key))
+                module.register_forward_pre_hook(partial(self._called, name, key))
                 if not isinstance(module, nn.Embedding):  # whose backward reads no weights
                     self.places.add(("backward", name))
-                    module.register_forward_hook(partial(self._returned, name, key))
+                    module.register_forward_hook(partial(self._returned, name))
 
     def expect(self, model: Any = None, step: int = 0) -> None:
         """Expect the quantised values of the present main weights. A collective."""
@@ -229,16 +230,17 @@ class Watch:
             seen = quantised(weight, self.options) if weight.ndim >= 2 else weight
             self.expected[name] = seen.to(self.dtype)
 
-    def _returned(self, name: str, key: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        # Autograd saves the weight, whatever the module has in backward, which begins when the
-        # output's gradient is there.
-        weight = getattr(module, key).detach()
-        output.register_hook(lambda grad: self._compare("backward", name, weight))
+    def _called(self, name: str, key: str, module: nn.Module, args: Any) -> None:
+        # Autograd saves it, whatever the module has in backward.
+        self.used[name] = getattr(module, key).detach()
+        self._compare("forward", name)
 
-    def _look(self, moment: str, name: str, key: str, module: nn.Module, args: Any) -> None:
-        self._compare(moment, name, getattr(module, key))
+    def _returned(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        # The module's backward begins when its output's gradient is there.
+        output.register_hook(lambda grad: self._compare("backward", name))
 
-    def _compare(self, moment: str, name: str, used: Tensor) -> None:
+    def _compare(self, moment: str, name: str) -> None:
+        used = self.used[name]
         self.looks[moment, name] += 1
         assert used.dtype == self.expected[name].dtype
         assert torch.equal(used, self.expected[name]), f"{moment} of {name}"
