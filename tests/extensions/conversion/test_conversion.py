@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp_engine as fe
+from fsdp_engine.comm import rendezvous
+from fsdp_engine.fsdp2 import fully_shard
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.checkpoint.scene import shared_folder
-from tests.models import Transformer
-from tests.pool import on_ranks
+from tests.models import Chain, Mlp, Transformer, vector_batch
+from tests.pool import Ranks, on_ranks
+from tests.reference import held
 
 
 class Net(nn.Module):
@@ -52,29 +59,25 @@ def data(step: int, dtype: torch.dtype) -> Tensor:
 
 
 def mine(x: Tensor) -> Tensor:
-    return x.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else x
+    rank, size = reference.rank_and_size()
+    return x.chunk(size)[rank]
 
 
-def steps(model: nn.Module, optimizer: Any, which: range, *, shared: bool = True) -> list[float]:
+def steps(model: nn.Module, optimizer: Any, which: range, part: Any = mine) -> list[float]:
     """Losses; of all ranks together."""
-    dtype = model.head.weight.dtype  # type: ignore[union-attr]
     losses = []
     for step in which:
-        x = mine(data(step, dtype)) if shared else data(step, dtype)
+        x = part(data(step, next(model.parameters()).dtype))
         loss = F.mse_loss(model(x).float(), x.float())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        value = loss.detach().clone()
-        if shared and dist.is_initialized():
-            dist.all_reduce(value)
-            value /= dist.get_world_size()
-        losses.append(value.item())
+        losses.append(reference.mean_over_ranks(loss))
     return losses
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return reference.sgd(model.parameters())
 
 
 class Recurrent(nn.Module):
@@ -95,10 +98,6 @@ def recurrent() -> nn.Module:
     return Recurrent()
 
 
-def leave(model: Any) -> None:
-    """Changes nothing."""
-
-
 def freeze_and_double(model: Any) -> None:
     model.blocks[1].requires_grad_(False)
     model.double()
@@ -115,31 +114,23 @@ def to_double(model: Any) -> None:
     assert [id(param) for param in model.parameters()] == params
 
 
-def to_float(model: Any) -> None:
-    model.to(torch.float32)
-
-
+leave, to_float = reference.nothing, nn.Module.float
 # By name: the model, options of shard, the conversion before every two steps, levels.
+CUT = "optim_grads_params"
+PLANNED = {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)}
 PROGRAMS: dict[str, tuple[Any, dict[str, Any], list[Any], Any]] = {
     "another dtype and back": (net, {}, [leave, to_double, to_float], LEVELS),
     "frozen meanwhile": (net, {}, [leave, freeze_and_double, thaw_and_float], LEVELS),
-    "recurrent and partly frozen": (
-        recurrent,
-        {},
-        [leave, to_double],
-        ["optim", "optim_grads_params"],
-    ),
-    "planned addresses": (
-        net,
-        {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
-        [leave, leave, to_double, leave],
-        ["optim_grads_params"],
-    ),
+    "recurrent and partly frozen": (recurrent, {}, [leave, to_double], ["optim", CUT]),
+    "planned addresses": (net, PLANNED, [leave, leave, to_double, leave], [CUT]),
 }
 
 
-def trained_of(model: nn.Module) -> list[str]:
-    return [name for name, param in model.named_parameters() if param.requires_grad]
+def kinds_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Dtypes of the state, names of what is trained, dtypes of its momentum."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    momenta = [optimizer.state[param]["momentum_buffer"].dtype for param in trained.values()]
+    return {n: v.dtype for n, v in model.state_dict().items()}, list(trained), momenta
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -155,22 +146,9 @@ def test_training_goes_on_in_another_dtype(name: str) -> None:
             for each in (alone, model):
                 change(each)
             which = range(2 * number, 2 * number + 2)
-            expected += steps(alone, alone_sgd, which, shared=False)
+            expected += steps(alone, alone_sgd, which, part=lambda x: x)
             found += steps(model, sgd, which)
-            kinds = [
-                ({n: v.dtype for n, v in each.state_dict().items()}, trained_of(each))
-                for each in (model, alone)
-            ]
-            assert kinds[0] == kinds[1]
-        dtypes = [
-            [
-                optimizer.state[p]["momentum_buffer"].dtype
-                for p in each.parameters()
-                if p.requires_grad
-            ]
-            for optimizer, each in ((sgd, model), (alone_sgd, alone))
-        ]
-        assert dtypes[0] == dtypes[1]
+            assert kinds_of(model, sgd) == kinds_of(alone, alone_sgd)
         assert not hasattr(model, "first") or model.head.weight is model.first.weight
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         reference.assert_same_weights(model, alone, rtol=1e-4, atol=1e-5)
@@ -191,19 +169,6 @@ def test_one_rank_has_the_bits_of_plain_torch() -> None:
             reference.assert_same_weights(model, alone, rtol=0, atol=0)
 
 
-def test_without_a_process_group() -> None:
-    assert not dist.is_initialized()
-    alone, model = net(), net()
-    try:
-        fe.shard(model)
-        alone.bfloat16()
-        model.bfloat16()
-        found = steps(model, momentum(model), range(2))
-        assert found == steps(alone, momentum(alone), range(2))
-    finally:
-        dist.destroy_process_group()
-
-
 @on_ranks(2)
 def test_gradients_are_converted_with_their_parameters() -> None:
     for level in LEVELS:
@@ -216,10 +181,8 @@ def test_gradients_are_converted_with_their_parameters() -> None:
             F.mse_loss(model(mine(x)), mine(x)).backward()
             alone.double()
             model.double()
-            found = reference.full_gradients(model)
-            for name, other in alone.named_parameters():
-                assert other.grad is not None
-                torch.testing.assert_close(found[name], other.grad, rtol=1e-5, atol=1e-6)
+            grads = map(reference.full_gradients, (model, alone))
+            torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
         expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         torch.testing.assert_close(engine.clip_grad_norm_(0.1), expected, check_dtype=False)
 
@@ -255,20 +218,15 @@ def test_the_policy_follows() -> None:
 
 @on_ranks(2)
 def test_a_checkpoint_after_a_conversion() -> None:
-    folder = shared_folder()
-    model = net()
-    engine = fe.shard(model)
-    sgd = momentum(model)
+    folder, model, other = shared_folder(), net(), net().double()
+    engine, again = fe.shard(model), fe.shard(other)
+    sgd, other_sgd = momentum(model), momentum(other)
     steps(model, sgd, range(1))
     model.double()
     steps(model, sgd, range(1, 2))
     fe.save_checkpoint(folder, engine, sgd)
-    other = net().double()
-    again = fe.shard(other)
-    other_sgd = momentum(other)
     fe.load_checkpoint(folder, again, other_sgd)
-    found = steps(other, other_sgd, range(2, 4))
-    assert found == steps(model, sgd, range(2, 4))
+    assert steps(other, other_sgd, range(2, 4)) == steps(model, sgd, range(2, 4))
 
 
 @on_ranks(2)
@@ -384,3 +342,149 @@ def test_modules_that_convert_themselves() -> None:
     model[1]._apply(lambda tensor: tensor.float(), "total")
     assert model[1].total.dtype == torch.float64
     assert model[1].float().total.dtype == torch.float32
+
+
+# A rendezvous checks the places of missing ranks soon, and again after as long; threads of ranks
+# answer within half a second.
+MOST_SECONDS = 30.0
+
+
+@contextmanager
+def early_checks() -> Iterator[None]:
+    usual, rendezvous.FIRST_CHECK_SECONDS = rendezvous.FIRST_CHECK_SECONDS, 0.3
+    try:
+        yield
+    finally:
+        rendezvous.FIRST_CHECK_SECONDS = usual
+
+
+def made(level: str) -> Any:
+    torch.manual_seed(0)
+    model = Chain(Mlp(), Mlp())
+    if level != "fully_shard":
+        fe.shard(model, strategy=level)
+        return model
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    x, y = vector_batch(4, 0)
+    model(x.to(next(model.parameters()).dtype), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Level, number of steps before, dtypes that ranks convert the model to, number of ranks.
+BEFORE, BETWEEN = (0, {1: "float64"}, 2), (2, {0: "bfloat16"}, 2)
+WAYS: list[Any] = [
+    *((level, *(BETWEEN if number % 2 else BEFORE)) for number, level in enumerate(LEVELS)),
+    ("fully_shard", *BEFORE),
+    ("fully_shard", *BETWEEN),
+    ("optim_grads_params", 1, {0: "float64", 1: "bfloat16"}, 2),
+    ("optim_grads_params", 1, {2: "float64"}, 4),
+]
+
+
+@pytest.mark.parametrize(("level", "num_before", "dtypes", "world_size"), WAYS)
+def test_a_conversion_that_other_ranks_do_not_make_is_an_error_on_all(
+    ranks: Ranks, level: str, num_before: int, dtypes: dict[int, str], world_size: int
+) -> None:
+    for rank, text in enumerate(
+        ranks.run(error_of, level, num_before, dtypes, world_size=world_size)
+    ):
+        assert text.startswith("ValueError: "), (rank, text)
+        for dtype in dtypes.values():
+            assert f"torch.{dtype}, before torch.float32" in text, (rank, text)
+        assert "every rank has to make or none" in text
+        assert "weight" in text
+        assert any(f"on rank {converted} [" in text for converted in dtypes), (rank, text)
+
+
+def error_of(level: str, num_before: int, dtypes: dict[int, str]) -> str:
+    """Ranks in ``dtypes`` convert the model after ``num_before`` steps; others do not."""
+    model = made(level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_before):
+        step(model, optimizer)
+    began = time.monotonic()
+    error: Exception | None = None
+    before = [held(param).clone() for param in model.parameters()]
+    try:
+        with early_checks():
+            if dist.get_rank() in dtypes:
+                model.to(getattr(torch, dtypes[dist.get_rank()]))
+            step(model, optimizer)
+    except (RuntimeError, ValueError) as caught:
+        error = caught
+    assert time.monotonic() - began < MOST_SECONDS
+    if dist.get_rank() in dtypes:  # it has changed nothing
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert param.dtype == torch.float32
+            assert torch.equal(held(param), value)
+    return f"{type(error).__name__}: {error}"
+
+
+@on_ranks(2)
+def test_a_conversion_of_all_ranks_costs_one_rendezvous() -> None:
+    found: list[str] = []
+    usual = rendezvous._Place.wait_for_all
+
+    def counted(self: Any, *args: Any) -> Any:
+        found.append(self._what)
+        return usual(self, *args)
+
+    for level in LEVELS:
+        model = made(level)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rendezvous._Place, "wait_for_all", counted)
+            found.clear()
+            model.double()
+            if dist.get_rank() == 1:
+                time.sleep(0.2)  # a rank that is late is waited for
+            step(model, optimizer)
+            step(model, optimizer)
+            assert len(found) == 1, found
+            if dist.get_rank() == 1:
+                model.double()  # they are already
+            step(model, optimizer)
+            assert len(found) == 1, found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["norm", "read"])
+def test_the_others_may_wait_in_the_norm_or_in_a_read(what: str) -> None:
+    model = made("optim_grads_params")
+    model(*vector_batch(4, 0)).backward()
+    read = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+    if what == "read":
+        read = model.blocks[0].up.weight.full_tensor
+    if dist.get_rank() == 1:
+        read = model.double
+    with early_checks(), pytest.raises(ValueError, match=r"torch\.float64, before torch\.float32"):
+        read()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_two_models_of_one_shape_are_told_apart() -> None:
+    first, second = made("optim"), made("optim")
+    with pytest.raises(ValueError, match="expected the same on all ranks"):
+        (first if dist.get_rank() == 0 else second).double()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_is_slow_is_not_taken_for_one_that_does_not_convert() -> None:
+    model, other = made("optim_grads_params"), made("optim_grads_params")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with early_checks():
+        if dist.get_rank() == 0:
+            time.sleep(1.5)
+        model.double()
+        step(model, optimizer)
+        step(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert {param.dtype for param in model.parameters()} == {torch.float64}

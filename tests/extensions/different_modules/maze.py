@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -82,10 +82,6 @@ def plain(*blocks: int) -> Route:
     return [(number, "plain") for number in blocks]
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return reference.sgd([param for param in model.parameters() if param.requires_grad])
-
-
 UNITS = ["blocks.*", "blocks.*.inner"]
 
 
@@ -96,9 +92,6 @@ class Case:
     routes: list[list[list[Route]]]
     evaluations: list[list[list[Route]]]
     options: dict[str, Any]
-
-    def __str__(self) -> str:
-        return f"routes={self.routes}, evaluations={self.evaluations}, options={self.options}"
 
 
 def draw_route(draw: random.Random, ways: Sequence[str], orders: bool) -> Route:
@@ -140,102 +133,84 @@ def draw_case(draw: random.Random, num_ranks: int) -> Case:
     return Case(routes, evaluations, options)
 
 
-def inputs(seed: int) -> Tensor:
+def inputs(seed: int, model: nn.Module | None = None) -> Tensor:
+    """Of the dtype and on the device of ``model``."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+    x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+    like = x if model is None else next(model.parameters())
+    return x.to(like.device, like.dtype)
 
 
 def loss_of(model: nn.Module, seed: int, route: Route) -> Tensor:
-    loss: Tensor = model(inputs(seed), route).square().mean()
+    loss: Tensor = model(inputs(seed, model), route).square().mean()
     return loss
 
 
-def gradients_of(alone: nn.Module) -> dict[str, Tensor | None]:
-    return {name: param.grad for name, param in alone.named_parameters()}
+def assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
+    grads = map(reference.full_gradients, (model, alone))
+    torch.testing.assert_close(*grads, check_device=False)
 
 
-def assert_gradients(
-    model: nn.Module, expected: Mapping[str, Tensor | None], where: object
-) -> None:
-    """Gradients of a sharded model are the expected ones, by name; None where those are."""
-    found = reference.full_gradients(model)
-    for name, right in expected.items():
-        assert (right is None) == (found[name] is None), f"{where}, {name}: {right}"
-        if right is not None:
-            torch.testing.assert_close(
-                found[name], right, msg=lambda text, n=name: f"{where}, {n}: {text}"
-            )
-
-
-def train_alone(case: Case, num_ranks: int) -> Iterator[tuple[dict[str, Tensor | None], nn.Module]]:
+def train_alone(case: Case, num_ranks: int) -> Iterator[nn.Module]:
+    """The model before each step of the optimizer."""
     model = Maze()
-    optimizer = sgd(model)
+    optimizer = reference.sgd(model.parameters())
     for step, micros in enumerate(case.routes):
         for number, routes in enumerate(micros):
             for rank, route in enumerate(routes):
                 loss = loss_of(model, 100 * step + 10 * number + rank, route)
                 (loss / (num_ranks * len(micros))).backward()
-        yield gradients_of(model), model
+        yield model
         optimizer.step()
         optimizer.zero_grad()
 
 
-def check(case: Case, mesh: DeviceMesh, pair: tuple[str, str]) -> str | None:
-    """Trains on this rank; returns the first error."""
-    try:
-        differs(case, mesh, pair)
-    except (AssertionError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def differs(case: Case, mesh: DeviceMesh, pair: tuple[str, str]) -> None:
+def check(
+    case: Case,
+    mesh: DeviceMesh,
+    pair: tuple[str, str],
+    offload: fe.Offload | None = None,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Trains on this rank as :func:`train_alone` does."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, options = Maze(), case.options
+    model, options = Maze().to(device), case.options
     config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=options["budget"])
     outer = pair[1] if mesh.ndim > 1 else None
-    engine = fe.shard(
-        model,
-        mesh,
-        pair[0],
-        outer,
-        units=UNITS,
-        config=config,
-        offload=options.get("offload"),
-    )
+    engine = fe.shard(model, mesh, pair[0], outer, units=UNITS, config=config, offload=offload)
     if options["keeps"]:
         for unit in engine.units[2::3]:
             unit.options.keeps_after_forward = unit.options.keeps_after_backward = True
-    optimizer = sgd(model)
+    optimizer = reference.sgd(model.parameters())
     fe.shard_optimizer(optimizer)
-    each = options["context"]
-    around_all = engine.together() if each == "all of training" else nullcontext()
-    around = nullcontext if each == "all of training" else engine.together
-    with around_all:
-        for step, (right, alone) in enumerate(train_alone(case, size)):
+    for_all = options["context"] == "all of training"
+    apart = options["context"] == "forward and backward"
+    around = nullcontext if for_all else engine.together
+    with engine.together() if for_all else nullcontext():
+        for step, alone in enumerate(train_alone(case, size)):
             micros = case.routes[step]
             for number, routes in enumerate(micros):
                 last = number == len(micros) - 1
-                seed = 100 * step + 10 * number + rank
-                with engine.no_sync() if not last else nullcontext():
-                    if each == "forward and backward":
-                        with around():
-                            loss = loss_of(model, seed, routes[rank])
+                with nullcontext() if last else engine.no_sync():
+                    with around():
+                        loss = loss_of(model, 100 * step + 10 * number + rank, routes[rank])
+                        if not apart:
+                            (loss / len(micros)).backward()
+                    if apart:
                         with around():
                             (loss / len(micros)).backward()
-                    else:
-                        with around():
-                            (loss_of(model, seed, routes[rank]) / len(micros)).backward()
                 if options["reads_early"]:
                     [param.grad for param in model.parameters()]
-            assert_gradients(model, right, f"step {step}")
-            if each != "all of training":
-                with engine.together(), torch.no_grad():
-                    for number, route in enumerate(case.evaluations[step][rank]):
-                        torch.testing.assert_close(
-                            model(inputs(number), route), alone(inputs(number), route)
-                        )
+            assert_same_gradients(model, alone)
+            # The other ranks may step at once, and none may see their weights.
+            with around(), torch.no_grad():
+                for number, route in enumerate(case.evaluations[step][rank]):
+                    assert_same_results(model, alone, number, route)
             optimizer.step()
             optimizer.zero_grad()
-    state = engine.full_state_dict()
-    assert sorted(state) == sorted(alone.state_dict())
+    assert sorted(engine.full_state_dict()) == sorted(alone.state_dict())
+
+
+def assert_same_results(model: nn.Module, alone: nn.Module, seed: int, route: Route) -> None:
+    found, expected = (each(inputs(seed, each), route) for each in (model, alone))
+    torch.testing.assert_close(found, expected, check_device=False)

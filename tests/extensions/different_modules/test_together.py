@@ -1,8 +1,8 @@
-"""``engine.together()``: ranks run different numbers of forwards."""
+"""``engine.together()``: ranks run different numbers of forwards, between calls of all ranks."""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,205 +12,124 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests import reference
+from tests.checkpoint.scene import shared_folder
+from tests.extensions.different_modules.maze import (
+    NUM_BLOCKS,
+    UNITS,
+    WIDTH,
+    Maze,
+    assert_same_gradients,
+    assert_same_results,
+    inputs,
+    loss_of,
+    plain,
+)
 from tests.megatron.configs import LEVEL_NAMES
-from tests.pairs import PAIRS
-from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.pool import on_few_ranks, on_ranks
 from tests.runtime.habits import Hidden
-from tests.training import mesh_of
-
-WIDTH = 8
-
-
-class Translator(nn.Module):
-    """An encoder that is also called by itself, and a decoder; embeddings that both read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.encoder = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def encode(self, x: Tensor) -> Tensor:
-        result: Tensor = self.encoder(x)
-        return result
-
-    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
-        x = self.embed(x)
-        x = x + (self.encode(x) if encoded is None else encoded)
-        for block in self.decoder:
-            x = torch.tanh(block(x))
-        result: Tensor = self.head(x)
-        return result
-
-
-UNITS = ["encoder", "decoder.*"]
-
-
-def inputs(seed: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: list[int]) -> None:
-    loss = torch.stack([model(inputs(seed)).square().mean() for seed in seeds]).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@torch.no_grad()
-def forwards(model: Any, kinds: list[str], seed: int) -> list[Tensor]:
-    """A text for each kind: "whole" is one forward, "text" of many begins with the encoder."""
-    found = []
-    for number, kind in enumerate(kinds):
-        x = inputs(1000 * seed + number)
-        if kind == "whole":
-            found.append(model(x))
-        else:
-            encoded = model.encode(x)
-            for _ in range(int(kind)):
-                x = torch.cat([x[1:], model(x, encoded).float().mean() + x[:1]])
-            found.append(x)
-    return found
-
-
-def check(
-    shape: tuple[int, ...],
-    pair: tuple[str, str],
-    rounds: list[list[list[str]]],
-    policy: fe.MixedPrecisionPolicy | None = None,
-) -> None:
-    """Trains, and evaluates in each round: by rank, the kinds of its forwards."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model, alone = Translator(), Translator()
-    outer = pair[1] if len(shape) > 1 else None
-    engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units=UNITS, mp_policy=policy)
-    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
-    tolerance = 1e-5 if policy is None else 5e-2
-    for number, kinds in enumerate(rounds):
-        train_step(model, optimizer, [10 * number + rank])
-        train_step(alone, one, [10 * number + each for each in range(size)])
-        with engine.together():
-            found = forwards(model, kinds[rank], number)
-        for ours, theirs in zip(found, forwards(alone, kinds[rank], number), strict=True):
-            torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance)
-    reference.assert_same_weights(model, alone, rtol=tolerance, atol=tolerance)
-
 
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@torch.no_grad()
+def forwards(model: Maze, num: int, seed: int) -> list[Tensor]:
+    """Each is of what a block returned that was called by itself."""
+    encoded = [model.blocks[n % 2](inputs(1000 * seed + n, model)) for n in range(num)]
+    return [model(x, plain(*range(n % 5))) for n, x in enumerate(encoded)]
+
+
+def check(
+    level: str,
+    rounds: list[tuple[int, int]],
+    *,
+    policy: fe.MixedPrecisionPolicy | None = None,
+    keeps: bool = False,
+) -> None:
+    """Trains, and evaluates in each round: by rank, the number of forwards.
+
+    Args:
+        keeps: Units are kept, and prefetched for a forward of all ranks.
+    """
+    dtype = torch.float64 if policy is None else torch.float32
+    rank, model, alone = dist.get_rank(), Maze().to(dtype), Maze().to(dtype)
+    engine = fe.shard(model, strategy=level, units=UNITS, mp_policy=policy)
+    for unit in engine.units[1::2] if keeps else ():
+        unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
+    optimizers = [reference.sgd(each.parameters()) for each in (model, alone)]
+    tolerance = 1e-5 if policy is None else 5e-2
+    for number, nums in enumerate(rounds):
+        loss_of(model, 10 * number + rank, plain(0, 2, 3)).backward()
+        losses = [loss_of(alone, 10 * number + each, plain(0, 2, 3)) for each in range(2)]
+        torch.stack(losses).mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        if keeps:
+            engine.start_param_sync()
+        with engine.together():
+            found = forwards(model, nums[rank], number)
+        for ours, theirs in zip(found, forwards(alone, nums[rank], number), strict=True):
+            torch.testing.assert_close(ours.to(dtype), theirs, rtol=tolerance, atol=tolerance)
+    reference.assert_same_weights(model, alone, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp64", "bf16"])
 @on_ranks(2)
 def test_ranks_evaluate_different_numbers_of_batches(
     policy: fe.MixedPrecisionPolicy | None,
 ) -> None:
-    rounds = [
-        [["whole"] * 2, ["whole"] * 5],
-        [[], ["2", "whole"]],
-        [["whole", "3"], ["1", "4", "whole"]],
-        [["2"], []],
-        [[], []],
-    ]
     for level in LEVEL_NAMES:
-        check((2,), (level, "no_shard"), rounds, policy)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_random_numbers_and_kinds_of_forwards(ranks: Ranks, pair: tuple[str, str]) -> None:
-    draw = random.Random("-".join(pair))
-    rounds = [
-        [draw.choices(["whole", "1", "2", "5"], k=draw.randrange(5)) for _ in range(4)]
-        for _ in range(25)
-    ]
-    ranks.run(check, (2, 2), pair, rounds, world_size=4)
-    ranks.run(check, (2, 2), pair, rounds[:8], BF16, world_size=4)
-
-
-@on_few_ranks
-def test_ranks_that_agree_and_one_rank_alone() -> None:
-    model = Translator()
-    engine = fe.shard(model, units=UNITS, strategy="optim_grads_params")
-    with engine.together(), torch.no_grad():
-        found = model(inputs(0))
-    torch.testing.assert_close(found, Translator()(inputs(0)))
-    model(inputs(0)).sum().backward()  # outside of it as ever
-
-
-@on_ranks(2)
-def test_weights_that_travel_in_fp8_are_those_of_forwards_without_it() -> None:
-    model = Translator()
-    engine = fe.shard(model, units=UNITS, codec_rules=(fe.Float8(),))
-    with torch.no_grad():
-        expected = [model(inputs(number)) for number in range(3)]
-    with engine.together(), torch.no_grad():
-        for number in range(1 + 2 * dist.get_rank()):
-            assert torch.equal(model(inputs(number)), expected[number])
-    with torch.no_grad():
-        assert torch.equal(model(inputs(0)), expected[0])
+        check(level, [(2, 5), (0, 2), (3, 1), (1, 0), (0, 0)], policy=policy)
 
 
 @on_ranks(2)
 def test_it_can_stand_between_any_two_steps_with_units_that_are_kept() -> None:
-    model, alone = Translator(), Translator()
-    engine = fe.shard(model, units=UNITS)
-    for unit in engine.units[1::2]:
-        unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
-    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
-    for step in range(3):
-        train_step(model, optimizer, [10 * step + dist.get_rank()])
-        train_step(alone, one, [10 * step, 10 * step + 1])
-        engine.start_param_sync()  # prefetches for a forward of all ranks
+    check("optim_grads_params", [(0, 1)] * 3, keeps=True)
+
+
+@on_few_ranks
+def test_ranks_that_agree_and_one_rank_alone() -> None:
+    model, route = Maze(), plain(0, 2)
+    engine = fe.shard(model, units=UNITS, strategy="optim_grads_params")
+    with engine.together(), torch.no_grad():
+        assert_same_results(model, Maze(), 0, route)
+    model(inputs(0), route).sum().backward()  # outside of it as ever
+
+
+@on_ranks(2)
+def test_weights_that_travel_in_fp8_are_those_of_forwards_without_it() -> None:
+    model, route = Maze().float(), plain(0, 2)
+    engine = fe.shard(model, units=UNITS, codec_rules=(fe.Float8(),))
+    with torch.no_grad():
+        expected = [model(inputs(number, model), route) for number in range(3)]
         with engine.together():
-            found = forwards(model, ["whole"] * dist.get_rank(), step)
-        for ours, theirs in zip(found, forwards(alone, ["whole"], step), strict=False):
-            torch.testing.assert_close(ours, theirs)
+            for number in range(1 + 2 * dist.get_rank()):
+                assert torch.equal(model(inputs(number, model), route), expected[number])
+        assert torch.equal(model(inputs(0, model), route), expected[0])
 
 
-class Habits(nn.Module):
-    """A head that some forwards call, read or leave out, and which is a unit of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 2, bias=False)
-
-    def forward(self, x: Tensor, head: str) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        if head == "reads":
-            return nn.functional.linear(x, self.head.weight)
-        result: Tensor = self.head(x) if head == "calls" else x
-        return result
+# What forwards do with a block.
+HABITS = {"calls": [(4, "plain")], "reads": [(4, "reads its weight")], "omits": []}
 
 
 @pytest.mark.parametrize("trains_first", [False, True])
-@pytest.mark.parametrize("there", ["calls", "reads", "omits"])
-@pytest.mark.parametrize("here", ["calls", "reads", "omits"])
+@pytest.mark.parametrize("there", HABITS)
+@pytest.mark.parametrize("here", HABITS)
 @on_ranks(2)
 def test_training_learns_nothing_from_forwards_that_ranks_did_not_share(
     trains_first: bool, there: str, here: str
 ) -> None:
-    model, alone = Habits(), Habits()
-    engine = fe.shard(model, min_unit_size=0)
+    model, alone = Maze(), Maze()
+    engine = fe.shard(model, units=UNITS)
     for step in range(3):
         if step or trains_first:
             for each in (model, alone):
                 each.zero_grad()
-                each(inputs(0), there).square().mean().backward()
-            for name, grad in reference.full_gradients(model).items():
-                right = alone.get_parameter(name).grad
-                assert (grad is None) == (right is None), name
-                if grad is not None and right is not None:
-                    torch.testing.assert_close(grad, right)
+                loss_of(each, 0, [*plain(0), *HABITS[there]]).backward()
+            assert_same_gradients(model, alone)
         with engine.together(), torch.no_grad():
             for number in range(2 * dist.get_rank()):
-                torch.testing.assert_close(model(inputs(number), here), alone(inputs(number), here))
+                assert_same_results(model, alone, number, [*plain(0), *HABITS[here]])
 
 
 class PartlyFrozen(nn.Module):
@@ -219,46 +138,152 @@ class PartlyFrozen(nn.Module):
         self.frozen, self.trained = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Hidden:
-        return Hidden(self.frozen(self.trained(x)))
-
-
-class OfHidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(PartlyFrozen() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tensor
-        return x
+    def forward(self, x: Tensor | Hidden) -> Hidden:
+        return Hidden(self.frozen(self.trained(x.tensor if isinstance(x, Hidden) else x)))
 
 
 @on_ranks(2)
 def test_units_that_are_kept_and_stale_in_part() -> None:
-    model, alone = OfHidden(), OfHidden()
-    engine = fe.shard(model, units="blocks.*")
-    for each in (model, alone):
-        optimizer = reference.sgd([param for param in each.parameters() if param.requires_grad])
-        each(inputs(0)).square().mean().backward()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(PartlyFrozen(), PartlyFrozen()).double())
+    model, alone = models
+    engine = fe.shard(model, units="*")
+    for each in models:
+        each(inputs(0)).tensor.square().mean().backward()
+        optimizer = reference.sgd(each.parameters())
         optimizer.step()
         optimizer.zero_grad()
     with engine.together(), torch.no_grad():
         for number in range(2 * dist.get_rank()):
-            torch.testing.assert_close(model(inputs(number)), alone(inputs(number)))
+            x = inputs(number)
+            torch.testing.assert_close(model(x).tensor, alone(x).tensor)
     with torch.no_grad():
-        torch.testing.assert_close(model(inputs(5)), alone(inputs(5)))
+        torch.testing.assert_close(model(inputs(5)).tensor, alone(inputs(5)).tensor)
 
 
 @on_ranks(2)
 def test_nesting_is_refused() -> None:
     for level in LEVEL_NAMES[1:]:
-        model = Translator()
+        model = Maze()
         engine = fe.shard(model, units=UNITS, strategy=level)
         with engine.together():
             with pytest.raises(RuntimeError, match="and no such context; found such a context"):
                 engine.together().__enter__()
             engine.reset()  # changes nothing about the context
             with torch.no_grad():
-                torch.testing.assert_close(model(inputs(0)), Translator()(inputs(0)))
+                assert_same_results(model, Maze(), 0, plain(0))
+
+
+def evaluate(model: nn.Module, num: int) -> None:
+    with torch.no_grad():
+        for number in range(num):
+            model(inputs(number), plain(number % NUM_BLOCKS))
+
+
+def sum_of_ranks(engine: fe.Engine) -> None:
+    engine.await_ranks()
+    if dist.is_initialized():
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == dist.get_world_size()
+
+
+def norms_and_full_tensors(engine: fe.Engine) -> None:
+    engine.await_ranks()
+    params = list(engine.model.parameters())
+    nn.utils.clip_grad_norm_(params, 1.0)
+    for param in params:
+        assert param.detach().norm().isfinite()
+        reference.full(param)
+
+
+def save_a_run(engine: fe.Engine, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    run = fe.Checkpointer(f"{folder}/run", engine, optimizer)
+    for number, save in enumerate((run.save, run.save_async)):
+        save(number)
+        evaluate(engine.model, 3 * reference.rank_and_size()[0])
+    assert run.load().step == 1
+
+
+# Calls one after the other, between which ranks evaluate.
+CALLS: dict[str, list[Callable[[fe.Engine, torch.optim.Optimizer, str], Any]]] = {
+    "a collective of the user's": [lambda engine, *_: sum_of_ranks(engine)],
+    "functions of parameters": [lambda engine, *_: norms_and_full_tensors(engine)],
+    "start_param_sync": [lambda engine, *_: engine.start_param_sync()],
+    "start_param_sync(wait=True)": [lambda engine, *_: engine.start_param_sync(wait=True)],
+    "full_state_dict": [lambda engine, *_: engine.full_state_dict()],
+    "clip_grad_norm_": [lambda engine, *_: engine.clip_grad_norm_(1.0)],
+    "save_checkpoint": [
+        lambda engine, optimizer, folder: fe.save_checkpoint(folder, engine, optimizer),
+        lambda engine, optimizer, folder: fe.load_checkpoint(folder, engine, optimizer),
+    ],
+    "Checkpointer": [save_a_run],
+    "export_safetensors": [
+        lambda engine, _, folder: fe.export_safetensors(engine, folder),
+        lambda engine, _, folder: fe.load_safetensors(engine, folder),
+    ],
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@on_few_ranks
+def test_a_call_of_all_ranks_waits_for_those_that_evaluate(call: str) -> None:
+    folder, model, (rank, _) = shared_folder(), Maze(), reference.rank_and_size()
+    engine = fe.shard(model, units="blocks.*")
+    optimizer = torch.optim.AdamW(model.parameters())
+    route = plain(*range(1 + rank))
+    with engine.together():
+        loss_of(model, rank, route).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, rank, route).backward()
+        evaluate(model, 1 + 4 * rank)
+        for each in CALLS[call]:
+            each(engine, optimizer, f"{folder}/one")
+            evaluate(model, 4 - rank)
+        optimizer.zero_grad()
+        loss_of(model, rank, route).backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_generator_that_is_closed_within_the_context_leaves_it() -> None:
+    rank, model, alone = dist.get_rank(), Maze(), Maze()
+    engine = fe.shard(model, units="blocks.*")
+    route = plain(1, 3)
+
+    def results() -> Iterator[Tensor]:
+        with engine.together(), torch.no_grad():
+            while True:
+                yield model(inputs(0), route)
+
+    for step in range(3):
+        for number, result in enumerate(results()):
+            torch.testing.assert_close(result, alone(inputs(0), route))
+            if number == 2 + 3 * step * rank:
+                break
+    loss_of(model, rank, plain(0)).backward()
+    assert all(param.grad is not None for param in model.head.parameters())
+
+
+@on_ranks(2)
+def test_a_backward_after_the_context_raises_on_all_ranks() -> None:
+    rank, model = dist.get_rank(), Maze()
+    engine = fe.shard(model, units="blocks.*")
+    for step in range(2):
+        route = plain(*range(rank + step))
+        with engine.together():
+            loss = loss_of(model, 0, route)
+        with pytest.raises(RuntimeError, match=r"expected it within engine\.together\(\)"):
+            loss.backward()
+        engine.reset()
+        with engine.together():
+            loss = loss_of(model, 0, route)
+        with engine.together():
+            loss.backward()
+        engine.zero_grad_buffer()
+    with engine.together():
+        loss_of(model, 0, plain(0))  # its backward does not come
+    loss_of(model, 0, plain(0)).backward()

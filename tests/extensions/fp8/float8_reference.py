@@ -1,64 +1,57 @@
-"""fp8 of whole tensors, written down a second time: loops over what shares a scale."""
+"""fp8 of whole tensors, written down a second time, and the loss that training with a quantising
+codec must have, computed in one process."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_engine.extensions.fp8 import Float8
+from tests.reference import Batch
 
 
-def _places(matrix: Tensor, options: Float8) -> list[list[tuple[slice, slice]]]:
-    """What shares a scale, in rows of such places."""
+def _parts(matrix: Tensor, options: Float8) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+    """What shares a scale, row after row, and its scale."""
     size = {"tensor": matrix.shape, "row": (1, matrix.shape[1]), "block": (128, 128)}
     height, width = size[options.granularity]
-    return [
-        [
-            (slice(top, top + height), slice(left, left + width))
-            for left in range(0, matrix.shape[1], max(width, 1))
-        ]
-        for top in range(0, matrix.shape[0], max(height, 1))
-    ]
-
-
-def _scale(part: Tensor, options: Float8) -> Tensor:
-    scale = part.abs().max() / 448
-    if options.power_of_two_scales and scale > 0:
-        scale = 2.0 ** torch.log2(scale).ceil()
-    return torch.maximum(scale, torch.tensor(2.0**-126))
-
-
-def reference_scales(matrix: Tensor, options: Float8) -> Tensor:
-    """The scale of each element, in the shape of ``matrix``."""
-    scales = torch.empty_like(matrix)
-    for place in itertools.chain(*_places(matrix, options)):
-        scales[place] = _scale(matrix[place], options)
-    return scales
+    for top in range(0, matrix.shape[0], max(height, 1)):
+        for left in range(0, matrix.shape[1], max(width, 1)):
+            place = slice(top, top + height), slice(left, left + width)
+            scale = matrix[place].abs().max() / 448
+            if options.power_of_two_scales and scale > 0:
+                scale = 2.0 ** torch.log2(scale).ceil()
+            yield place, torch.maximum(scale, torch.tensor(2.0**-126))
 
 
 def reference_grid(tensor: Tensor, options: Float8) -> Tensor:
-    """The scales of ``tensor``, each once, row after row: 1-D, as a codec keeps them."""
+    """The scales of ``tensor``, each once: 1-D, as a codec keeps them."""
     matrix = tensor.detach().reshape(tensor.shape[0], -1)
-    parts = itertools.chain(*_places(matrix, options))
-    return torch.stack([_scale(matrix[place], options) for place in parts])
+    return torch.stack([scale for _, scale in _parts(matrix, options)])
 
 
-def reference_bytes(matrix: Tensor, scales: Tensor) -> Tensor:
-    """e4m3 numbers as bytes, in the shape of ``matrix``."""
-    return (matrix / scales).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def fp8_bytes(tensor: Tensor, options: Float8) -> Tensor:
-    """The gathered bytes of ``tensor``: uint8, viewed as a matrix."""
+def fp8_bytes(tensor: Tensor, options: Float8) -> tuple[Tensor, Tensor]:
+    """The gathered bytes of ``tensor``, and the scale of each; as a matrix."""
     matrix = tensor.detach().reshape(tensor.shape[0], -1)
-    return reference_bytes(matrix, reference_scales(matrix, options))
+    scales = torch.empty_like(matrix)
+    for place, scale in _parts(matrix, options):
+        scales[place] = scale
+    fp8 = (matrix / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return fp8.view(torch.uint8), scales
 
 
 def quantised(tensor: Tensor, options: Float8) -> Tensor:
     """``tensor`` after a journey as fp8, in fp32."""
-    matrix = tensor.detach().reshape(tensor.shape[0], -1)
-    scales = reference_scales(matrix, options)
-    fp8 = reference_bytes(matrix, scales).view(torch.float8_e4m3fn)
-    return (fp8.float() * scales).view(tensor.shape)
+    data, scales = fp8_bytes(tensor, options)
+    return (data.view(torch.float8_e4m3fn).float() * scales).view(tensor.shape)
+
+
+def rounded_loss(quantise: Callable[[Tensor], Tensor], model: nn.Module, batch: Batch) -> Tensor:
+    """The loss with quantised copies of the matrices, whose gradients the matrices have."""
+    copies = {
+        name: param + (quantise(param.detach()) - param.detach()) if param.ndim >= 2 else param
+        for name, param in model.named_parameters()
+    }
+    loss: Tensor = torch.func.functional_call(model, copies, batch)
+    return loss

@@ -1,29 +1,39 @@
-"""fp8 on the wire: the bytes of a sharded parameter are those of a full one, and training sees
-exactly what one process with the same quantiser sees."""
+"""fp8 on the wire: bytes are those of the definition, and training sees exactly what one process
+with the same quantiser sees. ``meetings/test_codec_contract.py`` says what splits give."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import Piece
-from fsdp_engine.extensions.fp8 import Float8, Float8Codec, scaled
+from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, scaled
 from tests import reference
-from tests.extensions.fp8.float8_reference import quantised, reference_bytes, reference_scales
-from tests.extensions.fp8.rounding import rounded_loss
+from tests.extensions.fp8.float8_reference import (
+    fp8_bytes,
+    quantised,
+    reference_grid,
+    rounded_loss,
+)
+from tests.extensions.fp8.int8_codec import Int8
+from tests.extensions.transformer_engine.te_training import counting
 from tests.megatron.configs import Config
 from tests.messages import Messages, count_step
-from tests.models import Stack, Transformer
+from tests.models import Stack, Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
+from tests.reference import OptimizerMaker
 from tests.scenario import Run, Scenario
 from tests.training import mesh_of
 
@@ -33,40 +43,15 @@ every_option = pytest.mark.parametrize(
 )
 
 
-def prepared(tensors: list[Tensor], options: Float8, low: int, high: int) -> Float8Codec:
-    """The codec of a rank that holds elements ``low`` to ``high`` of the tensors' row."""
-    pieces = []
-    for index, end in enumerate(itertools.accumulate(tensor.numel() for tensor in tensors)):
-        begin = end - tensors[index].numel()
-        start, stop = min(max(low, begin), end), min(max(high, begin), end)
-        pieces.append(Piece(index, start - begin, max(stop, start) - begin, max(start - low, 0)))
-    codec = Float8Codec(options)
-    codec.prepare(tensors, pieces, ["ranks"], torch.device("cpu"))
-    return codec
-
-
-def split_encode(
-    tensors: list[Tensor], cuts: list[int], options: Float8
-) -> list[tuple[Tensor, Float8Codec]]:
-    """Bytes and codec of each part of the tensors' row of elements, cut at ``cuts``; the ranks'
-    maximum is taken here in place of a process group."""
-    line = torch.cat([tensor.flatten() for tensor in tensors])
-    bounds = list(itertools.pairwise([0, *sorted(cuts), line.numel()]))
-    codecs = [prepared(tensors, options, low, high) for low, high in bounds]
-    wires = [torch.full((high - low,), 77, dtype=torch.uint8) for low, high in bounds]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaled, "max_steps", lambda tensor, group: iter([()]))
-        generators = [
-            codec.encode(line[low:high], [wire])
-            for codec, (low, high), wire in zip(codecs, bounds, wires, strict=True)
-        ]
-        for generator in generators:
-            next(generator)  # up to the message
-        most = torch.stack([codec.scales for codec in codecs]).amax(0)
-        for codec, generator in zip(codecs, generators, strict=True):
-            codec.scales.copy_(most)
-            list(generator)
-    return list(zip(wires, codecs, strict=True))
+def encoded(tensors: list[Tensor], options: Float8) -> tuple[Tensor, Float8Codec]:
+    """Bytes and codec of one rank, which holds all of the tensors."""
+    sizes = [tensor.numel() for tensor in tensors]
+    starts = [0, *itertools.accumulate(sizes)]
+    pieces = [Piece(i, 0, size, starts[i]) for i, size in enumerate(sizes)]
+    codec, wire = Float8Codec(options), torch.full((sum(sizes),), 77, dtype=torch.uint8)
+    codec.prepare(tensors, pieces, [], torch.device("cpu"))
+    list(codec.encode(torch.cat([tensor.flatten() for tensor in tensors]), [wire]))
+    return wire, codec
 
 
 SCALES = st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 3.0, 1e30, 3e38])
@@ -78,7 +63,7 @@ SHAPES = st.tuples(st.integers(1, 150), st.integers(1, 150)) | st.tuples(
 @every_option
 @given(data=st.data(), chunk=st.sampled_from([1, 100, 1 << 24]))
 @settings(deadline=None, max_examples=15)
-def test_any_split_has_the_bytes_and_scales_of_the_whole_and_is_widened_to_its_values(
+def test_bytes_and_scales_are_those_of_the_reference_and_are_widened_to_its_values(
     options: Float8, data: Any, chunk: int
 ) -> None:
     shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=3))
@@ -87,27 +72,22 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole_and_is_widened_to_its_v
         torch.randn(shape, generator=generator).clamp(-3, 3) / 3 * data.draw(SCALES)
         for shape in shapes
     ]
-    ends = list(itertools.accumulate(tensor.numel() for tensor in tensors))
-    cuts = data.draw(st.lists(st.integers(0, ends[-1]), max_size=7))
-    matrices = [tensor.reshape(tensor.shape[0], -1) for tensor in tensors]
-    scales = [reference_scales(matrix, options) for matrix in matrices]
-    expected = [reference_bytes(m, s) for m, s in zip(matrices, scales, strict=True)]
+    out = [torch.empty_like(tensor) for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scaled, "CHUNK", chunk)
-        parts = split_encode(tensors, cuts, options)
-        wire = torch.cat([part for part, _ in parts])
-        for _, codec in parts:
-            assert torch.equal(codec.scales, parts[0][1].scales)
-        assert torch.equal(wire, torch.cat([each.flatten() for each in expected]))
-        out = [torch.empty_like(tensor) for tensor in tensors]
-        parts[0][1].decode(wire, [0, *ends[:-1]], out)
-    for found, fp8, scale in zip(out, expected, scales, strict=True):
-        assert torch.equal(found, (fp8.view(torch.float8_e4m3fn).float() * scale).view(found.shape))
+        wire, codec = encoded(tensors, options)
+        starts = [0, *itertools.accumulate(tensor.numel() for tensor in tensors)]
+        codec.decode(wire, starts[:-1], out)
+    expected = [fp8_bytes(tensor, options)[0].flatten() for tensor in tensors]
+    assert torch.equal(wire, torch.cat(expected))
+    assert torch.equal(codec.scales, torch.cat([reference_grid(each, options) for each in tensors]))
+    for found, tensor in zip(out, tensors, strict=True):
+        assert torch.equal(found, quantised(tensor, options))
 
 
 def test_the_worked_example_is_exact() -> None:
     row = torch.tensor([[0.5, -7.0, 3.5]])
-    ((wire, codec),) = split_encode([row], [], Float8("row"))
+    wire, codec = encoded([row], Float8("row"))
     assert codec.scales.tolist() == [1 / 64]
     assert wire.view(torch.float8_e4m3fn).float().tolist() == [32.0, -448.0, 224.0]
     out = torch.empty(1, 3)
@@ -115,14 +95,14 @@ def test_the_worked_example_is_exact() -> None:
     assert torch.equal(out, row)
 
 
-SCENARIO = Scenario(model=functools.partial(Transformer, 2), max_norm=float("inf"))
+SCENARIO = Scenario(model=partial(Transformer, 2), max_norm=float("inf"))
 
 
 @functools.cache
 def trained_alone(options: Float8) -> Run:
     """One process computes with quantised copies of the matrices."""
-    quantise = functools.partial(quantised, options=options)
-    return SCENARIO.but(loss_of=functools.partial(rounded_loss, quantise)).alone()
+    quantise = partial(quantised, options=options)
+    return SCENARIO.but(loss_of=partial(rounded_loss, quantise)).alone()
 
 
 @pytest.mark.parametrize("pair", FEW_PAIRS)
@@ -142,24 +122,11 @@ def test_fp8_param_gather_trains_as_one_process_with_the_same_quantiser(
                 assert reference.relative_error(ours.gradients[name], wanted) < 3e-2, name
 
 
-class Wide(nn.Module):
-    """Matrices of one width, one after another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 256, bias=False) for _ in range(2)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))[..., :64]
-        return x.float().square().mean()
-
-
 @on_ranks(2)
 def test_fp8_param_gather_halves_the_bytes_of_bf16() -> None:
     sent = {}
     for fp8 in (False, True):
-        model = Wide()
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
         engine = fe.shard(
             model,
             config=Config(fp8_param_gather=fp8),
@@ -168,7 +135,7 @@ def test_fp8_param_gather_halves_the_bytes_of_bf16() -> None:
         )
         messages = Messages()
         with messages.counting():
-            model(torch.randn(2, 64)).backward()
+            model(torch.randn(2, 256)).float().sum().backward()
         group = engine.mesh.inner.gather_group
         assert group is not None
         sent[fp8] = messages.sent[group.group_name]
@@ -189,19 +156,137 @@ def test_vectors_and_excluded_names_travel_in_the_compute_dtype() -> None:
     count_step(model, engine, torch.optim.SGD(model.parameters(), lr=0.1), 1)
 
 
-@on_ranks(2)
-def test_fields_for_transformer_engine_need_its_weights() -> None:
-    model = Stack()
-    for field in ("keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"):
-        config = Config(fp8_param_gather=True, **{field: True})  # type: ignore[arg-type]
-        match = rf"{field}: expected weights that Transformer Engine has quantised"
-        with pytest.raises(ValueError, match=match):
-            fe.shard(model, config=config)
-    fe.shard(model)  # nothing was changed
-
-
 def test_unknown_granularities_are_refused() -> None:
     with pytest.raises(ValueError, match="granularity: expected one of tensor, row, block"):
         Float8("column")
     with pytest.raises(TypeError, match="exclude: expected a tuple"):
         Float8(exclude="head")  # type: ignore[arg-type]
+
+
+STEPS, MICROBATCHES = 3, 2
+# Matrices of 131 columns and up to 393 rows: blocks at both edges are cut, and no shard of four
+# ranks ends where a row does.
+WIDTH = 131
+CASES = [
+    (Float8("tensor"), torch.float32, reference.adamw),
+    (Float8("row"), torch.bfloat16, reference.sgd),
+    (Float8("block"), torch.float32, reference.adamw),
+    (Float8("block", power_of_two_scales=True), torch.bfloat16, reference.sgd),
+]
+
+
+def by_row(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round() * scale
+
+
+@pytest.mark.parametrize("pair", FEW_PAIRS)
+@on_ranks(4)
+def test_a_codec_of_a_users_own_trains_as_one_process_with_the_same_quantiser(
+    pair: tuple[str, str],
+) -> None:
+    scenario = Scenario(model=partial(Transformer, 2), pair=pair, mesh=mesh_of(2, 2))
+    found = scenario.but(options={"codec_rules": [Int8()]}).sharded()
+    expected = scenario.but(loss_of=partial(rounded_loss, by_row)).alone()
+    lines = reference.differences(found.steps, expected.steps, 2e-5)
+    assert not lines, "\n".join([f"{pair}:", *lines[:8]])
+
+
+@on_ranks(2)
+def test_a_decoding_codec_holds_its_full_wire_only_while_it_is_decoded() -> None:
+    model = Transformer(num_blocks=2)
+    engine = fe.shard(model, codec_rules=[Int8()])
+    assert any(isinstance(buffer.weights.codec, DecodingCodec) for buffer in engine.buffers)
+    rest = sum(engine.memory_bytes().values())
+    model(*token_batch(2, dist.get_rank())).backward()
+    held = engine.memory_bytes()
+    assert sum(held.values()) - held["grad"] == rest
+
+
+class Watch:
+    """Compares the parameters that modules compute with, whenever they do, with ``expected``."""
+
+    def __init__(
+        self, model: nn.Module, engine: fe.Engine, options: Float8, dtype: torch.dtype
+    ) -> None:
+        self.engine, self.options, self.dtype = engine, options, dtype
+        self.expected: dict[str, Tensor] = {}
+        self.used: dict[str, Tensor] = {}
+        self.looks: Counter[tuple[str, str]] = Counter()
+        self.places: set[tuple[str, str]] = set()
+        for path, module in model.named_modules():
+            for key, _ in module.named_parameters(recurse=False):
+                name = f"{path}.{key}"
+                self.places.add(("forward", name))
+                module.register_forward_pre_hook(partial(self._called, name, key))
+                if not isinstance(module, nn.Embedding):  # whose backward reads no weights
+                    self.places.add(("backward", name))
+                    module.register_forward_hook(partial(self._returned, name))
+
+    def expect(self, model: Any = None, step: int = 0) -> None:
+        """Expect the quantised values of the present main weights. A collective."""
+        for name in sorted({name for _, name in self.places}):
+            weight = self.engine.full_tensor(name)
+            seen = quantised(weight, self.options) if weight.ndim >= 2 else weight
+            self.expected[name] = seen.to(self.dtype)
+
+    def _called(self, name: str, key: str, module: nn.Module, args: Any) -> None:
+        # Autograd saves it, whatever the module has in backward.
+        self.used[name] = getattr(module, key).detach()
+        self._compare("forward", name)
+
+    def _returned(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        # The module's backward begins when its output's gradient is there.
+        output.register_hook(lambda grad: self._compare("backward", name))
+
+    def _compare(self, moment: str, name: str) -> None:
+        used = self.used[name]
+        self.looks[moment, name] += 1
+        assert used.dtype == self.expected[name].dtype
+        assert torch.equal(used, self.expected[name]), f"{moment} of {name}"
+
+
+def watched(
+    pair: tuple[str, str], options: Float8, dtype: torch.dtype, optimizer: OptimizerMaker
+) -> tuple[Scenario, Watch]:
+    """A transformer whose matrices are gathered as fp8."""
+    policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
+    scenario = Scenario(
+        model=partial(Transformer, 2, True, WIDTH),
+        pair=pair,
+        mesh=mesh_of(2, 2),
+        options={"mp_policy": policy, "codec_rules": [options]},
+        optimizer=optimizer,
+        steps=STEPS,
+        microbatches=MICROBATCHES,
+    )
+    model, engine = scenario.sharded_model()
+    return scenario, Watch(model, engine, options, dtype)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", FEW_PAIRS)
+@on_ranks(4)
+def test_modules_compute_with_the_quantised_main_weights_in_every_forward_and_backward(
+    pair: tuple[str, str],
+) -> None:
+    for case in CASES:
+        scenario, watch = watched(pair, *case)
+        engine = watch.engine
+        with counting(Float8Codec, "encode") as encode:
+            run = scenario.but(before_step=watch.expect).train(engine.model, engine)
+        assert watch.looks == dict.fromkeys(watch.places, STEPS * MICROBATCHES)
+        codecs = [buffer.weights.codec for buffer in engine.buffers]
+        num_codecs = sum(isinstance(each, Float8Codec) for each in codecs)
+        assert encode.call_count == STEPS * num_codecs > 0
+        for one, other in itertools.pairwise(step.weights for step in run.steps):
+            assert not any(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_the_comparison_sees_weights_of_the_step_before() -> None:
+    scenario, watch = watched(FEW_PAIRS[-1], *CASES[1])
+    watch.expect()
+    with pytest.raises(AssertionError, match="forward of"):
+        scenario.train(watch.engine.model, watch.engine)

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.planner.estimates import estimate
-from tests.extensions.transformer_engine import te_on_cpu
+from tests import reference
 from tests.extensions.transformer_engine.te_on_cpu import QuantisedLinear
 from tests.pool import Ranks
 
@@ -73,40 +71,27 @@ def table_after(text: str, start: str) -> dict[str, list[str]]:
     return rows
 
 
-def tables() -> tuple[dict[str, list[str]], ...]:
+def tables() -> list[dict[str, list[str]]]:
     """Of docs/fp8.md: at rest, for a moment, sent."""
     text = (ROOT / "docs" / "fp8.md").read_text()
-    return tuple(
-        table_after(text, start)
-        for start in ("**At rest**", "**For a moment**", "**Sent in gathers**")
-    )
+    starts = ("**At rest**", "**For a moment**", "**Sent in gathers**")
+    return [table_after(text, start) for start in starts]
 
 
 def held(row: str, level: str) -> dict[str, int]:
     """Bytes on this rank: at rest, and of full parameters at most; bytes of transposes at rest and
     in backward."""
     recipe, rules = ROWS[row]
-    if recipe is not None:
-        te_on_cpu.load()
     model = make_model(recipe)
     layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
     weights: list[Any] = [layer.weight for layer in layers]
-    engine = fe.shard(
-        model,
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
-        strategy=level,
-        config=fe.DistributedDataParallelConfig(suggested_communication_unit_size=0),
-        codec_rules=rules,
-    )
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
+    engine = fe.shard(model, strategy=level, config=config, codec_rules=rules)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4, DIM, dtype=torch.bfloat16)
     transposes: list[int] = []
-
-    def count(module: nn.Module, grads: Any, outputs: Any) -> None:
-        transposes.append(transposed(weights))
-
     for layer in layers:
-        layer.register_full_backward_hook(count)
+        layer.register_full_backward_hook(lambda *_: transposes.append(transposed(weights)))
     for _ in range(2):
         engine.peak_memory_bytes(reset=True)
         model(x.clone().requires_grad_()).float().square().mean().backward()
@@ -114,23 +99,13 @@ def held(row: str, level: str) -> dict[str, int]:
         rest = sum(engine.memory_bytes().values())  # gradients are there
         optimizer.zero_grad()
     peak = engine.peak_memory_bytes()
-    state = sum(
-        value.numel() * value.element_size()
-        for each in optimizer.state.values()
-        for value in map(local, each.values())
-        if value.ndim
-    )
+    values = [value for each in optimizer.state.values() for value in each.values() if value.ndim]
     return {
-        "rest": rest + state,
+        "rest": rest + sum(reference.held(value).nbytes for value in values),
         "full": peak.get("full", 0),
         "transposes": transposed(weights),
         "transposes in use": max(transposes, default=0),
     }
-
-
-def local(value: Tensor) -> Tensor:
-    found: Tensor = getattr(value, "local", value)
-    return found
 
 
 def transposed(weights: list[Any]) -> int:
@@ -163,8 +138,6 @@ def test_transposes_take_what_the_tables_say(ranks: Ranks) -> None:
 def test_the_planner_sends_what_the_table_says(row: str) -> None:
     *_, sent = tables()
     recipe, rules = ROWS[row]
-    if recipe is not None:
-        te_on_cpu.load()
     model = make_model(recipe)
     all_sent = table_after((ROOT / "docs" / "levels.md").read_text(), "**Bytes sent per step**")
     for level, formula in zip(LEVELS, sent[row], strict=True):
@@ -183,7 +156,6 @@ def test_the_planner_sends_what_the_table_says(row: str) -> None:
 
 
 def test_the_columns_on_fp8_of_all_levels_are_what_estimates_say() -> None:
-    te_on_cpu.load()
     text = (ROOT / "docs" / "levels.md").read_text()
     rest = table_after(text, "**Bytes at rest**")
     sent = table_after(text, "**Bytes sent per step**")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations
 
 import fsdp_engine as fe
 from fsdp_engine.buffers import param_and_grad_buffer as pgb
 from fsdp_engine.extensions.initial_values.comparison import checksum
+from fsdp_engine.units import build
 from tests import reference
-from tests.models import Transformer
-from tests.pool import on_few_ranks, on_ranks
-from tests.promises.everywhere import Place, everywhere
+from tests.models import Transformer, token_batch
+from tests.pool import on_ranks
+from tests.promises.everywhere import LEVELS, Place, everywhere
 
 
 class WithStatistics(nn.Module):
@@ -48,9 +52,7 @@ def everything(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def without_reset() -> nn.Module:
@@ -119,19 +121,6 @@ def all_buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers(remove_duplicate=False))
 
 
-@on_few_ranks
-def test_a_buffer_of_several_modules_without_values_is_refused() -> None:
-    for values in ("same", "empty"):
-        with torch.device("meta"):
-            table = torch.empty(2, 4)
-            model = nn.Sequential(*(Untouched(table) for _ in range(2)))
-        if values == "empty":
-            fe.shard(model, initial_values=values)
-            continue
-        with pytest.raises(ValueError, match=r"0\.table: expected one of its modules to give it"):
-            fe.shard(model, initial_values=values)
-
-
 @everywhere
 def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
     with torch.device("meta"):
@@ -157,8 +146,7 @@ def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
         options = {} if "meta" in how else {"initial_values": "rank0"}
         place.shard(model, **options)
         found = all_buffers(model)
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), f"{how}: {name}"
+        check_equal(found, expected)
         assert len(set(map(id, found.values()))) == 5
         assert model.holder.again is model.blocks[2].table
         model(torch.randn(4, 4)).sum().backward()
@@ -181,22 +169,6 @@ class ResetTable(PlainTable):
         self.tables = {"cos": [torch.ones(4)]}
 
 
-@pytest.mark.parametrize("first", ["cpu", "meta"])
-@on_ranks(2)
-def test_a_meta_tensor_in_a_plain_attribute_is_named_on_all_ranks(first: str) -> None:
-    def make(kind: type[nn.Module]) -> nn.Module:
-        with torch.device("meta" if dist.get_rank() else first):
-            return nn.Sequential(kind())
-
-    message = r"0\.tables: expected tensors on the meta device to be parameters and buffers"
-    with pytest.raises(ValueError, match=message):
-        fe.shard(make(PlainTable))
-    if first == "meta":
-        model = make(ResetTable)
-        fe.shard(model)
-        model(torch.randn(2, 4)).sum().backward()
-
-
 @everywhere
 def test_ranks_that_built_other_values_raise_unless_rank_0_decides(place: Place) -> None:
     expected = everything(WithStatistics())
@@ -208,9 +180,8 @@ def test_ranks_that_built_other_values_raise_unless_rank_0_decides(place: Place)
             with torch.no_grad():
                 model.state_dict()[name].flatten()[0] += dist.get_rank() == 1
             before = dict(model.named_parameters())
-            with pytest.raises(
-                ValueError, match=f"{name}: expected the same.*rank 1 than on.*rank0"
-            ):
+            message = f"{name}: expected the same.*rank 1 than on.*rank0"
+            with pytest.raises(ValueError, match=message):
                 place.shard(model)
             assert all(p is before[name] for name, p in model.named_parameters())
     torch.manual_seed(dist.get_rank())
@@ -239,19 +210,67 @@ def more_buffers() -> nn.Module:
     return model
 
 
+class Late(nn.Module):
+    """Forgets one of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.first)
+
+
+class Tripled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+def tripled() -> nn.Module:
+    linear = nn.Linear(3, 3)
+    nn.utils.parametrize.register_parametrization(linear, "weight", Tripled())
+    return linear
+
+
+def untouched() -> nn.Module:
+    table = torch.empty(2, 4)
+    return nn.Sequential(*(Untouched(table) for _ in range(2)))
+
+
+def weight_normed() -> nn.Module:
+    return nn.utils.weight_norm(nn.Linear(3, 3))
+
+
+def on_meta(make: Callable[[], nn.Module], first: str = "meta") -> nn.Module:
+    """Built on the meta device; by the first rank, on ``first``."""
+    with torch.device("meta" if dist.get_rank() else first):
+        return nn.Sequential(make())
+
+
+TABLES = r"0\.tables: expected tensors on the meta device to be parameters and buffers"
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (first_on_meta, {}, r"1.weight: expected values on data-parallel rank 0.*"),
     (nowhere, {}, r"the root module .*bare.*found none"),
     (more_buffers, {"initial_values": "rank0"}, "more: expected the same buffers on all ranks"),
     (SharedTable, {"initial_values": "rank1"}, "initial_values: expected one of .*found 'rank1'"),
+    (partial(on_meta, untouched), {}, r"0\.table: expected one of its modules to give it"),
+    (partial(on_meta, PlainTable), {}, TABLES),
+    (partial(on_meta, PlainTable, "cpu"), {}, TABLES),
+    (partial(on_meta, weight_normed), {}, r"Linear\.weight_g: expected its reset_"),
+    (partial(on_meta, Late), {}, r"Late\.second: expected its reset_parameters\(\) to"),
+    (partial(on_meta, tripled), {}, r"Linear\.weight: expected a parametrisation that turns"),
 ]
 
 
 @on_ranks(2)
-def test_what_cannot_be_made_alike_raises_on_all_ranks() -> None:
+def test_what_has_no_values_or_cannot_be_made_alike_raises_on_all_ranks() -> None:
     for make, options, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             fe.shard(make(), **options)
+    fe.shard(on_meta(untouched), initial_values="empty")
+    model = on_meta(ResetTable)
+    fe.shard(model)
+    model(torch.randn(2, 4)).sum().backward()
 
 
 @on_ranks(2)
@@ -318,3 +337,136 @@ def test_a_checksum_tells_values_and_their_order_apart() -> None:
                 place = int((other != other[0]).nonzero()[-1])
                 other[[0, place]] = other[[place, 0]]
                 assert int(checksum(other)) != int(checksum(value)), (dtype, shape)
+
+
+class Positions(nn.Module):
+    """Gives its child other values than that would give itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.table.weight[:, 0::2] = torch.arange(6.0)[:, None]
+            self.table.weight[:, 1::2] = -1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.table.weight
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.blocks = nn.ModuleList([nn.Sequential(Positions(), nn.Linear(4, 4)) for _ in range(2)])
+        self.conv = parametrizations.weight_norm(nn.Conv1d(6, 6, 3, padding=1), dim=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.positions(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.conv(x)
+        return result
+
+
+@everywhere
+def test_children_and_normalised_weights_get_the_values_that_modules_give(place: Place) -> None:
+    torch.manual_seed(0)
+    alone = Model()
+    with torch.device("meta"):
+        model = Model()
+    engine = place.shard(model)
+    state = engine.full_state_dict()
+    for name, value in alone.state_dict().items():
+        if name.endswith("table.weight"):
+            assert torch.equal(state[name], value), name
+    lengths, directions = (state[f"conv.parametrizations.weight.original{i}"] for i in range(2))
+    torch.testing.assert_close(directions.norm(dim=(0, 1), keepdim=True), lengths)
+    assert 0.1 < directions.abs().max() < 1 / (6 * 3) ** 0.5  # kaiming_uniform_(a=sqrt(5))
+    alone.load_state_dict(state)
+    x = torch.randn(2, 6, 4)
+    torch.testing.assert_close(model(x), alone(x))
+
+
+def states() -> list[Any]:
+    found = []
+    for level in LEVELS:
+        torch.manual_seed(0)
+        found.append(fe.shard(on_meta(Model), strategy=level).full_state_dict())
+    return found
+
+
+def test_values_are_the_same_whatever_the_number_of_ranks_and_the_level(ranks: Any) -> None:
+    ((expected, *others),) = ranks.run(states, world_size=1)
+    for world_size in (2, 4):
+        others += [each for found in ranks.run(states, world_size=world_size) for each in found]
+    for found in others:
+        check_equal(found, expected)
+
+
+class FailsOnOneRank(nn.Linear):
+    """Its file of values is not there on rank 1, say."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.weight.device.type != "meta" and dist.get_rank() == 1:
+            raise FileNotFoundError("values.bin")
+
+
+@everywhere
+def test_a_module_that_fails_on_one_rank_is_an_error_on_all(place: Place) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(FailsOnOneRank(3, 3), nn.Linear(3, 3))
+    if place.num_ranks == 1:
+        place.shard(model)
+        return
+    kind = FileNotFoundError if dist.get_rank() == 1 else (FileNotFoundError, RuntimeError)
+    with pytest.raises(kind, match=r"values\.bin") as caught:
+        place.shard(model)
+    if dist.get_rank() != 1:
+        assert "failed on data-parallel rank 1: FileNotFoundError" in str(caught.value)
+    again = place.shard(nn.Sequential(nn.Linear(3, 3)), initial_values="rank0")
+    again.model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@on_ranks(1)
+def test_full_values_of_units_are_gone_when_the_next_unit_is_built(device: str) -> None:
+    with torch.device(device):
+        model = Transformer(4)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    built: list[weakref.ref[Tensor]] = []
+    build_unit = build.build_unit
+
+    def watched(planned: Any, *args: Any) -> Any:
+        assert not any(param() is not None for param in built)
+        records = [record for part in planned.buffers for record in part.records]
+        built.extend(weakref.ref(record.param) for record in records)
+        return build_unit(planned, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "build_unit", watched)
+        fe.shard(model, min_unit_size=0)
+    assert len(built) > 8
+    for name, param in model.named_parameters():
+        assert device == "meta" or torch.equal(reference.full(param), expected[name])
+    model(*token_batch(4, 0)).backward()
+
+
+@on_ranks(1)
+def test_a_module_with_parameters_of_two_units_has_the_values_of_one_process() -> None:
+    """A bias beside a weight that another unit has is drawn with both units."""
+    states = []
+    for level in ("no_shard", "optim_grads_params"):
+        torch.manual_seed(3)
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            model[2].weight = model[0].weight
+        engine = fe.shard(model, strategy=level, units="*", min_unit_size=0)
+        model(torch.ones(2, 4)).sum().backward()
+        states.append(engine.full_state_dict())
+    check_equal(*states)
+    assert all(value.any() for value in states[0].values())

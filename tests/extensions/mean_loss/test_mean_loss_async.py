@@ -1,21 +1,18 @@
-"""``mean_loss``, ``even_batches`` and ``together`` on the device."""
+"""``mean_loss`` and ``even_batches`` on the device."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.async_device.scene import mesh_of
-from tests.pool import Ranks, on_ranks
+from tests.pool import on_ranks
 
 ranks = device.ranks
 
@@ -86,92 +83,6 @@ def test_the_message_of_even_batches_waits_for_no_work_of_the_device() -> None:
         assert next(batches) == (1, 1.0)
         assert next(batches) == (1 + dist.get_rank(), float(dist.get_rank()))
         assert list(batches) == []
-
-
-@on_ranks(2)
-def test_gathers_for_other_ranks_do_not_disturb_what_a_rank_computes() -> None:
-    rank, alone = dist.get_rank(), make_model()
-    model = make_model().to(on.DEVICE)
-    engine = fe.shard(model, units=list(model)[1:])  # the first is the root's, held throughout
-    for seed in range(3):
-        batches = [batch_of(rank, step) for step in range(1 + 2 * rank + seed % 2)]
-        with (
-            on.delays(compute=4e-4, copy=4e-4, collective=2e-3, seed=2 * seed + rank),
-            engine.together(),
-            torch.no_grad(),
-        ):
-            found = [model(batch.to(on.DEVICE)) for batch in batches]
-        for ours, batch in zip(found, batches, strict=True):
-            assert (ours.cpu() - alone(batch)).abs().max() < 1e-6
-
-
-class Route(nn.Module):
-    """Applies its layers in a given order, those of odd number with activation checkpointing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor, route: list[int]) -> Tensor:
-        for number in route:
-            layer = self.layers[number]
-            x = x + torch.tanh(
-                checkpoint(layer, x, use_reentrant=False) if number % 2 else layer(x)
-            )
-        result: Tensor = self.head(x)
-        return result
-
-
-def route_of(rank: int, step: int) -> list[int]:
-    return random.Random(f"{rank} {step}").choices(range(5), k=(3 * step + 2 * rank) % 7)
-
-
-@pytest.mark.parametrize(
-    ("shape", "outer"),
-    [
-        ((2,), None),
-        ((2, 2), "optim"),
-        pytest.param((2, 2), "no_shard", marks=pytest.mark.thorough),
-    ],
-)
-def test_ranks_that_use_other_layers_have_the_gradients_of_one_process(
-    ranks: Ranks, shape: tuple[int, ...], outer: str | None
-) -> None:
-    ranks.run(train_on_routes, shape, outer, world_size=len(shape) * 2)
-
-
-def train_on_routes(shape: tuple[int, ...], outer: str | None) -> None:
-    model, alone = Route(), Route()
-    on_cpu = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    mesh = mesh_of(on.DEVICE.type, shape)
-    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=WIDTH)
-    model.to(on.DEVICE)
-    engine = fe.shard(model, mesh, outer_strategy=outer, units=list(model.layers), config=config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(4):
-        batches = [torch.ones(2, WIDTH) * (1 + each) / 4 for each in range(size)]
-        routes = [route_of(each, step) for each in range(size)]
-        losses = [
-            alone(batch, route).square().mean()
-            for batch, route in zip(batches, routes, strict=True)
-        ]
-        torch.stack(losses).mean().backward()
-        batch = batches[rank].to(on.DEVICE)
-        torch.accelerator.synchronize()
-        with (
-            on.delays(compute=2e-4, copy=2e-4, collective=1e-3, seed=4 * step + rank),
-            engine.together(),
-        ):
-            model(batch, routes[rank]).square().mean().backward()
-        for param, right in zip(model.parameters(), alone.parameters(), strict=True):
-            assert (param.grad is None) == (right.grad is None)
-        for each in (on_cpu, optimizer):
-            each.step()
-            each.zero_grad()
-    assert_same_weights(engine, alone)
 
 
 @pytest.mark.parametrize("where", ["cpu", on.DEVICE])

@@ -1,13 +1,16 @@
-"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``.
-
-Training on random epochs is in ``test_uneven_epochs.py``.
-"""
+"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``; at the end,
+random epochs, beside one process with the batches of all."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,26 +21,30 @@ import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
-from tests.pool import on_few_ranks, on_ranks
+from tests.pairs import PAIRS
+from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.training import mesh_of
 
 WIDTH = 8
 
 
 class Net(nn.Module):
-    """Two blocks and a head, in fp64 so that sums have one result in any order."""
+    """Blocks, of which batches may leave out one, and a head; in fp64, so that sums have one result
+    in any order. Returns the loss of each sample."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, 1)
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().flatten()  # the loss of each sample
+    def forward(self, x: Tensor, left_out: int = -1) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != left_out:
+                x = torch.tanh(block(x))
+        losses: Tensor = self.head(x).square().flatten()
+        return losses
 
 
 def rows(number: int, seed: int) -> Tensor:
@@ -58,17 +65,14 @@ def add_mean(engine: fe.Engine, seed: int, num: int = 3) -> None:
 def check_mean(
     model: nn.Module, batches: Iterable[Tensor], engine: fe.Engine | None = None, factor: float = 1
 ) -> None:
-    """Gradients are ``factor`` times those of the mean over ``batches``, up to the rounding of
-    fp64; and the last mean loss of ``engine`` is that mean."""
+    """Gradients are ``factor`` times those of the mean over ``batches``, which is the last mean
+    loss of ``engine``."""
     alone = Net()
     loss = alone(torch.cat(list(batches))).mean()
     (factor * loss).backward()
-    found = reference.full_gradients(model)
-    for name, param in alone.named_parameters():
-        gradient = found[name]
-        assert gradient is not None
-        assert param.grad is not None
-        assert reference.relative_error(gradient, param.grad) < 1e-12, name
+    found, expected = map(reference.full_gradients, (model, alone))
+    for name, right in expected.items():
+        assert reference.relative_error(found[name], right) < 1e-12, name  # type: ignore[arg-type]
     if engine is not None:
         assert engine.last_mean_loss is not None
         assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -131,10 +135,17 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
     batches = [lambda: None] if dist.get_rank() else []
     with pytest.raises(ValueError, match=r"ranks without one.*a batch of type function"):
         next(engine.even_batches(batches))
-    net = fe.shard(Net())
+    model, net = sharded()
     count = torch.tensor(math.nan if dist.get_rank() else 3.0)
     with pytest.raises(ValueError, match="count: expected a number of samples; found nan"):
-        net.mean_loss(net.model(rows(3, 0)).sum(), count)
+        net.mean_loss(model(rows(3, 0)).sum(), count)
+    net.reset()
+    # A step that was cut short does not count in the next one.
+    with pytest.raises(OSError, match="disk on fire"), net.no_sync():
+        [add_mean(net, batch) for batch, _ in net.even_batches(failing())]
+    model.zero_grad()
+    add_mean(net, dist.get_rank())
+    check_seeds(model, [0, 1], net)
 
 
 @on_ranks(2)
@@ -213,9 +224,7 @@ def test_experts_have_the_mean_of_all_samples() -> None:
     expected = Net()
     (expected(x).sum() / 4).backward()
     found, right = (each.blocks[1].weight.grad for each in (model, expected))
-    assert found is not None
-    assert right is not None
-    assert reference.relative_error(reference.full(found), right) < 1e-12
+    assert reference.relative_error(reference.full(found), right) < 1e-12  # type: ignore[arg-type]
 
 
 @on_ranks(2)
@@ -305,34 +314,79 @@ def test_arguments_are_checked() -> None:
             engine.mean_loss(loss, count)
 
 
+def mean_of(engine: fe.Engine) -> Tensor:
+    return engine.mean_loss(engine.model(rows(3, 0)).sum(), 3)
+
+
+def after(end: str, engine: fe.Engine) -> None:
+    loss = mean_of(engine)
+    getattr(engine, end)()
+    loss.backward()
+
+
+def twice(engine: fe.Engine) -> None:
+    loss = mean_of(engine)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def add_two(engine: fe.Engine) -> None:
+    add_mean(engine, 0)
+    add_mean(engine, 0)
+
+
+def add_another(engine: fe.Engine) -> None:
+    with engine.no_sync():
+        add_mean(engine, dist.get_rank())
+    engine.model(rows(3, 0)).mean().backward()
+
+
+def another_on_rank_1(engine: fe.Engine) -> None:
+    (engine.model(rows(3, 0)).mean() if dist.get_rank() else mean_of(engine)).backward()
+
+
+def add_penalty(engine: fe.Engine) -> None:
+    penalty = sum(param.square().sum() for param in engine.model.parameters())
+    engine.mean_loss(engine.model(rows(3, 0)).sum() + penalty, 3).backward()
+
+
+REFUSED: dict[Callable[[fe.Engine], None], str] = {
+    add_two: "expected cleared gradients before a step's first",
+    add_another: r"expected a result of mean_loss.*found another loss",
+    another_on_rank_1: r"expected results of mean_loss.* on all ranks, or",
+    add_penalty: r"found one of .*weight_decay",
+    partial(after, "zero_grad_buffer"): "found one of a step that is over",
+    partial(after, "reset"): "found one of a step that is over",
+    twice: "found one of a step that is over",
+}
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
-def test_gradients_that_are_not_cleared_are_refused() -> None:
-    for level in LEVEL_NAMES:
-        model, engine = sharded(level)
+def test_what_is_no_mean_of_all_samples_is_refused_and_the_next_steps_are_right(level: str) -> None:
+    rank, (model, engine) = dist.get_rank(), sharded(level)
+    for refused, message in REFUSED.items():
+        if refused is add_penalty and level == "no_shard":
+            continue
         for _ in range(2):
-            add_mean(engine, 0)
+            with pytest.raises(RuntimeError, match=message):
+                refused(engine)
+            engine.reset()
             model.zero_grad()
-        add_mean(engine, 0)
-        with pytest.raises(RuntimeError, match="expected cleared gradients before a step's first"):
-            add_mean(engine, 0)
-        engine.reset()
-        model.zero_grad()
-        add_mean(engine, 0)
-        check_seeds(model, [0], engine)
+            # With either kind of loss.
+            model(rows(3, rank)).mean().backward()
+            check_seeds(model, [0, 1])
+            model.zero_grad()
+            add_mean(engine, 2 + rank)
+            check_seeds(model, [2, 3], engine)
+            model.zero_grad()
 
 
 @on_ranks(2)
-def test_another_loss_in_the_step_is_refused_or_not_divided() -> None:
+def test_another_loss_in_a_step_of_its_own_is_not_divided() -> None:
     rank = dist.get_rank()
     for level, to_none in itertools.product(LEVEL_NAMES, (True, False)):
         model, engine = sharded(level)
-        with engine.no_sync():
-            add_mean(engine, rank)
-        with pytest.raises(
-            RuntimeError, match=r"expected a result of mean_loss.*found another loss"
-        ):
-            model(rows(3, rank)).mean().backward()
-        engine.reset()
         with engine.no_sync():
             add_mean(engine, rank)
         model.zero_grad(set_to_none=to_none)
@@ -343,29 +397,6 @@ def test_another_loss_in_the_step_is_refused_or_not_divided() -> None:
         add_mean(engine, rank)
         model(rows(3, rank)).mean().backward()
         check_mean(model, [rows(3, 0), rows(3, 1)], factor=2)
-
-
-@on_ranks(2)
-def test_another_loss_on_some_ranks_is_refused_on_all() -> None:
-    rank = dist.get_rank()
-    for level in LEVEL_NAMES:
-        model, engine = sharded(level)
-        add_mean(engine, rank)
-        model.zero_grad()
-        for _ in range(2):
-            loss = model(rows(3, rank))
-            expected = r"expected results of mean_loss.* on all ranks, or"
-            with pytest.raises(RuntimeError, match=expected):
-                (engine.mean_loss(loss.sum(), 3) if rank == 0 else loss.mean()).backward()
-            engine.reset()
-            model.zero_grad()
-            # The next steps are right, with either kind.
-            model(rows(3, rank)).mean().backward()
-            check_seeds(model, [0, 1])
-            model.zero_grad()
-            add_mean(engine, 2 + rank)
-            check_seeds(model, [2, 3], engine)
-            model.zero_grad()
 
 
 @on_ranks(2)
@@ -390,34 +421,6 @@ def test_no_other_loss_is_added_to_a_result() -> None:
 
 
 @on_ranks(2)
-def test_penalties_on_sharded_parameters_are_refused() -> None:
-    for level in LEVEL_NAMES[1:]:
-        model, engine = sharded(level)
-        penalty = sum(param.square().sum() for param in model.parameters())
-        with pytest.raises(RuntimeError, match=r"found one of .*weight_decay"):
-            engine.mean_loss(model(rows(3, 0)).sum() + penalty, 3).backward()
-        engine.reset()
-        model.zero_grad()
-        add_mean(engine, dist.get_rank())
-        check_seeds(model, [0, 1], engine)
-
-
-@on_ranks(2)
-def test_a_result_of_a_step_that_is_over_is_refused() -> None:
-    model, engine = sharded()
-    for end in (engine.zero_grad_buffer, engine.reset):
-        loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
-        end()
-        with pytest.raises(RuntimeError, match="found one of a step that is over"):
-            loss.backward()
-        engine.reset()
-    loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="found one of a step that is over"):
-        loss.backward()
-
-
-@on_ranks(2)
 def test_units_that_are_not_reduced_are_refused() -> None:
     model = Net()
     for block in model.blocks:
@@ -430,3 +433,118 @@ def test_units_that_are_not_reduced_are_refused() -> None:
     loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
     with pytest.raises(RuntimeError, match=r"expected the last microbatch to reduce.*blocks\.0"):
         loss.backward()
+
+
+# Cases of each pair of levels and shape, in some five minutes.
+NUM_CASES = int(os.environ.get("FSDP_ENGINE_EPOCHS", "20"))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Of ``size`` samples; 0: a batch that does not count."""
+
+    seed: int
+    size: int
+    left_out: int
+
+    def loss_sum(self, model: nn.Module) -> Tensor:
+        losses: Tensor = model(rows(max(1, self.size), self.seed), self.left_out)
+        return losses.sum() * (self.size > 0)
+
+
+# By epoch and rank.
+Epochs = list[list[list[Batch]]]
+
+
+def draw_epochs(draw: random.Random, num_ranks: int, leaves_out: bool) -> Epochs:
+    smallest, shortest = int(draw.random() > 0.3), int(draw.random() > 0.4)
+    return [
+        [
+            [
+                Batch(
+                    seed=1000 * epoch + 100 * rank + number,
+                    size=draw.randint(smallest, 5),
+                    left_out=draw.randint(-1, 2) if leaves_out else -1,
+                )
+                for number in range(draw.randint(shortest, 6))
+            ]
+            for rank in range(num_ranks)
+        ]
+        for epoch in range(draw.randint(1, 3))
+    ]
+
+
+def batches_by_number(epoch: list[list[Batch]]) -> list[list[Batch]]:
+    """Of all ranks. Repeated ones have size 0: these do not count, but a parameter that only they
+    use has a gradient of zero, not None."""
+    first = next((each[0] for each in epoch if each), None)
+    return [
+        [
+            each[number] if number < len(each) else replace((each or [first])[-1], size=0)  # type: ignore[type-var]
+            for each in epoch
+        ]
+        for number in range(max(map(len, epoch)))
+    ]
+
+
+def train_alone(epochs: Epochs, accumulate: int) -> tuple[nn.Module, list[float]]:
+    """One process: its model, and the mean loss of each step."""
+    model, losses = Net(), []
+    optimizer = reference.adamw(model.parameters())
+    for epoch in epochs:
+        numbers = batches_by_number(epoch)
+        for begin in range(0, len(numbers), accumulate):
+            step = list(itertools.chain(*numbers[begin : begin + accumulate]))
+            count = sum(batch.size for batch in step)
+            total = torch.stack([batch.loss_sum(model) for batch in step]).sum()
+            # A step without samples has gradients of zero.
+            (total / max(1, count)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total.item() / count if count else math.nan)
+    return model, losses
+
+
+def check_epochs(seeds: Iterable[int], shape: tuple[int, ...], pair: tuple[str, str]) -> None:
+    for seed in seeds:
+        draw = random.Random(f"{seed} {shape}")
+        accumulate, leaves_out = draw.randint(1, 3), draw.random() < 0.4
+        epochs = draw_epochs(draw, math.prod(shape), leaves_out)
+        expected, losses = train_alone(epochs, accumulate)
+        outer = pair[1] if len(shape) > 1 else None
+        engine = fe.shard(Net(), mesh_of(*shape), pair[0], outer, units="blocks.*")
+        optimizer = reference.adamw(engine.model.parameters())
+        found: list[float] = []
+        for epoch in epochs:
+            num, batches = max(map(len, epoch)), engine.even_batches(epoch[dist.get_rank()])
+            for number, (batch, weight) in enumerate(batches, 1):
+                is_last = number % accumulate == 0 or number == num
+                with (
+                    nullcontext() if is_last else engine.no_sync(),
+                    engine.together() if leaves_out else nullcontext(),
+                ):
+                    loss = weight * batch.loss_sum(engine.model)
+                    engine.mean_loss(loss, weight * batch.size).backward()
+                if is_last:
+                    found.append(engine.last_mean_loss.item())  # type: ignore[union-attr]
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert found == pytest.approx(losses, rel=1e-6, nan_ok=True), (seed, epochs)
+        weights = engine.full_state_dict()
+        for name, right in expected.state_dict().items():
+            assert reference.relative_error(weights[name], right) < 1e-11, (seed, epochs, name)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_epochs_of_random_lengths_train_as_one_process(ranks: Ranks, level: str) -> None:
+    ranks.run(check_epochs, range(4), (2,), (level, "no_shard"), world_size=2)
+    ranks.run(check_epochs, range(4, 6), (3,), (level, "no_shard"), world_size=3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_random_epochs(ranks: Ranks, pair: tuple[str, str]) -> None:
+    for first in range(0, NUM_CASES, 10):
+        seeds = range(100 + first, 110 + first)
+        for shape in ((2, 2), (2,), (3,), (4,)):
+            ranks.run(check_epochs, seeds, shape, pair, world_size=math.prod(shape))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fsdp_engine.codecs as codecs
 from fsdp_engine.codecs import CastCodec, ParamCodec, Piece
 from fsdp_engine.extension_list import names_of
-from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, ScaledCodec
+from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, ScaledCodec, scaled
 from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
 from tests.extensions.fp8.int8_codec import Int8, Int8Codec
 from tests.extensions.transformer_engine.te_on_cpu import RECIPES, make_weight
@@ -130,7 +130,9 @@ def test_what_a_codec_keeps(name: str) -> None:
         rank = dist.get_rank()
         for plants in (False, True):
             values = mains(name, plants=plants)
-            found = encoded(CODECS[name](), values, cuts[rank], cuts[rank + 1])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(scaled, "CHUNK", 100)
+                found = encoded(CODECS[name](), values, cuts[rank], cuts[rank + 1])
             for index, (full, value) in enumerate(zip(found, values, strict=True)):
                 assert full[value.isnan()].isnan().all(), (name, index)
                 if not name.startswith("te"):  # its kernels saturate
@@ -142,7 +144,7 @@ def test_what_a_codec_keeps(name: str) -> None:
             dist.all_gather_object(everybody, [bits(full) for full in found])
             for other in everybody:
                 assert all(torch.equal(*pair) for pair in zip(other, everybody[0], strict=True))
-            if name.startswith("te"):  # its maximum of floats loses a NaN of another rank
+            if name.startswith("te") and plants:  # its maximum loses a NaN of another rank
                 continue
             whole = encoded(CODECS[name](), values, 0, numel)
             torch.testing.assert_close(found, whole, rtol=0, atol=0, equal_nan=True)

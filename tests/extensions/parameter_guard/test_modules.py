@@ -56,8 +56,7 @@ def assert_as_alone(model: nn.Module, engine: fe.Engine, alone: nn.Module) -> No
     reference.assert_same_weights(model, alone)
     state = engine.full_state_dict()
     assert list(state) == list(alone.state_dict())
-    for name, weight in alone.state_dict().items():
-        torch.testing.assert_close(state[name], weight, msg=name)
+    torch.testing.assert_close(state, dict(alone.state_dict()))
 
 
 @everywhere
@@ -150,7 +149,7 @@ def test_whatever_else_is_put_into_a_module_is_refused_at_once(place: Place) -> 
 def test_what_went_past_the_hooks_of_modules_is_refused_by_forward_and_saves(place: Place) -> None:
     model = Model()
     engine = place.shard(model)
-    folder = Path("unused")
+    folder, own = Path("unused"), model.head.weight
     model.head._parameters["weight"] = model.embedding.weight
     saves: list[Callable[[], object]] = [
         engine.full_state_dict,
@@ -162,14 +161,7 @@ def test_what_went_past_the_hooks_of_modules_is_refused_by_forward_and_saves(pla
         with pytest.raises(ValueError, match=r"head\.weight: expected.*embedding\.weight"):
             save()
     model.head._modules["new"] = nn.Linear(1, 1)
-    model.head._parameters["weight"] = engine.buffers[0].sharded_params[0]
-    site = {
-        n: p
-        for b in engine.buffers
-        for r, p in zip(b.records, b.sharded_params, strict=True)
-        for n in r.aliases
-    }
-    model.head._parameters["weight"] = site["head.weight"]
+    model.head._parameters["weight"] = own
     for save in saves[:-1]:
         with pytest.raises(ValueError, match=r"head\.new\.weight: expected.*before shard"):
             save()
@@ -280,11 +272,9 @@ def test_ddp_around_it_is_refused_or_right(place: Place) -> None:
         tokens = torch.tensor([[1, 2, 3]])
         nn.parallel.DistributedDataParallel(model)(tokens).square().mean().backward()
         alone(tokens).square().mean().backward()
-        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad)
+        torch.testing.assert_close(*map(reference.full_gradients, (model, alone)))
         return
-    with pytest.raises(
-        RuntimeError, match=r"DistributedDataParallel: expected a model that is not"
-    ):
+    text = "DistributedDataParallel: expected a model that is not"
+    with pytest.raises(RuntimeError, match=text):
         nn.parallel.DistributedDataParallel(model)
     assert_as_alone(model, engine, alone)

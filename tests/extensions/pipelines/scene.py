@@ -1,14 +1,10 @@
-"""A model in stages, trained by a schedule on many ranks and by plain torch on one.
-
-The model is split into stages; each stage's data-parallel ranks shard it. The losses of every step
-and the final weights have to equal those of one process that runs the full model on the batches of
-all ranks.
-"""
+"""A model in stages, which their data-parallel ranks shard, trained by a schedule on many ranks and
+by plain torch on one."""
 
 from __future__ import annotations
 
-import copy
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fsdp_engine as fe
 from fsdp_engine.pipelining import PipelineStage
 from fsdp_engine.strategies import LEVELS as ALL_LEVELS
+from tests import reference
 
 DIM = 6
 NUM_STEPS = 2
@@ -66,11 +63,8 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Two blocks, or six, between a linear of its own and a gain that its forward reads.
-
-    Args:
-        what: a special case to contain: see ``SPECIAL``; "deep": more blocks.
-    """
+    """Blocks between a linear of its own and a gain that its forward reads; ``what``: a special
+    case to contain, see ``SPECIAL``, or "deep"."""
 
     def __init__(self, what: str = "") -> None:
         super().__init__()
@@ -116,77 +110,30 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.float(), target)
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    params = [param for param in model.parameters() if param.requires_grad]
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 @functools.cache
 def trained_alone(
     num_stages: int, num_data_ranks: int, what: str = "", dtype: torch.dtype | None = None
 ) -> tuple[list[Stage], list[float]]:
-    """New stages after :func:`train_alone`, and its losses."""
+    """New stages trained by one process on the batches of all ranks, in ``dtype``, and the mean
+    loss of each step."""
     stages = make_stages(num_stages, what)
-    return stages, train_alone(stages, num_data_ranks, dtype)
-
-
-def train_alone(
-    stages: list[Stage], num_data_ranks: int, dtype: torch.dtype | None = None
-) -> list[float]:
-    """Train the full model in place, in one process. Returns the mean loss of each step.
-
-    Args:
-        stages: of it, in their order.
-        num_data_ranks: whose batches it gets.
-        dtype: forward and backward compute in it, on copies of the weights; gradients of
-            microbatches are summed in fp32.
-    """
-    model = nn.Sequential(*stages)
-    optimizer = make_optimizer(model)
-    losses = []
+    data = []
     for x, y in batches(num_data_ranks):
-        computing = model if dtype is None else copy.deepcopy(model).to(dtype)
-        total, parts = 0.0, num_data_ranks * NUM_MICROBATCHES
-        for rank in range(num_data_ranks):
-            chunks = zip(
-                x[rank].chunk(NUM_MICROBATCHES), y[rank].chunk(NUM_MICROBATCHES), strict=True
-            )
-            for inputs, targets in chunks:
-                loss = loss_of(computing(inputs if dtype is None else inputs.to(dtype)), targets)
-                loss.backward()
-                total += loss.item() / parts
-                collect(model, computing)
-        for param in model.parameters():
-            param.grad = None if param.total is None else param.total / parts  # type: ignore[attr-defined]
-            param.total = None  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
-def collect(model: nn.Module, computing: nn.Module) -> None:
-    """Add the gradients of ``computing`` to those of ``model``, and clear them."""
-    for param, used in zip(model.parameters(), computing.parameters(), strict=True):
-        total = getattr(param, "total", None)
-        if used.grad is not None:
-            total = used.grad.float() if total is None else total + used.grad.float()
-        param.total = total  # type: ignore[attr-defined]
-        used.grad = None
+        chunks = zip(x.chunk(NUM_MICROBATCHES, 1), y.chunk(NUM_MICROBATCHES, 1), strict=True)
+        data.append([list(zip(*parts, strict=True)) for parts in chunks])
+    steps = reference.train(
+        nn.Sequential(*stages),
+        data,
+        compute_dtype=dtype,
+        loss_of=lambda model, batch: loss_of(model(batch[0]), batch[1]),
+    )
+    return stages, [step.loss for step in steps]
 
 
 @dataclass
 class Pipeline:
-    """This rank's stages, and the schedule that runs them.
-
-    Attributes:
-        indices: of its stages.
-        modules: of its stages.
-        engines: of its stages.
-        schedule: of torch.
-        data_rank: among the ranks that hold the same stages.
-        losses: of each step: of each microbatch, where the last stage is.
-    """
+    """This rank's stages, and the schedule that runs them. ``losses`` are those of each step's
+    microbatches, where the last stage is."""
 
     indices: list[int]
     modules: list[Stage]
@@ -219,16 +166,13 @@ def make_pipeline(
     **options: Any,
 ) -> Pipeline:
     """Stages of this rank, sharded over its data-parallel ranks, on ``device_type``."""
-    num_data = 1
-    for size in data_shape:
-        num_data *= size
-    num_ranks = dist.get_world_size() // num_data
+    num_ranks = dist.get_world_size() // math.prod(data_shape)
     names = ("pipeline", *("outer", "inner")[-len(data_shape) :])
     mesh = init_device_mesh(device_type, (num_ranks, *data_shape), mesh_dim_names=names)
     rank = mesh.get_local_rank("pipeline")
     indices = stage_indices(schedule, rank, num_ranks)
-    num_stages = num_ranks * len(indices)
-    modules = [make_stages(num_stages, what)[index] for index in indices]
+    stages = make_stages(num_ranks * len(indices), what)
+    modules = [stages[index] for index in indices]
     options = {"min_unit_size": 0, **options}
     data: DeviceMesh = mesh[names[1:]]
     engines = [fe.shard(module, data, level, outer, **options) for module in modules]
@@ -266,7 +210,7 @@ def stage_indices(schedule: str, rank: int, num_ranks: int) -> list[int]:
 
 def train(pipeline: Pipeline, num_data_ranks: int) -> None:
     """Run all steps, with an optimizer per stage."""
-    optimizers = [make_optimizer(module) for module in pipeline.modules]
+    optimizers = [reference.sgd(module.parameters()) for module in pipeline.modules]
     for x, y in batches(num_data_ranks):
         pipeline.step(x, y)
         for optimizer in optimizers:

@@ -1,11 +1,20 @@
-"""Collectives and staging in a step of a pipeline, as expected from the levels."""
+"""Collectives and memory in a step of a pipeline."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
 
+import fsdp_engine as fe
+from fsdp_engine.pipelining import PipelineStage
+from tests import reference
 from tests.extensions.pipelines import scene
 from tests.messages import GATHERS, REDUCTIONS, Messages
 from tests.pool import on_ranks
@@ -20,7 +29,7 @@ TURNS = {
 
 def counted(pipeline: scene.Pipeline) -> Counter[str]:
     """Of the second step: in the first one torch learns shapes, and the engine its order."""
-    optimizers = [scene.make_optimizer(module) for module in pipeline.modules]
+    optimizers = [reference.sgd(module.parameters()) for module in pipeline.modules]
     messages = Messages()
     for number, (x, y) in zip(range(2), scene.batches(2), strict=False):
         with messages.counting():
@@ -99,3 +108,130 @@ def test_no_more_is_staged_than_where_each_forward_has_its_backward_at_once(
     pipeline.step(x, y)
     for engine in pipeline.engines:
         assert engine.peak_memory_bytes()["staging"] <= at_once
+
+
+# Of one microbatch.
+NUM_BYTES = scene.ROWS * scene.DIM * 4
+
+
+class WatchedStage(PipelineStage):
+    """Records how many received tensors exist at the start of each forward and backward."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.received: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return self._noted(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return self._noted(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def _noted(self, operations: list[Any]) -> list[Any]:
+        self.received += [weakref.ref(each.tensor) for each in operations]
+        return operations
+
+    def count(self) -> int:
+        return sum(each() is not None for each in self.received)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.note()
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.note()
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def note(self) -> None:
+        self.alive.append(self.count())
+
+
+def watched(schedule: str, level: str = "optim_grads") -> scene.Pipeline:
+    return scene.make_pipeline(schedule, level, stage_class=WatchedStage)
+
+
+def stages_of(pipeline: scene.Pipeline) -> list[WatchedStage]:
+    schedule = pipeline.schedule
+    return [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
+
+
+# The most at a time in each stage. With 1F1B the second of two stages has received one input; the
+# first one gradient. torch holds a message until the next one of its kind is received.
+MOST = {"1F1B": (2, 2), "GPipe": (2, scene.NUM_MICROBATCHES)}
+
+
+@pytest.mark.parametrize("schedule", MOST)
+@on_ranks(4)
+def test_only_microbatches_in_flight_have_received_tensors(schedule: str) -> None:
+    pipeline = watched(schedule)
+    (stage,) = stages_of(pipeline)
+    for x, y in scene.batches(2):
+        stage.received.clear()
+        stage.alive.clear()
+        pipeline.step(x, y)
+        assert len(stage.received) == scene.NUM_MICROBATCHES
+        assert 1 <= max(stage.alive) <= MOST[schedule][stage.stage_index]
+        assert (stage.count(), stage.received_bytes) == (0, 0)
+    x, y = next(scene.batches(2))
+    with torch.inference_mode():
+        pipeline.schedule.eval(*[x[pipeline.data_rank]] * stage.is_first, target=y[0])
+    assert stage.received_bytes == 0
+    pipeline.step(x, y)
+    # As far as a step comes that fails in its first forward or backward.
+    given = stage.get_bwd_recv_ops(0) if stage.is_first else stage.get_fwd_recv_ops(0)
+    assert stage.received_bytes == NUM_BYTES
+    del given
+    stage.clear_runtime_states()
+    assert (stage.count(), stage.received_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    scene.marked(["Interleaved1F1B", "ZBVZeroBubble"], default=["Interleaved1F1B"]),
+)
+@on_ranks(4)
+def test_none_is_left_after_a_step_of_several_stages(schedule: str) -> None:
+    pipeline = watched(schedule)
+    for x, y in scene.batches(2):
+        pipeline.step(x, y)
+        for stage in stages_of(pipeline):
+            assert (stage.count(), stage.received_bytes) == (0, 0)
+
+
+class TwoInputs(nn.Module):
+    """A stage whose second value needs no gradient."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.is_last, self.linear = index == 1, nn.Linear(scene.DIM, scene.DIM)
+
+    def forward(self, x: Tensor, steps: Tensor | None = None) -> Any:
+        if steps is None:
+            steps = torch.arange(scene.ROWS)
+        y = self.linear(x) * steps[:, None]
+        return y if self.is_last else (y, steps + 1)
+
+
+@pytest.mark.skipif(
+    not hasattr(PipelineStage, "_warmup_forward_vote"), reason="torch wants gradients of all inputs"
+)
+@on_ranks(4)
+def test_messages_that_need_no_gradient() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("p", "d"))
+    index = mesh.get_local_rank("p")
+    module = TwoInputs(index)
+    fe.shard(module, mesh["d"], "no_shard")
+    stage = PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("p"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=scene.loss_of)
+    x, y = next(scene.batches(2))
+    schedule.step(*[x[0]] * (index == 0), **({"target": y[0]} if index else {}))
+    assert stage.received_bytes == 0
+
+    alone = nn.ModuleList(TwoInputs(index) for index in range(2))
+    total = torch.zeros(())
+    for inputs, targets in zip(x[0].chunk(4), y[0].chunk(4), strict=True):
+        total += scene.loss_of(alone[1](*alone[0](inputs)), targets) / 4
+    total.backward()
+    torch.testing.assert_close(module.linear.weight.grad, alone[index].linear.weight.grad)

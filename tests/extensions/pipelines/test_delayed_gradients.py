@@ -10,19 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from tests import reference
-from tests.megatron.configs import LEVEL_NAMES, config_of
+from tests.megatron.configs import LEVEL_NAMES, config_of, train_wrapped
 from tests.messages import Messages
-from tests.models import (
-    DIM,
-    LateModel,
-    late_modules,
-    vector_batch,
-)
-from tests.pool import Ranks, on_ranks
-from tests.training import mesh_of, report
+from tests.models import DIM, LateModel, late_modules, vector_batch
+from tests.pool import on_ranks
+from tests.training import mesh_of
 
 
 def prompt_copy(model: nn.Module) -> nn.Module:
@@ -35,62 +31,30 @@ def prompt_copy(model: nn.Module) -> nn.Module:
     return alone
 
 
-def compare(inner: str, outer: str) -> list[str]:
-    """Differences from one process, as text, over overlap and the order of late gradients."""
-    found = []
+PAIRS = [(level, "no_shard") for level in LEVEL_NAMES] + [("optim_grads_params", "optim")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", PAIRS)
+@on_ranks(4)
+def test_weight_gradients_that_come_late_train_as_one_process(pair: tuple[str, str]) -> None:
     for overlap, backwards, bucket_size in itertools.product(
         (False, True), (False, True), (None, 300)
     ):
         torch.manual_seed(1)
         model = LateModel()
-        alone = prompt_copy(model)
         data = reference.make_data(vector_batch, 3, 2, 4)
-        expected = reference.train(alone, data)
+        expected = reference.train(prompt_copy(model), data)
         config = config_of(
-            inner, outer, overlap=overlap, delay_wgrad_compute=True, bucket_size=bucket_size
+            *pair, overlap=overlap, delay_wgrad_compute=True, bucket_size=bucket_size
         )
         ddp = fe.DistributedDataParallel(model, config, mesh_of(2, 2))
-        optimizer = reference.sgd(ddp.parameters())
-        steps = []
-        for microbatches in data:
-            ddp.zero_grad_buffer()
-            loss = torch.zeros(())
-            for index, parts in enumerate(microbatches):
-                with ddp.no_sync() if overlap and index == 0 else torch.enable_grad():
-                    part = ddp(*parts[dist.get_rank()]) / len(microbatches)
-                    part.backward()
-                loss = loss + part.detach()
-                order = late_modules(model)
-                for module in reversed(order) if backwards else order:
-                    module.backward_dw()
-            ddp.finish_grad_sync()
-            gradients = reference.full_gradients(model)
-            norm = ddp.engine.clip_grad_norm_(float("inf"))
-            optimizer.step()
-            weights = ddp.engine.full_state_dict()
-            steps.append(
-                reference.Step(
-                    reference.mean_over_ranks(loss),
-                    gradients,
-                    norm.item(),
-                    {name: weights[name] for name in gradients},
-                )
-            )
-        case = f"overlap={overlap}, backwards={backwards}, bucket_size={bucket_size}"
-        found += [f"{case}: {line}" for line in reference.differences(steps, expected, 2e-5)]
-    return found
-
-
-PAIRS = [(level, "no_shard") for level in LEVEL_NAMES] + [("optim_grads_params", "optim")]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("inner", "outer"), PAIRS)
-def test_weight_gradients_that_come_late_train_as_one_process(
-    ranks: Ranks, inner: str, outer: str
-) -> None:
-    results = ranks.run(compare, inner, outer)
-    assert not any(results), report(results)
+        order = late_modules(model)[:: -1 if backwards else 1]
+        steps = train_wrapped(
+            ddp, data, after_backward=lambda order=order: [each.backward_dw() for each in order]
+        )
+        lines = reference.differences(steps, expected, 2e-5)
+        assert not lines, (overlap, backwards, bucket_size, lines[:8])
 
 
 def reduced(messages: Messages) -> set[str]:
@@ -140,12 +104,8 @@ def test_a_sharded_model_has_its_gradients_when_the_last_late_one_has_come() -> 
         for module in late_modules(model):
             assert all(param.grad is None for param in model.parameters())
             module.backward_dw()
-        gradients = reference.full_gradients(model)
-        for name, param in alone.named_parameters():
-            found = gradients[name]
-            assert found is not None
-            assert param.grad is not None
-            assert reference.relative_error(found, param.grad) < 2e-5, name
+        gradients, expected = map(reference.full_gradients, (model, alone))
+        torch.testing.assert_close(gradients, expected, rtol=2e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -171,3 +131,56 @@ def test_a_module_that_autograd_did_not_reach_is_not_waited_for() -> None:
     assert {name for name, there in has.items() if not there} == {
         name for name in has if name.startswith(("blocks.1", "blocks.2"))
     }
+
+
+NUM_MICROBATCHES = 4
+
+
+class Recomputed(nn.Module):
+    """Each layer is recomputed by itself; a bucket holds several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=True)
+        return x.square().mean()
+
+
+def train_step(model: nn.Module, parts: list[Tensor], ddp: fe.DistributedDataParallel) -> None:
+    """1F1B with one forward ahead: F0 F1 B0 F2 B1 F3 B2 B3."""
+    loss = model(parts[0])
+    for part in parts[1:]:
+        ahead = model(part)
+        with ddp.no_sync():
+            loss.backward()
+        loss = ahead
+    loss.backward()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_gradients_of_recomputed_forwards_come_in_time(level: str, evaluates: bool) -> None:
+    torch.manual_seed(0)
+    model = Recomputed()
+    alone = copy.deepcopy(model)
+    ddp = fe.DistributedDataParallel(
+        model, config_of(level, overlap=True, bucket_size=3 * DIM * DIM), units=()
+    )
+    for step in range(3):
+        dice = torch.Generator().manual_seed(step)
+        shape = (dist.get_world_size(), NUM_MICROBATCHES, 2, DIM)
+        data = torch.randn(shape, generator=dice)
+        if evaluates and step == 1:
+            with torch.no_grad():
+                ddp(data[0, 0].clone())
+        ddp.zero_grad_buffer()
+        alone.zero_grad()
+        train_step(ddp, [each.clone() for each in data[dist.get_rank()]], ddp)
+        ddp.finish_grad_sync()
+        (sum(alone(each.clone()) for each in data.flatten(0, 1)) / len(data)).backward()
+        torch.testing.assert_close(*map(reference.full_gradients, (model, alone)))

@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm import lanes
 from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.comm.lanes import LANES, name_of_wait
 from fsdp_engine.extensions.offload.disk_memory import DiskBlock
-from fsdp_engine.extensions.reports.reports import Measurement
-from tests.models import DIM, Mlp, Regression, vector_batch
+from tests.models import Small, vector_batch
 from tests.pool import on_few_ranks, on_ranks
+from tests.reference import rank_and_size
 
 STATE_LANES = names_of_copies("state")
 LATE_SECONDS = 0.3
 
 
-class Stack(Regression):
-    """Three blocks between two layers of the root's own; ``late``: what a block does first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=64) for _ in range(3)])
-        self.last = nn.Linear(DIM, DIM, bias=False)
-        self.late: Callable[[int], None] = lambda index: None
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            self.late(index)
-            x = block(x)
-        return self.last(x)
-
-
-def sharded(*levels: str, **options: Any) -> tuple[Stack, Any, Callable[[], None]]:
+def sharded(*levels: str, **options: Any) -> tuple[Small, Any, Callable[[], None]]:
     """(model, engine, step); AdamW."""
-    model = Stack()
+    model = Small()
     engine = fe.shard(model, None, *levels, min_unit_size=0, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     fe.shard_optimizer(optimizer)
 
     def step() -> None:
-        model(*vector_batch(2, dist.get_rank() if dist.is_initialized() else 0)).backward()
+        model(*vector_batch(2, rank_and_size()[0])).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -69,11 +47,8 @@ def test_who_waits_for_a_late_rank_sees_whose_gather_it_was() -> None:
     model, engine, step = sharded("optim_grads_params", config=config)
     step()
 
-    def late(index: int) -> None:
-        if index == 1 and dist.get_rank() == 1:
-            time.sleep(LATE_SECONDS)
-
-    model.late = late
+    if dist.get_rank() == 1:
+        model.blocks[0].register_forward_hook(lambda *_: time.sleep(LATE_SECONDS))
     with engine.measure() as measured:
         step()
         step()
@@ -83,11 +58,8 @@ def test_who_waits_for_a_late_rank_sees_whose_gather_it_was() -> None:
     assert measured.waited_seconds == pytest.approx(sum(each.seconds for each in measured.waited))
     if dist.get_rank() == 0:
         longest = measured.waited[0]
-        assert (longest.unit, longest.lane, longest.phase) == (
-            "blocks.1",
-            "inner gather",
-            "forward",
-        )
+        found = (longest.unit, longest.lane, longest.phase)
+        assert found == ("blocks.1", "inner gather", "forward")
         assert longest.seconds >= 1.8 * LATE_SECONDS
         assert longest.count >= 2
         assert measured.by_unit()["blocks.1"]["inner gather"] >= longest.seconds
@@ -153,21 +125,10 @@ def test_names_are_those_of_the_profiler_and_of_a_simulation() -> None:
 
 
 def test_a_simulation_names_what_it_exposes_as_a_measurement_does() -> None:
-    slow = fe.Machine(
-        "slow links",
-        fe.H100.processor,
-        within_node=(link := type(fe.H100.within_node)(1e6, 1e-3)),
-        between_nodes=link,
-        ranks_per_node=2,
-    )
-    found = fe.simulate(
-        Stack,
-        2,
-        batch=vector_batch(2, 0),
-        machine=slow,
-        strategy="optim_grads_params",
-        min_unit_size=0,
-    )
+    link = type(fe.H100.within_node)(1e6, 1e-3)
+    slow = fe.Machine("slow links", fe.H100.processor, link, link, ranks_per_node=2)
+    batch, level = vector_batch(2, 0), "optim_grads_params"
+    found = fe.simulate(Small, 2, batch=batch, machine=slow, strategy=level, min_unit_size=0)
     assert found.exposed
     names = {name_of_wait(each.lane, each.unit) for each in found.exposed}
     trace = {event["name"] for event in found.trace()["traceEvents"]}
@@ -178,11 +139,19 @@ def test_a_simulation_names_what_it_exposes_as_a_measurement_does() -> None:
 
 @on_few_ranks
 def test_measurements_nest_and_each_sees_what_came_while_it_was_open() -> None:
-    _, engine, step = sharded("optim_grads_params")
+    model, engine, step = sharded("optim_grads_params")
     step()
+
+    def fail() -> None:
+        with engine.measure():
+            step()
+            raise KeyError("a bad sample")
+
     with engine.measure() as outer:
         step()
         with engine.measure() as inner:
+            with engine.no_sync():
+                model(*vector_batch(2, 0)).backward()
             step()
             assert (outer.num_steps, inner.num_steps) == (2, 1)
         assert engine.describe().measured is inner
@@ -191,8 +160,12 @@ def test_measurements_nest_and_each_sees_what_came_while_it_was_open() -> None:
     assert inner.seconds < outer.seconds
     assert inner.waited_seconds <= outer.waited_seconds
     assert sum(each.count for each in outer.waited) >= 2 * sum(e.count for e in inner.waited)
+    with pytest.raises(KeyError, match="a bad sample"):
+        fail()
+    failed = engine.describe().measured
     step()
-    assert outer.num_steps == 3
+    assert (outer.num_steps, failed.num_steps) == (3, 1)
+    assert "1 steps" in str(failed)
     assert not any(lane.meters for lane in engine.lanes.all)
     assert not engine._memory.ledger.watchers
 
@@ -217,71 +190,6 @@ def test_only_what_waits_for_messages_counts_at_the_lowest_level() -> None:
         engine.model(*vector_batch(2, 0))
     assert (measured.num_steps, measured.waited) == (0, ())
     assert "0 steps" in str(measured)
-
-
-@on_ranks(2)
-def test_microbatches_are_one_step() -> None:
-    model, engine, step = sharded("optim_grads")
-    with engine.measure() as measured:
-        with engine.no_sync():
-            model(*vector_batch(2, 0)).backward()
-            model(*vector_batch(2, 1)).backward()
-        step()
-    assert measured.num_steps == 1
-
-
-@on_ranks(2)
-def test_an_exception_within_ends_it_and_what_was_found_stays() -> None:
-    _, engine, step = sharded("optim_grads_params")
-
-    def fail() -> Measurement:
-        with engine.measure() as measured:
-            step()
-            raise KeyError("a bad sample")
-        return measured
-
-    with pytest.raises(KeyError, match="a bad sample"):
-        fail()
-    measured = engine.describe().measured
-    assert measured.num_steps == 1
-    assert "1 steps" in str(measured)
-    assert not any(lane.meters for lane in engine.lanes.all)
-    step()
-    assert measured.num_steps == 1
-
-
-@on_ranks(2)
-def test_a_step_outside_of_measure_calls_no_meter() -> None:
-    _, engine, step = sharded("optim_grads_params")
-    step()
-    step()
-    before = calls_of(step)
-    assert not [name for name in before if name[0] == "reports.py" or "WaitMeter" in name[1]]
-    assert not [name for name in before if name[1].endswith(("_wait_seen", "_timed_event"))]
-    with engine.measure():
-        within = calls_of(step)
-    assert [name for name in within if "WaitMeter" in name[1]]
-    # The calls do not depend on when collectives finish.
-    after = calls_of(step)
-    assert set(after) == set(before)
-
-
-def calls_of(action: Callable[[], None]) -> Counter[tuple[str, str]]:
-    """Calls of the engine's functions, by (file, qualified name)."""
-    package = str(Path(fe.__file__).parent)
-    calls: Counter[tuple[str, str]] = Counter()
-
-    def note(frame: Any, event: str, argument: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package):
-            calls[Path(code.co_filename).name, code.co_qualname] += 1
-
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @on_ranks(2)
@@ -319,7 +227,7 @@ def test_waits_for_a_slow_disk_are_those_of_the_state_lanes() -> None:
 
 @on_ranks(1)
 def test_memory_of_an_unknown_place_is_an_error() -> None:
-    engine = fe.shard(Stack(), min_unit_size=0)
+    engine = fe.shard(Small())
     assert engine.memory_bytes("device") == engine.memory_bytes()
     with pytest.raises(ValueError, match=r"place: expected one of .*'host'.*; found 'tape'"):
         engine.memory_bytes("tape")

@@ -157,87 +157,75 @@ def _train(model: nn.Module) -> list[float]:
     return losses
 
 
-def _with_fsdp2(kind: str, axes: int, calls: Any = fully_shard) -> list[float]:
-    names = ("replicate", "shard")[-axes:]
-    mesh = init_device_mesh("cpu", (2,) * axes, mesh_dim_names=names)
-    model = _model(kind)
-    for block in model.children():
-        calls(block, mesh=mesh)
-    return _train(calls(model, mesh=mesh))
-
-
-def _by_shard(kind: str, level: str) -> list[float]:
-    model = _model(kind)
-    fe.shard(model, strategy=level, min_unit_size=0)
-    return _train(model)
-
-
-@functools.cache
-def expected_losses(ranks: Ranks, kind: str, axes: int = 1) -> list[list[float]]:
-    found: list[list[float]] = ranks.run(_with_fsdp2, kind, axes, world_size=2**axes)
-    return found
-
-
-@pytest.mark.parametrize("axes", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_train_as_with_fsdp2(ranks: Ranks, kind: str, axes: int) -> None:
-    expected = expected_losses(ranks, kind, axes)
-    found = ranks.run(_with_fsdp2, kind, axes, fsdp2.fully_shard, world_size=2**axes)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_train_alike_at_each_level(ranks: Ranks, kind: str, level: str) -> None:
-    expected = expected_losses(ranks, kind)
-    found = ranks.run(_by_shard, kind, level, world_size=2)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def _from_meta(kind: str, way: str, level: str) -> list[float]:
-    """Sharded on the meta device; then parameters get the values of ``_model(kind)``."""
-    with torch.device("meta"):
+def _losses(kind: str, way: str, level: str, axes: int) -> list[float]:
+    """Of a model that is sharded in some way; after "meta" parameters get the values of
+    ``_model(kind)`` later."""
+    on_meta = way.startswith("meta")
+    with torch.device("meta" if on_meta else "cpu"):
         model = _model(kind)
-    if way in ("fully_shard", "assigned"):
+    if way == "meta rank0" and dist.get_rank() == 0:
+        model = _model(kind)
+    if "fully_shard" in way:
+        names = ("replicate", "shard")[-axes:]
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh("cpu", (2,) * axes, mesh_dim_names=names)
+        }
+        calls: Any = fully_shard if way == "torch's fully_shard" else fsdp2.fully_shard
+        if calls is fsdp2.fully_shard and axes == 1:
+            options["strategy"] = level
         for block in model.children():
-            fsdp2.fully_shard(block, strategy=level)
-        fsdp2.fully_shard(model, strategy=level)
-        assert all(param.is_meta for param in model.parameters())
-        if way == "fully_shard":
+            calls(block, **options)
+        calls(model, **options)
+        if way == "meta fully_shard":
             model.to_empty(device="cpu")
     else:
-        if way == "rank0" and dist.get_rank() == 0:
-            model = _model(kind)
         fe.shard(model, strategy=level, min_unit_size=0)
-    if way != "rank0":
+    if on_meta and way != "meta rank0":
         values = dict(_model(kind, is_plain=True).named_parameters())
         state = {
             name: distribute_tensor(values[name].detach(), param.device_mesh, param.placements)
             for name, param in model.named_parameters()
         }
-        model.load_state_dict(state, assign=way == "assigned")
+        model.load_state_dict(state, assign="assigned" in way)
     return _train(model)
 
 
-FIRST = [("fully_shard", LEVELS[3]), ("fully_shard", LEVELS[0]), ("shard", LEVELS[1])]
-FROM_META = [
-    pytest.param(*each, marks=() if each in FIRST else pytest.mark.thorough)
-    for each in itertools.product(("fully_shard", "assigned", "shard", "rank0"), LEVELS)
+@functools.cache
+def expected_losses(ranks: Ranks, kind: str, axes: int = 1) -> list[list[float]]:
+    arguments = kind, "torch's fully_shard", "", axes
+    found: list[list[float]] = ranks.run(_losses, *arguments, world_size=2**axes)
+    return found
+
+
+FROM_META = ("meta fully_shard", "meta fully_shard assigned", "meta shard", "meta rank0")
+FIRST = [
+    ("meta fully_shard", LEVELS[3]),
+    ("meta fully_shard", LEVELS[0]),
+    ("meta shard", LEVELS[1]),
+]
+WAYS = [
+    ("fully_shard", LEVELS[3], 1),
+    ("fully_shard", LEVELS[3], 2),
+    *(("shard", level, 1) for level in LEVELS),
+    *(
+        pytest.param(*each, 1, marks=() if each in FIRST else pytest.mark.thorough)
+        for each in itertools.product(FROM_META, LEVELS)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("way", "level"), FROM_META)
+@pytest.mark.parametrize(("way", "level", "axes"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_hooks_train_with_values_set_after_sharding_on_meta(
-    ranks: Ranks, kind: str, way: str, level: str
+def test_hooks_train_as_with_fsdp2_also_with_values_set_after_sharding_on_meta(
+    ranks: Ranks, kind: str, way: str, level: str, axes: int
 ) -> None:
-    expected = expected_losses(ranks, kind)
-    found = ranks.run(_from_meta, kind, way, level, world_size=2)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    found = ranks.run(_losses, kind, way, level, axes, world_size=2**axes)
+    torch.testing.assert_close(found, expected_losses(ranks, kind, axes), rtol=1e-4, atol=1e-6)
 
 
-def _own_values_from_meta(kind: str) -> bool:
-    """Whether layers draw the values that they draw without the tensor class."""
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_hooks_on_meta_begin_with_the_values_of_plain_layers(kind: str) -> None:
     found = []
     for is_plain in (False, True):
         with torch.device("meta"):
@@ -245,12 +233,7 @@ def _own_values_from_meta(kind: str) -> bool:
         torch.manual_seed(3)
         fe.shard(model, min_unit_size=0)
         found.append([param.full_tensor() for param in model.parameters()])  # type: ignore[operator]
-    return all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_on_meta_begin_with_the_values_of_plain_layers(ranks: Ranks, kind: str) -> None:
-    assert all(ranks.run(_own_values_from_meta, kind, world_size=2))
+    assert all(map(torch.equal, *found))
 
 
 @on_ranks(2)

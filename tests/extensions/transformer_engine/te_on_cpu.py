@@ -2,12 +2,8 @@
 
 ``transformer_engine.pytorch`` needs CUDA torch to import, but its quantised tensors are Python over
 a dozen kernels. :func:`load` puts the package's files, without its ``__init__`` files, and
-``te_kernels.py`` into ``sys.modules``; after it ordinary imports find the tensor layer:
-
-    from transformer_engine.pytorch.tensor.utils import quantize_master_weights
-    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
-
-In a process that has loaded the real library, recipes and weights are made of that.
+``te_kernels.py`` into ``sys.modules``; after it ordinary imports find the tensor layer. A process
+that has loaded the real library makes recipes and weights of that.
 
 Modules (``te.Linear``) stay out of reach. :class:`QuantisedLinear` does what they do with their
 weights, and :class:`QuantisedStack` is a small model of it.
@@ -15,7 +11,6 @@ weights, and :class:`QuantisedStack` is a small model of it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import importlib.machinery
@@ -25,7 +20,6 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -49,17 +43,10 @@ _TN = "is_non_tn_fp8_gemm_supported"  # each of the modules that ask has the fun
 
 
 def load() -> None:
-    """Makes Transformer Engine's tensor layer importable in this process, over the stand-ins.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-        RuntimeError: the process has already loaded the real one.
-    """
-    kernels = sys.modules.get("transformer_engine_torch")
-    if isinstance(kernels, te_kernels.Kernels):
+    """Makes Transformer Engine's tensor layer importable in this process, over the stand-ins if it
+    has not loaded the real library."""
+    if "transformer_engine_torch" in sys.modules:
         return
-    if kernels is not None or "transformer_engine" in sys.modules:
-        raise RuntimeError("this process has loaded the real Transformer Engine")
     places = [*sys.path, str(PYTHON_FILES)]
     spec = importlib.machinery.PathFinder.find_spec("transformer_engine", places)
     if spec is None or spec.origin is None:
@@ -83,8 +70,9 @@ def load() -> None:
         # Or functions that are not called here would be compiled.
         mock.patch.dict(os.environ, {"NVTE_TORCH_COMPILE": "0"}),
     ):
+        (found, *_) = importlib.metadata.distributions(name="transformer_engine", path=places)
         vars(top).update(
-            __version__=_version(places),
+            __version__=found.version,
             common=importlib.import_module("transformer_engine.common"),
             pytorch=framework,
         )
@@ -107,18 +95,6 @@ def load() -> None:
     )
 
 
-def _version(places: list[str]) -> str:
-    (found, *_) = importlib.metadata.distributions(name="transformer_engine", path=places)
-    return found.version
-
-
-def _have_library() -> None:
-    """Some library: the real one where the process has loaded it, else :func:`load`."""
-    kernels = sys.modules.get("transformer_engine_torch")
-    if kernels is None or isinstance(kernels, te_kernels.Kernels):
-        load()
-
-
 def _package(name: str, folder: Path) -> types.ModuleType:
     """A package of that folder, without running its ``__init__``."""
     origin = str(folder / "__init__.py")
@@ -131,16 +107,10 @@ def _package(name: str, folder: Path) -> types.ModuleType:
     return package
 
 
-@contextlib.contextmanager
-def native_tn() -> Iterator[None]:
-    """Blackwell: matrix products read the row encoding in backward, too; there are no transposes.
-    Without it, Hopper."""
-    global _native_tn
-    before, _native_tn = _native_tn, True
-    try:
-        yield
-    finally:
-        _native_tn = before
+def native_tn() -> Any:
+    """A context: Blackwell, whose matrix products read the row encoding in backward, too; there are
+    no transposes. Without it, Hopper."""
+    return mock.patch.object(sys.modules[__name__], "_native_tn", True)
 
 
 def has_native_tn() -> bool:
@@ -153,7 +123,7 @@ def has_native_tn() -> bool:
 
 def make_recipe(name: str) -> Any:
     """Transformer Engine's recipe object."""
-    _have_library()
+    load()
     from transformer_engine.common import recipe
 
     return {
@@ -166,34 +136,31 @@ def make_recipe(name: str) -> Any:
 
 def make_state(recipe: Any, mode: str, device: str = "cpu") -> Any:
     """A recipe's state, of one linear layer, forward or backward."""
-    _have_library()
+    load()
     from transformer_engine.pytorch.quantization import RecipeState
 
     count = 3 if mode == "forward" else 2
     return RecipeState.create(recipe, mode=mode, num_quantizers=count, device=torch.device(device))
 
 
-def make_weight(
-    values: Tensor, recipe: str, *, preserve: bool = True, quantizer: Any = None
-) -> nn.Parameter:
-    """A quantised weight as modules make it under ``quantized_model_init``.
+def make_weight(values: Tensor, recipe: str, quantizer: Any = None) -> nn.Parameter:
+    """A quantised weight as modules make it under ``quantized_model_init``, which remembers
+    ``values``.
 
     Args:
         values: of bf16 or fp32, which becomes the nominal dtype; on the weight's device.
-        preserve: whether the parameter remembers ``values``.
         quantizer: the module's; otherwise one with a state of its own.
     """
-    _have_library()
+    load()
     if quantizer is None:
         state = make_state(make_recipe(recipe), "forward", values.device.type)
         quantizer = state.make_quantizers()[WEIGHT]
     quantizer.set_usage(rowwise=True, columnwise=True)
     quantizer.internal = False
-    weight = nn.Parameter(quantizer(values.detach()))
-    if preserve:
-        weight._high_precision_init_val = values.detach().clone()
-        weight.get_high_precision_init_val = MethodType(_get_high_precision_init_val, weight)
-        weight.clear_high_precision_init_val = MethodType(_clear_high_precision_init_val, weight)
+    weight: Any = nn.Parameter(quantizer(values.detach()))
+    weight._high_precision_init_val = values.detach().clone()
+    weight.get_high_precision_init_val = MethodType(_get_high_precision_init_val, weight)
+    weight.clear_high_precision_init_val = MethodType(_clear_high_precision_init_val, weight)
     return weight
 
 
@@ -201,19 +168,9 @@ def _get_high_precision_init_val(weight: nn.Parameter) -> Tensor | None:
     return getattr(weight, "_high_precision_init_val", None)
 
 
-def _clear_high_precision_init_val(weight: nn.Parameter) -> None:
+def _clear_high_precision_init_val(weight: Any) -> None:
     if hasattr(weight, "_high_precision_init_val"):
         del weight._high_precision_init_val
-
-
-def nvfp4_weight(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
-    """A parameter of type NVFP4Tensor; its values are of no use."""
-    load()
-    from transformer_engine.pytorch.tensor import NVFP4Quantizer
-
-    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
-        quantizer = NVFP4Quantizer(with_2d_quantization=True, with_random_sign_mask=False)
-    return nn.Parameter(quantizer.make_empty(shape, dtype=dtype, device="cpu"))
 
 
 def encodings(weight: Any) -> Quantised:
@@ -230,19 +187,18 @@ def encodings(weight: Any) -> Quantised:
             None if transposed is None else transposed.t(),
             None if transposed is None else weight._scale_inv.view(1, 1),
         )
-    row_scales, column_scales = weight._rowwise_scale_inv, weight._columnwise_scale_inv
-    column_bytes = weight._columnwise_data
+    data, scales = weight._columnwise_data, weight._columnwise_scale_inv
+    row_blocks, column_blocks = (rows, columns // 32), (rows // 32, columns)
     if isinstance(weight, Float8BlockwiseQTensor):
-        tiles = (-(-rows // 128), -(-columns // 128))
-        if column_bytes is not None:
-            column_bytes, column_scales = column_bytes.t(), column_scales.t()
-            column_scales = column_scales[: tiles[0], : tiles[1]]
-        row_scales = row_scales[: tiles[0], : tiles[1]]
-    else:
-        row_scales = row_scales[:rows, : columns // 32]
-        if column_bytes is not None:
-            column_scales = column_scales[: rows // 32, :columns]
-    return Quantised(weight._rowwise_data, row_scales, column_bytes, column_scales)
+        row_blocks = column_blocks = (-(-rows // 128), -(-columns // 128))
+        if data is not None:
+            data, scales = data.t(), scales.t()
+    return Quantised(
+        weight._rowwise_data,
+        weight._rowwise_scale_inv[: row_blocks[0], : row_blocks[1]],
+        data,
+        None if data is None else scales[: column_blocks[0], : column_blocks[1]],
+    )
 
 
 # Modules.
@@ -281,18 +237,14 @@ def row_values(weight: Any) -> Tensor:
 
 
 def column_values(weight: Any) -> Tensor:
-    """What backward computes with, in the nominal dtype.
-
-    Raises:
-        RuntimeError: the column encoding is not there.
-    """
+    """What backward computes with, in the nominal dtype."""
     from transformer_engine.pytorch.tensor import Float8Tensor
 
     if _native_tn and isinstance(weight, Float8Tensor):
         return row_values(weight)
     found = encodings(weight)
-    if found.column_bytes is None or found.column_scale_inv is None:
-        raise RuntimeError(f"{type(weight).__name__} has no column encoding in backward")
+    assert found.column_bytes is not None, "no column encoding in backward"
+    assert found.column_scale_inv is not None
     return dequantise(found.column_bytes, found.column_scale_inv).to(weight.dtype)
 
 
@@ -313,7 +265,6 @@ class QuantisedLinear(nn.Module):
         *,
         bias: bool = True,
         dtype: torch.dtype = torch.bfloat16,
-        preserve: bool = True,
     ) -> None:
         super().__init__()
         self.recipe = recipe
@@ -332,11 +283,9 @@ class QuantisedLinear(nn.Module):
         }
         values = torch.randn(out_features, in_features, dtype=dtype) / in_features**0.5
         # Or rows and columns of MXFP8 mean the same: only elements far below a block's largest
-        # depends on the block.
+        # depend on the block.
         values[3::4] *= 2.0**-14
-        self.weight = make_weight(
-            values, recipe, preserve=preserve, quantizer=self.quantizers["scaling_fwd"][WEIGHT]
-        )
+        self.weight = make_weight(values, recipe, self.quantizers["scaling_fwd"][WEIGHT])
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -376,11 +325,7 @@ class QuantisedLinear(nn.Module):
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Takes nothing, refuses a pickle.
-
-        Raises:
-            RuntimeError: as Transformer Engine does by default.
-        """
+        """Takes nothing, refuses a pickle as Transformer Engine does by default."""
         from transformer_engine.pytorch._extra_state import should_load_extra_state_pickle
 
         if state.numel():

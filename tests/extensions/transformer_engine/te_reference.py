@@ -1,4 +1,4 @@
-"""Transformer Engine's fp8 recipes for weights, written down again from their definitions.
+"""Transformer Engine's fp8 recipes for weights, in plain torch from their definitions.
 
     recipe     one scale for                     is
     delayed    the tensor                        given
@@ -6,22 +6,21 @@
     block      128 x 128 elements                448 / amax, rounded down to a power of two
     mxfp8      1 x 32 (rows), 32 x 1 (columns)   amax / 448, rounded up to a power of two, inverted
 
-Bytes are e4m3. Loops over blocks, and Python's exact arithmetic for powers of two: slow, and
-unlike the tested code.
+Bytes are e4m3. All arithmetic is in fp32. Values are clamped before they are cast: torch 2.11 makes
+NaN of what overflows, the kernels saturate.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 MAX = 448.0
-LARGEST = torch.finfo(torch.float32).max
+TILE = 128
 
 
 class Quantised(NamedTuple):
@@ -55,71 +54,77 @@ def quantise(
     """
     assert (scale is not None) == (recipe == "delayed"), (recipe, scale)
     values = master.detach().to(nominal).float()
-    amax = max(values.flatten().abs().tolist(), default=0.0)
+    rows, columns = values.shape
+    amax = values.abs().max().item() if values.numel() else 0.0
     if recipe == "mxfp8":
-        rows, columns = _mx_blocks(values, 1, 32), _mx_blocks(values, 32, 1)
-        return Quantised(*rows, *columns, amax)
-    size = (128, 128) if recipe == "block" else tuple(values.shape)
-    shape = [math.ceil(n / part) for n, part in zip(values.shape, size, strict=True)]
-    found, scale_inv = torch.empty_like(values, dtype=torch.uint8), torch.empty(shape)
-    for place, block in _blocks(values, *size):
-        factor = (
-            torch.as_tensor(scale)
-            if scale is not None
-            else _scale(values[block], recipe == "block")
-        )
-        found[block] = _rounded(values[block] * factor)
-        scale_inv[place] = 1 / factor
-    return Quantised(found, scale_inv, found, scale_inv, amax)
+        return Quantised(*_by_powers(values, 1, 32), *_by_powers(values, 32, 1), amax)
+    block = (TILE, TILE) if recipe == "block" else (rows, columns)
+    if scale is None:
+        factors = scale_of(block_amax(values, *block), recipe == "block")
+    else:
+        factors = torch.as_tensor(scale, dtype=torch.float32).view(1, 1)
+    data = to_bytes(values * spread(factors, *block, (rows, columns)))
+    return Quantised(data, 1 / factors, data, 1 / factors, amax)
+
+
+def _by_powers(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    exponents = exponent_of(block_amax(values, height, width))
+    scales = spread(power_of(exponents, -1), height, width, tuple(values.shape))
+    return to_bytes(values * scales), exponents
 
 
 def dequantise(data: Tensor, scale_inv: Tensor) -> Tensor:
     """fp32 values of bytes, by their scales: as many for each element of a row or column as there
     are, whole blocks first."""
     if scale_inv.dtype == torch.uint8:
-        scale_inv = torch.pow(2.0, scale_inv.double() - 127).float()
+        scale_inv = power_of(scale_inv, 1)
     for dim, (count, length) in enumerate(zip(scale_inv.shape, data.shape, strict=True)):
-        size = next(n for n in (1, 32, 128, length) if math.ceil(length / n) == count)
+        size = next(n for n in (1, 32, TILE, length) if math.ceil(length / n) == count)
         scale_inv = scale_inv.repeat_interleave(size, dim).narrow(dim, 0, length)
     return data.view(torch.float8_e4m3fn).float() * scale_inv
 
 
-def _blocks(
-    values: Tensor, height: int, width: int
-) -> Iterator[tuple[tuple[int, int], tuple[slice, slice]]]:
-    """(place among the blocks, the block's elements)."""
-    tops, lefts = range(0, values.shape[0], height), range(0, values.shape[1], width)
-    for top, left in itertools.product(tops, lefts):
-        place = (top // height, left // width)
-        yield place, (slice(top, top + height), slice(left, left + width))
+def to_bytes(values: Tensor) -> Tensor:
+    """fp32 values, already scaled, as e4m3 bytes."""
+    assert values.dtype == torch.float32, values.dtype
+    return values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def _scale(block: Tensor, power_of_two: bool) -> Tensor:
-    amax = block.abs().max().item()
-    if amax == 0 or math.isinf(amax):
-        return torch.tensor(1.0)
-    # Rounded to fp32 before it is rounded down.
-    scale = torch.tensor(min(MAX / amax, LARGEST), dtype=torch.float32)
-    return torch.tensor(2.0 ** (math.frexp(scale.item())[1] - 1)) if power_of_two else scale
+def scale_of(amax: Tensor, power_of_two: bool, maximum: float = MAX) -> Tensor:
+    """What values are multiplied with, by their amax: never zero, NaN or Inf."""
+    scale = torch.full_like(amax, maximum) / amax  # a number / a tensor rounds twice
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    if power_of_two:  # without the mantissa
+        scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
+    return torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(scale), scale)
 
 
-def _rounded(scaled: Tensor) -> Tensor:
-    return scaled.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+def exponent_of(amax: Tensor) -> Tensor:
+    """The e8m0 byte: the smallest power of two, at least 2**-127, that brings amax to 448."""
+    value = amax.float() * (1 / torch.tensor(MAX))
+    bits = value.view(torch.int32)
+    exponent, mantissa = (bits >> 23) & 255, bits & 0x7FFFFF
+    denormal_fits = (exponent == 0) & (mantissa <= 0x400000)
+    up = (mantissa > 0) & (exponent != 254) & ~denormal_fits
+    exponent = torch.where(value == 0, torch.zeros_like(exponent), exponent + up.int())
+    exponent = torch.where(value.isinf(), torch.full_like(exponent, 254), exponent)
+    return torch.where(value.isnan(), torch.full_like(exponent, 255), exponent).to(torch.uint8)
 
 
-def _mx_blocks(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    found = torch.empty_like(values, dtype=torch.uint8)
-    scales = torch.empty(values.shape[0] // height, values.shape[1] // width, dtype=torch.uint8)
-    for place, block in _blocks(values, height, width):
-        power = _power_above((values[block].abs().max() * torch.tensor(1 / MAX)).item())
-        found[block] = _rounded(values[block] * 2.0**-power)
-        scales[place] = power + 127
-    return found, scales
+def power_of(exponent: Tensor, sign: int) -> Tensor:
+    """2 to the (signed) power that an e8m0 byte means, in fp32."""
+    return torch.pow(2.0, sign * (exponent.double() - 127)).float()
 
 
-def _power_above(value: float) -> int:
-    """The smallest power of two that is no less, as far as e8m0 goes."""
-    if value == 0:
-        return -127
-    fraction, power = math.frexp(value)
-    return min(max(power - (fraction == 0.5), -127), 127)
+def spread(scales: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
+    """A scale for every element of a matrix, of one for each block of (height, width)."""
+    wide = scales.repeat_interleave(width, 1)[:, : shape[1]]
+    return wide.repeat_interleave(height, 0)[: shape[0]]
+
+
+def block_amax(matrix: Tensor, height: int, width: int) -> Tensor:
+    """Largest absolute value of each block."""
+    rows, columns = matrix.shape
+    padded = F.pad(matrix, (0, -columns % width, 0, -rows % height))
+    blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    return blocks.abs().amax((1, 3))

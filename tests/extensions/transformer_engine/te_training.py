@@ -1,15 +1,11 @@
-"""Training with Transformer Engine's weights.
-
-:class:`Watch` compares the bytes and scales of a sharded model's weights with the reference's
-(``te_reference.py``) whenever a module is about to multiply with them. :class:`Alone` trains one
-process, whose weights Transformer Engine quantises unsharded.
-"""
+"""Training with Transformer Engine's weights. :class:`Watch` compares the bytes and scales of a
+sharded model's weights with the reference's whenever a module is about to multiply with them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +13,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.transformer_engine import quantized_codec as codec_module
@@ -24,23 +22,22 @@ from fsdp_engine.extensions.transformer_engine.quantized_codec import Transforme
 from tests import reference
 from tests.extensions.transformer_engine import te_on_cpu
 from tests.extensions.transformer_engine.te_on_cpu import (
+    QuantisedBlock,
     QuantisedLinear,
     QuantisedStack,
     encodings,
     load,
 )
 from tests.extensions.transformer_engine.te_reference import Quantised, quantise
-from tests.reference import OptimizerMaker, Step
 from tests.scenario import Run, Scenario
 
-TRANSPOSED = ("delayed", "current", "block")  # backward reads transposes of what forward reads
 FEATURES = 7
 CUT = "optim_grads_params"
 LEVELS = ("no_shard", "optim", "optim_grads", CUT)
 
 
 def counting(owner: Any, name: str) -> Any:
-    """A context with a mock that calls ``owner.name``, and counts in ``call_count``."""
+    """Within it, calls of ``owner.name`` are counted in ``call_count``."""
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
@@ -56,12 +53,10 @@ def make_batch(rows: int, seed: int) -> tuple[Tensor]:
     return (torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(seed)),)
 
 
-def make_codec(
-    recipe: str, dtype: torch.dtype = torch.bfloat16, *, keeps: bool = False
-) -> TransformerEngineCodec:
+def make_codec(recipe: str) -> TransformerEngineCodec:
     load()
     found = next(each for each in codec_module.RECIPES if each.name == recipe)
-    return TransformerEngineCodec(codec_module._load("weight"), found, dtype, keeps)
+    return TransformerEngineCodec(codec_module._load("weight"), found, torch.bfloat16, False)
 
 
 def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
@@ -73,71 +68,56 @@ def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
     }
 
 
-def preserved_values(model: nn.Module) -> dict[str, Tensor]:
-    """Initial values of quantised weights, by name."""
-    return {
-        name: layer.weight.get_high_precision_init_val().clone()
-        for name, layer in quantised_layers(model).items()
-    }
-
-
 def scenario_of(recipe: str, num_blocks: int = 2, **changes: Any) -> Scenario:
     """SGD on a stack, without clipping: a norm is another sum at each level."""
     made = {"model": partial(make_stack, recipe, num_blocks), "batch": make_batch, "steps": 3}
     return Scenario(**{**made, "max_norm": math.inf, **changes})
 
 
-class Alone:
-    """One process with fp32 main weights; its step is on the batches of all ranks.
+class Bent(QuantisedStack):
+    """Calls its blocks in an order of its own, ``span`` of them in one checkpoint."""
 
-    Args:
-        model: Not sharded.
-        make_optimizer: Makes the optimizer from main weights.
-    """
+    order: tuple[int, ...] = (0, 1, 2, 3)
+    span = 0
+    reentrant = False
 
-    def __init__(self, model: QuantisedStack, make_optimizer: OptimizerMaker) -> None:
-        self.model = model
-        self.main = {
-            name: nn.Parameter(getattr(param, "_high_precision_init_val", param.detach()).float())
-            for name, param in model.named_parameters()
-        }
-        self.optimizer = make_optimizer(self.main.values())
+    def run_blocks(self, y: Tensor) -> Tensor:
+        size = max(self.span, 1)
+        for start in range(0, len(self.order), size):
+            several = nn.Sequential(*(self.blocks[i] for i in self.order[start : start + size]))
+            y = checkpoint(several, y, use_reentrant=self.reentrant) if self.span else several(y)
+        return y
 
-    def step(self, microbatches: list[list[reference.Batch]]) -> Step:
-        loss, params = 0.0, dict(self.model.named_parameters())
-        for batches in microbatches:
-            for batch in batches:
-                part = self.model(*batch) / (len(batches) * len(microbatches))
-                part.backward()
-                loss += part.item()
-                for name, main in self.main.items():
-                    gradient = params[name].grad.float()
-                    main.grad = gradient if main.grad is None else main.grad + gradient
-                    params[name].grad = None
-        gradients = {name: main.grad.clone() for name, main in self.main.items()}
-        norm = nn.utils.clip_grad_norm_(self.main.values(), math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        weights = {name: main.detach().clone() for name, main in self.main.items()}
-        return Step(loss, gradients, norm.item(), weights)
 
-    @torch.no_grad()
-    def take(self, weights: dict[str, Tensor]) -> None:
-        """End a step: main weights become ``weights``, and the model's are made from them."""
-        self.model.update_scales()
-        for name, param in self.model.named_parameters():
-            self.main[name].copy_(weights[name])
-            param.copy_(weights[name].to(param.dtype))
+def bent(recipe: str, **habits: Any) -> QuantisedStack:
+    model: Any = make_stack(recipe, num_blocks=4)
+    model.__class__ = Bent
+    vars(model).update(habits)
+    return model
+
+
+class PartlyRecomputed(QuantisedBlock):
+    """Its layers, but not its norm, are checkpointed."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inside, self.norm(x), use_reentrant=self.reentrant)
+
+    def inside(self, y: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(y)))
+
+
+def partly_recomputed(recipe: str, reentrant: bool = False) -> QuantisedStack:
+    model: Any = make_stack(recipe, num_blocks=4)
+    for block in model.blocks:
+        block.__class__, block.reentrant = PartlyRecomputed, reentrant
+    return model
 
 
 class Watch:
-    """Compares bytes and scales with the reference's whenever a quantised layer computes: rows in
-    its forward, columns when the gradient of its output is there.
-
-    Attributes:
-        looks: How often rows and columns were compared, by "rows" and "columns".
-        expected: The reference's, by name of weight; set by :meth:`expect`.
-    """
+    """Compares bytes and scales with the reference's whenever a quantised layer computes: "rows" in
+    its forward, "columns" when the gradient of its output is there. Counts it in ``looks``."""
 
     def __init__(self, model: nn.Module, engine: fe.Engine) -> None:
         self.model, self.engine = model, engine
@@ -160,11 +140,7 @@ class Watch:
             self.expected[name] = quantise(mains[name], layer.recipe, torch.bfloat16, scale)
 
     def train(self, scenario: Scenario, *, num_forwards: float | None = 1) -> Run:
-        """Train the model.
-
-        Args:
-            num_forwards: Forwards of each layer for each backward. None: it is not checked.
-        """
+        """Train the model, with so many forwards of each layer for each backward, or any number."""
         before, looks = scenario.before_step, self.looks.copy()
 
         def before_step(model: Any, number: int) -> None:
@@ -232,10 +208,3 @@ def assert_all_same(runs: Sequence[Run]) -> None:
         steps = [replace(s, norm=o.norm) for s, o in zip(run.steps, expected, strict=True)]
         lines = reference.differences(steps, expected, 0.0)
         assert not lines, "\n".join(lines[:8])
-
-
-def same_at(levels: Iterable[str], scenario: Scenario) -> list[tuple[Run, Watch]]:
-    """Train at each level, with the same bits."""
-    found = [watched(scenario.but(pair=(level, "no_shard"))) for level in levels]
-    assert_all_same([run for run, _ in found])
-    return found

@@ -10,15 +10,17 @@ exactly: worlds are powers of two, and a gradient's half or quarter is exact. So
 bytes and scales of both encodings whenever a module is about to multiply with them, are compared
 with ``torch.equal``. That asks of the device only that it computes the same twice.
 
-Models are Transformer Engine's modules on CUDA, and on a CPU ``QuantisedStack`` over the stand-ins:
-what runs on a GPU has run on a CPU before.
+Models are Transformer Engine's modules on CUDA, and on a CPU ``QuantisedStack`` over the stand-ins.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,49 +34,20 @@ from fsdp_engine.runtime.inputs import iter_tensors
 from tests.extensions.transformer_engine.te_on_cpu import (
     QuantisedLinear,
     QuantisedStack,
+    load,
     make_recipe,
 )
-from tests.extensions.transformer_engine.te_vectors import load, read_encodings
+from tests.extensions.transformer_engine.te_vectors import read_encodings
 
 BF16 = torch.bfloat16
 NUM_STEPS, NUM_MICRO = 3, 2
+# What training gave, by what it is: losses, bytes and scales in use, main weights in the end.
+Found = list[tuple[str, Tensor]]
 # No dim is a multiple of 128, the block recipe's tile; all are of 32, MXFP8's.
 DIM, HIDDEN, TOKENS = 192, 320, (32, 4)
 
 
-class Encodings(NamedTuple):
-    """What a module was about to multiply with, on the CPU.
-
-    Attributes:
-        when: "forward" or "backward".
-        name: the weight's.
-        data: bytes of the encoding.
-        scale_inv: their scales.
-    """
-
-    when: str
-    name: str
-    data: Tensor
-    scale_inv: Tensor
-
-
-class Trained(NamedTuple):
-    """What training gave.
-
-    Attributes:
-        losses: of each microbatch.
-        seen: in the order of use.
-        main: main weights in the end, by name, on the CPU.
-    """
-
-    losses: list[float]
-    seen: list[Encodings]
-    main: dict[str, Tensor]
-
-
 class LinearBlock(nn.Module):
-    """Norm, two layers of Transformer Engine, and x added."""
-
     def __init__(self) -> None:
         import transformer_engine.pytorch as te
 
@@ -88,8 +61,6 @@ class LinearBlock(nn.Module):
 
 
 class LayerBlock(nn.Module):
-    """A transformer layer, causal, without dropout."""
-
     def __init__(self) -> None:
         import transformer_engine.pytorch as te
 
@@ -171,69 +142,47 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, foreach=False, fused=False)
 
 
-class WatchedWeight(NamedTuple):
-    """A quantised weight, as it was before an engine had it.
-
-    Attributes:
-        name: in the model.
-        key: in its module.
-        weight: the parameter.
-        scales: identities of its scales.
-    """
-
-    name: str
-    key: str
-    weight: Any
-    scales: list[int]
+def scales_of(weight: Any, recipe: str) -> list[Any]:
+    return [getattr(weight, n) for each in RECIPES if each.name == recipe for n in each.scales]
 
 
-def scales_of(weight: Any, recipe: str) -> list[int]:
-    names = next(each.scales for each in RECIPES if each.name == recipe)
-    return [id(getattr(weight, name)) for name in names]
-
-
-def quantised_weights(model: nn.Module, recipe: str) -> dict[str, list[WatchedWeight]]:
-    """By the names of their modules."""
+def quantised_weights(model: nn.Module, recipe: str) -> dict[str, tuple[Any, list[Any]]]:
+    """Each with its scales, by name."""
     return {
-        prefix: [
-            WatchedWeight(f"{prefix}.{key}", key, param, scales_of(param, recipe))
-            for key, param in module.named_parameters(recurse=False)
-            if is_quantized(param)
-        ]
-        for prefix, module in model.named_modules()
+        name: (param, scales_of(param, recipe))
+        for name, param in model.named_parameters()
+        if is_quantized(param)
     }
 
 
-def watch(
-    model: nn.Module, recipe: str, weights: dict[str, list[WatchedWeight]], seen: list[Encodings]
-) -> None:
+def watch(model: nn.Module, recipe: str, weights: dict[str, Any], found: Found) -> None:
     """Note the encodings of every quantised weight when its module is called, and when the gradient
     of its module's output has come: after the hooks of an engine that the model has by now. Weights
     must be the parameters that they were, and their scales the tensors that they were."""
 
-    def note(when: str, module: nn.Module) -> None:
-        for each in weights[names[module]]:
-            weight = getattr(module, each.key)
-            assert weight is each.weight, f"{each.name} is another parameter in {when}"
-            assert scales_of(weight, recipe) == each.scales, f"{each.name}: other scales in {when}"
-            found = read_encodings(weight)
-            data, scale_inv = found[:2] if when == "forward" else found[2:4]
-            assert data is not None, f"{each.name} has no columns in {when}"
-            assert scale_inv is not None
-            seen.append(Encodings(when, each.name, data.cpu().clone(), scale_inv.cpu().clone()))
+    def note(name: str, when: str) -> None:
+        prefix, _, key = name.rpartition(".")
+        weight: Any = getattr(model.get_submodule(prefix), key)
+        before, scales = weights[name]
+        assert weight is before, f"{name} is another parameter in {when}"
+        same = map(operator.is_, scales_of(weight, recipe), scales)
+        assert all(same), f"{name}: other scales in {when}"
+        encodings = read_encodings(weight)
+        data, scale_inv = encodings[:2] if when == "forward" else encodings[2:4]
+        assert data is not None, f"{name} has no columns in {when}"
+        assert scale_inv is not None
+        found.append((f"bytes of {name} in {when}", data.cpu().clone()))
+        found.append((f"scales of {name} in {when}", scale_inv.cpu().clone()))
 
-    def called(module: nn.Module, args: Any) -> None:
-        note("forward", module)
-
-    def returned(module: nn.Module, args: Any, output: Any) -> None:
+    def returned(name: str, module: nn.Module, args: Any, output: Any) -> None:
         # Some modules return their bias, too.
         first = next(tensor for tensor in iter_tensors(output) if tensor.requires_grad)
-        first.grad_fn.register_prehook(lambda grads: note("backward", module))
+        first.grad_fn.register_prehook(lambda grads: note(name, "backward"))
 
-    names = {module: prefix for prefix, module in model.named_modules() if weights[prefix]}
-    for module in names:
-        module.register_forward_pre_hook(called)
-        module.register_forward_hook(returned)
+    for name in weights:
+        module = model.get_submodule(name.rpartition(".")[0])
+        module.register_forward_pre_hook(lambda module, args, name=name: note(name, "forward"))
+        module.register_forward_hook(partial(returned, name))
 
 
 @contextlib.contextmanager
@@ -248,51 +197,52 @@ def computing(kind: str, recipe: Any) -> Iterator[None]:
         yield
 
 
-def start(kind: str) -> None:
-    """Transformer Engine as a new process has it: it keeps the scales of all models that ran."""
-    load("cpu" if kind == "imitation" else "cuda")
+def start(kind: str, name: str) -> tuple[Any, nn.Module]:
+    """The recipe, and a new model. Transformer Engine is as a new process has it: it keeps the
+    scales of all models that ran."""
+    load()
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
+    recipe = make_recipe(name)
+    return recipe, make_model(kind, recipe, name)
 
 
-def run(model: nn.Module, kind: str, recipe: Any, x: Tensor) -> float:
+def run(model: nn.Module, kind: str, recipe: Any, x: Tensor, found: Found) -> None:
     """One microbatch's forward and backward."""
     with computing(kind, recipe):
         loss = model(x)
     (loss / NUM_MICRO).backward()
-    return loss.item()
+    found.append(("loss", loss.detach().cpu()))
 
 
-def finish_step(model: nn.Module) -> None:
-    """Delayed scaling's update, which Transformer Engine does at the end of ``autocast``."""
+def finish_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(model, QuantisedStack):
-        model.update_scales()
+        model.update_scales()  # Transformer Engine does it at the end of ``autocast``
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def train_alone(kind: str, name: str, batches: list[list[Tensor]]) -> Trained:
+def train_alone(kind: str, name: str, batches: list[list[Tensor]]) -> Found:
     """Without an engine. On several ranks each does the same."""
-    start(kind)
+    recipe, model = start(kind, name)
     from transformer_engine.pytorch.tensor.utils import (
         post_all_gather_processing,
         quantize_master_weights,
     )
 
-    recipe = make_recipe(name)
-    model = make_model(kind, recipe, name)
-    params = dict(model.named_parameters())
+    params: dict[str, Any] = dict(model.named_parameters())
+    quantised = quantised_weights(model, name)
     main = {}
     for key, param in params.items():
-        value = param.get_high_precision_init_val() if is_quantized(param) else param.detach()
+        value = param.get_high_precision_init_val() if key in quantised else param.detach()
         main[key] = nn.Parameter(value.to(param.device, torch.float32, copy=True))
-    quantised = [key for key, param in params.items() if is_quantized(param)]
     optimizer = make_optimizer(main.values())
-    losses: list[float] = []
-    seen: list[Encodings] = []
-    watch(model, name, quantised_weights(model, name), seen)
+    found: Found = []
+    watch(model, name, quantised, found)
+    weights = [weight for weight, _ in quantised.values()]
     for step in batches:
         with torch.no_grad():
-            weights = [params[key] for key in quantised]
             quantize_master_weights(
                 weights,
                 [main[key].detach().view(-1) for key in quantised],
@@ -303,84 +253,75 @@ def train_alone(kind: str, name: str, batches: list[list[Tensor]]) -> Trained:
             for weight in weights:
                 weight.update_usage(rowwise_usage=True, columnwise_usage=name == "mxfp8")
             post_all_gather_processing(weights)
-            for key in params.keys() - set(quantised):
+            for key in params.keys() - quantised.keys():
                 params[key].copy_(main[key])
         for x in step:
-            losses.append(run(model, kind, recipe, x))
+            run(model, kind, recipe, x, found)
             for key, param in params.items():
-                assert param.grad is not None, key
-                gradient = param.grad.float()
-                before = main[key].grad
+                gradient, before = param.grad.float(), main[key].grad
                 main[key].grad = gradient if before is None else before + gradient
                 param.grad = None
-        finish_step(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return Trained(losses, seen, {key: value.detach().cpu() for key, value in main.items()})
+        finish_step(model, optimizer)
+    return [*found, *((f"main weights of {key}", main[key].detach().cpu()) for key in main)]
 
 
-def train_sharded(kind: str, name: str, level: str, batches: list[list[Tensor]]) -> Trained:
-    """By an engine on all ranks of the world."""
-    start(kind)
-    recipe = make_recipe(name)
-    model = make_model(kind, recipe, name)
-    losses: list[float] = []
-    seen: list[Encodings] = []
+def train_sharded(
+    kind: str, name: str, level: str, batches: list[list[Tensor]], outer: str | None = None
+) -> Found:
+    """By an engine on all ranks of the world; with an outer level, on two axes."""
+    recipe, model = start(kind, name)
     names = [key for key, _ in model.named_parameters()]
-    weights = quantised_weights(model, name)
+    quantised = quantised_weights(model, name)
     device = next(model.parameters()).device.type
+    found: Found = []
+    size = dist.get_world_size()
+    shape = (size,) if outer is None else (2, size // 2)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
     # Not with fp8_param_gather: plain matrices shall stay what they are.
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    engine = fe.shard(model, mesh=mesh, strategy=level)
-    watch(model, name, weights, seen)
+    engine = fe.shard(model, mesh, level, outer)
+    watch(model, name, quantised, found)
     optimizer = make_optimizer(model.parameters())
     for step in batches:
         for index, x in enumerate(step):
             last = index == len(step) - 1
             with contextlib.nullcontext() if last else engine.no_sync():
-                losses.append(run(model, kind, recipe, x))
-        finish_step(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return Trained(losses, seen, {key: engine.full_tensor(key).cpu() for key in names})
+                run(model, kind, recipe, x, found)
+        finish_step(model, optimizer)
+    return [*found, *((f"main weights of {key}", engine.full_tensor(key).cpu()) for key in names)]
 
 
-def assert_same(found: Trained, expected: Trained) -> None:
+def assert_same(found: Found, expected: Found) -> None:
     """Bit by bit."""
-    for ours, theirs in zip(found.seen, expected.seen, strict=True):
-        assert ours[:2] == theirs[:2]
-        what = f"{ours.name} in {ours.when}"
-        assert torch.equal(ours.data, theirs.data), f"bytes of {what}"
-        assert torch.equal(ours.scale_inv, theirs.scale_inv), f"scales of {what}"
-    assert found.losses == expected.losses, f"losses {found.losses}, not {expected.losses}"
-    assert found.main.keys() == expected.main.keys()
-    for key, value in expected.main.items():
-        assert torch.equal(found.main[key], value), f"main weights of {key}"
+    for (what, ours), (also, theirs) in zip(found, expected, strict=True):
+        assert what == also
+        assert torch.equal(ours, theirs), what
 
 
-def assert_changes(found: Trained) -> None:
+def assert_changes(found: Found) -> None:
     """Bytes changed with every step: or all would be equal for nothing."""
-    rows = [each for each in found.seen if each.when == "forward"]
-    for key in {each.name for each in rows}:
-        bytes_of = [each.data for each in rows if each.name == key]
-        assert len(bytes_of) == NUM_STEPS * NUM_MICRO
-        for before, after in zip(bytes_of[:-NUM_MICRO], bytes_of[NUM_MICRO:], strict=True):
-            assert not torch.equal(before, after), key
+    rows: dict[str, list[Tensor]] = defaultdict(list)
+    for what, tensor in found:
+        if what.startswith("bytes") and what.endswith("forward"):
+            rows[what].append(tensor)
+    for what, tensors in rows.items():
+        assert len(tensors) == NUM_STEPS * NUM_MICRO
+        for before, after in zip(tensors[:-NUM_MICRO], tensors[NUM_MICRO:], strict=True):
+            assert not torch.equal(before, after), what
 
 
-def train_both(kind: str, name: str, level: str) -> None:
+def train_both(kind: str, name: str, level: str, outer: str | None = None) -> None:
     """On every rank, with the same data: sharded is alone."""
     batches = make_batches(kind, seed=1)
     expected = train_alone(kind, name, batches)
     assert_changes(expected)
-    assert_same(train_sharded(kind, name, level, batches), expected)
+    assert_same(train_sharded(kind, name, level, batches, outer), expected)
 
 
 def train_apart(kind: str, name: str, level: str) -> None:
     """Ranks with data of their own: bytes, scales and main weights are the same on all of them."""
     found = train_sharded(kind, name, level, make_batches(kind, seed=1 + dist.get_rank()))
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, found._replace(losses=[]))
+    dist.all_gather_object(everybody, [each for each in found if each[0] != "loss"])
     for other in everybody:
         assert_same(other, everybody[0])
     assert_changes(found)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +23,10 @@ from tests.extensions.transformer_engine.te_training import (
     CUT,
     Watch,
     make_stack,
-    preserved_values,
     quantised_layers,
     scenario_of,
 )
+from tests.models import Stack
 from tests.pool import on_ranks
 
 Config = fe.DistributedDataParallelConfig
@@ -61,6 +63,14 @@ def weight_of(recipe: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return make_weight(torch.randn(128, 64, dtype=dtype), recipe)
 
 
+def nvfp4() -> nn.Parameter:
+    from transformer_engine.pytorch.tensor import NVFP4Quantizer
+
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        quantizer = NVFP4Quantizer(with_2d_quantization=True, with_random_sign_mask=False)
+    return nn.Parameter(quantizer.make_empty((64, 64), dtype=torch.bfloat16, device="cpu"))
+
+
 def three_dims() -> nn.Parameter:
     quantizer = weight_of("block")._quantizer
     return nn.Parameter(quantizer.make_empty((2, 64, 64), dtype=torch.bfloat16, device="cpu"))
@@ -78,43 +88,26 @@ def without_columns() -> nn.Parameter:
     return weight
 
 
-WEIGHTS: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
-    "nvfp4": (
-        lambda: te_on_cpu.nvfp4_weight((64, 64)),
-        "weight: expected one of the recipes delayed, current, block, mxfp8; found NVFP4, which "
-        "packs two elements into a byte",
-    ),
-    "block of three dims": (
-        three_dims,
-        r"weight: expected 2 dimensions.*block recipe support no others; found shape \(2, 64, 64\)",
-    ),
-    "blocks of 1 x 128": (rows_of_128, "weight: expected scales of 128 x 128 blocks; found.*1 x"),
-    "mxfp8 without columns": (
-        without_columns,
-        "weight: expected a weight of the mxfp8 recipe with its bytes and scales; found none in "
-        "_columnwise_data",
-    ),
-    "mxfp8 of fp32": (
-        lambda: weight_of("mxfp8", torch.float32),
-        "weight: expected a nominal dtype of torch.bfloat16, since the kernels of the mxfp8 "
-        "recipe support no others; found torch.float32",
-    ),
-    "block of fp16": (
-        lambda: weight_of("block", torch.float16),
-        "weight: expected a nominal dtype of torch.bfloat16 or torch.float32, since the kernels of "
-        "the block recipe support no others; found torch.float16",
-    ),
-    "on the meta device": (
-        lambda: nn.Parameter(torch.empty(64, 64, device="meta")),
-        "weight: expected a module with quantised weights.*found it on the",
-    ),
+def on_meta() -> nn.Parameter:
+    return nn.Parameter(torch.empty(64, 64, device="meta"))
+
+
+DTYPE = "weight: expected a nominal dtype of torch.bfloat16"
+WEIGHTS: dict[Callable[[], nn.Parameter], str] = {
+    nvfp4: "weight: expected one of the recipes delayed, current.*found NVFP4, which packs two",
+    three_dims: r"weight: expected 2 dimensions.*block recipe.*found shape \(2, 64, 64\)",
+    rows_of_128: "weight: expected scales of 128 x 128 blocks; found.*1 x",
+    without_columns: "weight: expected a weight of the mxfp8.*found none in _columnwise_data",
+    partial(weight_of, "mxfp8", torch.float32): f"{DTYPE}, since.*mxfp8.*found torch.float32",
+    partial(weight_of, "block", torch.float16): f"{DTYPE} or torch.float32.*block.*torch.float16",
+    on_meta: "weight: expected a module with quantised weights.*found it on the",
 }
 
 
 @on_ranks(2)
 def test_a_weight_that_cannot_be_taken_is_refused_with_its_reason() -> None:
     te_on_cpu.load()
-    for make, match in WEIGHTS.values():
+    for make, match in WEIGHTS.items():
         model = Holder(make())
         refused(model, match)
         if not model.weight.is_meta:  # of one rank only: all raise
@@ -135,36 +128,24 @@ def powers_of_two_on_one_rank() -> nn.Module:
     return model
 
 
+def of_two_recipes() -> nn.Module:
+    """The same shapes and names: only the encoding differs."""
+    return make_stack("block" if dist.get_rank() else "current")
+
+
+POLICY = "weight: expected mp_policy.param_dtype to be None or torch.bfloat16.*found torch"
+SCRATCH = "reuse_grad_buf_for_mxfp8_param_ag: expected whole grad"
 # Model, options of ``shard``, words of the error.
-STACKS: list[tuple[Callable[[], nn.Module] | str, dict[str, Any], str]] = [
-    *(
-        (
-            "current",
-            policy_of(dtype),
-            rf"weight: expected mp_policy.param_dtype to be None or torch.bfloat16.*found {dtype}",
-        )
-        for dtype in (torch.float16, torch.float32)
-    ),
-    ("mxfp8", {"config": KEEPS}, f"keep_fp8_transpose_cache: {NO_TRANSPOSES}"),
-    (
-        "block",
-        {"config": REUSES, "strategy": "optim"},
-        f"param_ag: {NO_TRANSPOSES} MXFP8 recipe; found none",
-    ),
-    *(
-        (
-            "mxfp8",
-            {"config": REUSES, "strategy": level},
-            "reuse_grad_buf_for_mxfp8_param_ag: expected whole grad",
-        )
-        for level in ("optim_grads", CUT)
-    ),
-    # The same shapes and names: only the encoding differs.
-    (
-        lambda: make_stack("block" if dist.get_rank() else "current"),
-        {},
-        r"expected the same parameters.*found on data-parallel rank 0",
-    ),
+STACKS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (partial(make_stack, "current"), policy_of(torch.float16), rf"{POLICY}\.float16"),
+    (partial(make_stack, "current"), policy_of(torch.float32), rf"{POLICY}\.float32"),
+    (partial(make_stack, "mxfp8"), {"config": KEEPS}, f"keep_fp8_transpose_cache: {NO_TRANSPOSES}"),
+    (Stack, {"config": KEEPS}, f"keep_fp8_transpose_cache: {NO_TRANSPOSES}"),
+    (Stack, {"config": REUSES}, f"reuse_grad_buf_for_mxfp8_param_ag: {NO_TRANSPOSES}"),
+    (partial(make_stack, "block"), {"config": REUSES, "strategy": "optim"}, "MXFP8.*found none"),
+    (partial(make_stack, "mxfp8"), {"config": REUSES, "strategy": "optim_grads"}, SCRATCH),
+    (partial(make_stack, "mxfp8"), {"config": REUSES, "strategy": CUT}, SCRATCH),
+    (of_two_recipes, {}, r"expected the same parameters.*found on data-parallel rank 0"),
     (powers_of_two_on_one_rank, {}, "expected the same parameters.*force_pow_2_scales"),
 ]
 
@@ -172,7 +153,7 @@ STACKS: list[tuple[Callable[[], nn.Module] | str, dict[str, Any], str]] = [
 @on_ranks(2)
 def test_options_that_do_not_fit_the_weights_are_refused() -> None:
     for make, options, match in STACKS:
-        refused(make_stack(make) if isinstance(make, str) else make(), match, **options)
+        refused(make(), match, **options)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +206,9 @@ def test_another_version_of_transformer_engine_and_none_are_refused_naming_versi
 def test_main_weights_start_from_preserved_values_or_from_the_quantised_ones() -> None:
     for recipe in te_on_cpu.RECIPES:
         model = make_stack(recipe)
-        expected = {name: value.float() for name, value in preserved_values(model).items()}
         weights = [layer.weight for layer in quantised_layers(model).values()]
+        values = [weight.get_high_precision_init_val().float() for weight in weights]
+        expected = dict(zip(quantised_layers(model), values, strict=True))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine = fe.shard(model)

@@ -1,9 +1,10 @@
-"""Transformer Engine's weights in what else engines do: frozen under adapters, tied, at planned
-addresses, in Megatron-Core's wrapper, after exceptions, and read or changed between steps."""
+"""Transformer Engine's weights in models that bend the order of events, in Megatron-Core's wrapper,
+after exceptions, and read or changed between steps."""
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,11 +26,11 @@ from tests.extensions.transformer_engine.te_training import (
     LEVELS,
     Watch,
     assert_all_same,
+    bent,
     counting,
     make_batch,
     make_stack,
-    preserved_values,
-    same_at,
+    partly_recomputed,
     scenario_of,
     watched,
 )
@@ -56,104 +57,149 @@ class AdaptedBlock(QuantisedBlock):
         return super().forward(x) + self.wide(self.narrow(x))
 
 
-@both_kinds
-@on_ranks(2)
-def test_frozen_weights_under_adapters_are_encoded_once_and_serve_backward(recipe: str) -> None:
-    def adapted() -> QuantisedStack:
-        model = make_stack(recipe)
-        for block in model.blocks:
-            block.__class__ = AdaptedBlock
-            block.adapt()
-        return model
+def adapted(recipe: str) -> QuantisedStack:
+    model = make_stack(recipe)
+    for block in model.blocks:
+        block.__class__ = AdaptedBlock
+        block.adapt()
+    return model
 
+
+def tied(recipe: str) -> QuantisedStack:
+    model = make_stack(recipe, num_blocks=3)
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    return model
+
+
+def mixed(recipe: str) -> QuantisedStack:
+    """Blocks have weights of two recipes, and plain ones."""
+    model = make_stack(recipe)
+    for block in model.blocks:
+        hidden, dim = block.up.weight.shape
+        block.down = QuantisedLinear(hidden, dim, "current", bias=False)
+    return model
+
+
+class Around(nn.Module):
+    """A unit with a unit inside, and a quantised layer that it calls before and after that."""
+
+    def __init__(self, block: QuantisedBlock) -> None:
+        super().__init__()
+        dim = block.norm.weight.numel()
+        self.inside, self.own = nn.Sequential(block), QuantisedLinear(dim, dim, block.up.recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x + self.own(x)) + self.own(x)
+
+
+def nested(recipe: str) -> QuantisedStack:
+    model = make_stack(recipe, num_blocks=3)
+    model.blocks = nn.ModuleList([Around(block) for block in model.blocks])
+    return model
+
+
+def freeze(model: Any, step: int) -> None:
+    model.blocks[0].requires_grad_(step != 1)
+
+
+TWICE = (0, 1, 0, 2, 3, 0, 1)
+# Models and other attributes of the scenario; first those that compute what four blocks do.
+RECOMPUTED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "checkpoints of two units": (partial(bent, span=2), {}),
+    "re-entrant checkpoints of two units": (partial(bent, span=2, reentrant=True), {}),
+    "checkpoints of one unit": (partial(bent, span=1), {}),
+    "re-entrant checkpoints of one unit": (partial(bent, span=1, reentrant=True), {}),
+    "checkpoints within units": (partly_recomputed, {}),
+    "re-entrant checkpoints within units": (partial(partly_recomputed, reentrant=True), {}),
+}
+HABITS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **RECOMPUTED,
+    "units called several times": (partial(bent, order=TWICE), {}),
+    "units called several times in checkpoints": (partial(bent, order=TWICE, span=1), {}),
+    "units in units": (nested, {"options": {"units": ["blocks.*", "blocks.*.inside.*"]}}),
+    "tied weights": (tied, {}),
+    "two recipes and plain weights in a unit": (mixed, {}),
+    "weights that are frozen and thawed": (make_stack, {"before_step": freeze}),
+    "frozen weights under adapters": (adapted, {}),
+}
+# Level, whether addresses are planned, elements gathered ahead, whether gathers are issued in
+# rounds.
+WAYS = [
+    ("no_shard", False, None, False),
+    ("optim", False, None, False),
+    ("optim_grads", False, None, False),
+    (CUT, False, 0, False),
+    (CUT, False, 10**9, False),
+    (CUT, True, None, False),
+    (CUT, False, None, True),
+    (CUT, True, None, True),
+]
+
+
+@both_kinds
+@pytest.mark.parametrize("name", HABITS)
+@on_ranks(2)
+def test_a_model_trains_bit_by_bit_alike_in_all_ways(name: str, recipe: str) -> None:
+    make, changes = HABITS[name]
+    runs = [scenario_of(recipe, num_blocks=4).sharded()] if name in RECOMPUTED else []
+    ways = WAYS if recipe == "mxfp8" else WAYS[::3]
     with counting(TransformerEngineCodec, "encode") as encode:
-        found = same_at(LEVELS, scenario_of(recipe, model=adapted))
-    assert encode.call_count == len(LEVELS) * 2  # each block once
-    for name, value in preserved_values(make_stack(recipe)).items():
-        assert torch.equal(found[0][0].weights[name], value), name
-
-
-@both_kinds
-@on_ranks(2)
-def test_a_tied_weight_is_one(recipe: str) -> None:
-    def tied() -> QuantisedStack:
-        model = make_stack(recipe, num_blocks=3)
-        model.blocks[2].up.weight = model.blocks[0].up.weight
-        return model
-
-    for run, _ in same_at(LEVELS, scenario_of(recipe, model=tied)):
-        state = run.engine.full_state_dict()
-        assert torch.equal(state["blocks.0.up.weight"], state["blocks.2.up.weight"])
-
-
-@both_kinds
-@on_ranks(4)
-def test_planned_addresses_change_nothing_and_hold_all_encodings(recipe: str) -> None:
-    for pair in ((CUT, "optim"), ("optim", "optim")):
-        scenario = scenario_of(recipe, num_blocks=4, pair=pair, mesh=mesh_of(2, 2))
-        run, watch = watched(scenario.but(options={"config": Config(fsdp_double_buffer=True)}))
-        assert_all_same([run, scenario.sharded()])
-        held = watch.engine.memory_bytes()
-        watch.train(scenario.but(steps=1))
-        assert watch.engine.memory_bytes() == held
-
-
-@both_kinds
-@on_ranks(2)
-def test_the_wrapper_trains_as_the_engine_does_with_one_bucket_or_several(recipe: str) -> None:
-    for level in ("no_shard", "optim", CUT):
-        config = Config(fp8_param_gather=True)
-        scenario = scenario_of(recipe, pair=(level, "no_shard"), options={"config": config})
-        expected = scenario.sharded()
-        for overlap, bucket_size in ((False, None), (True, 4000)):
-            model = make_stack(recipe)
-            config = config_of(
-                level,
-                overlap=overlap,
-                bucket_size=bucket_size,
-                fp8_param_gather=True,
-                grad_reduce_in_fp32=True,  # or the wrapper keeps gradients in bf16
-            )
-            ddp = fe.DistributedDataParallel(model, config, mesh_of(2))
-            watch = Watch(model, ddp.engine)
-            found = []
-            make = reference.once(reference.sgd)
-            for step in scenario.data():
-                watch.expect()
-                found += train_wrapped(ddp, [step], make)
-                model.update_scales()
-            count = 3 * 2 * len(watch.layers)
-            assert watch.looks == {"rows": count, "columns": count}
-            # Gradients may be added in another order.
-            lines = reference.differences(found, expected.steps, 3e-2, first=2e-5)
-            assert not lines, (level, overlap, lines[:6])
-            if bucket_size is not None:
-                codecs = [buffer.weights.codec for buffer in ddp.engine.buffers]
-                assert sum(isinstance(each, TransformerEngineCodec) for each in codecs) > 1
+        for level, planned, budget, in_rounds in ways:
+            config = Config(fsdp_double_buffer=planned, suggested_communication_unit_size=budget)
+            scenario = scenario_of(recipe, pair=(level, "no_shard"), model=partial(make, recipe))
+            scenario = scenario.but(**changes).but(options={"config": config})
+            if in_rounds:
+                scenario = scenario.but(around=lambda engine: engine.together())
+            watch = Watch(*scenario.sharded_model())
+            runs.append(watch.train(scenario, num_forwards=None))
+            # A layer that is called twice is looked at twice.
+            assert watch.looks["rows"] >= watch.looks["columns"] >= 3 * 2 * len(watch.layers)
+    assert_all_same(runs)
+    if make is adapted:
+        assert encode.call_count == len(ways) * 2  # each block once
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks(2)
-def test_the_wrapper_gives_all_ranks_the_first_one_s_weights_and_so_its_scales(recipe: str) -> None:
-    for level in ("no_shard", "optim", CUT):
+def test_the_wrapper_trains_as_the_engine_does_from_the_first_rank_s_weights_and_scales(
+    recipe: str,
+) -> None:
+    for level, (overlap, bucket_size) in itertools.product(
+        ("no_shard", "optim", CUT), ((False, None), (True, 4000))
+    ):
+        scenario = scenario_of(recipe, pair=(level, "no_shard"))
+        expected, _ = watched(scenario.but(options={"config": Config(fp8_param_gather=True)}))
         model = make_stack(recipe, seed=1 + dist.get_rank())
-        config = config_of(level, fp8_param_gather=True)
+        config = config_of(
+            level,
+            overlap=overlap,
+            bucket_size=bucket_size,
+            fp8_param_gather=True,
+            grad_reduce_in_fp32=True,  # or the wrapper keeps gradients in bf16
+        )
         ddp = fe.DistributedDataParallel(model, config, mesh_of(2))
         watch = Watch(model, ddp.engine)
-        for name, value in preserved_values(make_stack(recipe)).items():
-            assert torch.equal(ddp.engine.full_tensor(name), value.float())
-        optimizer = reference.sgd(ddp.parameters())
-        for step in range(3):
-            watch.expect()
-            ddp.zero_grad_buffer()
-            ddp(*make_batch(2, 10 * step + dist.get_rank())).backward()
+
+        def finish(ddp: fe.DistributedDataParallel, model: Any = model) -> None:
             ddp.finish_grad_sync()
             model.update_scales()  # the next bytes are made right after the step
-            optimizer.step()
+
+        found, make = [], reference.once(reference.sgd)
+        for step in scenario.data():
+            watch.expect()
+            found += train_wrapped(ddp, [step], make, finish=finish)
+        count = 3 * 2 * len(watch.layers)
+        assert watch.looks == {"rows": count, "columns": count}
+        # Gradients may be added in another order.
+        lines = reference.differences(found, expected.steps, 3e-2, first=2e-5)
+        assert not lines, (level, overlap, lines[:6])
         for name, scale in watch.scales().items():
             first_one_s = scale.clone()
             dist.broadcast(first_one_s, 0)
             assert torch.equal(scale, first_one_s), (level, name)
+        if bucket_size is not None:
+            codecs = [buffer.weights.codec for buffer in ddp.engine.buffers]
+            assert sum(isinstance(each, TransformerEngineCodec) for each in codecs) > 1
 
 
 class Fails(Exception):
@@ -242,50 +288,17 @@ def test_looks_between_steps_change_nothing(recipe: str) -> None:
         assert_all_same([watch.train(looking, num_forwards=4), scenario.sharded()])
 
 
-@on_ranks(2)
-def test_two_recipes_and_plain_weights_share_a_unit_in_buffers_of_their_own() -> None:
-    def mixed() -> QuantisedStack:
-        model = make_stack("mxfp8")
-        for block in model.blocks:
-            hidden, dim = block.up.weight.shape
-            block.down = QuantisedLinear(hidden, dim, "current", bias=False)
-        return model
-
-    for _, watch in same_at(LEVELS, scenario_of("mxfp8", model=mixed)):
-        kinds = [
-            buffer.kind.codec.split()[2]
-            for unit in watch.engine.units[1:]
-            for buffer in unit.buffers
-            if buffer.kind.codec.startswith("transformer")
-        ]
-        assert set(kinds) == {"mxfp8", "current"}
-
-
-@both_kinds
-@on_ranks(2)
-def test_weights_that_are_frozen_and_thawed_train_bit_by_bit_alike(recipe: str) -> None:
-    name = "blocks.0.up.weight"
-
-    def freeze(model: Any, step: int) -> None:
-        model.blocks[0].requires_grad_(step != 1)
-
-    for run, _ in same_at(("no_shard", "optim", CUT), scenario_of(recipe, before_step=freeze)):
-        first, second, third = (step.weights[name] for step in run.steps)
-        assert torch.equal(first, second)
-        assert not torch.equal(second, third)
-
-
 @both_kinds
 @on_ranks(2)
 def test_weights_that_change_while_they_are_full_are_encoded_and_gathered_again(
     recipe: str,
 ) -> None:
-    for level, tied in itertools.product(("optim", CUT), (False, True)):
-        scenario = scenario_of(recipe, num_blocks=3, pair=(level, "no_shard"), steps=1)
-        model = scenario.made()
-        if tied:  # the root has it, and stays full
-            model.blocks[2].up.weight = model.blocks[0].up.weight
-        watch = Watch(model, fe.shard(model, strategy=level))
+    for level, make in itertools.product(("optim", CUT), (make_stack, tied)):
+        scenario = scenario_of(
+            recipe, pair=(level, "no_shard"), steps=1, model=partial(make, recipe)
+        )
+        model, engine = scenario.sharded_model()  # of what is tied the root stays full
+        watch = Watch(model, engine)
         watch.train(scenario)
         for ahead in (False, True, True):
             if ahead:

@@ -1,5 +1,4 @@
-"""When bytes of Transformer Engine's weights are gathered: an encoding for forward and one for
-backward, one message of amaxes for each change, recomputation, memory, and no race."""
+"""When bytes of Transformer Engine's weights are encoded, gathered and transposed, and races."""
 
 from __future__ import annotations
 
@@ -12,23 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.transformer_engine.phased_unit import PhasedUnit
 from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
 from fsdp_engine.runtime.unit import BACKWARD, FORWARD, State, Unit
 from fsdp_engine.strategies import Axis
-from tests.extensions.transformer_engine.te_on_cpu import QuantisedBlock, QuantisedStack
+from tests import reference
+from tests.extensions.transformer_engine import te_on_cpu
+from tests.extensions.transformer_engine.te_on_cpu import QuantisedStack
 from tests.extensions.transformer_engine.te_training import (
     CUT,
     FEATURES,
     Watch,
     assert_all_same,
+    bent,
     counting,
     make_batch,
     make_stack,
+    partly_recomputed,
     scenario_of,
     watched,
 )
@@ -159,56 +160,16 @@ def test_two_planes_are_full_while_they_are_encoded_and_one_at_any_other_time() 
     assert engine.memory_bytes()["model"] == 3 * 2 * encoding // 2
 
 
-# Recomputation.
-
-
-class PartlyRecomputed(QuantisedBlock):
-    """Its layers, but not its norm, are checkpointed."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.inside, self.norm(x), use_reentrant=self.reentrant)
-
-    def inside(self, y: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(y)))
-
-
-class Recomputed(QuantisedStack):
-    """Its blocks are checkpointed."""
-
-    reentrant = False
-
-    def run_blocks(self, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            y = checkpoint(block, y, use_reentrant=self.reentrant)
-        return y
-
-
-def recomputing(recipe: str, reentrant: bool, whole: bool) -> QuantisedStack:
+def recomputing(whole: bool, reentrant: bool = False) -> QuantisedStack:
     """Checkpoints are around whole blocks or within them."""
-    model: Any = make_stack(recipe, num_blocks=3)
-    for each in [model] if whole else model.blocks:
-        each.__class__, each.reentrant = Recomputed if whole else PartlyRecomputed, reentrant
-    return model
-
-
-@pytest.mark.parametrize("level", [CUT, "optim"])
-@on_ranks(2)
-def test_recomputation_trains_bit_by_bit_as_none(level: str) -> None:
-    for recipe in ("mxfp8", "block"):
-        runs = [scenario_of(recipe, 3, pair=(level, "no_shard")).sharded()]
-        for how in itertools.product((False, True), repeat=2):
-            scenario = scenario_of(
-                recipe, model=partial(recomputing, recipe, *how), pair=(level, "no_shard")
-            )
-            runs.append(watched(scenario, num_forwards=2)[0])
-        assert_all_same(runs)
+    if whole:
+        return bent("mxfp8", span=1, reentrant=reentrant)
+    return partly_recomputed("mxfp8", reentrant)
 
 
 def gathers_of(whole: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
     """In each of three microbatches: (unit, encodings) of every gather that backward asks for."""
-    model = recomputing("mxfp8", False, whole)
+    model = recomputing(whole)
     engine = fe.shard(model, units="blocks.*", config=config_of(0))
     found: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     real = PhasedUnit.gather
@@ -238,9 +199,9 @@ def test_a_unit_seen_to_be_recomputed_gathers_both_planes_from_then_on(
     ranks: Ranks, whole: bool
 ) -> None:
     first, *later = ranks.run(gathers_of, whole, world_size=2)[0]
-    names = ["blocks.1", "blocks.0"]
+    names = ["blocks.2", "blocks.1", "blocks.0"]
     # The last block's columns were asked for as forward left it.
-    assert first == [("blocks.2", (0,)), *((n, p) for n in names for p in ((1,), (0,)))]
+    assert first == [("blocks.3", (0,)), *((n, p) for n in names for p in ((1,), (0,)))]
     assert later == 2 * [[(name, (0, 1)) for name in names]]
 
 
@@ -295,8 +256,68 @@ def test_the_schedule_has_no_race(inner: str, outer: str, recipe: str) -> None:
         )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_recomputation_makes_no_race(reentrant: bool) -> None:
-    for whole in (False, True):
-        traced(partial(recomputing, "mxfp8", reentrant, whole), train_traced)
+def test_recomputation_makes_no_race() -> None:
+    for whole, reentrant in itertools.product((False, True), repeat=2):
+        traced(partial(recomputing, whole, reentrant), train_traced)
+
+
+def counting_transposes() -> Any:
+    te_on_cpu.load()
+    import transformer_engine_torch as tex
+
+    return counting(tex, "fp8_transpose")
+
+
+@pytest.mark.parametrize("pair", FEW_PAIRS, ids=FEW_PAIR_NAMES)
+@on_ranks(4)
+def test_transposes_are_never_stale_and_are_made_once_where_they_are_kept(
+    pair: tuple[str, str],
+) -> None:
+    cuts = pair[0] == CUT
+    for recipe, keeps in itertools.product(("delayed", "current", "block"), (False, True)):
+        if not cuts and recipe == "delayed":
+            continue
+        config = fe.DistributedDataParallelConfig(
+            fp8_param_gather=True, keep_fp8_transpose_cache=keeps
+        )
+        scenario = scenario_of(recipe, pair=pair, mesh=mesh_of(2, 2), options={"config": config})
+        watch = Watch(*scenario.sharded_model())
+        with counting_transposes() as transpose:
+            watch.train(scenario)
+        # For each backward, or after each step.
+        times = 3 * 2 if cuts and not keeps else 3
+        assert transpose.call_count == times * len(watch.layers), recipe
+        for weight in watch.weights.values():
+            has_columns = te_on_cpu.encodings(weight).column_bytes is not None
+            assert has_columns == (keeps or not cuts), recipe
+
+
+@on_ranks(2)
+def test_where_rows_serve_backward_nothing_is_transposed_and_training_is_the_same() -> None:
+    for recipe in ("delayed", "current"):
+        scenarios = [scenario_of(recipe, pair=(level, "no_shard")) for level in ("optim", CUT)]
+        runs = [watched(scenario)[0] for scenario in scenarios]
+        with te_on_cpu.native_tn(), counting_transposes() as transpose:
+            runs += [watched(scenario)[0] for scenario in scenarios]
+        assert_all_same(runs)
+        assert not transpose.called
+
+
+@on_ranks(2)
+def test_the_comparison_sees_a_stale_transpose_and_stale_bytes() -> None:
+    config = fe.DistributedDataParallelConfig(fp8_param_gather=True, keep_fp8_transpose_cache=True)
+    for level, what in itertools.product(("optim", CUT), ("columns", "rows")):
+        scenario = scenario_of(
+            "current", pair=(level, "no_shard"), options={"config": config}, steps=1
+        )
+        _, watch = watched(scenario)
+        with pytest.MonkeyPatch.context() as patch:
+            if what == "rows":
+                patch.setattr(TransformerEngineCodec, "encode", lambda *args: iter(()))
+            else:
+                patch.setattr(TransformerEngineCodec, "_drop_columns", reference.nothing)
+                weight = next(iter(watch.weights.values()))
+                patch.setattr(type(weight), "_create_transpose", reference.nothing)
+            with pytest.raises(AssertionError, match=f"{what} of"):
+                watch.train(scenario)
