@@ -11,15 +11,7 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
-from tests.reference import (
-    Data,
-    OptimizerMaker,
-    Step,
-    full_gradients,
-    mean_over_ranks,
-    nothing,
-    sgd,
-)
+from tests.reference import Data, OptimizerMaker, Step, full_gradients, mean_over_ranks, sgd
 
 Config = fe.DistributedDataParallelConfig
 
@@ -33,30 +25,6 @@ def config_of(
     names = {"data_parallel_sharding_strategy": inner, "outer_dp_sharding_strategy": outer}
     overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     return Config(use_megatron_fsdp=True, **{**names, **overlaps, **fields})
-
-
-def run_step(
-    ddp: fe.DistributedDataParallel,
-    microbatches: list[Any],
-    finish: Callable[[fe.DistributedDataParallel], None] | None = None,
-    zero_buffer: bool = True,
-    after_backward: Callable[[], object] = nothing,
-) -> torch.Tensor:
-    """Forward and backward of a step on this rank's parts, up to final gradients; the loss."""
-    rank = dist.get_rank()
-    ddp.zero_grad_buffer(zero_buffer)
-    total = torch.zeros(())
-    for index, parts in enumerate(microbatches):
-        last = index == len(microbatches) - 1
-        # Without overlap no reduction is issued before finish_grad_sync.
-        needs_no_sync = ddp.ddp_config.overlap_grad_reduce and not last
-        with ddp.no_sync() if needs_no_sync else nullcontext():
-            loss = ddp(*parts[rank]) / len(microbatches)
-            loss.backward()
-        after_backward()
-        total = total + loss.detach()
-    (finish or fe.DistributedDataParallel.finish_grad_sync)(ddp)
-    return total
 
 
 def train_wrapped(
