@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_engine.comm import lanes as lanes_module
+from fsdp_engine.comm.host_lane import HostLane
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from tests.models import vector_batch
 
@@ -77,18 +77,18 @@ class Messages(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        submit = lanes_module.HostLane.submit
+        submit = HostLane.submit
 
         def counted(lane: Any, label: str, *args: Any, **kwargs: Any) -> Any:
             self.operations[label] += 1
             return submit(lane, label, *args, **kwargs)
 
-        lanes_module.HostLane.submit = counted  # type: ignore[method-assign]
+        HostLane.submit = counted  # type: ignore[method-assign]
         try:
             with self:
                 yield
         finally:
-            lanes_module.HostLane.submit = submit  # type: ignore[method-assign]
+            HostLane.submit = submit  # type: ignore[method-assign]
 
 
 def count_step(model: nn.Module, engine: Any, optimizer: Any, num_micro: int) -> Messages:

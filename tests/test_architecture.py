@@ -304,8 +304,8 @@ def only_memory_allocates(source: Source) -> Iterator[Finding]:
 
 
 def only_lanes_knows_streams(source: Source) -> Iterator[Finding]:
-    """Streams, events and profiler labels live in comm/lanes.py and comm/copy_lanes.py only."""
-    if source.path in ("comm.lanes", "comm.copy_lanes"):
+    """Streams, events and profiler labels live in the lanes of ``comm/`` only."""
+    if source.path in ("comm.lanes", "comm.host_lane", "comm.device_lane", "comm.copy_lanes"):
         return
     for line, name in source.mentions:
         if name.startswith("torch.") and name.rpartition(".")[2] in STREAM_NAMES:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.comm.device_lane import DeviceLane
 from fsdp_engine.memory.allocator import TransientStorage
 from tests.async_device import device as on
 from tests.async_device.scene import MAX_NORM, Job, mesh_of, of_this_rank, weights_of

@@ -12,7 +12,7 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.buffers.gradients import Gradients, GradientWriter
-from fsdp_engine.comm import lanes as lanes_module
+from fsdp_engine.comm.host_lane import HostLane
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 PHASES = ("zero", "sync", "forward", "backward", "finish", "optimizer")
@@ -50,7 +50,7 @@ class Timeline:
     def recording(self) -> Iterator[Timeline]:
         """Within it events are recorded, anew."""
         self.events.clear()
-        submit, write = lanes_module.HostLane.submit, GradientWriter.write
+        submit, write = HostLane.submit, GradientWriter.write
         begin, labels = Gradients.begin, {}
 
         def submitted(lane: Any, label: str, *args: Any, **kwargs: Any) -> Any:
@@ -67,14 +67,14 @@ class Timeline:
             self.events.append((self.phase, f"gradient of {labels[id(writer)]}"))
             return write(writer, index, grad)
 
-        lanes_module.HostLane.submit = submitted  # type: ignore[method-assign]
+        HostLane.submit = submitted  # type: ignore[method-assign]
         if self._gradients:
             Gradients.begin = begun  # type: ignore[method-assign]
             GradientWriter.write = written  # type: ignore[method-assign]
         try:
             yield self
         finally:
-            lanes_module.HostLane.submit = submit  # type: ignore[method-assign]
+            HostLane.submit = submit  # type: ignore[method-assign]
             Gradients.begin = begin  # type: ignore[method-assign]
             GradientWriter.write = write  # type: ignore[method-assign]
 

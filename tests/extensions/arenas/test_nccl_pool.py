@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm import lanes
+from fsdp_engine.comm.host_lane import HostLane
 from fsdp_engine.extensions.arenas import nccl_pool
 from fsdp_engine.memory import allocator
 from fsdp_engine.strategies import LEVELS
@@ -87,7 +87,7 @@ def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
     """Within it, engines get fake pools; gives what collectives are told to read or write."""
     sent = Sent()
     zeros, empty, resize = allocator.zeros, allocator.empty, torch.UntypedStorage.resize_
-    submit = lanes.HostLane.submit
+    submit = HostLane.submit
     pools: list[FakePool] = []
 
     def make_pool(mesh: Any, *, symmetric: bool) -> FakePool:
@@ -125,7 +125,7 @@ def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
         patch.setattr(allocator, "zeros", noting(zeros))
         patch.setattr(allocator, "empty", noting(empty))
         patch.setattr(torch.UntypedStorage, "resize_", noting_resize, raising=False)
-        patch.setattr(lanes.HostLane, "submit", noting_submit)
+        patch.setattr(HostLane, "submit", noting_submit)
         yield sent
 
 

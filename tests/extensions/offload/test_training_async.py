@@ -11,7 +11,7 @@ import pytest
 
 import fsdp_engine as fe
 from fsdp_engine.buffers.weights import Weights
-from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.comm.device_lane import DeviceLane
 from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.extensions.offload.disk_staging import Staging
 from fsdp_engine.extensions.offload.home import HostHome, StagedHome

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_engine.comm import lanes as lanes_module
-from fsdp_engine.comm.lanes import HostLane, Lanes, Steps, make_lanes
+from fsdp_engine.comm import host_lane
+from fsdp_engine.comm.host_lane import HostLane
+from fsdp_engine.comm.lanes import Lanes, Steps, make_lanes
 from fsdp_engine.extensions.reports import wait_meter as meter_module
 from fsdp_engine.extensions.reports.peaks import Peak
 from fsdp_engine.extensions.reports.wait_meter import WaitMeter
@@ -55,7 +56,7 @@ def host_operation(time: Time, *seconds: float, error: str | None = None) -> Cal
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr(lanes_module, "time", time)
+    monkeypatch.setattr(host_lane, "time", time)
     return time
 
 
@@ -98,7 +99,7 @@ def test_on_cpu_what_fails_is_raised_as_it_is_without_a_meter(time: Time) -> Non
 
 def test_without_a_meter_no_time_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time()
-    monkeypatch.setattr(lanes_module, "time", None)
+    monkeypatch.setattr(host_lane, "time", None)
     lane, compute = HostLane(), HostLane()
     compute.wait(lane.submit(LABEL, host_operation(time, 3.0)))
 

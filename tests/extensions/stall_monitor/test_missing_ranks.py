@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import fsdp_engine as fe
 from fsdp_engine.comm import activity
-from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.comm.device_lane import DeviceLane
 from fsdp_engine.extensions.stall_monitor import stall_monitor
 from fsdp_engine.extensions.stall_monitor.stall_monitor import StallMonitor, SubmittedWork
 from fsdp_engine.strategies import LEVELS
