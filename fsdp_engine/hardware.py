@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.comm.collectives import Communicator, Steps, all_reduce_
 from fsdp_engine.comm.copy_lanes import device_seconds, finish_compute, make_copy_lanes
-from fsdp_engine.comm.lanes import make_lanes
+from fsdp_engine.comm.make_lanes import make_lanes
 from fsdp_engine.comm.mesh import DataMesh, device_of, init_from_environment
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.host_memory import HostBlock

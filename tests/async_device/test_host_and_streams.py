@@ -23,7 +23,7 @@ import fsdp_engine as fe
 from fsdp_engine.comm import mesh as mesh_module
 from fsdp_engine.comm.collectives import Communicator, all_reduce_
 from fsdp_engine.comm.device_lane import DeviceLane
-from fsdp_engine.comm.lanes import make_lanes
+from fsdp_engine.comm.make_lanes import make_lanes
 from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.runtime.unit import State
 from tests.async_device import device as on

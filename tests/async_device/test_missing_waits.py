@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp_engine.comm.collectives import Steps
-from fsdp_engine.comm.lanes import make_lanes
+from fsdp_engine.comm.make_lanes import make_lanes
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.waits import PROGRAMS, Program, num_ranks, sweep

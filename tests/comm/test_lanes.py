@@ -14,7 +14,8 @@ import torch
 from fsdp_engine.comm import collectives
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.host_lane import HostLane
-from fsdp_engine.comm.lanes import Chain, make_lanes
+from fsdp_engine.comm.lanes import Chain
+from fsdp_engine.comm.make_lanes import make_lanes
 from fsdp_engine.strategies import Axis
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine.comm import lanes as lanes_module
+from fsdp_engine.comm import make_lanes as lanes_module
 from fsdp_engine.comm.lanes import Lanes, Operation
 from fsdp_engine.memory.allocator import TransientStorage
 from tests.comm.happens_before import COMPUTE, LANES, Clock, Order, Span

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.backend import Backend
-from fsdp_engine.comm.lanes import make_lanes
+from fsdp_engine.comm.make_lanes import make_lanes
 from fsdp_engine.extensions.activations.offloaded_activations import ActivationOffload
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.units.blocks import find_blocks

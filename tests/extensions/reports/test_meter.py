@@ -11,7 +11,8 @@ import torch
 
 from fsdp_engine.comm import host_lane
 from fsdp_engine.comm.host_lane import HostLane
-from fsdp_engine.comm.lanes import Lanes, Steps, make_lanes
+from fsdp_engine.comm.lanes import Lanes, Steps
+from fsdp_engine.comm.make_lanes import make_lanes
 from fsdp_engine.extensions.reports import wait_meter as meter_module
 from fsdp_engine.extensions.reports.peaks import Peak
 from fsdp_engine.extensions.reports.wait_meter import WaitMeter

@@ -1,0 +1,39 @@
+"""The lanes of an engine: those of an accelerator, of a CPU, or of another backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_engine import backend
+from fsdp_engine.accelerator import is_accelerator, module_of
+from fsdp_engine.comm.activity import monitor
+from fsdp_engine.comm.lanes import COPY_IN, LANES, Lanes
+
+
+def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
+    """Lanes for ``device``: streams on an accelerator, FIFOs of asynchronous works elsewhere.
+
+    Args:
+        device: where the work is done.
+        ranks: global ranks that take part, for messages; none: all.
+    """
+    if (made := backend.current().lanes(device)) is not None:
+        given: Lanes = made
+        return given
+    if is_accelerator(device):
+        from fsdp_engine.comm.device_lane import DeviceLane
+
+        # High priority: a gather that starts late stalls the model, compute that yields does not.
+        compute, *others = (*LANES, COPY_IN)
+        streams = [module_of(device).Stream(device=device, priority=-1) for _ in others]
+        lanes = [
+            DeviceLane(device, stream, ranks, name)
+            for stream, name in zip(streams, others, strict=True)
+        ]
+        monitor().watch(lanes)
+        return Lanes(DeviceLane(device, None, name=compute), *lanes)
+    from fsdp_engine.comm.host_lane import HostLane
+
+    return Lanes(*(HostLane(ranks, name) for name in LANES))
