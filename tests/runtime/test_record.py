@@ -65,7 +65,7 @@ def test_windows(
     order: list[int], sizes: list[int], budget: int, expected: list[tuple[int, ...]]
 ) -> None:
     assert windows(order, sizes, budget) == expected
-    # What is gathered ahead is gathered for its first use.
+    # Units that are gathered ahead are gathered for their first use.
     uses = [Use(0, BACKWARD), Use(1, FORWARD), Use(1, BACKWARD)]
     assert prefetch_windows(uses, [10, 10], 1000)[0] == (Use(1, FORWARD),)
 
@@ -99,7 +99,7 @@ def test_a_window_is_at_least_one_unit_and_never_more_than_one_over_the_budget(
 
 # By name: the order, and for each use the unit, the units ahead, and whether it was expected.
 USES: dict[str, tuple[list[int], list[tuple[int, list[int], bool]]]] = {
-    "goes on from a unit that came too early": (
+    "continues after a unit that came too early": (
         [0, 1, 2, 3, 4],
         [(0, [1], True), (3, [4], False), (4, [], True)],
     ),
