@@ -58,7 +58,7 @@ def test_between_steps_as_much_is_held_as_before_the_first(strategy: str, clear:
     model, engine, optimizer = make(strategy)
     rest = sum(buffer.grads.rest_bytes for buffer in engine.buffers)
     before = engine.memory_bytes()
-    if strategy == "no_shard":  # what is not cut is held from the first backward on
+    if strategy == "no_shard":  # gradients that are whole stay after the first
         before["grad"] = rest
     for number in range(3):
         backward(model, number)

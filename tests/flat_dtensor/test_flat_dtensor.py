@@ -453,13 +453,6 @@ def test_autograd_notices_a_change_before_backward(mesh: DeviceMesh) -> None:
         loss.backward()
 
 
-def test_gradients_may_have_another_dtype(mesh: DeviceMesh) -> None:
-    param = param_of(torch.rand(SHAPE), mesh)
-    param.grad_dtype = torch.bfloat16
-    param.grad = flat_of(torch.ones(SHAPE, dtype=torch.bfloat16), mesh)
-    assert param.grad.dtype == torch.bfloat16
-
-
 # --- copying ---
 
 

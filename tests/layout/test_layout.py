@@ -145,12 +145,6 @@ def test_the_worked_example_of_the_module_holds() -> None:
     assert layout.gaps == ((70, 128), (178, 256))
 
 
-def test_a_tensor_that_reaches_over_boundaries_is_held_in_pieces() -> None:
-    layout = Layout((TensorSlot("weight", (100, 5), 64),), 768, inner_size=2, outer_size=2)
-    pieces = [layout.tensor_range(0, 2, rank) for rank in ranks_of(layout)]
-    assert pieces == [(0, 128), (128, 320), (320, 500), (500, 500)]
-
-
 def test_scalars_and_empty_tensors_have_a_place() -> None:
     slots = (TensorSlot("scale", (), 0), TensorSlot("none", (0, 4), 64), TensorSlot("b", (3,), 64))
     layout = Layout(slots, 128, inner_size=2)

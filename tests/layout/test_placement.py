@@ -253,17 +253,6 @@ def test_a_granule_longer_than_an_even_share_lengthens_the_shards() -> None:
     assert layout.shard_numel == 128
 
 
-def test_scalars_and_empty_tensors_are_placed_beside_granules() -> None:
-    requests = [
-        TensorRequest("none", (0, 7), 7),
-        TensorRequest("scale", ()),
-        TensorRequest("weight", (6, 100), 100),
-        TensorRequest("nothing", (0,)),
-    ]
-    (layout,) = plan_layouts(requests, inner_size=2, outer_size=2)
-    assert {slot.name for slot in layout.slots} == {"none", "scale", "weight", "nothing"}
-
-
 def test_only_empty_tensors_need_no_elements() -> None:
     (layout,) = plan_layouts([TensorRequest("none", (0, 7), 7)], inner_size=4, outer_size=1)
     assert layout.numel == 0

@@ -50,22 +50,8 @@ def step(ahead: list[int], phase: int = FORWARD, *, expected: bool = True) -> St
     return Step(phase, tuple(Use(unit, phase) for unit in ahead), expected)
 
 
-# Order, sizes, budget, windows.
-WINDOWS: list[tuple[list[int], list[int], int, list[tuple[int, ...]]]] = [
-    ([0, 1, 2, 3], [10] * 4, 20, [(1, 2), (2, 3), (3,), ()]),  # the example of the docstring
-    ([0, 1, 2], [10, 20, 30], 1, [(1,), (2,), ()]),  # a budget of one element: one unit
-    ([0, 1, 2, 3], [10, 50, 10, 10], 20, [(1,), (2, 3), (3,), ()]),  # below the first unit
-    ([0, 1, 2, 3], [10, 0, 0, 10], 1, [(3,), (3,), (3,), ()]),  # some need no gathering
-    ([0, 1, 0, 1, 2], [10] * 3, 1000, [(1, 2), (0, 2), (1, 2), (2,), ()]),  # each once
-]
-
-
-@pytest.mark.parametrize(("order", "sizes", "budget", "expected"), WINDOWS)
-def test_windows(
-    order: list[int], sizes: list[int], budget: int, expected: list[tuple[int, ...]]
-) -> None:
-    assert windows(order, sizes, budget) == expected
-    # What is gathered ahead is gathered for its first use.
+def test_the_windows_of_the_docstring_and_what_is_gathered_for_its_first_use() -> None:
+    assert windows([0, 1, 2, 3], [10] * 4, 20) == [(1, 2), (2, 3), (3,), ()]
     uses = [Use(0, BACKWARD), Use(1, FORWARD), Use(1, BACKWARD)]
     assert prefetch_windows(uses, [10, 10], 1000)[0] == (Use(1, FORWARD),)
 
@@ -99,7 +85,7 @@ def test_a_window_is_at_least_one_unit_and_never_more_than_one_over_the_budget(
 
 # By name: the order, and for each use the unit, the units ahead, and whether it was expected.
 USES: dict[str, tuple[list[int], list[tuple[int, list[int], bool]]]] = {
-    "goes on from a unit that came too early": (
+    "continues after a unit that came too early": (
         [0, 1, 2, 3, 4],
         [(0, [1], True), (3, [4], False), (4, [], True)],
     ),

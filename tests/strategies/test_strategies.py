@@ -65,7 +65,7 @@ def test_depths_nest_and_each_rank_holds_the_fraction_of_the_levels() -> None:
         depths = [strategy.depth(role) for role in (Role.PARAM, Role.GRAD, Role.OPTIM)]
         assert depths == sorted(depths)
         for role in Role:
-            # What is sharded along the outer axis is along the inner one, so a depth suffices.
+            # A role sharded along the outer axis is along the inner one, so a depth suffices.
             cut = [axis for axis in AXIS_BELOW_DEPTH if strategy.shards(role, axis)]
             assert cut == list(AXIS_BELOW_DEPTH[: strategy.depth(role)])
             start, stop = layout.range(strategy.depth(role), Coordinate(1, 2))

@@ -21,7 +21,7 @@ from tests.checkpoint.scene import shared_folder
 from tests.megatron.configs import LEVEL_NAMES, config_of, train_wrapped
 from tests.pool import on_ranks
 from tests.reference import full
-from tests.units.experts import DIM, Mixture, batches, build
+from tests.units.experts import DIM, batches, build
 
 
 def wrapped(config: Any) -> tuple[fe.DistributedDataParallel, int]:
@@ -103,22 +103,3 @@ def test_an_expert_without_ranks_of_its_own_is_refused_by_name() -> None:
     model = build([0], dist.group.WORLD)
     with pytest.raises(ValueError, match=r"experts\.0: expected expert_mesh.*allreduce=False"):
         fe.DistributedDataParallel(model)
-
-
-@on_ranks()
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_data_and_expert_ranks_are_told_apart_by_values(level: str) -> None:
-    # Rank r's gradients are 2^r everywhere: a sum over other ranks than the right ones differs.
-    for average in (False, True):
-        ddp, held = wrapped(config_of(level, average_in_collective=average))
-        rank = dist.get_rank()
-        assert isinstance(ddp.module, Mixture)
-        ddp.module.fill = 2.0**rank
-        ddp(*batches(1)[0][rank]).backward()
-        ddp.finish_grad_sync()
-        for name, param in ddp.module.named_parameters():
-            assert param.grad is not None
-            sharing = [held, held + 2] if "experts" in name else range(4)
-            # The mean over all four ranks, of the gradients of those that share the parameter.
-            expected = sum(2.0**other for other in sharing) / 4
-            assert torch.equal(full(param.grad), torch.full(param.shape, expected)), name

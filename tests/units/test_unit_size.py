@@ -16,10 +16,8 @@ from fsdp_engine.units.assignment import (
     ModuleSet,
     assign,
     collect_records,
-    expect,
     find_units,
     join_small,
-    reads_weights_in_backward,
     split_by_least,
 )
 from tests import MIN_UNIT_SIZE
@@ -131,17 +129,6 @@ def test_a_block_whose_parameters_are_all_the_roots_is_left_alone() -> None:
         for key in list(module._parameters):
             second.get_submodule(name)._parameters[key] = module._parameters[key]
     assert names_of(model, 10**6) == ["embedding", "blocks.0", "blocks.1", "blocks.2 + norm + head"]
-
-
-def test_joined_units_are_expected_to_be_used_one_module_after_the_other() -> None:
-    model = Transformer(num_blocks=3)
-    units = joined(model, BLOCK)
-    expected = expect(model, [[model], *(unit.modules for unit in units)])
-    assert expected.forward == [0, 1, 1, 2, 3, 3, 3]
-    # Nothing in an embedding's backward reads its weights.
-    assert not reads_weights_in_backward(model.embedding)
-    assert expected.backward == [0, 3, 3, 3, 2, 1]
-    assert [expected.num_gathers(unit) for unit in (1, 2, 3)] == [2, 2, 1]
 
 
 # Names.
