@@ -54,7 +54,7 @@ def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> No
 @on_ranks(1)
 def test_forwards_on_other_streams_than_the_caller_s_are_the_same() -> None:
     """The device has few streams, so the streams used here include those of the lanes."""
-    given = job(("optim_grads_params", "no_shard"), sizes=(1,))
+    given = job(("optim_grads_params", "no_shard"), sizes=(1,), num_micro=2)
     expected = train(given, "cpu")
     streams: list[torch.Stream] = []
     model_call = Transformer.forward

@@ -76,8 +76,7 @@ class Codes(torch.Tensor):
 
 
 class MomentumOfCodes(torch.optim.Optimizer):
-    """Its momentum is quantised as torchao does, where there are whole blocks; else it is a DTensor
-    of its own where the parameter is one."""
+    """Its momentum is quantised as torchao does, where there are whole blocks."""
 
     block_size = BLOCK
 
@@ -99,13 +98,9 @@ class MomentumOfCodes(torch.optim.Optimizer):
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         assert signed
-        if p.numel() >= LEAST and p.numel() % self.block_size == 0:
-            return self._subclass_zeros(p, signed, self.block_size)
-        if not isinstance(p, DTensor):
+        if p.numel() < LEAST or p.numel() % self.block_size:
             return torch.zeros_like(p)
-        whole = {"shape": p.shape, "stride": p.stride(), "run_check": False}
-        made = torch.zeros_like(p.to_local())
-        return DTensor.from_local(made, p.device_mesh, p.placements, **whole)
+        return self._subclass_zeros(p, signed, self.block_size)
 
     @staticmethod
     def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Tensor:

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import fsdp_engine as fe
 from fsdp_engine.extensions.offload import offloaded_step
 from fsdp_engine.planner.simulation import state_links
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import differences, on_device, train_with
 from tests.extensions.offload.device_jobs import (
-    PLACES,
     REST_ON_HOST,
     job,
-    make_model,
     slow_disk,
     trained,
 )
@@ -68,17 +65,6 @@ def test_waits_of_compute_for_copies_are_measured(place: str) -> None:
         del optimizer, step
         gc.collect()
         assert engine.memory_bytes("host") == {}
-
-
-@on_ranks(1)
-def test_state_that_a_constructor_makes_goes_home() -> None:
-    model = make_model().to(on.NAME)
-    fe.shard(model, strategy="optim", min_unit_size=0, offload=PLACES[STATE])
-    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    fe.shard_optimizer(optimizer)
-    sums = [getattr(state["sum"], "local", state["sum"]) for state in optimizer.state.values()]
-    assert {each.device.type for each in sums} == {"cpu"}
-    assert all(bool((each == 0.5).all()) for each in sums)
 
 
 @on_ranks(1)
