@@ -69,7 +69,7 @@ def saved(model: Any) -> str:
 
 
 def not_strict(engine: Any, folder: str) -> Any:
-    """Loads what is there, without the warning."""
+    """Loads the tensors of the folder, without the warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fe.load_pretrained(engine, folder, strict=False)

@@ -127,7 +127,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any], list[Any], Any]] = {
 
 
 def kinds_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Dtypes of the state, names of what is trained, dtypes of its momentum."""
+    """Dtypes of the state, names of trained parameters, dtypes of their momentum."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     momenta = [optimizer.state[param]["momentum_buffer"].dtype for param in trained.values()]
     return {n: v.dtype for n, v in model.state_dict().items()}, list(trained), momenta

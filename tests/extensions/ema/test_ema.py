@@ -101,7 +101,7 @@ def test_averages_follow_the_formula_and_stand_in_for_the_weights(way: str) -> N
                 torch.testing.assert_close(weight, found[name].to(weight.dtype), rtol=0, atol=0)
             assert model(*batch(50)) != loss
         assert model(*batch(50)) == loss
-    # What was trained, and the averages, are there again.
+    # The model has its trained weights again, and the averages are as before.
     torch.testing.assert_close(trained(model), before, rtol=0, atol=0)
     torch.testing.assert_close(averages(ema), found, rtol=0, atol=0)
     step(model, optimizer, 9)

@@ -100,7 +100,7 @@ def differences(found: State, expected: State) -> list[str]:
 
 
 def load_each(folder: str, expected: dict[str, State], configs: list[Config]) -> None:
-    """State is what was saved, and bytes and scales are the reference's of it."""
+    """State equals the saved one, and bytes and scales are the reference's of it."""
     for (label, state), (place, config) in itertools.product(expected.items(), enumerate(configs)):
         if len(configs) > 1 and (place + int(label[-1])) % 2:
             continue  # each of several loads half of the checkpoints, of every recipe

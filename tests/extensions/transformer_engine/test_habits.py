@@ -297,7 +297,7 @@ def test_weights_that_change_while_they_are_full_are_encoded_and_gathered_again(
         scenario = scenario_of(
             recipe, pair=(level, "no_shard"), steps=1, model=partial(make, recipe)
         )
-        model, engine = scenario.sharded_model()  # of what is tied the root stays full
+        model, engine = scenario.sharded_model()  # a root with tied weights stays full
         watch = Watch(model, engine)
         watch.train(scenario)
         for ahead in (False, True, True):
