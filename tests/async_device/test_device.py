@@ -1,4 +1,4 @@
-"""What makes the device see mistakes: memory that the host cannot reach and nobody has filled,
+"""What makes the device see mistakes: memory that the host cannot reach, NaN in new memory,
 errors of kernels, and a count of what the host waits for; and what torch expects of it."""
 
 from __future__ import annotations
