@@ -1,5 +1,5 @@
-"""The device reveals mistakes: reads of memory that the host cannot reach or that was not filled,
-errors of kernels, and host syncs, which it counts. It has the interface that torch expects."""
+"""What makes the device see mistakes: memory that the host cannot reach, NaN in new memory,
+errors of kernels, and a count of what the host waits for; and what torch expects of it."""
 
 from __future__ import annotations
 

@@ -90,26 +90,3 @@ def test_waits_of_fsdp2_that_are_left_out_give_wrong_numbers() -> None:
     print(f"{len(found)} of {per_step} waits of a step change the result: {found}")
     assert len(found) >= 3
     assert torch.equal(weights(-1), right)
-
-
-class Gated(nn.Module):
-    """A linear and a scale that only rank 1 reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * self.scale if dist.get_rank() == 1 else x).sum()
-
-
-@on_ranks(2)
-def test_ddp_waits_for_the_device_where_a_parameter_has_no_gradient_on_one_rank() -> None:
-    """As ``docs/devices.md`` says, which compares the engine with it."""
-    x = torch.ones(2, 8, device=on.DEVICE)
-    model = nn.parallel.DistributedDataParallel(Gated().to(on.DEVICE), find_unused_parameters=True)
-    for _ in range(2):
-        model(x).backward()
-    with on.count_host_syncs() as syncs:
-        model(x).backward()
-    assert sum(syncs.values()) == (1 if dist.get_rank() == 0 else 0), syncs

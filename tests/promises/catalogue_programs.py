@@ -120,19 +120,6 @@ def _averages(s: Scene) -> Any:
     return losses, average, s.train()
 
 
-@tries("parameters as keys, hash and equality of objects", "number of parameters, bytes, shapes")
-def _keys(s: Scene) -> Any:
-    s.backward()
-    names = {p: name for name, p in s.model.named_parameters()}
-    parameters = list(s.model.parameters())
-    return (
-        [names[p] for p in parameters],
-        [(p.numel(), p.numel() * p.element_size(), tuple(p.shape)) for p in parameters],
-        [(isinstance(p, nn.Parameter), p.is_leaf) for p in parameters],
-        len(set(parameters)),
-    )
-
-
 # --- models of other forms ---
 
 

@@ -114,7 +114,7 @@ class Scene:
         steps: int = 2,
         loss: Callable[[], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Steps of training, by SGD of the trainable parameters unless given; their losses."""
+        """Steps of training, by SGD of trainable parameters unless given; their losses."""
         if optimizer is None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
