@@ -78,11 +78,11 @@ def third_step(made: tuple[fe.Engine, torch.optim.Optimizer, Any, Any]) -> list[
 
 def save_and_tell(folder: str) -> list[Any]:
     storage, made = Storage(Path(folder)), make(seed=1)
-    *trained, checkpoints = made
+    engine, optimizer, scheduler, checkpoints = made
     with storage.instead_of_ray():
         assert checkpoints.load() is None
         for seed in (1, 2):
-            train(*trained, seed)
+            train(engine, optimizer, scheduler, seed)
         checkpoints.report({"loss": 1.5}, step=2)
     assert storage.metrics == [{"step": 2, "loss": 1.5}]
     assert not storage.local[0].exists()  # the local copy is gone
