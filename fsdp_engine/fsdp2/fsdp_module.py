@@ -178,10 +178,8 @@ class FSDPModule(fsdp.FSDPModule):
             NotImplementedError: ``enable`` is False.
         """
         if not enable:
-            _refuse(
-                "set_separate_reduce_scatter_group(False)",
-                "reductions always have a separate process group",
-            )
+            reason = "reductions always have a separate process group"
+            _refuse("set_separate_reduce_scatter_group(False)", reason)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make subsequent computation and gathers wait for ``event``, which the caller recorded on
@@ -195,17 +193,11 @@ class FSDPModule(fsdp.FSDPModule):
             NotImplementedError: ``enable`` is True.
         """
         if enable:
-            _refuse(
-                "set_allocate_memory_from_process_group_for_comm(True)",
-                _USE_NCCL_UB,
-            )
+            _refuse("set_allocate_memory_from_process_group_for_comm(True)", _USE_NCCL_UB)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Raises NotImplementedError: use ``fe.Arenas`` for registered memory."""
-        _refuse(
-            "set_symm_mem_for_comm()",
-            _USE_NCCL_UB,
-        )
+        _refuse("set_symm_mem_for_comm()", _USE_NCCL_UB)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

@@ -34,7 +34,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.engine import Engine
+from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.megatron.marked_gradients import MarkedGrad, check_equal_over_group, sum_over_group
 from fsdp_engine.megatron.process_groups import (
     CollectedGroups,
@@ -167,24 +168,6 @@ FIELDS = ("pipeline", "tensor", "embedding", "position_embedding")
 QK_LAYER_NORMS = ("q_layernorm", "k_layernorm")
 
 
-class ModelChunk(Protocol):
-    """Interface of the elements of ``model_chunks``."""
-
-    @property
-    def engine(self) -> Engine:
-        """The chunk's engine."""
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether gradients are sums over data-parallel ranks instead of means."""
-
-    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Finish the data-parallel reductions of gradients."""
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply all main gradients, in place."""
-
-
 @dataclass(frozen=True)
 class _EngineCache:
     """Cached properties of an engine, without a strong reference to it.
@@ -209,7 +192,7 @@ _ENGINE_CACHES: weakref.WeakKeyDictionary[Engine, _EngineCache] = weakref.WeakKe
 
 
 def finalize_model_grads(
-    model_chunks: Iterable[ModelChunk],
+    model_chunks: Iterable[DistributedDataParallel],
     num_tokens: int | float | Tensor | None = None,
     pg_collection: object | None = None,
     force_all_reduce: bool = False,
@@ -297,9 +280,20 @@ def finalize_model_grads(
     device = chunks[0].engine.mesh.device
     with torch.no_grad():
         _compare(chunks, marked, groups)
-        counts_group = _counts_group(chunks, groups, routers, device)
-        quantiles_group = _quantiles_group(chunks, groups, quantile_routers, device)
-        tokens_group = _tokens_group(chunks, groups, num_tokens, device)
+        counts_group: ProcessGroup | None = None
+        quantiles_group: ProcessGroup | None = None
+        tokens_group: ProcessGroup | None = None
+        if routers:
+            axes = [groups.tensor, groups.context, groups.data, groups.expert]
+            biases = [(router.name, router.bias) for router in routers]
+            counts_group = _spanned_group(chunks, axes, "an expert_bias", biases)
+        if quantile_routers:  # tensor-parallel ranks have the same quantiles
+            biases = [(name, router.qb_beta) for name, router in quantile_routers.items()]
+            axes = [groups.context, groups.data]
+            quantiles_group = _spanned_group(chunks, axes, "a qb_beta", biases)
+        if num_tokens is not None:
+            axes = [groups.pipeline, groups.data, groups.context]
+            tokens_group = _spanned_group(chunks, axes, "num_tokens")
         for chunk in chunks:
             chunk.finish_grad_sync()
         for field in FIELDS:
@@ -312,8 +306,9 @@ def finalize_model_grads(
             modules = [*quantile_routers.values()]
             update_quantile_biases(modules, quantiles_group, momentum, device)
         if "global_aux_loss" in balancing:
-            for chunk in chunks:
-                _reset_trackers(chunk.engine)
+            for tracker in (each for chunk in chunks for each in _cache_of(chunk.engine).trackers):
+                if (module := tracker()) is not None:
+                    module.reset_global_aux_loss_tracker()
         if num_tokens is not None:
             _scale(chunks, _tokens_of_last_stage(num_tokens, groups, device), tokens_group)
         if force_all_reduce:
@@ -321,7 +316,9 @@ def finalize_model_grads(
                 chunk.finish_grad_sync(force_all_reduce=True)
 
 
-def _check_types(chunks: Sequence[ModelChunk], num_tokens: object, groups: object) -> None:
+def _check_types(
+    chunks: Sequence[DistributedDataParallel], num_tokens: object, groups: object
+) -> None:
     if groups is not None and not isinstance(groups, ModelParallelGroups):
         raise TypeError(f"groups: expected ModelParallelGroups; found {type(groups).__name__}")
     for chunk in chunks:
@@ -339,7 +336,9 @@ def _check_types(chunks: Sequence[ModelChunk], num_tokens: object, groups: objec
 
 
 def _groups_of(
-    chunks: Sequence[ModelChunk], groups: ModelParallelGroups | None, collection: object | None
+    chunks: Sequence[DistributedDataParallel],
+    groups: ModelParallelGroups | None,
+    collection: object | None,
 ) -> ModelParallelGroups:
     if groups is not None:
         if collection is not None:
@@ -353,7 +352,7 @@ def _groups_of(
 
 
 def _check_data_groups(
-    chunks: Sequence[ModelChunk], groups: ModelParallelGroups, reason: str
+    chunks: Sequence[DistributedDataParallel], groups: ModelParallelGroups, reason: str
 ) -> None:
     for chunk in chunks:
         size = chunk.engine.mesh.size
@@ -365,7 +364,7 @@ def _check_data_groups(
 
 
 def _find_marked(
-    chunks: Sequence[ModelChunk], groups: ModelParallelGroups, config: object
+    chunks: Sequence[DistributedDataParallel], groups: ModelParallelGroups, config: object
 ) -> dict[str, list[MarkedGrad]]:
     """The gradients to reduce over each group, by the group's field."""
     has_qk_norms = bool(getattr(config, "qk_layernorm", False))
@@ -428,7 +427,9 @@ def _sums_of(
 
 
 def _compare(
-    chunks: Sequence[ModelChunk], marked: dict[str, list[MarkedGrad]], groups: ModelParallelGroups
+    chunks: Sequence[DistributedDataParallel],
+    marked: dict[str, list[MarkedGrad]],
+    groups: ModelParallelGroups,
 ) -> None:
     """Compare slices between ranks, once per set of parameters and group; see
     [Note: Equal slices]."""
@@ -454,68 +455,31 @@ def _compare(
         compared.add(key)
 
 
-def _counts_group(
-    chunks: Sequence[ModelChunk],
-    groups: ModelParallelGroups,
-    routers: Sequence[Router],
-    device: torch.device,
+def _spanned_group(
+    chunks: Sequence[DistributedDataParallel],
+    axes: Sequence[ProcessGroup | None],
+    what: str,
+    biases: Sequence[tuple[str, Tensor]] = (),
 ) -> ProcessGroup | None:
-    """The group over which experts' token counts are summed."""
-    if not routers:
-        return None
-    group = spanned_group(device, groups.tensor, groups.context, groups.data, groups.expert)
+    """The group that spans ``axes``. In the first call, check that it contains the chunks' meshes
+    and that its ranks have as many ``biases``, (name of the module, value), of the same sizes."""
+    group = spanned_group(chunks[0].engine.mesh.device, *axes)
     compared = _cache_of(chunks[0].engine).compared
-    key = ("routers", group and group.group_name, *(id(router.bias) for router in routers))
+    engines, values = (id(chunk.engine) for chunk in chunks), (id(bias) for _, bias in biases)
+    key = (what, group and group.group_name, *engines, *values)
     if key not in compared:
         _check_covers_meshes(chunks, group)
-        if group is not None:
-            counts = [f"{router.bias.numel()} experts" for router in routers]
-            names = [router.name for router in routers]
-            check_equal_over_group("modules with an expert_bias", names, counts, group)
+        if biases and group is not None:
+            sizes = [f"{bias.numel()} experts" for _, bias in biases]
+            names = [name for name, _ in biases]
+            check_equal_over_group(f"modules with {what}", names, sizes, group)
         compared.add(key)
     return group
 
 
-def _quantiles_group(
-    chunks: Sequence[ModelChunk],
-    groups: ModelParallelGroups,
-    routers: dict[str, Any],
-    device: torch.device,
-) -> ProcessGroup | None:
-    """The group over which quantiles are averaged. Tensor-parallel ranks have the same ones."""
-    if not routers:
-        return None
-    group = spanned_group(device, groups.context, groups.data)
-    compared = _cache_of(chunks[0].engine).compared
-    key = ("quantiles", group and group.group_name, *map(id, routers.values()))
-    if key not in compared:
-        _check_covers_meshes(chunks, group)
-        if group is not None:
-            counts = [f"{module.qb_beta.numel()} experts" for module in routers.values()]
-            check_equal_over_group("modules with a qb_beta", [*routers], counts, group)
-        compared.add(key)
-    return group
-
-
-def _tokens_group(
-    chunks: Sequence[ModelChunk],
-    groups: ModelParallelGroups,
-    num_tokens: object,
-    device: torch.device,
-) -> ProcessGroup | None:
-    """The group over which the number of tokens is summed."""
-    if num_tokens is None:
-        return None
-    group = spanned_group(device, groups.pipeline, groups.data, groups.context)
-    compared = _cache_of(chunks[0].engine).compared
-    key = ("tokens", group and group.group_name, *(id(chunk.engine) for chunk in chunks))
-    if key not in compared:
-        _check_covers_meshes(chunks, group)
-        compared.add(key)
-    return group
-
-
-def _check_covers_meshes(chunks: Sequence[ModelChunk], group: ProcessGroup | None) -> None:
+def _check_covers_meshes(
+    chunks: Sequence[DistributedDataParallel], group: ProcessGroup | None
+) -> None:
     for chunk in chunks:
         ranks = chunk.engine.mesh.device_mesh.mesh.flatten().tolist()
         reached = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
@@ -539,20 +503,15 @@ def _tokens_of_last_stage(
     return torch.full((), num_tokens, dtype=torch.float64, device=device)
 
 
-def _scale(chunks: Sequence[ModelChunk], tokens: Tensor, group: ProcessGroup | None) -> None:
+def _scale(
+    chunks: Sequence[DistributedDataParallel], tokens: Tensor, group: ProcessGroup | None
+) -> None:
     """Scale gradients to the mean over all tokens; see [Note: Token weighting]."""
     total = all_reduce_(tokens, group).clamp_(min=1.0)
     for chunk in chunks:
         dtypes = {b.kind.dtypes.main_grad for b in chunk.engine.buffers if b.grads is not None}
         factor = (1 if chunk.sums_gradients else chunk.engine.mesh.size) / total
         chunk.scale_gradients(factor if torch.float64 in dtypes else factor.float())
-
-
-def _reset_trackers(engine: Engine) -> None:
-    for reference in _cache_of(engine).trackers:
-        module: Any = reference()
-        if module is not None:
-            module.reset_global_aux_loss_tracker()
 
 
 def _cache_of(engine: Engine) -> _EngineCache:

@@ -66,7 +66,28 @@ _FORMAT, _FULLY_RESHARDABLE = "distrib_optim_sharding_type", "fully_reshardable"
 _MASTERS = "fp32_from_fp16_params"
 
 
-class _ShardedOptimizer:
+class _NormGroups:
+    """Mixin: norms of gradients, of each norm group by itself."""
+
+    norm_of_group: Any
+    has_grad_norm_group: Any
+    grad_norms_by_group: dict[str, float]
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """The 2-norm of all gradients but those with a norm group; each parameter counts once.
+        Collective."""
+        return float(self.norm_of_group(None))
+
+    @torch.no_grad()
+    def _compute_grad_norms_by_group(self) -> dict[str, float]:
+        """The norm of each norm group that some rank has. Collective."""
+        found = [group for group in _NORM_GROUPS if self.has_grad_norm_group(group)]
+        self.grad_norms_by_group = {group: self.norm_of_group(group) for group in found}
+        return self.grad_norms_by_group
+
+
+class _ShardedOptimizer(_NormGroups):
     """Mixin for Megatron-Core's optimizers; see the module docstring.
 
     Attributes:
@@ -78,22 +99,11 @@ class _ShardedOptimizer:
     config: Any
     get_parameters: Any
     get_grad_stats_parallel_group: Any
-    grad_norms_by_group: dict[str, float]
-
-    def get_grad_norm(self) -> float:
-        """The 2-norm of all gradients but those with a norm group; each parameter counts once.
-        Collective."""
-        return self.norm_of_group(None)
 
     def norm_of_group(self, norm_group: str | None) -> float:
         """The 2-norm of the gradients whose parameters have this ``grad_norm_group``. Collective.
         None: of the others."""
         return math.sqrt(self._sum_over_ranks(_squared_norm, self._grads(norm_group)))
-
-    def _compute_grad_norms_by_group(self) -> dict[str, float]:
-        """The norm of each norm group that some rank has. Collective."""
-        self.grad_norms_by_group = _norms_by_group(self)
-        return self.grad_norms_by_group
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Clip gradients to a norm of ``clip_grad``, each norm group by itself. Returns the norm
@@ -338,8 +348,7 @@ class ShardedFloat16Optimizer(_ShardedOptimizer, Float16OptimizerWithFloat16Para
     def _copy_main_params_to_model_params(self) -> None:
         """Does nothing: they are the same tensors, and the engine casts during gathers."""
 
-    def _copy_main_params_to_param_buffer(self) -> None:
-        """Does nothing: they are the same tensors, and the engine casts during gathers."""
+    _copy_main_params_to_param_buffer = _copy_main_params_to_model_params
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """Does nothing: they are the same tensors."""
@@ -369,26 +378,15 @@ class ShardedFloat16Optimizer(_ShardedOptimizer, Float16OptimizerWithFloat16Para
         super().load_state_dict({**state_dict, "optimizer": inner, _MASTERS: []})
 
 
-class ShardedChainedOptimizer(ChainedOptimizer):
+class ShardedChainedOptimizer(_NormGroups, ChainedOptimizer):
     """Megatron-Core's ``ChainedOptimizer`` of sharded optimizers. Sums the optimizers' statistics,
     also if Megatron-Core would reduce them over one group at once."""
-
-    @torch.no_grad()
-    def get_grad_norm(self) -> float:
-        """The norm of all gradients but those with a norm group. Collective."""
-        return self.norm_of_group(None)
 
     @torch.no_grad()
     def norm_of_group(self, norm_group: str | None) -> float:
         """The norm of the gradients of a norm group. Collective."""
         norms = [optimizer.norm_of_group(norm_group) for optimizer in self.chained_optimizers]
         return math.sqrt(sum(norm**2 for norm in norms))
-
-    @torch.no_grad()
-    def _compute_grad_norms_by_group(self) -> dict[str, float]:
-        """The norm of each norm group that some rank has. Collective."""
-        self.grad_norms_by_group = _norms_by_group(self)
-        return self.grad_norms_by_group
 
     @torch.no_grad()
     def count_zeros(self) -> float:
@@ -439,12 +437,6 @@ _NO_STATE_FILE = (
 def _norm_group_of(param: Tensor) -> str | None:
     found = getattr(param, "grad_norm_group", None)
     return found if found in _NORM_GROUPS else None
-
-
-def _norms_by_group(optimizer: Any) -> dict[str, float]:
-    """The norm of each norm group that some rank's optimizer has. Collective."""
-    found = [group for group in _NORM_GROUPS if optimizer.has_grad_norm_group(group)]
-    return {group: optimizer.norm_of_group(group) for group in found}
 
 
 def _squared_norm(slices: Iterable[Tensor], device: torch.device) -> Tensor:

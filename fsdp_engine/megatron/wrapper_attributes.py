@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from fsdp_engine.megatron.config import DistributedDataParallelConfig
 from fsdp_engine.megatron.process_groups import CollectedGroups
@@ -37,6 +36,11 @@ class MegatronClassMixin:
         distributed = sys.modules.get("megatron.core.distributed")
         found = getattr(distributed, self.megatron_class, None)
         return found if isinstance(found, type) else type(self)
+
+
+def _group(field: str, doc: str) -> Any:
+    """A property of the wrapper: the process group in this field of ``groups``, or None."""
+    return property(lambda self: getattr(self.groups, field), doc=doc)
 
 
 class WrapperAttributes(MegatronClassMixin, nn.Module):
@@ -122,39 +126,14 @@ class WrapperAttributes(MegatronClassMixin, nn.Module):
         buffers that its distributed optimizer iterates over; iterating over this one raises."""
         return _Buffers(super().buffers)
 
-    @property
-    def dp_group(self) -> ProcessGroup | None:
-        """The data-parallel group."""
-        return self.groups.dp
-
-    @property
-    def dp_cp_group(self) -> ProcessGroup | None:
-        """The data-parallel group including context parallelism."""
-        return self.groups.data
-
+    dp_group = _group("dp", "The data-parallel group.")
+    dp_cp_group = _group("data", "The data-parallel group including context parallelism.")
     intra_dp_cp_group = dp_cp_group
-
-    @property
-    def expt_dp_group(self) -> ProcessGroup | None:
-        """The group of ranks that hold the same experts."""
-        return self.groups.expt_dp
-
+    expt_dp_group = _group("expt_dp", "The group of ranks that hold the same experts.")
     intra_expt_dp_group = expt_dp_group
-
-    @property
-    def tp_group(self) -> ProcessGroup | None:
-        """The tensor-parallel group."""
-        return self.groups.tp
-
-    @property
-    def pp_group(self) -> ProcessGroup | None:
-        """The pipeline-parallel group."""
-        return self.groups.pp
-
-    @property
-    def ep_group(self) -> ProcessGroup | None:
-        """The expert-parallel group."""
-        return self.groups.ep
+    tp_group = _group("tp", "The tensor-parallel group.")
+    pp_group = _group("pp", "The pipeline-parallel group.")
+    ep_group = _group("ep", "The expert-parallel group.")
 
 
 class _Buffers:

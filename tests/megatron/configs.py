@@ -22,7 +22,10 @@ def config_of(
     inner: str, outer: str = "no_shard", *, overlap: bool = False, **fields: Any
 ) -> Config:
     """A config that names levels as Megatron-FSDP does, with both overlaps or none."""
-    names = {"data_parallel_sharding_strategy": inner, "outer_dp_sharding_strategy": outer}
+    names: dict[str, Any] = {
+        "data_parallel_sharding_strategy": inner,
+        "outer_dp_sharding_strategy": outer,
+    }
     overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     return Config(use_megatron_fsdp=True, **{**names, **overlaps, **fields})
 

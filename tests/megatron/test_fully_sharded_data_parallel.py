@@ -103,14 +103,14 @@ def held(ddp: Any) -> dict[str, int]:
     return {role: size for role, size in ddp.engine.memory_bytes().items() if size}
 
 
-@on_few_ranks
+@on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_the_strategy_is_the_level_whatever_the_flags(level: str) -> None:
     for flags in ({}, {"use_custom_fsdp": True}, {"use_megatron_fsdp": True}):
         config = their_config(data_parallel_sharding_strategy=level, **flags)
         before = dataclasses.replace(config)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", DeprecationWarning)
             ddp = wrapped(FullyShardedDataParallel, config)
         assert ddp.engine.strategy.inner.name == level
         assert config == before

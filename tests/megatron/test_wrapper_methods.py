@@ -208,8 +208,11 @@ def test_main_grad_of_sharded_parameters_is_their_gradient(level: str) -> None:
     assert not hasattr(values, "main_grad")
 
 
-def fail(module: nn.Module, grads: Any) -> None:
-    raise KeyError("on the way back")
+def fails_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+    def fail(grad: Tensor) -> None:
+        raise KeyError("on the way back")
+
+    output.register_hook(fail)
 
 
 @on_ranks(2)
@@ -219,7 +222,7 @@ def test_finishing_after_a_failed_backward_names_the_missing_parameters(level: s
         model = Stack()
         ddp = fe.DistributedDataParallel(model, config_of(level, overlap=overlap))
         batch = vector_batch(2, dist.get_rank())
-        hook = model.blocks[2].register_full_backward_pre_hook(fail)
+        hook = model.blocks[1].register_forward_hook(fails_in_backward)
         with pytest.raises(KeyError, match="on the way back"):
             ddp(*batch).backward()
         hook.remove()
