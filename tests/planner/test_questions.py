@@ -117,16 +117,12 @@ def test_flops_of_frozen_weights_are_not_in_their_backward() -> None:
     assert found.model_flops == 2 * 3 * (8 * 16 + 16 * 4 + 16 * 4)
 
 
-def sgd(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def test_a_checkpoint_has_parameters_and_state_of_all_ranks() -> None:
     sizes = [each.numel() for each in Words().parameters()]
     for strategy in ("no_shard", "optim_grads_params"):
         found = fe.simulate(Words, WORLD, batch=words(), strategy=strategy)
         assert found.checkpoint_bytes == 12 * sum(sizes) + 4 * len(sizes)  # AdamW counts steps
-    found = fe.simulate(Words, 4, batch=words(), optimizer=sgd)
+    found = fe.simulate(Words, 4, batch=words(), optimizer=torch.optim.SGD)
     assert found.checkpoint_bytes == 4 * sum(sizes)
 
 

@@ -43,6 +43,8 @@ def test_operations_take_the_time_of_the_figures() -> None:
         ({"overlap": 0.5}, 3e9, 2e8, {}, 4),
         ({"overlap": 0.5}, 2e9, 3e8, {}, 4),
         ({"overlap": 0.0}, 2e9, 3e8, {}, 5),
+        ({"call_seconds": 0.5}, 1, 1, {}, 0.5),
+        ({"achievable_flops": 0.5}, 1e9, 0, {}, 2),
         ({"attention_share": 0.5}, 1e9, 0, {}, 1),
         ({"attention_share": 0.5}, 1e9, 0, heads_of(None), 2),
         ({"function_seconds": 1e-9}, 0, 1e8, {"function_elements": elements}, 2),

@@ -16,7 +16,6 @@ import fsdp_engine as fe
 from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.extensions.offload import disk_memory, disk_staging
 from fsdp_engine.extensions.offload.places import ROLES
-from fsdp_engine.planner.simulation.copies import CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine, Processor, TwoWayLink
 from fsdp_engine.strategies import LEVELS
 from tests.planner.simulation.copying import (
@@ -298,23 +297,6 @@ def test_a_machine_without_figures_of_a_link_or_of_memory_is_an_error(
         simulated(machine(**fields), place)
     with pytest.raises(ValueError, match=r"expected host_link, since state or activations.*None"):
         stepped(machine(host_link=None))
-
-
-def test_two_directions_share_what_both_reach_together() -> None:
-    queues = CopyQueues(TwoWayLink(10.0, 10.0, 12.0, latency=1.0))
-    into = queues.add(Direction.INTO, 0.0, 100.0)
-    assert (into.start, into.end) == (0.0, 11.0)
-    out = queues.add(Direction.OUT, 5.0, 60.0)  # from 6 on; 50 of 100 have come
-    assert (out.start, out.end) == pytest.approx((5.0, 15.0 + 1 / 3))
-    assert into.end == pytest.approx(6.0 + 50 / 6)
-    behind = queues.add(Direction.INTO, 0.0, 10.0)
-    assert behind.start == pytest.approx(into.end)
-    # Bytes of `out` alone from the end of `into` on, for one second of latency.
-    left = 60.0 - 6.0 * (into.end - 6.0) - 10.0
-    assert left == pytest.approx(0.0)
-    assert behind.end == pytest.approx(into.end + 2.0)
-    queues.forget(20.0)
-    assert queues.add(Direction.INTO, 20.0, 10.0).end == pytest.approx(22.0)
 
 
 BYTES_OF_STATE = {"Adam": 8, "SGD": 4, "Adagrad": 4, "RMSprop": 4}

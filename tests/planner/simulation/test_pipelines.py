@@ -64,13 +64,14 @@ def wider(index: int, num_stages: int) -> nn.Module:
     return Linears(2 + 2 * index)
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
-
-
 def simulated(schedule: Any = "1F1B", **options: Any) -> fe.PipelineSimulation:
     """A step of stages of two linears."""
-    given = {"machine": plain_machine(), "optimizer": sgd, "min_unit_size": 0, **options}
+    given = {
+        "machine": plain_machine(),
+        "optimizer": torch.optim.SGD,
+        "min_unit_size": 0,
+        **options,
+    }
     return pipelined(given.pop("stages", linears), torch.zeros(ROWS, WIDTH), schedule, **given)
 
 

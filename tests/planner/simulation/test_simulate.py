@@ -168,13 +168,6 @@ def test_a_flat_axis_over_nodes_sends_through_all_ports(on_host: bool) -> None:
     assert gathering(16) == pytest.approx(num_gathers * one, rel=0.01)
 
 
-def test_a_roofline() -> None:
-    processor = Processor({torch.float32: 100.0}, 10.0, 1e9, call_seconds=0.5, achievable_flops=0.5)
-    assert processor.seconds(1000, 20, torch.float32) == 20.0
-    assert processor.seconds(10, 200, torch.float32) == 20.0
-    assert processor.seconds(1, 1, torch.float32) == 0.5
-
-
 def test_presets_are_machines_that_can_be_saved(tmp_path: Path) -> None:
     ports = ((fe.A100, 22.5e9), (fe.H100, 45e9), (fe.H200, 45e9), (fe.B200, 45e9))
     for preset, port in ports:
