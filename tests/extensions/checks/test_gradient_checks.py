@@ -38,7 +38,6 @@ class Poisoned(nn.Module):
 
 
 def inputs(number: int, bad: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch; with ``bad`` in the last rank's."""
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     x, y = torch.randn(2, DIM, generator=generator), torch.randn(DIM, generator=generator)
     if bad is not None and dist.get_rank() == dist.get_world_size() - 1:
@@ -47,7 +46,6 @@ def inputs(number: int, bad: float | None = None) -> tuple[torch.Tensor, torch.T
 
 
 def step(ddp: fe.DistributedDataParallel, *batches: Any, zero_buffer: bool = True) -> None:
-    """Up to final gradients."""
     ddp.zero_grad_buffer(zero_buffer)
     for batch in batches[:-1]:
         with ddp.no_sync():

@@ -28,8 +28,6 @@ from tests.reference import held
 
 
 class Net(nn.Module):
-    """Blocks, a batch norm, a buffer, and a head that is tied to the first layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6, bias=False)
@@ -64,7 +62,6 @@ def mine(x: Tensor) -> Tensor:
 
 
 def steps(model: nn.Module, optimizer: Any, which: range, part: Any = mine) -> list[float]:
-    """Losses; of all ranks together."""
     losses = []
     for step in which:
         x = part(data(step, next(model.parameters()).dtype))
@@ -81,8 +78,6 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which keeps a list of its weights, and a layer of which a part is frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.LSTM(6, 6)
@@ -281,11 +276,7 @@ def test_what_cannot_be_converted_raises_and_changes_nothing() -> None:
         model(x).sum().backward()
         model.double()
         steps(model, momentum(model), range(1))
-
-
-@on_ranks(2)
-def test_main_weights_that_are_compute_weights_keep_their_dtype() -> None:
-    model = net().bfloat16()
+    model = net().bfloat16()  # main weights are compute weights
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, preserve_fp32_weights=False)
     fe.shard(model, strategy="no_shard", mp_policy=policy)
     with pytest.raises(ValueError, match=r"expected main weights to stay in torch\.bfloat16"):

@@ -25,8 +25,6 @@ Route = Sequence[tuple[int, str]]
 
 
 class Block(nn.Module):
-    """Two layers, of which the inner one is a unit of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
@@ -152,7 +150,6 @@ def assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
 
 
 def train_alone(case: Case, num_ranks: int) -> Iterator[nn.Module]:
-    """The model before each step of the optimizer."""
     model = Maze()
     optimizer = reference.sgd(model.parameters())
     for step, micros in enumerate(case.routes):

@@ -327,7 +327,6 @@ def test_one_unit_is_gathered_ahead_and_no_more() -> None:
 
 @on_ranks(4)
 def test_few_units_of_other_ranks_are_kept() -> None:
-    """Ranks use all units, each in an order of its own."""
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(24))
     model = nn.ModuleDict({"layers": layers})
     engine = fe.shard(model, units=list(layers))

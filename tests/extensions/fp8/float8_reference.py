@@ -26,7 +26,6 @@ def _parts(matrix: Tensor, options: Float8) -> Iterator[tuple[tuple[slice, slice
 
 
 def reference_grid(tensor: Tensor, options: Float8) -> Tensor:
-    """The scales of ``tensor``, each once: 1-D, as a codec keeps them."""
     matrix = tensor.detach().reshape(tensor.shape[0], -1)
     return torch.stack([scale for _, scale in _parts(matrix, options)])
 

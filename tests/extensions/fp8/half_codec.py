@@ -13,8 +13,6 @@ from fsdp_engine.extensions.fp8 import DecodingCodec
 
 
 class HalfCodec(DecodingCodec):
-    """Sends fp16 and computes in fp32."""
-
     wire_dtype = torch.float16
 
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:

@@ -44,7 +44,6 @@ every_option = pytest.mark.parametrize(
 
 
 def encoded(tensors: list[Tensor], options: Float8) -> tuple[Tensor, Float8Codec]:
-    """Bytes and codec of one rank, which holds all of the tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     starts = [0, *itertools.accumulate(sizes)]
     pieces = [Piece(i, 0, size, starts[i]) for i, size in enumerate(sizes)]
@@ -100,7 +99,6 @@ SCENARIO = Scenario(model=partial(Transformer, 2), max_norm=float("inf"))
 
 @functools.cache
 def trained_alone(options: Float8) -> Run:
-    """One process computes with quantised copies of the matrices."""
     quantise = partial(quantised, options=options)
     return SCENARIO.but(loss_of=partial(rounded_loss, quantise)).alone()
 

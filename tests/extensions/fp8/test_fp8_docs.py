@@ -72,7 +72,6 @@ def table_after(text: str, start: str) -> dict[str, list[str]]:
 
 
 def tables() -> list[dict[str, list[str]]]:
-    """Of docs/fp8.md: at rest, for a moment, sent."""
     text = (ROOT / "docs" / "fp8.md").read_text()
     starts = ("**At rest**", "**For a moment**", "**Sent in gathers**")
     return [table_after(text, start) for start in starts]

@@ -47,7 +47,6 @@ class WithStatistics(nn.Module):
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
-    """Full weights and all buffers."""
     return reference.full_weights(model) | {n: b.clone() for n, b in model.named_buffers()}
 
 
@@ -56,7 +55,6 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def without_reset() -> nn.Module:
-    """Its parameter cannot make itself values."""
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     model.register_parameter("bare", nn.Parameter(torch.randn(3)))
     return model
@@ -91,8 +89,6 @@ class Rotated(nn.Module):
 
 
 class SharedTable(nn.Module):
-    """Blocks with one rotary table, and later buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         table = torch.arange(4.0).expand(2, 4).clone()
@@ -111,8 +107,6 @@ class SharedTable(nn.Module):
 
 
 class Untouched(Rotated):
-    """Gives the shared table no values."""
-
     def reset_parameters(self) -> None:
         self.own.fill_(2.0)
 
@@ -153,8 +147,6 @@ def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
 
 
 class PlainTable(nn.Module):
-    """Has tensors in plain attributes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -211,8 +203,6 @@ def more_buffers() -> nn.Module:
 
 
 class Late(nn.Module):
-    """Forgets one of its tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
@@ -340,8 +330,6 @@ def test_a_checksum_tells_values_and_their_order_apart() -> None:
 
 
 class Positions(nn.Module):
-    """Gives its child other values than that would give itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(6, 4)
@@ -408,8 +396,6 @@ def test_values_are_the_same_whatever_the_number_of_ranks_and_the_level(ranks: A
 
 
 class FailsOnOneRank(nn.Linear):
-    """Its file of values is not there on rank 1, say."""
-
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.weight.device.type != "meta" and dist.get_rank() == 1:

@@ -20,7 +20,6 @@ WIDTH = 16
 
 
 def batch_of(rank: int, step: int) -> Tensor:
-    """Ranks have different numbers of samples."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(1 + 4 * rank + step % 3, WIDTH, generator=generator)
 

@@ -58,7 +58,6 @@ def sharded(level: str = "optim_grads_params") -> tuple[Net, fe.Engine]:
 
 
 def add_mean(engine: fe.Engine, seed: int, num: int = 3) -> None:
-    """A microbatch of ``num`` samples."""
     engine.mean_loss(engine.model(rows(num, seed)).sum(), num).backward()
 
 
@@ -488,7 +487,6 @@ def batches_by_number(epoch: list[list[Batch]]) -> list[list[Batch]]:
 
 
 def train_alone(epochs: Epochs, accumulate: int) -> tuple[nn.Module, list[float]]:
-    """One process: its model, and the mean loss of each step."""
     model, losses = Net(), []
     optimizer = reference.adamw(model.parameters())
     for epoch in epochs:

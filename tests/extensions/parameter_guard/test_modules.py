@@ -88,7 +88,6 @@ def test_values_that_are_assigned_to_parameters_are_taken(place: Place) -> None:
 
 
 def adapt(model: Model) -> None:
-    """As adapters do: a module around the old one."""
     adapter = nn.Module()
     adapter.base_layer = model.head
     adapter.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2)})
@@ -101,7 +100,6 @@ def add_to_new_list(model: Model) -> None:
 
 
 def embeds(*shape: int, **options: Any) -> Callable[[Model], None]:
-    """A change that assigns zeros to the embedding's weight."""
     return lambda m: setattr(m.embedding, "weight", nn.Parameter(torch.zeros(*shape, **options)))
 
 

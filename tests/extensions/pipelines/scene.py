@@ -143,7 +143,6 @@ class Pipeline:
     losses: list[list[float]]
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        """One step of the schedule, without the optimizer's."""
         losses: list[Tensor] = []
         num_stages = self.schedule._num_stages
         device = self.engines[0].mesh.device
@@ -191,7 +190,6 @@ def make_schedule(
     stage_class: Any,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Any:
-    """torch's, with new stages."""
     stages = [
         stage_class(module, index, group.size() * len(indices), device, group=group)
         for module, index in zip(modules, indices, strict=True)
@@ -209,7 +207,6 @@ def stage_indices(schedule: str, rank: int, num_ranks: int) -> list[int]:
 
 
 def train(pipeline: Pipeline, num_data_ranks: int) -> None:
-    """Run all steps, with an optimizer per stage."""
     optimizers = [reference.sgd(module.parameters()) for module in pipeline.modules]
     for x, y in batches(num_data_ranks):
         pipeline.step(x, y)

@@ -200,8 +200,6 @@ def test_none_is_left_after_a_step_of_several_stages(schedule: str) -> None:
 
 
 class TwoInputs(nn.Module):
-    """A stage whose second value needs no gradient."""
-
     def __init__(self, index: int) -> None:
         super().__init__()
         torch.manual_seed(index)

@@ -58,7 +58,6 @@ def test_weight_gradients_that_come_late_train_as_one_process(pair: tuple[str, s
 
 
 def reduced(messages: Messages) -> set[str]:
-    """Labels of units whose reductions were submitted."""
     return {
         label.split(" of ")[1].split(" over ")[0]
         for label in messages.operations
@@ -137,8 +136,6 @@ NUM_MICROBATCHES = 4
 
 
 class Recomputed(nn.Module):
-    """Each layer is recomputed by itself; a bucket holds several."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(6)])

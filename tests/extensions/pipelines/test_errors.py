@@ -27,7 +27,6 @@ def messages(error: BaseException | None) -> str:
 
 
 def step(pipeline: scene.Pipeline) -> str:
-    """The error of the first step."""
     with pytest.raises((RuntimeError, ValueError)) as caught:
         pipeline.step(*next(scene.batches(2)))
     return messages(caught.value)

@@ -32,7 +32,6 @@ def compare(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
-    """Train on all ranks and alone; the same losses and weights."""
     if dtype is not None:
         options["mp_policy"] = fe.MixedPrecisionPolicy(param_dtype=dtype)
     options = {"what": what, "data_shape": data_shape, **options}

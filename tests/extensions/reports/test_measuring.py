@@ -27,7 +27,6 @@ LATE_SECONDS = 0.3
 
 
 def sharded(*levels: str, **options: Any) -> tuple[Small, Any, Callable[[], None]]:
-    """(model, engine, step); AdamW."""
     model = Small()
     engine = fe.shard(model, None, *levels, min_unit_size=0, **options)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -22,8 +22,6 @@ LABEL = "all-gather of blocks.1 over the inner axis"
 
 
 class Time:
-    """A clock that stands still unless it is advanced."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -32,8 +30,6 @@ class Time:
 
 
 class SlowWork:
-    """A wait for it takes so many seconds."""
-
     def __init__(self, time: Time, seconds: float, error: str | None = None) -> None:
         self._time, self._seconds, self._error = time, seconds, error
 
@@ -122,8 +118,6 @@ class Device:
             self.current = before
 
     def work(self, seconds: float) -> Callable[[], Steps]:
-        """An operation of so many seconds on the stream that is current."""
-
         def steps() -> Steps:
             self.current.time += seconds
             yield from ()
@@ -132,8 +126,6 @@ class Device:
 
 
 class Stream:
-    """A stream; ``time``: when all that it was given is done."""
-
     def __init__(self, device: Device) -> None:
         self.device, self.time = device, 0.0
 
@@ -178,7 +170,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def gather_and_wait(device: Device, lanes: Lanes, sent: float, computed: float) -> None:
-    """A gather of ``sent`` seconds, beside it ``computed`` seconds of the model, then its wait."""
     ticket = lanes.inner_gather.submit(LABEL, device.work(sent), after=[lanes.compute.record()])
     device.current.time += computed
     lanes.compute.wait(ticket)

@@ -267,8 +267,6 @@ def test_the_interpreter_ends_after_the_watching_thread() -> None:
 
 
 class FakeEvent:
-    """An event of CUDA that is reached when it is told so."""
-
     reached, num_queries = False, 0
 
     def query(self) -> bool:
@@ -392,7 +390,6 @@ def test_work_that_ends_between_two_looks_is_no_error() -> None:
 
 @on_ranks(2)
 def test_a_store_that_an_earlier_job_has_used_is_refused() -> None:
-    """So it is where torchrun restarts workers and keeps its store."""
     left = {"n": 0, "is": ["node7 pid:[1]", 4242]}
     store = dist.PrefixStore("fsdp_engine/stall_monitor", _get_default_store())
     store.set(f"says/{dist.get_rank()}", json.dumps(left))
@@ -418,8 +415,6 @@ def test_a_rank_that_saves_alone_logs_who_is_missing() -> None:
 
 
 class CountingStore:
-    """Counts what a thread asks the store."""
-
     def __init__(self, store: Any) -> None:
         self.num_questions = 0
         self._store = store

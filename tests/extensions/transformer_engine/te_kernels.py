@@ -40,8 +40,6 @@ GARBAGE = 0xAA
 
 
 class DType(enum.IntEnum):
-    """The numbers of the library's dtypes."""
-
     kByte = 0
     kInt32 = 2
     kFloat32 = 4
@@ -83,7 +81,6 @@ class Kernels(types.ModuleType):
 
 
 def module() -> types.ModuleType:
-    """A new ``transformer_engine_torch``."""
     made = Kernels("transformer_engine_torch")
     contents: list[Any] = [
         DType,
@@ -106,7 +103,6 @@ def module() -> types.ModuleType:
 
 
 def _check(condition: bool, text: str) -> None:
-    """What NVTE_CHECK and TORCH_CHECK do."""
     if not condition:
         raise RuntimeError(text)
 
@@ -121,7 +117,6 @@ def compute_amax(values: Tensor, amax: Tensor) -> None:
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, lists: list[list[Tensor]], scale: float
 ) -> None:
-    """Second list = first list x scale."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
 
@@ -144,7 +139,6 @@ def multi_tensor_compute_scale_and_scale_inv(
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, unused: None, lists: list[list[Tensor]]
 ) -> None:
-    """(amaxes, e8m0 bytes)."""
     _check(lists[0][0].dtype == torch.bfloat16, "amax should be bf16")
     for amax, scale_inv in zip(*lists, strict=True):
         scale_inv.copy_(exponent_of(amax))
@@ -176,7 +170,6 @@ def fused_amax_and_scale_update_after_reduction(
 
 
 def _in_matrix(part: Tensor, start: int, rows: int, columns: int) -> Tensor:
-    """A matrix of zeros with ``part`` in it, as fp32."""
     assert 0 <= start <= start + part.numel() <= rows * columns, (start, part.numel())
     line = torch.zeros(rows * columns, dtype=torch.float32)
     line[start : start + part.numel()] = part.reshape(-1)
@@ -261,7 +254,6 @@ def mxfp8_scaling_partial_cast(
 
 
 def fp8_transpose(data: Tensor, dtype: int, out: Tensor | None = None) -> Tensor:
-    """Bytes transposed, into ``out`` if there is one."""
     transposed = data.reshape(-1, data.shape[-1]).t().contiguous()
     if out is None:
         return transposed

@@ -96,7 +96,6 @@ def load() -> None:
 
 
 def _package(name: str, folder: Path) -> types.ModuleType:
-    """A package of that folder, without running its ``__init__``."""
     origin = str(folder / "__init__.py")
     spec = importlib.util.spec_from_file_location(
         name, origin, submodule_search_locations=[str(folder)]
@@ -114,7 +113,6 @@ def native_tn() -> Any:
 
 
 def has_native_tn() -> bool:
-    """Whether :func:`native_tn` holds."""
     return _native_tn
 
 
@@ -122,7 +120,6 @@ def has_native_tn() -> bool:
 
 
 def make_recipe(name: str) -> Any:
-    """Transformer Engine's recipe object."""
     load()
     from transformer_engine.common import recipe
 
@@ -294,7 +291,6 @@ class QuantisedLinear(nn.Module):
 
     @torch.no_grad()
     def update_scales(self) -> None:
-        """Delayed scaling: new scales from the histories, which move on. Once in each step."""
         recipe = self.fp8_meta["recipe"]
         if not recipe.delayed():
             return
@@ -335,8 +331,6 @@ class QuantisedLinear(nn.Module):
 
 
 class QuantisedBlock(nn.Module):
-    """Norm, two quantised layers, and x added."""
-
     def __init__(self, dim: int, hidden: int, recipe: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim, dtype=dtype)
@@ -381,10 +375,8 @@ class QuantisedStack(nn.Module):
         return y
 
     def quantised_layers(self) -> list[QuantisedLinear]:
-        """All of them, in the order of forward."""
         return [module for module in self.modules() if isinstance(module, QuantisedLinear)]
 
     def update_scales(self) -> None:
-        """See :meth:`QuantisedLinear.update_scales`."""
         for layer in self.quantised_layers():
             layer.update_scales()

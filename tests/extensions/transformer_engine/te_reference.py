@@ -123,7 +123,6 @@ def spread(scales: Tensor, height: int, width: int, shape: tuple[int, int]) -> T
 
 
 def block_amax(matrix: Tensor, height: int, width: int) -> Tensor:
-    """Largest absolute value of each block."""
     rows, columns = matrix.shape
     padded = F.pad(matrix, (0, -columns % width, 0, -rows % height))
     blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)

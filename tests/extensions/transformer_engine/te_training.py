@@ -49,7 +49,6 @@ def make_stack(recipe: str, num_blocks: int = 2, seed: int = 1) -> QuantisedStac
 
 
 def make_batch(rows: int, seed: int) -> tuple[Tensor]:
-    """Inputs, (rows, features)."""
     return (torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(seed)),)
 
 
@@ -60,7 +59,6 @@ def make_codec(recipe: str) -> TransformerEngineCodec:
 
 
 def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
-    """Quantised layers by the names of their weights."""
     return {
         f"{name}.weight": module
         for name, module in model.named_modules()
@@ -97,8 +95,6 @@ def bent(recipe: str, **habits: Any) -> QuantisedStack:
 
 
 class PartlyRecomputed(QuantisedBlock):
-    """Its layers, but not its norm, are checkpointed."""
-
     reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,7 +154,6 @@ class Watch:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The parameters that modules compute with, by name."""
         return {
             record.name: full
             for buffer in self.engine.buffers
@@ -196,7 +191,6 @@ class Watch:
 
 
 def watched(scenario: Scenario, *, num_forwards: float | None = 1) -> tuple[Run, Watch]:
-    """Shard and train, with a :class:`Watch`."""
     watch = Watch(*scenario.sharded_model())
     return watch.train(scenario, num_forwards=num_forwards), watch
 

@@ -99,8 +99,6 @@ class Stack(nn.Module):
 
 
 class ImitatedStack(QuantisedStack):
-    """The like on a CPU: its last quantised layer belongs to the root."""
-
     def __init__(self, recipe: str) -> None:
         super().__init__(recipe, num_blocks=2, features=8)
         dim = self.embed.out_features
@@ -147,7 +145,6 @@ def scales_of(weight: Any, recipe: str) -> list[Any]:
 
 
 def quantised_weights(model: nn.Module, recipe: str) -> dict[str, tuple[Any, list[Any]]]:
-    """Each with its scales, by name."""
     return {
         name: (param, scales_of(param, recipe))
         for name, param in model.named_parameters()
@@ -187,7 +184,6 @@ def watch(model: nn.Module, recipe: str, weights: dict[str, Any], found: Found) 
 
 @contextlib.contextmanager
 def computing(kind: str, recipe: Any) -> Iterator[None]:
-    """What a forward runs in."""
     if kind == "imitation":
         yield
         return
@@ -209,7 +205,6 @@ def start(kind: str, name: str) -> tuple[Any, nn.Module]:
 
 
 def run(model: nn.Module, kind: str, recipe: Any, x: Tensor, found: Found) -> None:
-    """One microbatch's forward and backward."""
     with computing(kind, recipe):
         loss = model(x)
     (loss / NUM_MICRO).backward()
@@ -291,7 +286,6 @@ def train_sharded(
 
 
 def assert_same(found: Found, expected: Found) -> None:
-    """Bit by bit."""
     for (what, ours), (also, theirs) in zip(found, expected, strict=True):
         assert what == also
         assert torch.equal(ours, theirs), what
@@ -328,6 +322,5 @@ def train_apart(kind: str, name: str, level: str) -> None:
 
 
 def train_alone_twice(kind: str, name: str) -> None:
-    """The control: without an engine, too, the second run is the first one."""
     batches = make_batches(kind, seed=1)
     assert_same(train_alone(kind, name, batches), train_alone(kind, name, batches))

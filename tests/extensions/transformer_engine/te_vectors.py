@@ -70,7 +70,6 @@ class Buffer:
                 setattr(weight, name, flat[start : start + weight.numel()].view(weight.shape))
 
     def guards(self) -> Tensor:
-        """The bytes that belong to no weight."""
         free = torch.ones(next(iter(self.flat.values())).numel(), dtype=torch.bool)
         for start, weight in zip(self.starts, self.weights, strict=True):
             free[start : start + weight.numel()] = False

@@ -77,7 +77,6 @@ class Trained:
 
 
 def save_each(folder: str) -> dict[str, State]:
-    """The state at each checkpoint, by recipe and number of configuration."""
     found = {}
     for recipe, (index, config) in itertools.product(RECIPES, enumerate(SAVED)):
         run = Trained(recipe, config)
@@ -100,7 +99,6 @@ def differences(found: State, expected: State) -> list[str]:
 
 
 def load_each(folder: str, expected: dict[str, State], configs: list[Config]) -> None:
-    """State equals the saved one, and bytes and scales are the reference's of it."""
     for (label, state), (place, config) in itertools.product(expected.items(), enumerate(configs)):
         if len(configs) > 1 and (place + int(label[-1])) % 2:
             continue  # each of several loads half of the checkpoints, of every recipe

@@ -37,8 +37,6 @@ NO_TRANSPOSES = "expected weights that Transformer Engine has quantised by the"
 
 
 class Holder(nn.Module):
-    """One weight by itself, and a plain one."""
-
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight

@@ -45,8 +45,6 @@ both_kinds = pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 
 
 class AdaptedBlock(QuantisedBlock):
-    """Its quantised layers are frozen; low-rank layers beside them learn."""
-
     def adapt(self) -> None:
         self.requires_grad_(False)
         dim = self.norm.weight.numel()

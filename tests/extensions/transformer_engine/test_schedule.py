@@ -48,7 +48,6 @@ def is_quantised(buffer: Any) -> bool:
 
 
 def count_micro(model: nn.Module, engine: Any, *, last: bool = True) -> Messages:
-    """Messages of one forward and backward."""
     messages = Messages()
     with messages.counting():
         loss = model(*make_batch(2, dist.get_rank()))
@@ -97,7 +96,6 @@ def test_forward_gathers_rows_and_backward_columns_of_half_the_bytes_of_bf16() -
 
 
 def planes_of(unit: Unit) -> list[tuple[bool, ...]]:
-    """Which encodings of its quantised buffers have memory."""
     return [
         tuple(encoding.full.storages[0].filled for encoding in buffer.weights._encodings)
         for buffer in unit.buffers
@@ -161,7 +159,6 @@ def test_two_planes_are_full_while_they_are_encoded_and_one_at_any_other_time() 
 
 
 def recomputing(whole: bool, reentrant: bool = False) -> QuantisedStack:
-    """Checkpoints are around whole blocks or within them."""
     if whole:
         return bent("mxfp8", span=1, reentrant=reentrant)
     return partly_recomputed("mxfp8", reentrant)

@@ -18,8 +18,6 @@ from tests.reference import full_weights
 
 
 class Model(nn.Module):
-    """A square weight, a tied one, and one in an LSTM."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, 4)
@@ -169,7 +167,6 @@ def on_rank_0(edit: Callable[[Model], object]) -> Callable[[Model], object]:
 
 
 def put(model: Model, name: str, value: Any) -> None:
-    """Past the hooks of modules."""
     module, _, key = name.rpartition(".")
     model.get_submodule(module)._parameters[key] = value
 
