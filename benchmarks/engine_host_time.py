@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import DeviceLane, HostLane
+from fsdp_engine.comm.device_lane import DeviceLane
+from fsdp_engine.comm.host_lane import HostLane
 
 PLAIN = "plain model"
 # Units, and parameters of each.

@@ -73,7 +73,7 @@ from _gpu_models import (
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.comm.device_lane import DeviceLane
 from gpt import GPTConfig
 
 # name: number of ranks, time limit in seconds

@@ -30,6 +30,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit, make_unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
+from fsdp_engine.units.assignment import check_memory, collect_records
 from fsdp_engine.units.build import (
     SAME,
     EngineCommunicators,
@@ -45,9 +46,7 @@ from fsdp_engine.units.plan import (
     Plan,
     PlannedUnit,
     PlanSettings,
-    check_memory,
     check_record,
-    collect_records,
     plan_buffers,
 )
 

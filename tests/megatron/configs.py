@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,15 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
-from tests.reference import Data, OptimizerMaker, Step, full_gradients, mean_over_ranks, sgd
+from tests.reference import (
+    Data,
+    OptimizerMaker,
+    Step,
+    full_gradients,
+    mean_over_ranks,
+    nothing,
+    sgd,
+)
 
 Config = fe.DistributedDataParallelConfig
 
@@ -35,8 +44,11 @@ def train_wrapped(
     data: Data,
     make_optimizer: OptimizerMaker = sgd,
     zero_buffer: bool = True,
+    after_backward: Callable[[], object] = nothing,
+    finish: Callable[[fe.DistributedDataParallel], object] | None = None,
 ) -> list[Step]:
-    """Trains a wrapped module on this rank's parts."""
+    """Trains a wrapped module on this rank's parts. ``finish`` is called in the place of
+    ``finish_grad_sync``."""
     optimizer = make_optimizer(ddp.parameters())
     steps = []
     for microbatches in data:
@@ -49,8 +61,9 @@ def train_wrapped(
             with ddp.no_sync() if needs_no_sync else nullcontext():
                 part_loss = ddp(*parts[dist.get_rank()]) / len(microbatches)
                 part_loss.backward()
+            after_backward()
             loss += part_loss.detach()
-        ddp.finish_grad_sync()
+        (finish or fe.DistributedDataParallel.finish_grad_sync)(ddp)
         gradients = full_gradients(ddp.module)
         norm = ddp.engine.clip_grad_norm_(float("inf")).item()
         optimizer.step()
